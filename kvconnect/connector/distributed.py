@@ -13,7 +13,7 @@ import torch.distributed as dist
 from kvconnect.connector.rank_link import Message, RankLink
 from kvconnect.connector.rank_pickle import pickled, unpickled
 from kvconnect.connector.rank_sockets import connect_ranks
-from kvconnect.connector.rank_watch import RankWatch, VerdictKind, end_group
+from kvconnect.connector.rank_watch import END_S, RankWatch, VerdictKind, do_within, end_group
 from kvconnect.errors import (
     ConfigurationError,
     ConnectorContractError,
@@ -104,7 +104,8 @@ class DistributedCommunicator:
         try:
             connections = connect_ranks(group, connect_s)
         except RankLost:
-            dist.destroy_process_group(group)
+            del group
+            do_within(END_S, self._destroy_group)
             raise
         self._links = {peer: RankLink(connections[peer]) for peer in self._peers}
         self._watch = RankWatch(group, silence_s=silence_s)
@@ -227,11 +228,14 @@ class DistributedCommunicator:
         for link in self._links.values():
             link.close()
         self._links.clear()
+        do_within(END_S, self._destroy_group)
+
+    # ------------------------------------------------------------------ inside
+
+    def _destroy_group(self) -> None:
         group, self._group = self._group, None
         with suppress(ValueError):  # the job has destroyed it, with all groups
             dist.destroy_process_group(group)  # whose descriptors go, unless a thread is left in it
-
-    # ------------------------------------------------------------------ inside
 
     def _begin(self) -> None:
         self.check()

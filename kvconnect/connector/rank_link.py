@@ -101,7 +101,7 @@ class RankLink:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: len(self._unsent) <= but or self._over or self._error, max(0.0, timeout_s)
+                lambda: len(self._unsent) <= but or self._error, max(0.0, timeout_s)
             )
             self._check()
             if len(self._unsent) > but:
@@ -143,9 +143,7 @@ class RankLink:
         """Ends every wait of `receive` and `wait_until_sent`; on any thread. Idempotent."""
         self._over = True
         with suppress(OSError):  # closed already, by either side
-            self._receiving.shutdown(socket.SHUT_RDWR)
-        with self._changed:
-            self._changed.notify_all()
+            self._receiving.shutdown(socket.SHUT_RDWR)  # wakes both threads
 
     def close(self) -> None:
         """Ends the link and closes its connection. Idempotent."""

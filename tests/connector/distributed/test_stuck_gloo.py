@@ -1,13 +1,16 @@
-"""No sum of the ranks waits as long as gloo does, which may be for ever."""
+"""No rank waits as long as gloo does, which may be for ever."""
 
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
 
+from kvconnect.connector import rank_watch
+from kvconnect.connector.rank_watch import end_group
 from kvconnect.engine.ranks.sums import ModelSums
 from kvconnect.errors import RankLost
 
@@ -72,3 +75,25 @@ def test_a_sum_ends_when_a_rank_is_lost_and_its_group_is_kept_from_destruction(
     assert ranks.asked == 2
     assert sums.close() is None
     assert "kvconnect-rank-sum" in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_end_of_a_group_in_which_no_call_returns_is_not_waited_for(
+    group: StuckGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_watch, "END_S", 0.05)
+    monkeypatch.setattr(rank_watch.dist, "get_backend", lambda _: "gloo")
+    asked = threading.Event()
+
+    def size() -> int:
+        asked.set()
+        group.over.wait()
+        return 0
+
+    group.size = size
+    with ThreadPoolExecutor(1) as ending:
+        ended = ending.submit(end_group, group)
+        try:
+            ended.result(20)
+        finally:
+            group.over.set()
+    assert asked.is_set()
