@@ -92,5 +92,5 @@ def test_after_a_wait_that_ended_amid_a_message_the_rest_is_no_message(links, en
 
 
 def test_what_no_rank_sent_is_of_no_kind(links, ends) -> None:
-    ends[1].sendall(bytes(100))
+    ends[1].sendall(bytes([9, 0, 0, 0, 1]) + bytes(95))
     assert links[0].receive(20).kind == 0
