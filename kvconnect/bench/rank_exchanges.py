@@ -1,7 +1,7 @@
-"""What the two exchanges of a step cost on two ranks, against a round trip of gloo's own.
+"""The cost of a step's two exchanges on two ranks, against a round trip of gloo.
 
-The floor is what no agreement of two processes can do without: a message there and one back, of
-four bytes each, by ``torch.distributed.send`` and ``recv`` over the same kind of group.
+The floor is a message there and one back, of four bytes each, by ``torch.distributed.send`` and
+``recv``. The exchanges go over connections without gloo's threads, and may cost less.
 """
 
 from __future__ import annotations

@@ -12,12 +12,14 @@ import torch.distributed as dist
 
 from kvconnect.connector.rank_link import Message, RankLink
 from kvconnect.connector.rank_pickle import pickled, unpickled
-from kvconnect.connector.rank_watch import RankWatch, VerdictKind, end_group
+from kvconnect.connector.rank_sockets import connect_ranks
+from kvconnect.connector.rank_watch import END_S, RankWatch, VerdictKind, do_within, end_group
 from kvconnect.errors import (
     ConfigurationError,
     ConnectorContractError,
     EngineClosed,
     RankDivergence,
+    RankLost,
 )
 
 __all__ = ["DistributedCommunicator"]
@@ -33,11 +35,11 @@ _SOUND, _REFUSED = 0, 1
 
 
 class DistributedCommunicator:
-    """A `Communicator` over point-to-point messages of a gloo group of its own.
+    """A `Communicator` over a TCP connection between each two ranks of a job.
 
-    Works beside a default group of any backend, NCCL too. Values are exchanged in host memory. A
-    value of up to 4 KiB takes one message to each rank, for which all have a receive posted
-    beforehand: so both exchanges of a step together take about one round trip.
+    Works beside a default group of any backend, NCCL too. Values are exchanged in host memory. Each
+    part of an exchange is one message to each rank, which no rank answers: so both exchanges of a
+    step together take about one round trip. Heartbeats go over a gloo group of their own.
 
     It never hangs. Once a rank is lost, every call raises on every other rank, naming it:
 
@@ -49,11 +51,12 @@ class DistributedCommunicator:
     Afterwards the communicator is of no use: close it, and make the engine again on all ranks.
 
     Values are pickled: the metadata of a connector is an object of the user's own, which the
-    contract asks to be picklable. They come from the ranks of this one job only, through the
-    connections of torch.distributed, and are trusted as its own ``broadcast_object_list`` trusts
-    them. Whoever can connect to those can run code in the job: keep its network private.
+    contract asks to be picklable. They come from the ranks of this one job only: both sides of a
+    connection prove that they know a token of the job's. They are trusted as torch.distributed's
+    ``broadcast_object_list`` trusts them, whose connections carry the tokens. A process that can
+    read or join those can run code in the job: keep its network private.
 
-    Methods run on the engine's thread, and block without serving Python's signal handlers.
+    Methods run on the engine's thread.
 
     Args:
         ranks: numbers in the default group of this engine's ranks, ascending; all by default. Here
@@ -67,6 +70,7 @@ class DistributedCommunicator:
 
     Raises:
         ConfigurationError: torch.distributed is not initialized, or an argument is wrong.
+        RankLost: a rank cannot be connected to, or ended meanwhile.
         RuntimeError: of torch.distributed: the ranks did not come within `connect_timeout_s`.
     """
 
@@ -97,7 +101,13 @@ class DistributedCommunicator:
         self._peers = [peer for peer in range(self._size) if peer != self._rank]
         self._number = 0
         self._closed = False
-        self._links = {peer: RankLink(group, peer) for peer in self._peers}
+        try:
+            connections = connect_ranks(group, connect_s)
+        except RankLost:
+            del group
+            do_within(END_S, self._destroy_group)
+            raise
+        self._links = {peer: RankLink(connections[peer]) for peer in self._peers}
         self._watch = RankWatch(group, silence_s=silence_s)
         for link in self._links.values():
             self._watch.on_over(link.end)
@@ -126,8 +136,8 @@ class DistributedCommunicator:
     def broadcast(self, value: T, *, idle: bool = False) -> T:
         """The leader's `value`, on every rank; what others pass is ignored.
 
-        Blocks the others until the leader has called; the leader itself only until the exchange
-        before was taken by all.
+        Blocks the others until the leader has called; the leader itself only while the connection
+        to another rank is full of earlier exchanges.
 
         Args:
             value: the leader's; picklable.
@@ -215,15 +225,17 @@ class DistributedCommunicator:
                 with suppress(ConnectionError, TimeoutError):
                     link.wait_until_sent(until - time.monotonic())
         self._watch.close()
-        until = time.monotonic() + _LEAVE_S
         for link in self._links.values():
-            link.close(until)
+            link.close()
         self._links.clear()
+        do_within(END_S, self._destroy_group)
+
+    # ------------------------------------------------------------------ inside
+
+    def _destroy_group(self) -> None:
         group, self._group = self._group, None
         with suppress(ValueError):  # the job has destroyed it, with all groups
             dist.destroy_process_group(group)  # whose descriptors go, unless a thread is left in it
-
-    # ------------------------------------------------------------------ inside
 
     def _begin(self) -> None:
         self.check()

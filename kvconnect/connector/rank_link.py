@@ -1,36 +1,25 @@
-"""The messages of an engine's exchanges with one other rank, over gloo."""
+"""The messages of an engine's exchanges with one other rank, over a connection of their own."""
 
 from __future__ import annotations
 
+import select
+import socket
 import struct
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from queue import Empty, SimpleQueue
-from typing import TypeAlias
-
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
 __all__ = ["MOST_NBYTES", "Message", "RankLink"]
-
-FOREVER = timedelta(days=365)
-"""For gloo's waits, in which only threads wait that no caller waits for."""
 
 MOST_NBYTES = 1 << 30
 """The largest payload of a message: 1 GiB."""
 
-_TAG = 0
-_REST_TAG = 2
 _MAGIC = 0x6B76_6363
 _HEAD = struct.Struct("<IBBHqq")  # magic, kind, status, -, number of the exchange, bytes
-_FRAME_NBYTES = 4096  # sent whole: a payload that fits takes one message of gloo
-_INLINE_NBYTES = _FRAME_NBYTES - _HEAD.size
-_POSTED = 2  # the leader goes from its broadcast to the next exchange at once
+_READ_NBYTES = 1 << 16  # at once, and at most read ahead
+_LONG_S = 3600.0  # a wait without limit is many of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,54 +36,36 @@ class Message:
     kind: int
     status: int
     number: int
-    payload: bytes
+    payload: bytes | bytearray
 
-    def frames(self) -> list[tuple[Tensor, int]]:
-        """Returns what gloo sends, each with its tag: a frame, and what did not fit into it."""
-        head = _HEAD.pack(_MAGIC, self.kind, self.status, 0, self.number, len(self.payload))
-        inline = head + self.payload[:_INLINE_NBYTES]
-        frame = torch.zeros(_FRAME_NBYTES, dtype=torch.uint8)
-        frame.numpy()[: len(inline)] = np.frombuffer(inline, np.uint8)
-        if len(self.payload) <= _INLINE_NBYTES:
-            return [(frame, _TAG)]
-        rest = torch.frombuffer(bytearray(self.payload[_INLINE_NBYTES:]), dtype=torch.uint8)
-        return [(frame, _TAG), (rest, _REST_TAG)]
-
-
-_Posted: TypeAlias = tuple[dist.Work, Tensor]
-_Sent: TypeAlias = list[_Posted]
+    def head(self) -> bytes:
+        """Returns what goes before the payload on the connection."""
+        return _HEAD.pack(_MAGIC, self.kind, self.status, 0, self.number, len(self.payload))
 
 
 class RankLink:
     """Sends messages to one other rank and receives its messages, in order.
 
-    gloo's waits cannot be interrupted, and one for a rank whose connection breaks at the wrong
-    moment never ends. Only the two threads of this link wait in gloo. The engine's thread waits for
-    these threads: each of its waits ends with a timeout, or with `end`.
+    A message goes to the system on the caller's thread; what the connection cannot take at once
+    goes there on a thread that lives until then. So two ranks may send each other any amount before
+    they receive. Each wait ends with its timeout, with the connection, or with `end`.
 
     Args:
-        group: of gloo.
-        peer: the other rank's number in `group`.
+        connection: a stream to the other rank; the link closes it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self._group: dist.ProcessGroup | None = group
-        self._peer = peer
+    def __init__(self, connection: socket.socket) -> None:
+        self._receiving = connection
+        self._sending = connection.dup()  # a timeout belongs to one object
+        self._sending.settimeout(0.0)
+        self._buffer = memoryview(bytearray(_READ_NBYTES))
+        self._ahead = bytearray()
+        self._is_amid = False
         self._over = False
-        self._unsent: deque[tuple[int, _Sent]] = deque()
-        self._waiting = 0
-        self._posted: SimpleQueue[_Posted | None] = SimpleQueue()
-        self._received: SimpleQueue[Message | str | None] = SimpleQueue()
-        self._sending: SimpleQueue[_Sent | None] = SimpleQueue()
-        self._sent: SimpleQueue[str | None] = SimpleQueue()
-        for _ in range(_POSTED):
-            self._post()
-        self._threads = [
-            threading.Thread(target=target, name=f"kvconnect-rank-{name}-{peer}", daemon=True)
-            for target, name in [(self._receive_all, "receive"), (self._send_all, "send")]
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._changed = threading.Condition()
+        self._unsent: deque[list[memoryview]] = deque()
+        self._error: str | None = None
+        self._thread: threading.Thread | None = None
 
     def send(self, message: Message) -> None:
         """Begins to send `message`; does not wait for the other rank.
@@ -102,128 +73,145 @@ class RankLink:
         Raises:
             ConnectionError: the connection is broken, or `end` was called.
         """
-        group = self._open_group()
-        self._unsent.append((message.number, []))
-        for buffer, tag in message.frames():
-            try:
-                self._unsent[-1][1].append((group.send([buffer], self._peer, tag), buffer))
-            except RuntimeError as error:
-                raise ConnectionError(str(error)) from error
-            finally:
-                del buffer
+        parts = [memoryview(message.head()), memoryview(message.payload)]
+        with self._changed:
+            self._check()
+            if not self._unsent:
+                try:
+                    parts = _rest(parts, self._sending.sendmsg(parts))
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    raise ConnectionError(str(error)) from error
+            if not parts:
+                return
+            self._unsent.append(parts)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._send_rest, name="kvconnect-rank-send", daemon=True
+                )
+                self._thread.start()
 
     def wait_until_sent(self, timeout_s: float, *, but: int = 0) -> None:
-        """Blocks until the other rank has taken all messages `but` the last ones.
-
-        A message from the other rank shows by its number that the earlier ones were taken.
+        """Blocks until the system has taken all messages `but` the last ones.
 
         Raises:
-            TimeoutError: the other rank did not take them within `timeout_s` seconds.
+            TimeoutError: the other rank did not read enough within `timeout_s` seconds.
             ConnectionError: the connection is broken, or `end` was called.
         """
-        until = time.monotonic() + timeout_s
-        while len(self._unsent) + self._waiting > but:
-            if self._over:
-                raise ConnectionError("the connection was ended")
-            if not self._waiting:
-                self._sending.put(self._unsent.popleft()[1])
-                self._waiting += 1
-            try:
-                error = self._sent.get(timeout=max(0.0, until - time.monotonic()))
-            except Empty:
-                raise TimeoutError from None
-            if error is not None:
-                raise ConnectionError(error)
-            self._waiting -= 1
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(self._unsent) <= but or self._error, max(0.0, timeout_s)
+            )
+            self._check()
+            if len(self._unsent) > but:
+                raise TimeoutError
 
     def receive(self, timeout_s: float | None) -> Message:
         """Returns the next message, for which this blocks up to `timeout_s`, or without limit.
 
         Raises:
             TimeoutError: no whole message came within `timeout_s` seconds.
-            ConnectionError: the connection is broken, or `end` was called.
+            ConnectionError: the connection is broken, `end` was called, or an earlier call ended
+                amid a message.
         """
-        if self._over:
-            raise ConnectionError("the connection was ended")
-        try:
-            received = self._received.get(timeout=timeout_s)
-        except Empty:
-            raise TimeoutError from None
-        if received is None:
-            raise ConnectionError("the connection was ended")
-        if isinstance(received, str):
-            raise ConnectionError(received)
-        while self._unsent and self._unsent[0][0] < received.number:
-            self._unsent.popleft()
-        self._post()  # only now: what the other rank may send ahead is bounded by what is posted
-        return received
+        self._check()
+        if self._is_amid:
+            raise ConnectionError("a message of it was not received whole")
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while len(self._ahead) < _HEAD.size:
+            self._ahead += self._buffer[: self._read(self._buffer, until)]
+        magic, kind, status, _, number, length = _HEAD.unpack_from(self._ahead)
+        if magic != _MAGIC or not 0 <= length <= MOST_NBYTES:
+            return Message(0, status, number, b"")
+        del self._ahead[: _HEAD.size]
+        if length <= len(self._ahead):
+            payload = self._ahead[:length]
+            del self._ahead[:length]
+            return Message(kind, status, number, payload)
+        payload, known = bytearray(length), len(self._ahead)
+        payload[:known] = self._ahead
+        self._ahead.clear()
+        view = memoryview(payload)
+        self._is_amid = True
+        while known < length:
+            known += self._read(view[known:], until)
+        self._is_amid = False
+        return Message(kind, status, number, payload)
 
     def end(self) -> None:
         """Ends every wait of `receive` and `wait_until_sent`; on any thread. Idempotent."""
         self._over = True
-        self._received.put(None)
-        self._sent.put("the connection was ended")
-        self._posted.put(None)
-        self._sending.put(None)
+        with suppress(OSError):  # closed already, by either side
+            self._receiving.shutdown(socket.SHUT_RDWR)  # wakes both threads
 
-    def close(self, until: float) -> None:
-        """Ends the link and its threads; the group must have ended.
-
-        Blocks until `until` of the monotonic clock at most. A thread that gloo still has then is
-        left behind, and keeps the group's connections.
-        """
+    def close(self) -> None:
+        """Ends the link and closes its connection. Idempotent."""
         self.end()
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        # An error that is kept keeps its frames, and so this link: its descriptors go all the same.
-        self._group = None
+        if (thread := self._thread) is not None:
+            thread.join()  # the connection is shut down: it does not wait
+        self._receiving.close()
+        self._sending.close()
+        # An error that is kept keeps its frames, and so this link, but no messages.
         self._unsent.clear()
-        self._posted, self._sending = SimpleQueue(), SimpleQueue()
+        self._ahead.clear()
 
     # ------------------------------------------------------------------ inside
 
-    def _open_group(self) -> dist.ProcessGroup:
-        if self._over or self._group is None:
+    def _check(self) -> None:
+        if self._over:
             raise ConnectionError("the connection was ended")
-        return self._group
+        if self._error is not None:
+            raise ConnectionError(self._error)
 
-    def _post(self) -> None:
-        """Begins to receive a frame; a broken connection is an error of a later `receive`."""
-        buffer = torch.empty(_FRAME_NBYTES, dtype=torch.uint8)
-        try:
-            self._posted.put((self._open_group().recv([buffer], self._peer, _TAG), buffer))
-        except RuntimeError as error:
-            self._received.put(str(error))
-
-    def _receive_all(self) -> None:
-        try:
-            while (posted := self._posted.get()) is not None:
-                work, buffer = posted
-                work.wait(FOREVER)
-                self._received.put(self._whole(buffer.numpy().tobytes()))
-        except RuntimeError as error:
-            self._received.put(str(error))
-        except ConnectionError:
-            pass
-
-    def _whole(self, data: bytes) -> Message:
-        """Returns the message that begins with the frame `data`; waits for the rest of it."""
-        magic, kind, status, _, number, length = _HEAD.unpack_from(data)
-        if magic != _MAGIC or not 0 <= length <= MOST_NBYTES:
-            return Message(0, status, number, b"")
-        payload = data[_HEAD.size : _HEAD.size + min(length, _INLINE_NBYTES)]
-        if length > _INLINE_NBYTES:
-            rest = torch.empty(length - _INLINE_NBYTES, dtype=torch.uint8)
-            self._open_group().recv([rest], self._peer, _REST_TAG).wait(FOREVER)
-            payload += rest.numpy().tobytes()
-        return Message(kind, status, number, payload)
-
-    def _send_all(self) -> None:
-        while (works := self._sending.get()) is not None:
+    def _read(self, into: memoryview, until: float | None) -> int:
+        """Reads some bytes, one at least; returns how many."""
+        while True:
+            left = _LONG_S if until is None else until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
             try:
-                for work, _ in works:
-                    work.wait(FOREVER)
-            except RuntimeError as error:
-                self._sent.put(str(error))
-                return
-            self._sent.put(None)
+                self._receiving.settimeout(min(left, _LONG_S))
+                nbytes = self._receiving.recv_into(into)
+            except TimeoutError:
+                continue
+            except OSError as error:
+                raise ConnectionError(str(error)) from error
+            if self._over:
+                raise ConnectionError("the connection was ended")
+            if not nbytes:
+                raise ConnectionError("it closed the connection")
+            return nbytes
+
+    def _send_rest(self) -> None:
+        ready = select.poll()
+        ready.register(self._sending, select.POLLOUT)
+        while True:
+            ready.poll()  # also ends when the connection does
+            with self._changed:
+                try:
+                    parts = _rest(self._unsent[0], self._sending.sendmsg(self._unsent[0]))
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    self._error = str(error)
+                    self._changed.notify_all()
+                    return
+                if parts:
+                    self._unsent[0] = parts
+                    continue
+                self._unsent.popleft()
+                self._changed.notify_all()
+                if not self._unsent:
+                    self._thread = None
+                    return
+
+
+def _rest(parts: list[memoryview], sent: int) -> list[memoryview]:
+    """Returns what is left of `parts` after the first `sent` bytes."""
+    left = []
+    for part in parts:
+        if sent < len(part):
+            left.append(part[sent:])
+        sent = max(0, sent - len(part))
+    return left

@@ -24,7 +24,7 @@ def pickled(value: object) -> bytes:
     return b"".join(sink.parts)
 
 
-def unpickled(data: bytes) -> Any:
+def unpickled(data: bytes | bytearray) -> Any:
     """Returns the value of which `data` was made, by a rank of this one's own job.
 
     Other threads run meanwhile, as for `pickled`.
@@ -58,7 +58,7 @@ class _Sink:
 class _Source:
     """A file of which each read is a call of Python's."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes | bytearray) -> None:
         self._data = memoryview(data)
         self._at = 0
 

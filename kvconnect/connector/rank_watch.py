@@ -16,16 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvconnect.connector.rank_link import FOREVER
 from kvconnect.errors import ConnectorContractError, KvConnectError, RankDivergence, RankLost
 
-__all__ = ["RankWatch", "Verdict", "VerdictKind", "end_group"]
+__all__ = ["END_S", "RankWatch", "Verdict", "VerdictKind", "do_within", "end_group"]
+
+_FOREVER = timedelta(days=365)
+"""For gloo's waits for heartbeats, in which only threads wait that no caller waits for."""
 
 _BEAT_TAG = 1
 _END_TAG = 3  # nothing is ever sent with it
 _BEAT_EVERY_S = 0.25
 _TELL_FOR = timedelta(milliseconds=200)
 _LEAVE_S = 2.0
+END_S = 2.0
+"""So long the end of a group may take."""
+
 _NOTE_NBYTES = 512
 _NOTE = struct.Struct("<BqqH")  # kind, rank it is about, exchanges made, bytes of text
 
@@ -67,14 +72,29 @@ class Verdict:
         return RankLost(self.rank, self.text)
 
 
-def end_group(group: dist.ProcessGroup) -> None:
-    """End whatever waits in `group`, on any thread: it raises at once. The group is of no use then.
+def do_within(timeout_s: float, do: Callable[[], None]) -> None:
+    """Calls `do` on a thread, for which this blocks up to `timeout_s` seconds.
 
-    Nothing if the group was destroyed before.
+    For calls of gloo that may have no end: such a thread is left behind. `do` raises nothing.
+    """
+    thread = threading.Thread(target=do, name="kvconnect-rank-leave", daemon=True)
+    thread.start()
+    thread.join(max(0.0, timeout_s))
+
+
+def end_group(group: dist.ProcessGroup) -> None:
+    """Ends each wait in `group`, on any thread: it raises at once. The group is of no use then.
+
+    Does nothing if the group was destroyed before.
 
     gloo cannot be interrupted, and its ``abort()`` ends no wait; but a receive that times out
-    closes every connection of its group, which ends all of them. Blocks for some milliseconds.
+    closes every connection of its group, which ends all of them. Blocks for some milliseconds, and
+    for `END_S` at most.
     """
+    do_within(END_S, lambda: _end_group(group))
+
+
+def _end_group(group: dist.ProcessGroup) -> None:
     try:
         backend = dist.get_backend(group)
     except ValueError:
@@ -233,7 +253,7 @@ class RankWatch:
             return
         while not self._closing.is_set():
             try:
-                group.recv([buffer], peer, _BEAT_TAG).wait(FOREVER)
+                group.recv([buffer], peer, _BEAT_TAG).wait(_FOREVER)
             except RuntimeError:
                 self._disconnected(peer)
                 return
@@ -268,7 +288,10 @@ class RankWatch:
         return works
 
     def _tell(self, verdict: Verdict) -> None:
-        """Send `verdict`, and wait until those have it that can be waited for."""
+        """Sends `verdict`, and blocks until those have it that can be waited for; 2 s at most."""
+        do_within(END_S, lambda: self._tell_each(verdict))
+
+    def _tell_each(self, verdict: Verdict) -> None:
         for peer, work in self._send(verdict).items():
             if not (verdict.kind is VerdictKind.LOST and peer == verdict.rank):
                 with suppress(RuntimeError):

@@ -7,70 +7,23 @@ says it when it fails.
 from __future__ import annotations
 
 import copy
-import json
 import random
-import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import PREFILL, open_engine
-from safetensors.torch import load_file, save_file
+from engine_tries import NEW, Shelf, T, Tally, engine_try, plain, rank_try, transfer_try
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvconnect import LLM, Backend, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
-from kvconnect.backend import StoredBlock
 from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.errors import UnsupportedModel, UsageError
 from kvconnect.integrations.transformers import PromptCache
-from kvconnect.keys import BlockKey
 
-T = 4
-NEW = 4
 SIZE = {"hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 24}
-
-
-class Shelf(Backend):
-    """A store in memory that outlives whatever opens it."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[BlockKey, bytes] = {}
-
-    async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        return next((n for n, key in enumerate(keys) if key not in self.blocks), len(keys))
-
-    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        for number, (key, tensor) in enumerate(zip(keys, into, strict=True)):
-            if key not in self.blocks:
-                return number
-            tensor.copy_(torch.frombuffer(bytearray(self.blocks[key]), dtype=torch.uint8))
-        return len(keys)
-
-    async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        for block in blocks:
-            self.blocks.setdefault(block.key, block.data.numpy().tobytes())
-        return len(blocks)
-
-    async def delete(self, keys: Sequence[BlockKey]) -> None:
-        for key in keys:
-            self.blocks.pop(key, None)
-
-
-@dataclass
-class Tally:
-    """What tries have come to."""
-
-    tries: int = 0
-    hits: int = 0
-    wrong: list[str] = field(default_factory=list)
-    kinds: Counter[str] = field(default_factory=Counter)
-
 
 # ---------------------------------------------------------------------- changes of a loaded model
 
@@ -219,13 +172,22 @@ PASSES = (four_dimensional, other_positions, embeddings, inner_model, crop, late
 # ---------------------------------------------------------------------- tries
 
 
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("random")
+def two_models(root: Path, **size: int) -> list[Path]:
     return [
-        make_model(root / str(seed), "llama", seed=seed, dtype="float64", **SIZE)
+        make_model(root / str(seed), "llama", seed=seed, dtype="float64", **(SIZE | size))
         for seed in range(2)
     ]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return two_models(tmp_path_factory.mktemp("random"))
+
+
+@pytest.fixture(scope="module")
+def divisible(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two models that two ranks can share."""
+    return two_models(tmp_path_factory.mktemp("divisible"), num_kv_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -234,12 +196,6 @@ def models(directories: list[Path]) -> list[PreTrainedModel]:
     return [
         AutoModelForCausalLM.from_pretrained(one, dtype=torch.float64).eval() for one in directories
     ]
-
-
-def plain(model: PreTrainedModel, ids: Tensor) -> list[int]:
-    mask = torch.ones_like(ids)
-    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return model.generate(ids, attention_mask=mask, **settings)[0].tolist()
 
 
 class PromptCacheTry:
@@ -310,108 +266,21 @@ class PromptCacheTry:
             self._tally.wrong.append(f"{self._what}, {loaded} loaded")
 
 
-# ---------------------------------------------------------------------- our own engine
-
-
-def weight_in_file(model: Path, other: Path, rng: random.Random) -> None:
-    tensors = load_file(model / "model.safetensors")
-    name = rng.choice([one for one in tensors if "proj" in one])
-    save_file(tensors | {name: tensors[name] * 1.5}, model / "model.safetensors", {"format": "pt"})
-
-
-def other_files(model: Path, other: Path, rng: random.Random) -> None:
-    shutil.copy(other / "model.safetensors", model / "model.safetensors")
-
-
-def setting_in_file(model: Path, other: Path, rng: random.Random) -> None:
-    config = json.loads((model / "config.json").read_text())
-    config["rope_parameters"] = config["rope_parameters"] | {"rope_theta": 77.0}
-    (model / "config.json").write_text(json.dumps(config))
-
-
-def named_file(model: Path, other: Path, rng: random.Random) -> None:
-    shutil.copy(other / "model.safetensors", model / "mine.safetensors")
-    config = json.loads((model / "config.json").read_text())
-    config["transformers_weights"] = "mine.safetensors"
-    (model / "config.json").write_text(json.dumps(config))
-
-
-def shards(model: Path, other: Path, rng: random.Random) -> None:
-    """An index and a shard of the other model take the place of the one file."""
-    (model / "model.safetensors").unlink()
-    shutil.copy(other / "model.safetensors", model / "model-00001-of-00001.safetensors")
-    names = load_file(other / "model.safetensors")
-    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def same_files(model: Path, other: Path, rng: random.Random) -> None:
-    (model / "README.md").write_text("The same model.")
-
-
-FILES = (weight_in_file, other_files, setting_in_file, named_file, shards, same_files, same_files)
-
-
-def engine_try(
-    directories: list[Path], tmp_path: Path, number: int, rng: random.Random, tally: Tally
-) -> None:
-    """Two engines on one store, perhaps with other blocks; the directory changes between them."""
-    model = shutil.copytree(directories[0], tmp_path / str(number))
-    ids = rng.choices(range(1, 250), k=rng.randrange(9, 30))
-    store, hit = Shelf(), False
-    change = rng.choice(FILES)
-    tally.kinds[change.__name__] += 1
-    for phase in range(2):
-        config = KvCacheConfig(max_tokens=128, tokens_per_block=rng.choice((T, T, T, 2 * T)))
-        connector = KvCacheConnectorConfig(backend=store, lookup_timeout_ms=20_000)
-        with LLM(model, kv_cache=config, connector=connector, device="cpu") as llm:
-            params = SamplingParams(max_tokens=NEW, ignore_eos=True)
-            output = llm.generate(ids, params)[0]
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-        hit |= output.reused_store_tokens > 0
-        if [*ids, *output.output_token_ids] != plain(loaded, torch.tensor([ids])):
-            tally.wrong.append(f"{change.__name__}, {output.reused_store_tokens} loaded")
-        if phase == 0:
-            change(model, directories[1], rng)
-    shutil.rmtree(model)
-    tally.hits += hit
-
-
-def transfer_try(
-    directories: list[Path], tmp_path: Path, number: int, rng: random.Random, tally: Tally
-) -> None:
-    """One engine computes a prompt, another goes on, with the same files or changed ones."""
-    theirs = shutil.copytree(directories[0], tmp_path / f"{number} prefill")
-    ours = shutil.copytree(directories[0], tmp_path / f"{number} decode")
-    ids = rng.choices(range(1, 250), k=rng.randrange(9, 30))
-    change = rng.choice(FILES)
-    tally.kinds[f"{change.__name__} at peer"] += 1
-    change(rng.choice([theirs, ours]), directories[1], rng)
-    small = {"tokens_per_block": T, "max_tokens": 128, "device": "cpu"}
-    with (
-        open_engine(theirs, "prefill", **small) as prefill,
-        open_engine(ours, "decode", **small) as decode,
-    ):
-        (first,) = prefill.generate([ids], PREFILL, kv_transfer_params={"do": "prefill"})
-        params = SamplingParams(max_tokens=NEW, ignore_eos=True)
-        (output,) = decode.generate([ids], params, kv_transfer_params=first.kv_transfer_params)
-    loaded = AutoModelForCausalLM.from_pretrained(ours, dtype=torch.float64)
-    if [*ids, *output.output_token_ids] != plain(loaded, torch.tensor([ids])):
-        tally.wrong.append(f"{change.__name__} at peer, {output.reused_store_tokens} fetched")
-    tally.hits += output.reused_store_tokens > 0
-    shutil.rmtree(theirs)
-    shutil.rmtree(ours)
-
-
 def run(
-    numbers: range, models: list[PreTrainedModel], directories: list[Path], tmp_path: Path
+    numbers: range,
+    models: list[PreTrainedModel],
+    directories: list[Path],
+    divisible: list[Path],
+    tmp_path: Path,
 ) -> Tally:
     tally = Tally()
     for number in numbers:
         rng = random.Random(number)
         known = len(tally.wrong)
         torch.manual_seed(number)
-        if number % 40 == 19:
+        if number % 100 == 49:
+            rank_try(divisible, tmp_path, number, rng, tally)
+        elif number % 40 == 19:
             transfer_try(directories, tmp_path, number, rng, tally)
         elif number % 10 == 9:
             engine_try(directories, tmp_path, number, rng, tally)
@@ -433,12 +302,12 @@ def check(tally: Tally) -> None:
     assert tally.hits >= 0.3 * tally.tries, tally
 
 
-def test_thirty_identities_at_random(models, directories, tmp_path):
-    check(run(range(30), models, directories, tmp_path))
+def test_thirty_identities_at_random(models, directories, divisible, tmp_path):
+    check(run(range(30), models, directories, divisible, tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("begin", range(30, 2030, 400))
-def test_two_thousand_identities_at_random(models, directories, tmp_path, begin):
-    check(run(range(begin, begin + 400), models, directories, tmp_path))
+def test_two_thousand_identities_at_random(models, directories, divisible, tmp_path, begin):
+    check(run(range(begin, begin + 400), models, directories, divisible, tmp_path))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from kvconnect.connector.distributed import DistributedCommunicator
+from kvconnect.connector.rank_watch import END_S, do_within
 from kvconnect.engine.ranks.sums import ModelSums
 from kvconnect.errors import ConfigurationError, EngineClosed
 
@@ -141,17 +142,23 @@ class RankGroup:
             communicator.close()
         sums, self._sums = self._sums, None
         group = None if sums is None else sums.close()
-        if group is not None and dist.is_initialized():
-            with suppress(ValueError):  # the job has destroyed it
-                dist.destroy_process_group(group)
-        if self._owns_default and dist.is_initialized():
-            dist.destroy_process_group()
-        self._owns_default = False
+        left = [] if group is None else [group]
+        del group  # its end is the end of the last reference, which this thread must not have
+        owns_default, self._owns_default = self._owns_default, False
+        do_within(END_S, lambda: _destroy(left, with_default=owns_default))
 
     def _connected(self) -> DistributedCommunicator:
         if self._communicator is None:
             raise EngineClosed("the ranks are not connected")
         return self._communicator
+
+
+def _destroy(groups: list[dist.ProcessGroup], *, with_default: bool) -> None:
+    while groups:
+        with suppress(ValueError):  # the job has destroyed it
+            dist.destroy_process_group(groups.pop())
+    if with_default and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""No wait for another rank lasts as long as gloo's, which may have no end."""
+"""No rank waits as long as gloo does, which may be for ever."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from kvconnect.connector.rank_link import Message, RankLink
+from kvconnect.connector import rank_watch
+from kvconnect.connector.rank_watch import end_group
 from kvconnect.engine.ranks.sums import ModelSums
 from kvconnect.errors import RankLost
 
@@ -35,12 +36,6 @@ class StuckGroup:
 
     def __init__(self) -> None:
         self.over = threading.Event()
-
-    def recv(self, *_: object) -> StuckWork:
-        return StuckWork(self.over)
-
-    def send(self, *_: object) -> StuckWork:
-        return StuckWork(self.over)
 
     def allreduce(self, *_: object) -> StuckWork:
         return StuckWork(self.over)
@@ -70,33 +65,6 @@ def group():
     made.over.set()
 
 
-def test_a_wait_for_a_message_ends_with_its_timeout_and_with_the_link(group: StuckGroup) -> None:
-    link = RankLink(group, 0)
-    with pytest.raises(TimeoutError):
-        link.receive(0.05)
-    with ThreadPoolExecutor(1) as waiting:
-        answer = waiting.submit(link.receive, None)
-        link.end()
-        with pytest.raises(ConnectionError, match="was ended"):
-            answer.result(20)
-    with pytest.raises(ConnectionError, match="was ended"):
-        link.receive(None)
-
-
-def test_a_wait_until_messages_are_taken_ends_too(group: StuckGroup) -> None:
-    link = RankLink(group, 0)
-    link.send(Message(1, 0, 1, bytes(10_000)))
-    with pytest.raises(TimeoutError):
-        link.wait_until_sent(0.05)
-    with ThreadPoolExecutor(1) as waiting:
-        answer = waiting.submit(link.wait_until_sent, 60.0)
-        link.end()
-        with pytest.raises(ConnectionError, match="was ended"):
-            answer.result(20)
-    with pytest.raises(ConnectionError, match="was ended"):
-        link.send(Message(1, 0, 2, b""))
-
-
 def test_a_sum_ends_when_a_rank_is_lost_and_its_group_is_kept_from_destruction(
     group: StuckGroup,
 ) -> None:
@@ -107,3 +75,25 @@ def test_a_sum_ends_when_a_rank_is_lost_and_its_group_is_kept_from_destruction(
     assert ranks.asked == 2
     assert sums.close() is None
     assert "kvconnect-rank-sum" in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_end_of_a_group_in_which_no_call_returns_is_not_waited_for(
+    group: StuckGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_watch, "END_S", 0.05)
+    monkeypatch.setattr(rank_watch.dist, "get_backend", lambda _: "gloo")
+    asked = threading.Event()
+
+    def size() -> int:
+        asked.set()
+        group.over.wait()
+        return 0
+
+    group.size = size
+    with ThreadPoolExecutor(1) as ending:
+        ended = ending.submit(end_group, group)
+        try:
+            ended.result(20)
+        finally:
+            group.over.set()
+    assert asked.is_set()
