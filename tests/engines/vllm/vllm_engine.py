@@ -153,7 +153,12 @@ class Engine:
         return [one.tokens for one in self.answer(prompts, num_tokens, **more)]
 
     def forget_device(self) -> None:
-        """Nothing of the device's own prefix cache is left: what is cached comes from a store."""
+        """Empties the device's own prefix cache: what is cached then comes from a store.
+
+        Requests that ended may keep their blocks until staging memory is free, and vLLM gives them
+        back in a step, which an idle engine does not make.
+        """
+        self.settle()
         assert self.llm.reset_prefix_cache()
 
     def flush(self) -> None:
