@@ -20,6 +20,7 @@ from server_process import running
 
 from kvconnect.cli.main import main, make_parser
 from kvconnect.engine.checkpoint.random_model import make_model
+from kvconnect.trace import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -92,7 +93,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(model: Path, tmp_path: Path, block: Block, monkeypatch) -> Iterator[Path]:
-    """Where `block` runs; modules that it brings into the process are gone afterwards."""
+    """Where `block` runs; modules and hooks that it brings into the process are gone afterwards."""
     if "make-model model" not in block.code:
         (tmp_path / "model").symlink_to(model)
     (tmp_path / "long.txt").write_text("Once upon a time " * 4, encoding="utf-8")
@@ -104,6 +105,7 @@ def folder(model: Path, tmp_path: Path, block: Block, monkeypatch) -> Iterator[P
             (tmp_path / other.file).write_text(other.code, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(metrics, "_hooks", metrics._hooks)
     before, finders = set(sys.modules), sys.meta_path.copy()
     yield tmp_path
     sys.meta_path[:] = finders

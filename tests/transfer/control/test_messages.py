@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from kvconnect.errors import BadMessage, ConfigurationError
 from kvconnect.keys import KEY_NBYTES
 from kvconnect.layout import KvCacheLayout
-from kvconnect.transfer.control import messages
+from kvconnect.transfer.control import digests, messages
 from kvconnect.transfer.control.description import Compat, PoolInfo
 from kvconnect.transfer.control.fields import MAX_ENTRIES
 from kvconnect.transfer.control.keyed import ClaimKeys, FindKeys, FoundChildren, GrantKeys, digested
@@ -129,8 +129,17 @@ FIELDS = {
     },
     "ForgetKeys": {"seq": COUNTS, "keys": KEYS},
     "ForgotKeys": {"seq": COUNTS},
+    "FindDigest": {
+        "seq": COUNTS,
+        "region": NUMBERS,
+        "nbytes": st.integers(1, (1 << 48) - 1),
+        "offsets": st.lists(COUNTS, min_size=1, max_size=4).map(tuple),
+    },
+    "FoundDigest": {"seq": COUNTS, "digest": st.none() | st.integers(0, (1 << 64) - 1)},
 }
+# Each of their modules is imported here, whichever tests ran before.
 CLASSES = {cls.__name__: cls for cls in messages.Message.__subclasses__()}
+assert digests.FindDigest.__name__ in CLASSES
 MESSAGES = st.one_of([st.builds(CLASSES[name], **fields) for name, fields in FIELDS.items()])
 
 
