@@ -191,7 +191,7 @@ def root_key(
 
 
 def salt_tag(cache_salt: str | None) -> bytes:
-    """What stores know a tenant by, under whatever model, adapter and engine: 16 bytes."""
+    """Returns the 16 bytes that stores know a tenant by, whatever the model and engine."""
     return _digest(b"kvc-salt", (_optional(cache_salt),))[:_SALT_NBYTES]
 
 

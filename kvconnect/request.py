@@ -122,7 +122,7 @@ class LlmRequest:
 
     @property
     def may_reuse(self) -> bool:
-        """Whether cached KV may stand for prompt tokens; not if their own logits are wanted."""
+        """True if cached KV may stand for prompt tokens; False if their own logits are wanted."""
         return self.sampling_params.prompt_logprobs is None
 
     @property

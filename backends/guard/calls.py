@@ -134,7 +134,7 @@ class Calls:
 
     @property
     def state(self) -> BreakerState:
-        """Whether blocks can be looked up and loaded; the state of the breaker that is further."""
+        """The further open of the breakers of lookups and loads."""
         return max(self._breaker.state, self._loads.state)
 
     async def run(

@@ -181,7 +181,7 @@ class KVCacheManager(BaseKVCacheManager):
             return self.blocks.ensure_free(needs)
 
     def reset(self) -> bool:
-        """See `BaseKVCacheManager`. False while a sequence or a pin holds blocks."""
+        """Drops all cached blocks. Returns False while a sequence or a pin holds blocks."""
         try:
             self.blocks.reset()
         except SequencesLive:

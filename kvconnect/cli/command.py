@@ -16,7 +16,7 @@ else:
 
 
 class NothingMatched(Exception):
-    """What a command was told to do something with is not there: exit code 3."""
+    """The object of a command does not exist: exit code 3."""
 
 
 class Command(Protocol):

@@ -61,7 +61,7 @@ class Ticket:
 
     @property
     def is_reading(self) -> bool:
-        """Whether its body is being read."""
+        """True while its body is read."""
         return self._reading is not None
 
     @asynccontextmanager

@@ -1,1 +1,1 @@
-"""What it costs to know what computed a block; each part is a module, see `parts`."""
+"""Measures the cost of knowing what computed a block; each part is a module, see `plan`."""

@@ -1,4 +1,4 @@
-"""What `PromptCache` adds to a prompt to know that the model is unchanged, in decode steps."""
+"""Measures in decode steps how `PromptCache` finds a model unchanged before a prompt."""
 
 from __future__ import annotations
 

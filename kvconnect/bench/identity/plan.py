@@ -1,4 +1,4 @@
-"""What ``bench identity`` measures, and how often."""
+"""The parts of ``bench identity``, and how often each is measured."""
 
 from __future__ import annotations
 

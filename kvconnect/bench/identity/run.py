@@ -16,7 +16,7 @@ __all__ = ["MEASURES", "bench_identity"]
 MEASURES: Mapping[str, Callable[[Path, IdentityPlan], list[Figure]]] = MappingProxyType(
     {"weights": weights, "canary": canary}
 )
-"""What measures each part, by its name in `kvconnect.bench.identity.plan.PARTS`."""
+"""The function of each part, by its name in `kvconnect.bench.identity.plan.PARTS`."""
 
 
 def bench_identity(model: Path, plan: IdentityPlan, tell: Callable[[str], object]) -> list[Figure]:

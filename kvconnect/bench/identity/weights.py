@@ -1,4 +1,4 @@
-"""What it costs to name a model by what is in memory, against loading it there."""
+"""Measures naming a model by its content in memory, against loading it there."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Selection:
 
     @property
     def names_something(self) -> bool:
-        """Whether it is about a model, a tenant, an adapter or a group, and not about age alone."""
+        """True if it names a model, a tenant, an adapter or a group, and not an age alone."""
         return any(one is not None for one in (self.model, self.namespaces, self.groups))
 
     def fits(self, entry: StoredEntry) -> bool:
@@ -102,7 +102,7 @@ class Selection:
         return self._fits_but_tenant(entry) and self._fits_tenant(entry.namespace)
 
     def cannot_tell(self, entry: StoredEntry) -> bool:
-        """Whether `entry` may be of the salt, or not: it does not say."""
+        """True if `entry` does not say which salt it has."""
         return (
             self.salt is not None
             and salt_of(entry.namespace) is None

@@ -100,7 +100,7 @@ def _class(module: ModuleType, field: str, name: str | None, base: type[T]) -> t
 
 
 def _grouped(found: type, missing: Sequence[str]) -> str:
-    """What to say of a class that has TensorRT-LLM's form for several layer groups instead."""
+    """Returns the sentence about a class in TensorRT-LLM's form for several layer groups."""
     others = [f"{name}_by_layer_group" for name in missing]
     there = [name for name in others if hasattr(found, name)]
     if not there:

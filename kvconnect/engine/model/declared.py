@@ -38,7 +38,7 @@ _MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What an attention layer was called with: its mask's function if known, and a window."""
+    """The arguments of an attention layer: its mask's function if known, and a window."""
 
     masked: _MaskFunction | None
     window: int | None

@@ -112,7 +112,7 @@ class RankGroup:
         self._sums = ModelSums(sums, self._communicator, self._timeout_s)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """See `ModelSums`; no sum before the ranks are connected."""
+        """Sums over all ranks, by `ModelSums`. Needs connected ranks."""
         if self._sums is not None:
             self._sums.all_reduce(tensor)
 

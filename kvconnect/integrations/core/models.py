@@ -156,7 +156,7 @@ def _is_blob(path: Path) -> bool:
 
 
 def _changed(path: Path, since_ns: int, seen: set[Path]) -> Iterator[Path]:
-    """What decides which file or folder `path` is, where it changed: itself, links, renames."""
+    """Yields everything that decides which file or folder `path` is: itself, links, renames."""
     at, todo, links = Path(path.anchor), list(reversed(path.parts[1:])), 0
     while todo:
         at = at.parent if (part := todo.pop()) == ".." else at / part

@@ -93,7 +93,7 @@ def _both(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether results agree; of narrow dtypes at most tokens may differ, as experts are chosen."""
+    """Returns whether results agree. In narrow dtypes some tokens may differ, as experts do."""
     scale = one.abs().max().clamp_min(1e-30)
     deviation = ((one - other).abs().amax(dim=-1) / scale).nan_to_num(nan=0.0)
     tolerance = _TOLERANCE.get(one.dtype, _TOLERANCE_NARROW)

@@ -125,7 +125,7 @@ class ModelGuard:
 
 
 def _rope_varies(model: nn.Module) -> bool:
-    """Whether its rotary embedding replaces its buffers for long prompts, and back again."""
+    """Returns whether the rotary embedding replaces its buffers for long prompts, and back."""
     kinds: list[Any] = [getattr(module, "rope_type", None) for module in model.modules()]
     return any(
         kind in {"dynamic", "longrope"}

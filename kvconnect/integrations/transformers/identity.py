@@ -1,4 +1,4 @@
-"""What stands for a loaded model in keys: the files that equal it, its content, or a name."""
+"""Names a loaded model in keys: by the files that equal it, its content, or a revision."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _HARMLESS = frozenset(
 
 
 class ForwardPass(NamedTuple):
-    """What a model's ``forward`` is called with.
+    """The arguments of a model's ``forward``.
 
     Attributes:
         input_ids: ``[batch, tokens]``; ``None``: it was given embeddings.
@@ -81,7 +81,7 @@ def placement(given: ForwardPass, start: int, offsets: Sequence[int]) -> Placeme
 
 
 def _shapes(value: object) -> bool:
-    """Whether an argument of another name may shape keys and values; zeros do not."""
+    """Returns whether an argument of another name may shape keys and values; zeros do not."""
     return bool(value.any()) if isinstance(value, Tensor) else value not in (None, False, 0)
 
 

@@ -142,7 +142,7 @@ class PromptCache:
 
     @property
     def guard(self) -> ModelGuard:
-        """Of the model: why nothing is cached any more, if so."""
+        """Returns why nothing of the model is cached any more, or ``None``."""
         return self._guard
 
     def prefill(

@@ -20,7 +20,7 @@ __all__ = ["SavingTo", "save_full_blocks", "save_tails"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavingTo:
-    """Where a cache is saved, and how.
+    """The destination of a cache that is saved, and how it is saved.
 
     Attributes:
         store: where.

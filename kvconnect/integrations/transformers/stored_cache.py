@@ -203,7 +203,7 @@ class StoredCache(DynamicCache):
         ]
 
     def _is_foreign(self) -> bool:
-        """Whether keys or values were replaced since the last pass; then none of them is known.
+        """Returns whether keys or values were replaced since the last pass; none is known then.
 
         This says no of a pass under way, and of those behind the last plain one: they write behind
         what is known.

@@ -43,7 +43,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in an open file.
+    """The place of a tensor in an open file.
 
     Attributes:
         descriptor: of the file.

@@ -1,4 +1,4 @@
-"""What a model is besides its tensors: classes, settings of modules, hooks, configuration."""
+"""A model besides its tensors: classes, settings of modules, hooks, configuration."""
 
 from __future__ import annotations
 

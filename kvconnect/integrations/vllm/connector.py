@@ -245,7 +245,7 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         return self._own_scheduler.reset_cache(device_is_empty=self._device_is_empty())
 
     def _device_is_empty(self) -> bool:
-        """Whether vLLM's own cache holds no block, of requests or of prefixes."""
+        """Returns whether vLLM's own cache holds no block, of requests or of prefixes."""
         if self._kv_cache_manager is None:
             return False
         pool = self._kv_cache_manager.block_pool

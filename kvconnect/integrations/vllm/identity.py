@@ -143,7 +143,7 @@ def variant_of(
 
 
 def _is_of_config_json(vllm_config: Any) -> bool:
-    """Whether vLLM read the model's configuration from the directory's ``config.json``.
+    """Returns whether vLLM read the configuration from the directory's ``config.json``.
 
     With ``config_format=auto`` it goes by ``params.json`` where weights of Mistral's format lie.
     """

@@ -153,7 +153,7 @@ class WatchedWeights:
 
 
 class _Code:
-    """What the modules of a model run, as it was found: their classes, ``forward`` and hooks."""
+    """The code of a model's modules as it was found: their classes, ``forward`` and hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())

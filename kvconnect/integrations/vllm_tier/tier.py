@@ -212,7 +212,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         self._saves.submit(job_metadata.job_id, self._parents.in_order(safe, context))
 
     def _has_rows(self, rows: Sequence[int]) -> bool:
-        """Whether the host memory has all of `rows`; else their job fails."""
+        """Returns whether the host memory has all of `rows`; else their job fails."""
         if all(0 <= row < self._num_rows for row in rows):
             return True
         warn_once(
@@ -272,7 +272,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
             self._end(number, 0, success=False)
 
     def _device_is_empty(self) -> bool:
-        """Whether vLLM's own cache holds no block, of requests or of prefixes."""
+        """Returns whether vLLM's own cache holds no block, of requests or of prefixes."""
         pool = self._scheduler.kv_cache_manager.block_pool
         return not pool.get_usage() and not len(pool.cached_block_hash_to_block)
 

@@ -1,4 +1,4 @@
-"""Whether the names of chunks name the model's weights: a tier lives where no weights are."""
+"""Decides whether names of chunks name the model's weights, where no weights are."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ class Prompted(Protocol):
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """What it consists of."""
+        """Returns its parts."""
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Of each token; ``None`` if not asked for."""
+        """Returns those of each token; ``None`` if not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Answer(ABC):
         return ()
 
     def _of_prompt(self, prompt: Prompted) -> dict[str, Any]:
-        """What a whole answer says of its prompt beside its choices."""
+        """Returns the fields about the prompt, beside the choices of a whole answer."""
         return {}
 
     @abstractmethod

@@ -21,7 +21,7 @@ _AT_ONCE = 1 << 15  # the interpreter does nothing else meanwhile
 
 
 class TokenRequest(Settings):
-    """What both have in common.
+    """The fields that both requests have.
 
     Attributes:
         model: name of the model whose tokens they are; ``None``: the one that is served.

@@ -87,7 +87,7 @@ def without_unserved(
 
 
 def _is(value: object, neutral: object) -> bool:
-    """Whether they are the same JSON value; ``true`` is not 1."""
+    """Returns whether they are the same JSON value; ``true`` is not 1."""
     if isinstance(value, bool) or isinstance(neutral, bool):
         return value is neutral
     return value == neutral

@@ -1,4 +1,4 @@
-"""What a bounded store drops when it is full."""
+"""Checks of the blocks that a bounded store drops when it is full."""
 
 from __future__ import annotations
 
