@@ -365,8 +365,9 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "kvconnect_transfer_control_faults_total",
-        "Control connections that did not come about (refused, not_opened, pushed_out by others, "
-        "not_connected) or ended by a fault (silent, bad_message, not_taken).",
+        "Control connections that did not come about (refused, not_opened, not_connected), gave "
+        "their place to another one (pushed_out), or ended by a fault (silent, bad_message, "
+        "not_taken).",
         _totals({(why,): f"transfer.control.{why}" for why in _CONTROL_FAULTS}),
         ("reason",),
     ),

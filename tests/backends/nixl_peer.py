@@ -20,6 +20,7 @@ from kvconnect.backend import Backend, Capabilities, StoredBlock
 from kvconnect.backends import open_backend
 from kvconnect.keys import BlockKey
 from kvconnect.testing import BlockMaker
+from kvconnect.transfer.control.messages import Hello
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -42,6 +43,10 @@ class _Instance:
 
     async def address(self) -> str:
         return self._store.address
+
+    async def hello(self) -> Hello:
+        """What it says of itself to all who connect."""
+        return self._store._parts.node._hello()
 
     async def save(self, values: Sequence[Value]) -> int:
         return await self._store.save([_block(*value) for value in values])

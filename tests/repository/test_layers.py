@@ -51,7 +51,7 @@ DOORS = {
         f"{CONTRACT} connector.disagg.messages connector.offload.lookup transfer"
     ),
     "connector.offload": f"{CONTRACT} backends kernels",
-    "transfer.tcp": f"{TRANSFER} transfer.seal transfer.secret",
+    "transfer.tcp": f"{TRANSFER} transfer.places transfer.seal transfer.secret",
     "transfer.nixl": TRANSFER,
     "cache.tree": "",
     "cache.memory": "kernels",
@@ -64,7 +64,7 @@ DOORS = {
     "kernels.cuda": "kernels.blocks kernels.cuda.compile",
     "digest": "",
     "engine.checkpoint": "engine.model engine.request.tokenizer",
-    "transfer.control": "transfer.seal transfer.secret",
+    "transfer.control": "transfer.places transfer.seal transfer.secret",
     "transfer.leases": ("transfer.control.messages transfer.control.fields transfer.control.keyed"),
     "engine.model": "kernels cache.resource_manager",
     "engine.request": "engine.model engine.sampling.drafts",

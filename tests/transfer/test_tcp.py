@@ -346,8 +346,8 @@ def test_a_connection_that_the_source_dropped_is_made_anew(server, reader):
     memory = torch.zeros(64, dtype=torch.uint8)
     into = reader.register(memory)
     handle = reader.connect(server.local())
-    for connection in list(server._source._readers):
-        connection.shutdown(socket.SHUT_RDWR)
+    for one in list(server._source._readers):
+        one.connection.shutdown(socket.SHUT_RDWR)
     reader.pull(handle, Reads(0, [64], into, [0], 64), deadline_s=20).done.result()
     assert np.array_equal(memory, pattern(1, 128)[64:])
 

@@ -11,14 +11,17 @@ from kvconnect.errors import BadMessage
 from kvconnect.trace import count
 from kvconnect.transfer.control.endpoint import Endpoint
 from kvconnect.transfer.control.events import Connected, Disconnected, Event
+from kvconnect.transfer.control.keyed import GrantKeys
 from kvconnect.transfer.control.messages import (
     MAX_MESSAGE_NBYTES,
     Error,
+    Grant,
     Hello,
     Message,
     Ping,
     Pong,
     Proof,
+    Renewed,
     decode,
     encode,
 )
@@ -48,11 +51,13 @@ class Channel:
     Attributes:
         peer: what the peer said of itself.
         round_trip_s: of the last heartbeat; ``None`` before the first.
+        used_at: when the peer was last granted a lease, or had one renewed; ``None``: it never was.
     """
 
     def __init__(self, wire: Wire, endpoint: Endpoint, peer: Hello) -> None:
         self.peer = peer
         self.round_trip_s: float | None = None
+        self.used_at: float | None = None
         self._wire = wire
         self._endpoint = endpoint
         self._queue = SendQueue(_MAX_WAITING_NBYTES, _MAX_WAITING_FRAMES, wire.frame)
@@ -65,6 +70,11 @@ class Channel:
     def __repr__(self) -> str:
         state = "open" if self.is_open else f"closed: {self._reason}"
         return f"Channel({self.peer.engine_id!r}, rank={self.peer.rank}, {state})"
+
+    @property
+    def host(self) -> str:
+        """The peer's, as the wire has it."""
+        return self._wire.host
 
     @property
     def is_open(self) -> bool:
@@ -86,6 +96,10 @@ class Channel:
         Raises:
             ConfigurationError: it is too large.
         """
+        if isinstance(message, (Grant, GrantKeys)) or (
+            isinstance(message, Renewed) and message.leases
+        ):
+            self.used_at = time.monotonic()
         if self._queue.send(encode(message), self._wire.write_now):
             return True
         if not self._queue.closed:
@@ -104,6 +118,13 @@ class Channel:
             self._reason = reason
         self._queue.put(encode(Error(kind="closing", message=reason[:1024])))
         self._queue.close()
+
+    def cut(self, reason: str) -> None:
+        """Ends the channel at once; does not block, idempotent. What waits to be sent is lost."""
+        said = encode(Error(kind="closing", message=reason[:1024]))
+        if self.is_open:
+            self._queue.send(said, self._wire.write_now)
+        self._close_now(reason)
 
     def join(self, timeout_s: float) -> bool:
         """Blocks until the channel has ended and delivered all; False after `timeout_s`."""

@@ -14,8 +14,8 @@ from kvconnect.trace import count, warn_once
 from kvconnect.transfer.control.channel import Channel
 from kvconnect.transfer.control.endpoint import Endpoint
 from kvconnect.transfer.control.handshake import OPENING_LIMIT, shake_hands
-from kvconnect.transfer.control.messages import Error, encode
 from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout
+from kvconnect.transfer.places import host_of, least_useful, oldest
 from kvconnect.transfer.secret import require_secret
 
 __all__ = ["Listener"]
@@ -32,8 +32,9 @@ class Listener:
     """Accepts peers; each channel has two threads of its own.
 
     Of connections that have not finished their opening, 32 are kept: one more takes the place of
-    the oldest, so that those who never finish keep no peer out. Of channels there are 256 at most.
-    A peer that connects anew takes the place of its earlier channel.
+    the oldest, so that those who never finish keep no peer out. Of channels there are 256 at most:
+    one more takes the place of the `least_useful`, so that those who are granted no lease keep no
+    peer out, and none who is. A peer that connects anew takes the place of its earlier channel.
 
     Args:
         endpoint: what this process is.
@@ -105,14 +106,14 @@ class Listener:
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                sock, _ = self._sock.accept()
+                sock, (address, *_) = self._sock.accept()
             except OSError as error:
                 if not self._closed.is_set():
                     warn_once("control accept", f"control channel: cannot accept: {error}")
                     self._closed.wait(_PAUSE_S)
                 continue
-            timing = self._endpoint.timing
-            wire = Wire(sock, limit=OPENING_LIMIT, silence_s=timing.silence_s)
+            silence_s, host = self._endpoint.timing.silence_s, host_of(address)
+            wire = Wire(sock, limit=OPENING_LIMIT, silence_s=silence_s, host=host)
             if not self._admit(wire):
                 wire.close()
 
@@ -125,9 +126,9 @@ class Listener:
                 return False
             if len(self._opening) >= _MAX_HALF_OPEN:
                 count("transfer.control.pushed_out")
-                oldest = next(iter(self._opening))
-                del self._opening[oldest]
-                oldest.shut()
+                pushed_out = oldest(list(self._opening))
+                del self._opening[pushed_out]
+                pushed_out.shut()
             self._opening[wire] = None
             self._threads.add(thread)
         try:
@@ -164,23 +165,20 @@ class Listener:
             return None
         channel = Channel(wire, self._endpoint, hello)
         key = (hello.engine_id, hello.rank)
+        reason = "the peer connected anew"
         with self._lock:
-            self._opening.pop(wire, None)
-            if self._closed.is_set():
+            if self._closed.is_set() or wire not in self._opening:
                 return None
-            earlier = self._channels.get(key)
-            full = earlier is None and len(self._channels) >= self._max_channels
-            if not full:
-                self._channels[key] = channel
-        if full:
-            message = f"{self._max_channels} peers are connected"
-            warn_once("control busy", f"control channel: a peer was refused: {message}")
-            with suppress(WireClosed, WireTimeout):
-                busy = Error(kind="busy", message=message)
-                wire.write(wire.frame(encode(busy)), wire.heard_at + 1)
-            return None
+            del self._opening[wire]
+            earlier = self._channels.pop(key, None)
+            if earlier is None and len(self._channels) >= self._max_channels:
+                count("transfer.control.pushed_out")
+                reason = f"another peer took its place: {self._max_channels} are connected"
+                earlier = least_useful(list(self._channels.values()))
+                del self._channels[earlier.peer.engine_id, earlier.peer.rank]
+            self._channels[key] = channel
         if earlier is not None:
-            earlier.close("the peer connected anew")
+            earlier.cut(reason)
         return channel
 
     def _run(self, channel: Channel) -> None:

@@ -48,13 +48,17 @@ class Wire:
         sock: connected; belongs to this from now on.
         limit: bytes of a frame that comes in; more is a `BadMessage`.
         silence_s: so long may what was sent stay unacknowledged before the kernel gives up.
+        host: of the peer, for `places`; the side that connects needs none.
 
     Attributes:
+        host: as given.
         limit: may be changed between two reads.
         heard_at: when bytes last came in, on `time.monotonic`.
     """
 
-    def __init__(self, sock: socket.socket, *, limit: int, silence_s: float) -> None:
+    def __init__(
+        self, sock: socket.socket, *, limit: int, silence_s: float, host: str = ""
+    ) -> None:
         sock.settimeout(0)
         with suppress(OSError):  # a closed one is found at the first read
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -64,6 +68,7 @@ class Wire:
         self._closing = threading.Event()
         self._outgoing: Seal | None = None
         self._incoming: Seal | None = None
+        self.host = host
         self.limit = limit
         self.heard_at = time.monotonic()
 

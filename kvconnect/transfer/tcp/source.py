@@ -6,9 +6,11 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.trace import count
+from kvconnect.transfer.places import host_of, least_useful, oldest
 from kvconnect.transfer.reads import Runs
 from kvconnect.transfer.regions import Regions
 from kvconnect.transfer.secret import SharedSecret
@@ -24,21 +26,36 @@ _MAX_STRANGERS = 32
 _MAX_READERS = 256
 
 
+@dataclass(eq=False, slots=True)
+class _Reader:
+    """One that is connected.
+
+    Attributes:
+        host: see `host_of`.
+        used_at: when it was last sent what it asked for; ``None``: it never was.
+    """
+
+    connection: socket.socket
+    host: str
+    used_at: float | None = None
+
+
 class Source:
     """Serves reads of `regions` on threads of its own, one per connection and one that accepts.
 
     Bounded in number: `_MAX_STRANGERS` connections in the handshake, which may take `_HANDSHAKE_S`:
     one more takes the place of the oldest, so that those who never finish it keep no reader out;
-    and `_MAX_READERS` after it: one more is closed at once. A reader that takes nothing for
-    `_STALL_S` of what it asked for is disconnected.
+    and `_MAX_READERS` after it: one more takes the place of the `least_useful`. A reader that takes
+    nothing for `_STALL_S` of what it asked for is disconnected.
     """
 
     def __init__(self, regions: Regions, secret: SharedSecret | None) -> None:
         self._regions = regions
         self._secret = secret
         self._lock = threading.Lock()
-        self._strangers: dict[socket.socket, threading.Thread] = {}
-        self._readers: dict[socket.socket, threading.Thread] = {}
+        self._strangers: dict[_Reader, None] = {}
+        self._readers: dict[_Reader, None] = {}
+        self._threads: set[threading.Thread] = set()  # also of those that were pushed out
         self._listener: socket.socket | None = None
         self._accepting: threading.Thread | None = None
         self._incarnation = b""
@@ -74,16 +91,16 @@ class Source:
                 self._accepting.join()
             listener.close()
         with self._lock:
-            left = {**self._strangers, **self._readers}
-        for connection in left:
-            _shut(connection)
-        for thread in left.values():
+            left, threads = [*self._strangers, *self._readers], list(self._threads)
+        for reader in left:
+            _shut(reader.connection)
+        for thread in threads:
             thread.join()
 
     def _accept(self, listener: socket.socket) -> None:
         while self._listener is listener:
             try:
-                connection, _ = listener.accept()
+                connection, (address, *_) = listener.accept()
             except OSError:
                 if self._listener is listener:
                     time.sleep(0.05)  # out of file descriptors: until some are closed
@@ -93,21 +110,27 @@ class Source:
                     connection.close()
                     continue
                 if len(self._strangers) >= _MAX_STRANGERS:
-                    count("transfer.tcp.turned_away")
-                    oldest = next(iter(self._strangers))
-                    del self._strangers[oldest]
-                    _shut(oldest)
+                    self._push_out(self._strangers, oldest(list(self._strangers)))
+                reader = _Reader(connection, host_of(address))
                 thread = threading.Thread(
-                    target=self._talk, args=(connection,), name="kvconnect-tcp-source", daemon=True
+                    target=self._talk, args=(reader,), name="kvconnect-tcp-source", daemon=True
                 )
-                self._strangers[connection] = thread
+                self._strangers[reader] = None
+                self._threads.add(thread)
                 try:
                     thread.start()
                 except RuntimeError:  # no more threads: this reader tries again
-                    del self._strangers[connection]
+                    del self._strangers[reader]
+                    self._threads.discard(thread)
                     connection.close()
 
-    def _talk(self, connection: socket.socket) -> None:
+    def _push_out(self, among: dict[_Reader, None], reader: _Reader) -> None:
+        count("transfer.tcp.turned_away")
+        del among[reader]
+        _shut(reader.connection)
+
+    def _talk(self, reader: _Reader) -> None:
+        connection = reader.connection
         try:
             with suppress(OSError):  # whatever the reader does ends its connection, nothing else
                 prepare(connection)
@@ -116,25 +139,26 @@ class Source:
                 )
                 if seals is None:
                     count("transfer.tcp.strangers")
-                elif self._admit(connection):
-                    self._serve(Stream(connection, seals))
+                elif self._admit(reader):
+                    self._serve(reader, Stream(connection, seals))
         finally:
             with self._lock:
-                self._strangers.pop(connection, None)
-                self._readers.pop(connection, None)
+                self._strangers.pop(reader, None)
+                self._readers.pop(reader, None)
+                self._threads.discard(threading.current_thread())
             connection.close()
 
-    def _admit(self, connection: socket.socket) -> bool:
+    def _admit(self, reader: _Reader) -> bool:
         with self._lock:
-            if connection not in self._strangers:
+            if reader not in self._strangers:
                 return False  # another took its place
             if len(self._readers) >= _MAX_READERS:
-                count("transfer.tcp.turned_away")
-                return False
-            self._readers[connection] = self._strangers.pop(connection)
+                self._push_out(self._readers, least_useful(list(self._readers)))
+            del self._strangers[reader]
+            self._readers[reader] = None
             return True
 
-    def _serve(self, stream: Stream) -> None:
+    def _serve(self, reader: _Reader, stream: Stream) -> None:
         connection, seals = stream.connection, stream.seals
         block_until(connection, socket.SO_SNDTIMEO, _STALL_S)
         while True:
@@ -147,6 +171,7 @@ class Source:
                 count("transfer.tcp.refused")
                 send_answer(connection, seals.answers, OUTSIDE, 0)
                 continue
+            reader.used_at = time.monotonic()
             send_answer(connection, seals.answers, SERVED, asked.nbytes)
             stream.send(self._regions[asked.region], asked.runs, asked.seed)
 

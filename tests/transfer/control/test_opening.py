@@ -22,8 +22,21 @@ from kvconnect.trace import metrics
 from kvconnect.transfer.control import handshake, listener
 from kvconnect.transfer.control.description import Compat
 from kvconnect.transfer.control.handshake import OPENING_LIMIT, check_compat, shake_hands
+from kvconnect.transfer.control.keyed import GrantKeys
 from kvconnect.transfer.control.listener import Listener
-from kvconnect.transfer.control.messages import Claim, Error, Ping, Proof, decode, encode
+from kvconnect.transfer.control.messages import (
+    Claim,
+    Error,
+    Grant,
+    Ping,
+    Proof,
+    Renewed,
+    RenewedLease,
+    Unknown,
+    Watermark,
+    decode,
+    encode,
+)
 from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout, frame
 from kvconnect.transfer.seal import Seal
@@ -31,6 +44,11 @@ from kvconnect.transfer.secret import SharedSecret
 
 WORDS = "correct horse battery staple"
 SECRET = SharedSecret(WORDS)
+LEASE = {"request": "r", "epoch": 1, "lease_s": 1.0}
+MARK = Watermark(layers=0, tokens=0, before=0)
+GRANT = Grant(seq=1, tokens=0, blocks=(), watermark=MARK, **LEASE)
+GRANT_KEYS = GrantKeys(seq=1, region=0, unit=1, sizes=(), units=(), **LEASE)
+RENEWED = Renewed(seq=1, leases=(RenewedLease(watermark=MARK, **LEASE),))
 
 
 @pytest.fixture
@@ -391,19 +409,59 @@ def test_one_that_sends_a_byte_now_and_then_is_cut_off(sides):
     assert time.monotonic() - began < QUICK.handshake_s + 1
 
 
-def test_channels_are_bounded():
-    d = Side("B")
+def test_channels_are_bounded_and_the_oldest_that_was_granted_nothing_goes():
+    p, idle = Side("P"), Side("idle")
     with (
-        Listener(Side("P").endpoint, max_channels=1) as listening,
-        Peer(Side("A").endpoint, "127.0.0.1", listening.port) as first,
+        Listener(p.endpoint, max_channels=2) as listening,
+        Peer(Side("reader").endpoint, "127.0.0.1", listening.port) as reader,
     ):
-        assert first.wait(5)
-        with Peer(d.endpoint, "127.0.0.1", listening.port) as second:
-            d.connected()
-            assert "1 peers are connected" in d.disconnected()
-            assert first.channel is not None
-            first.close()
-            until(lambda: second.channel is not None)
+        assert reader.wait(5)
+        until(lambda: p.channels)
+        assert p.channels[0].send(GRANT)
+        kept = reader.channel
+        with (
+            Peer(idle.endpoint, "127.0.0.1", listening.port) as first,
+            Peer(Side("newcomer").endpoint, "127.0.0.1", listening.port) as newcomer,
+        ):
+            idle.connected()
+            assert newcomer.wait(5)
+            assert "another peer took its place: 2 are connected" in idle.disconnected()
+            idle.connected()  # it comes again, and takes the place of the newcomer
+            assert first.attempts > 1
+        assert reader.channel is kept
+        assert len(listening.channels()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_of_use"),
+    [
+        (GRANT, True),
+        (GRANT_KEYS, True),
+        (RENEWED, True),
+        (Renewed(seq=1), False),
+        (Unknown(seq=1, request="r"), False),
+    ],
+    ids=["lease", "blocks", "renewal", "of nothing", "nothing"],
+)
+def test_a_channel_is_of_use_once_it_was_granted_something(sides, answer, is_of_use):
+    p = Side("P")
+    _, peer = sides(p, Side("D"))
+    assert peer.wait(5)
+    until(lambda: p.channels)
+    assert p.channels[0].used_at is None
+    assert p.channels[0].send(answer)
+    assert (p.channels[0].used_at is not None) is is_of_use
+
+
+def test_one_that_connects_anew_all_the_time_leaves_no_thread_behind(sides):
+    (listening,) = sides(Side("P"))
+    wires = [wire_to(listening.port) for _ in range(20)]
+    for wire in wires:
+        shake_hands(wire, Side("D").endpoint, initiator=True)
+    # The peer neither reads nor closes: what took its place has cut it off.
+    until(lambda: len(listening._threads) <= 1, QUICK.silence_s / 2)
+    for wire in wires:
+        wire.close()
 
 
 def test_a_peer_that_connects_anew_takes_the_place_of_its_earlier_channel():

@@ -1,0 +1,36 @@
+"""Hostile peers in any number do not keep a decode from the prompts that a prefill computed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from crowd import Crowd
+from engines import ANSWER, PREFILL, leaks_nothing, node_of, prompt_of, until
+
+from kvconnect.transfer.control import listener
+
+
+@pytest.mark.parametrize(
+    "again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["idle", "again"]
+)
+def test_a_crowd_keeps_no_decode_out(again, open_one, answer_of):
+    """Of peers that know the model, without a secret: each is let in."""
+    prefill, decode = open_one("prefill"), open_one("decode")
+    node, seeds = node_of(prefill), itertools.count()
+    port, size = int(node.address.rpartition(":")[2]), listener._MAX_CHANNELS + 50
+
+    def is_fetched() -> bool:
+        prompt = prompt_of(100, next(seeds))
+        (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
+        there = first.kv_transfer_params
+        (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=there)
+        assert list(output.output_token_ids) == answer_of(prompt)
+        return output.reused_store_tokens > 0
+
+    with Crowd("channels", port, node._hello(), size, again=again) as crowd:
+        until(lambda: crowd.opened() >= size)
+        until(is_fetched, 30)
+        for _ in range(5):
+            assert is_fetched()
+    leaks_nothing(prefill, decode)
