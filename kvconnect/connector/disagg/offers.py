@@ -57,8 +57,7 @@ class Offers:
         try:
             # It may end at once, and that must not be noted before its beginning is.
             with self._lock:
-                offer = self.server.offer(name, tokens=tokens, nbytes=nbytes)
-                key = LeaseKey(name, offer.epoch)
+                key = self.server.offer(name, tokens=tokens, nbytes=nbytes)
                 self._offered.setdefault(name, set()).add(key)
                 self._gone.pop(name, None)
                 self._transfers[transfer_id_of(name)] = name
@@ -98,8 +97,7 @@ class Offers:
             if name in self._offered:
                 return
             self._note_gone(name)
-        offer = self.server.offer(name, tokens=1, nbytes=0)
-        self.server.withdraw(LeaseKey(name, offer.epoch), "it is not handed out")
+        self.server.withdraw(self.server.offer(name, tokens=1, nbytes=0), "it is not handed out")
 
     def end(self, request_id: int, key: LeaseKey | None) -> None:
         """The request ended, and its blocks are kept while the lease `key` lives."""

@@ -34,7 +34,6 @@ __all__ = [
     "Hello",
     "LeaseId",
     "Message",
-    "Offer",
     "Ping",
     "Pong",
     "Proof",
@@ -134,7 +133,7 @@ class Error(Message):
 
     code: ClassVar[int] = 3
 
-    kind: Literal["refused", "busy", "closing"]
+    kind: Literal["refused", "closing"]
     field: Text = ""
     message: Text = ""
 
@@ -153,25 +152,6 @@ class Pong(Message):
     code: ClassVar[int] = 5
 
     number: Count
-
-
-class Offer(Message):
-    """P has pinned blocks of a request that it computes, for `lease_s` seconds.
-
-    Attributes:
-        tokens: of the prompt.
-        blocks: ids for each pool group, as far as they are allocated.
-        watermark: what they hold now.
-    """
-
-    code: ClassVar[int] = 10
-
-    request: Name
-    epoch: Count
-    lease_s: Seconds
-    tokens: Number32
-    blocks: Groups
-    watermark: Watermark
 
 
 class Claim(Message):

@@ -16,7 +16,6 @@ from kvconnect.transfer.control.messages import (
     Grant,
     LeaseId,
     Message,
-    Offer,
     Release,
     ReleasedOk,
     Renew,
@@ -140,7 +139,7 @@ class LeaseServer:
 
     # ------------------------------------------------------------------ for the engine
 
-    def offer(self, request: str, *, tokens: int, nbytes: int, blocks: Blocks = ()) -> Offer:
+    def offer(self, request: str, *, tokens: int, nbytes: int, blocks: Blocks = ()) -> LeaseKey:
         """As `LeaseTable.offer`; answers the claims that wait for it.
 
         Who waited for it and let go counts as a reader that is done: if there is no other, the
@@ -153,14 +152,7 @@ class LeaseServer:
                 one.send(self._claimed(one.claim, one.holder))
             for holder, readers in self._let_go.pop(request).items():
                 self.table.abort(request, holder, key.epoch, readers=readers)
-        return Offer(
-            request=request,
-            epoch=key.epoch,
-            lease_s=self.table.lease_s,
-            tokens=tokens,
-            blocks=blocks,
-            watermark=_watermark(Mark()),
-        )
+        return key
 
     def grant_keys(
         self, claim: ClaimKeys, holder: str, send: Send, blocks: KeyedBlocks

@@ -70,13 +70,12 @@ FIELDS = {
         "pools": st.lists(POOLS, max_size=2).map(tuple),
     },
     "Error": {
-        "kind": st.sampled_from(["refused", "busy", "closing"]),
+        "kind": st.sampled_from(["refused", "closing"]),
         "field": TEXTS,
         "message": TEXTS,
     },
     "Ping": {"number": COUNTS},
     "Pong": {"number": COUNTS},
-    "Offer": LEASE | OFFERED,
     "Claim": {
         "seq": COUNTS,
         "request": NAMES,

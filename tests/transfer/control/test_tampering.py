@@ -31,7 +31,6 @@ from kvconnect.transfer.control.messages import (
     Expired,
     Grant,
     LeaseId,
-    Offer,
     Release,
     ReleasedOk,
     Renew,
@@ -69,7 +68,6 @@ ANSWERED = (
     ReleasedOk(seq=3, request="r", epoch=7),
     Expired(seq=3, request="r", epoch=7),
     Unknown(seq=3, request="r", epoch=7),
-    Offer(request="r", epoch=7, lease_s=2.0, tokens=64, blocks=BLOCKS, watermark=MARK),
     FoundKeys(seq=4, found=b"\1"),
     GrantKeys(
         seq=5, request="k", epoch=8, lease_s=2.0, region=0, unit=64, sizes=(100,), units=(4, 2)

@@ -34,7 +34,7 @@ from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.leases.clock import lease_clock
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.leases.server import LeaseServer
-from kvconnect.transfer.leases.table import LeaseKey, Mark
+from kvconnect.transfer.leases.table import Mark
 from kvconnect.transfer.leases.timer import Timer
 
 HERE = Path(__file__).parent
@@ -97,15 +97,11 @@ def d():
             peer.close()
 
 
-def key_of(offer) -> LeaseKey:
-    return LeaseKey(offer.request, offer.epoch)
-
-
 def test_what_is_read_and_released_is_valid_and_unpinned_at_once(p, d):
     server, port, unpinned = p
     client, connect = d
     connect(port)
-    key = key_of(server.offer("r", tokens=64, nbytes=100, blocks=((1, 2),)))
+    key = server.offer("r", tokens=64, nbytes=100, blocks=((1, 2),))
     claimed = client.claim("P", "r")
     until(claimed.lease.may_read)
     assert claimed.blocks == ((1, 2),)
@@ -137,7 +133,7 @@ def test_a_claim_waits_for_its_offer(p, d):
     connect(port)
     claimed = client.claim("P", "r")
     until(lambda: server._waiting)
-    key = key_of(server.offer("r", tokens=64, nbytes=100))
+    key = server.offer("r", tokens=64, nbytes=100)
     until(claimed.lease.may_read)
     assert claimed.lease.epoch == key.epoch
     assert not server._waiting
@@ -147,7 +143,7 @@ def test_an_abort_by_either_side_is_heard_by_the_other(p, d):
     server, port, unpinned = p
     client, connect = d
     connect(port)
-    keys = [key_of(server.offer(name, tokens=64, nbytes=100)) for name in "ab"]
+    keys = [server.offer(name, tokens=64, nbytes=100) for name in "ab"]
     first, second = (client.claim("P", name) for name in "ab")
     until(lambda: first.lease.may_read() and second.lease.may_read())
     assert client.abort(first, "the client went away") is Outcome.INVALID
@@ -164,7 +160,7 @@ def test_what_was_lost_with_a_connection_is_told_again(p, d):
     server, port, _ = p
     client, connect = d
     peer = connect(port)
-    key = key_of(server.offer("r", tokens=64, nbytes=100, blocks=((1,),)))
+    key = server.offer("r", tokens=64, nbytes=100, blocks=((1,),))
     claimed = client.claim("P", "r")
     until(claimed.lease.may_read)
     peer.reconnect()
@@ -281,7 +277,7 @@ def test_if_one_of_two_readers_let_go_the_other_is_waited_for():
     server = LeaseServer(len, max_lease_total=10)
     server.handle(Claim(seq=1, request="r", readers=2), "D1", said.append)
     server.handle(Abort(request="r", reason="done"), "D1", said.append)
-    key = key_of(server.offer("r", tokens=1, nbytes=1))
+    key = server.offer("r", tokens=1, nbytes=1)
     server.reap()
     assert len(server.table) == 1
     server.handle(Claim(seq=2, request="r", readers=2), "D0", said.append)
@@ -370,7 +366,7 @@ def test_a_claim_of_an_epoch_does_not_wait():
     server = LeaseServer(len, max_lease_total=10)
     server.handle(Claim(seq=1, request="r", epoch=3), "D", said.append)
     assert said == [Unknown(seq=1, request="r", epoch=3)]
-    key = key_of(server.offer("r", tokens=1, nbytes=1))
+    key = server.offer("r", tokens=1, nbytes=1)
     server.withdraw(key)
     server.handle(Claim(seq=2, request="r", epoch=key.epoch), "D", said.append)
     assert said[1:] == [Expired(seq=2, request="r", epoch=key.epoch)]
@@ -386,7 +382,7 @@ def test_what_could_not_be_unpinned_is_handed_over_again():
             raise OSError("the inbox is closed for a moment")
 
     server = LeaseServer(unpin, max_lease_total=10)
-    key = key_of(server.offer("r", tokens=1, nbytes=1))
+    key = server.offer("r", tokens=1, nbytes=1)
     server.withdraw(key)
     with pytest.raises(OSError, match="closed"):
         server.reap()
