@@ -70,7 +70,10 @@ class Agent:
                 {"ucx_error_handling_mode": "peer", "engine_config": engine},
             )
         except self._errors as error:
-            raise ConfigurationError(f"NIXL cannot make its UCX backend here: {error}") from error
+            raise ConfigurationError(
+                f"NIXL cannot make its UCX backend here: {error}; with UCX_LOG_LEVEL=warn and "
+                "NIXL_LOG_LEVEL=WARN in the environment they say more"
+            ) from error
         self._registered: list[Any] = []
 
     def register(self, region: Region) -> None:

@@ -14,18 +14,25 @@ __all__ = ["errors_of", "load", "rdma_possible", "shares_memory"]
 _WITHOUT_RDMA = frozenset(("tcp", "cma", "sm", "shm", "self", "posix", "sysv", "knem", "xpmem"))
 _COPIED_BY_THE_KERNEL = frozenset(("all", "sm", "shm", "cma"))
 _RDMA_DEVICES = Path("/sys/class/infiniband")
+_QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+"""UCX prints on stdout and NIXL on stderr, some lines for each read of a peer that has ended. All of
+it they return besides, as errors.
+"""
 
 
 def load() -> Any:
     """Returns NIXL's bindings.
 
     Not its ``nixl_agent``, which cannot set the progress thread's delay: with that at 0 an idle
-    agent takes a whole core.
+    agent takes a whole core. Unless the environment says what NIXL and UCX print, they print
+    nothing, as long as they are not loaded before.
 
     Raises:
         MissingExtra: it is not installed.
         ConfigurationError: it is, and cannot be imported; says why.
     """
+    for name, level in _QUIET.items():
+        os.environ.setdefault(name, level)
     try:
         return importlib.import_module("nixl._bindings")
     except ModuleNotFoundError as error:
