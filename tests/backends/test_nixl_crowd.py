@@ -67,7 +67,7 @@ def url_of(tmp_path):
         ("channels", True, False),
         ("data", False, False),
         pytest.param("data", True, False, marks=pytest.mark.slow),
-        ("silent", True, False),
+        pytest.param("silent", True, False, marks=pytest.mark.slow),
         ("stalled", True, True),
         pytest.param("stalled", False, True, marks=pytest.mark.slow),
     ],

@@ -194,6 +194,17 @@ def test_one_that_is_pushed_out_while_it_proves_itself_reads_nothing(server, mon
     assert not server._source._readers
 
 
+def test_idle_readers_keep_no_reader_out_nor_cost_one_its_connection(server, reader, monkeypatch):
+    monkeypatch.setattr(source, "_MAX_READERS", 4)
+    assert_serves(server, reader)
+    (kept,) = server._source._readers
+    idle = [introduce(server)[0] for _ in range(8)]
+    assert all(ended(connection) for connection in idle[:5])
+    assert len(server._source._readers) <= 4
+    assert kept in server._source._readers
+    assert_serves(server, reader)
+
+
 def test_one_byte_at_a_time_does_not_prolong_the_handshake(monkeypatch, transport_of):
     monkeypatch.setattr(source, "_HANDSHAKE_S", 0.3)
     connection = connection_to(transport_of("tcp"))
