@@ -15,8 +15,8 @@ _WITHOUT_RDMA = frozenset(("tcp", "cma", "sm", "shm", "self", "posix", "sysv", "
 _COPIED_BY_THE_KERNEL = frozenset(("all", "sm", "shm", "cma"))
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
-"""UCX prints on stdout and NIXL on stderr, some lines for each read of a peer that has ended. All of
-it they return besides, as errors.
+"""UCX prints on stdout and NIXL on stderr, for each read of a peer that has ended. They return the
+same as errors.
 """
 
 
