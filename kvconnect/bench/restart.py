@@ -26,7 +26,13 @@ from kvconnect.bench.workload import random_prompt
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.tokens import TokenArray
 
-__all__ = ["cold_read_seconds", "first_pass_seconds", "idle_overhead", "restart"]
+__all__ = [
+    "cold_read_seconds",
+    "first_pass_seconds",
+    "forget_files",
+    "idle_overhead",
+    "restart",
+]
 
 _READ_NBYTES = 1 << 20
 _ONE = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -153,6 +159,18 @@ def cold_read_seconds(path: Path, nbytes: int) -> float:
         seconds = time.perf_counter() - start
     os.close(descriptor)
     return seconds
+
+
+def forget_files(directory: Path) -> None:
+    """Makes the page cache drop all files below `directory`. Blocks on the disk."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)  # or what is not on the disk yet would stay
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
 
 
 def first_pass_seconds(nbytes: int) -> float:

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-__all__ = ["Command", "NothingMatched", "Options", "Subparsers", "add_number", "picked"]
+from kvconnect.errors import ConfigurationError, nearest
+
+__all__ = [
+    "Command",
+    "NothingMatched",
+    "Options",
+    "Subparsers",
+    "add_number",
+    "chosen",
+    "picked",
+    "require_at_least_one",
+    "tell",
+]
 
 if TYPE_CHECKING:
     # argparse keeps this class to itself, and it takes its parameter only while type checking.
@@ -47,3 +61,34 @@ def add_number(
 def picked(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     """The options that are called like the keyword arguments they become."""
     return {name: getattr(arguments, name) for name in names}
+
+
+def require_at_least_one(arguments: argparse.Namespace, *names: str) -> None:
+    """Checks the options that are called like `names`; those without a value pass.
+
+    Raises:
+        ConfigurationError: one of them is below 1.
+    """
+    for name in names:
+        number = getattr(arguments, name)
+        if number is not None and number < 1:
+            raise ConfigurationError(f"--{name.replace('_', '-')} {number}: must be at least 1")
+
+
+def chosen(option: str, given: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names in the value of an `option`, ``"NAME,…"``, each once.
+
+    Raises:
+        ConfigurationError: one of them is not `known`.
+    """
+    valid = set(known)
+    names = tuple(dict.fromkeys(given.split(",")))
+    for name in names:
+        if name not in valid:
+            raise ConfigurationError(f"{option} {name}: {nearest(name, valid)}")
+    return names
+
+
+def tell(what: str) -> None:
+    """Prints a line on standard error, as what a command does meanwhile."""
+    print(f"kvconnect: {what}", file=sys.stderr, flush=True)

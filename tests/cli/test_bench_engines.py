@@ -6,14 +6,17 @@ import json
 import os
 import sys
 import threading
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvconnect.bench.blocks.party import PartyFailed
 from kvconnect.bench.engines import run
 from kvconnect.bench.peers import vllm_connectors
-from kvconnect.bench.peers.vllm_connectors import Clock, connector_config
+from kvconnect.bench.peers.vllm_connectors import Clock, Watch, connector_config
+from kvconnect.bench.restart import forget_files
 from kvconnect.cli.main import main
 
 STEP_S = 0.01
@@ -56,7 +59,7 @@ class EngineHere:
             "tier": {name: value / 2 for name, value in SPENT.items()},
             "cached": len(prompt) - 1 if found else 0,
             "tokens": [sum(prompt) % 97 + lies] * max_tokens,
-            "steps": [(STEP_S, INSIDE_S, TIER_S)] * max_tokens,
+            "steps": [(STEP_S, INSIDE_S, TIER_S, 0.0)] * max_tokens,
         }
 
     def settle(self) -> None:
@@ -198,12 +201,36 @@ def test_what_the_clock_itself_costs_is_taken_off(monkeypatch):
     assert clock.spent.admission == (3 - 0 - 2) + (9 - 5 - 2)
 
 
+def test_the_time_of_looks_at_the_weights_is_taken_and_they_can_be_left_out(monkeypatch):
+    class Looks:
+        count = 0
+
+        def changed(self) -> str | None:
+            self.count += 1
+            return "a weight was replaced"
+
+    monkeypatch.setattr(vllm_connectors, "_LOOKS", ((__name__, "Looks"),))
+    monkeypatch.setattr(vllm_connectors, "import_module", lambda _: SimpleNamespace(Looks=Looks))
+    watch, looks = Watch(), Looks()
+    assert looks.changed() == "a weight was replaced"
+    spent = watch.spent
+    assert spent > 0
+    watch.is_on = False
+    assert looks.changed() is None
+    assert (looks.count, watch.spent) == (1, spent)
+
+
+def test_looks_are_taken_where_the_connectors_take_them():
+    for module, name in vllm_connectors._LOOKS:
+        assert callable(getattr(import_module(module), name).changed)
+
+
 def test_the_page_cache_gives_up_what_it_has_of_files(tmp_path):
     file = tmp_path / "deep" / "file"
     file.parent.mkdir()
     file.write_bytes(bytes(1 << 20))
     assert is_cached(file)
-    run._forget_files(tmp_path)
+    forget_files(tmp_path)
     assert not is_cached(file)
 
 

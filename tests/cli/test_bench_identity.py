@@ -1,33 +1,132 @@
-"""``kvconnect bench identity``: what it refuses, and what it measures."""
+"""``kvconnect bench identity``: what it refuses, measures and leaves out."""
 
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
-from kvconnect.bench.identity.plan import PARTS
-from kvconnect.bench.identity.run import MEASURES
+from kvconnect.bench.blocks.party import PartyFailed
+from kvconnect.bench.engines import run as engines
+from kvconnect.bench.identity import run
+from kvconnect.bench.report import Figure
 from kvconnect.cli.main import main
 
+STEP_S = 0.01
+LOOK_S = 50e-6
 
-def test_each_part_has_a_measure():
-    assert tuple(MEASURES) == PARTS
+
+class EngineHere:
+    """Stands in for vLLM's process: with the watch steps are slower, and each fourth one looks."""
+
+    def __init__(self, *_: object) -> None:
+        self.looks = LOOK_S
+
+    def ask(self, workload: str, **what):
+        return getattr(self, workload, lambda **_: None)(**what)
+
+    def start(self, connector: str, **_: object) -> None:
+        if connector == "KvConnectTier":
+            raise PartyFailed("no offloading here")
+
+    def watch(self, *, watches: bool) -> None:
+        self.looks = LOOK_S if watches else 0.0
+
+    def answer(self, prompt: list[int], max_tokens: int) -> dict:
+        step_s = STEP_S + 20 * self.looks
+        looks = ((number % 4 == 0) * self.looks for number in range(max_tokens))
+        return {"steps": [(step_s, 0.0, 0.0, look) for look in looks]}
+
+    def close(self) -> None:
+        """No process."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """No process."""
+
+
+@pytest.fixture
+def identity(llama, capsys):
+    """Runs some parts; returns their figures, and what was printed meanwhile."""
+
+    def measured(parts: str, *options: str) -> tuple[dict[str, dict], str]:
+        small = ("--model", str(llama), "--repeats", "1", "--prompt-tokens", "20", "--json")
+        assert main(["bench", "identity", "--parts", parts, *small, *options]) == 0
+        shown = capsys.readouterr()
+        return {one["name"]: one for one in json.loads(shown.out)["figures"]}, shown.err
+
+    return measured
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
-    [(["--parts", "canari"], "canary"), (["--repeats", "0"], "--repeats 0")],
+    [
+        (("--parts", "canari"), "--parts canari: did you mean 'canary'?"),
+        (("--repeats", "0"), "--repeats 0: must be at least 1"),
+        (("--parts", "vllm"), "nothing of what was asked for can be measured"),
+        (("--parts", "vllm", "--peer-python", "nowhere"), "--peer-python: 'nowhere' is no file"),
+    ],
 )
-def test_wrong_options_are_refused(options, complaint, capsys):
-    assert main(["bench", "identity", *options]) != 0
+def test_wrong_options_are_refused(options, complaint, llama, capsys):
+    assert main(["bench", "identity", "--model", str(llama), *options]) != 0
     assert complaint in capsys.readouterr().err
 
 
-def test_all_parts_are_measured(llama, capsys):
-    options = ["--model", str(llama), "--repeats", "1", "--prompt-tokens", "20", "--json"]
-    assert main(["bench", "identity", *options]) == 0
-    found = json.loads(capsys.readouterr().out)
-    names = [figure["name"] for figure in found["figures"] if figure["target"]]
-    assert names == ["content hash / loading", "name / loading", "per prefill / decode step"]
-    assert all(figure["value"] > 0 for figure in found["figures"])
+def test_names_and_the_canary_stand_beside_loading_and_a_step(identity):
+    found, _ = identity("weights,canary")
+    targets = {name: one["target"] for name, one in found.items() if one["target"]}
+    assert targets == {
+        "content hash / loading": "<= 0.1",
+        "name / loading": "<= 0.1",
+        "per prefill / decode step": "<= 1.5",
+    }
+    assert all(one["value"] > 0 for one in found.values())
+
+
+def test_the_wire_is_that_of_bench_transfer_with_checksums(identity, monkeypatch):
+    asked = []
+
+    def bench_transfer(_, __, plan, ___) -> list[Figure]:
+        asked.append(plan)
+        return [Figure("loopback: tcp / tcp without checksums", 0.9, "x", ">= 0.85")]
+
+    monkeypatch.setattr(run, "bench_transfer", bench_transfer)
+    assert "loopback: tcp / tcp without checksums" in identity("wire")[0]
+    (plan,) = asked
+    assert (plan.parts, plan.transports) == (("loopback", "link"), ("tcp",))
+    assert (plan.rates_gbit, plan.rounds) == ((1.0, 8.0), 1)
+
+
+def test_steps_of_vllm_are_compared_with_and_without_the_watch(identity, monkeypatch):
+    monkeypatch.setattr(engines, "Party", EngineHere)
+    found, err = identity("vllm", "--peer-python", sys.executable)
+    values = {
+        name.removeprefix("vLLM with KvConnect: "): one["value"] for name, one in found.items()
+    }
+    assert values == pytest.approx(
+        {
+            "decode step": 11,
+            "decode step, watched / not": 1.1,
+            "decode step, not watched twice": 1,
+            "one look at the weights": 50,
+            "looks, share of all steps": 100 * LOOK_S / 4 / 0.011,
+        }
+    )
+    assert "vllm: KvConnectTier is left out: no offloading here" in err
+
+
+def test_a_watch_that_never_looks_is_no_result(identity, monkeypatch):
+    monkeypatch.setattr(engines, "Party", EngineHere)
+    monkeypatch.setattr(EngineHere, "watch", lambda *_, **__: None)
+    monkeypatch.setattr(EngineHere, "answer", lambda *_, **__: {"steps": [(0.01, 0, 0, 0)] * 30})
+    with pytest.raises(RuntimeError, match="the weights were never looked at"):
+        identity("vllm", "--peer-python", sys.executable)
+
+
+def test_without_an_interpreter_that_has_vllm_its_part_is_left_out_by_name(identity):
+    found, err = identity("canary,vllm")
+    assert "vllm is left out: give --peer-python" in err
+    assert not any(name.startswith("vLLM") for name in found)

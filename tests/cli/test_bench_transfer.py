@@ -17,6 +17,8 @@ from kvconnect.bench.transfer import link, pulls, run
 from kvconnect.bench.transfer.handover import Handover, figures_of
 from kvconnect.bench.transfer.link import LinkRefused, shaped_link
 from kvconnect.bench.transfer.pull_party import PullParty
+from kvconnect.bench.transfer.pulls import PullPair
+from kvconnect.transfer.tcp import peer, source, stream
 
 _CLONE_NEWNET = 0x40000000
 SMALL = ("--total", "1MiB", "--piece", "4KiB", "--rounds", 1)
@@ -63,6 +65,8 @@ def _enter(before: Sequence[str]) -> None:
 @pytest.fixture
 def parties_here(monkeypatch) -> None:
     monkeypatch.setattr(pulls, "Party", PartyHere)
+    for module in (peer, source):
+        monkeypatch.setattr(module, "Stream", module.Stream)  # put back what a party replaces
 
 
 def figures(out: str) -> dict[str, dict[str, object]]:
@@ -78,10 +82,23 @@ def test_a_pull_over_the_loopback_stands_beside_a_plain_socket(kvconnect, partie
     assert list(found) == [
         "loopback: plain socket",
         "loopback: tcp",
+        "loopback: tcp without checksums",
         "loopback: tcp / plain socket",
+        "loopback: tcp / tcp without checksums",
     ]
     assert found["loopback: tcp / plain socket"]["target"] == ">= 0.9"
+    assert found["loopback: tcp / tcp without checksums"]["target"] == ">= 0.85"
     assert all(figure["value"] > 0 for figure in found.values())
+
+
+def test_what_checksums_are_compared_with_has_none(parties_here, monkeypatch):
+    pieces, nbytes = 4, 1 << 18
+    with PullPair.started(pieces * nbytes) as pair:
+        for side in (pair.source, pair.reader):
+            side.ask("leave_checksums_out")
+        monkeypatch.delattr(stream, "_checksum")
+        pair.open("tcp")
+        pair.check(lambda: pair.pull("tcp", pieces, nbytes), pieces, nbytes)
 
 
 def test_a_pull_over_a_link_of_a_known_rate_is_authenticated(kvconnect, parties_here):

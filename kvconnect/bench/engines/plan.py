@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CONNECTORS", "EnginesPlan"]
+__all__ = ["CONNECTORS", "OURS", "TIERS", "EnginesPlan"]
 
 CONNECTORS = ("none", "KvConnect", "KvConnectTier", "fs", "ExampleConnector", "LMCache")
 """Nothing; kvconnect's connector and its tier; vLLM's own tier and its example; LMCache's."""
+
+OURS = ("KvConnect", "KvConnectTier")
+"""Those of kvconnect."""
+
+TIERS = ("KvConnectTier", "fs")
+"""Those that vLLM's own offloading drives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +31,8 @@ class EnginesPlan:
     prompt_tokens: int
     steps: int
     repeats: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and its answer."""
+        return self.prompt_tokens + self.steps + 64

@@ -19,19 +19,17 @@ from typing import Any
 
 from kvconnect.bench.blocks.party import Party, PartyFailed
 from kvconnect.bench.checkout import require_peer_python
-from kvconnect.bench.engines.plan import EnginesPlan
+from kvconnect.bench.engines.plan import OURS, TIERS, EnginesPlan
 from kvconnect.bench.report import Figure
-from kvconnect.bench.restart import cold_read_seconds, first_pass_seconds
+from kvconnect.bench.restart import cold_read_seconds, first_pass_seconds, forget_files
 from kvconnect.bench.workload import random_prompt
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["bench_engines"]
+__all__ = ["bench_engines", "started_engine"]
 
 _PEER = "kvconnect.bench.peers.vllm_connectors"
 _WARM_UP = 100
 _BLOCK = 32
-_OURS = ("KvConnect", "KvConnectTier")
-_TIERS = ("KvConnectTier", "fs")
 
 
 @dataclass(slots=True)
@@ -92,7 +90,7 @@ def bench_engines(
         for name, one in measured.items():
             if name != "none":
                 tell(f"{name}: after a restart")
-                _forget_files(scratch / name)
+                forget_files(scratch / name)
                 _restart(model, scratch / name, name, plan, python, prompt, one)
     return _figures(measured, plan, reads, copies, nbytes)
 
@@ -102,10 +100,10 @@ def _cold(
 ) -> _Measured:
     """The first life of an engine: the prompt is computed and saved; then steps with nothing."""
     found = _Measured()
-    with _engine(model, directory, name, plan, python) as party:
+    with started_engine(model, directory, name, plan.longest, python) as party:
         said = party.ask("answer", prompt=prompt, max_tokens=2)
         found.cold, found.tokens = said["first"], said["tokens"]
-        part = "tier" if name in _TIERS else "connector"
+        part = "tier" if name in TIERS else "connector"
         found.scheduler.append(said[part])
         party.ask("settle")
         for number in range(1, plan.repeats):
@@ -114,9 +112,9 @@ def _cold(
             party.ask("settle")
         short = random_prompt(_WARM_UP, seed=3).tolist()
         steps = party.ask("answer", prompt=short, max_tokens=plan.steps + 20)["steps"][10:-5]
-        whole, connector, tier = (statistics.median(some) for some in zip(*steps, strict=True))
+        whole, connector, tier, _ = (statistics.median(some) for some in zip(*steps, strict=True))
         found.step, found.around = whole, connector
-        found.inside = tier if name in _TIERS else connector
+        found.inside = tier if name in TIERS else connector
         for _ in range(plan.repeats):
             found.device.append(party.ask("answer", prompt=prompt, max_tokens=2)["first"])
         party.ask("stop")
@@ -132,7 +130,7 @@ def _restart(
     prompt: list[int],
     found: _Measured,
 ) -> None:
-    with _engine(model, directory, name, plan, python) as party:
+    with started_engine(model, directory, name, plan.longest, python) as party:
         said = party.ask("answer", prompt=prompt, max_tokens=2)
         party.ask("stop")
     found.restored.append(said["first"])
@@ -140,7 +138,19 @@ def _restart(
     found.wrong += said["tokens"] != found.tokens
 
 
-def _engine(model: Path, directory: Path, name: str, plan: EnginesPlan, python: Path) -> Party:
+def started_engine(model: Path, directory: Path, name: str, longest: int, python: Path) -> Party:
+    """Returns the process of an engine that has answered once; it is the caller's to close.
+
+    Args:
+        model: directory.
+        directory: of the connector's store.
+        name: of the connector.
+        longest: tokens of a prompt and its answer.
+        python: an interpreter that has vLLM.
+
+    Raises:
+        PartyFailed: the engine does not start.
+    """
     party = Party(python, _PEER)
     try:
         party.ask(
@@ -148,7 +158,7 @@ def _engine(model: Path, directory: Path, name: str, plan: EnginesPlan, python: 
             model=str(model),
             connector=name,
             directory=str(directory),
-            longest=plan.prompt_tokens + plan.steps + 64,
+            longest=longest,
         )
         # What vLLM makes when it first computes is no connector's time.
         warm_up = random_prompt(_WARM_UP, seed=2).tolist()
@@ -178,7 +188,7 @@ def _figures(
         Figure("floor: last token", suffix * 1e3, "ms"),
     ]
     for name, one in measured.items():
-        ours = name in _OURS
+        ours = name in OURS
         figures.append(Figure(f"{name}: first token, computed", one.cold * 1e3, "ms"))
         figures.append(Figure(f"{name}: decode step", one.step * 1e3, "ms"))
         if name == "none":
@@ -199,11 +209,11 @@ def _figures(
 
 def _of_scheduler(name: str, one: _Measured, blocks: int) -> list[Figure]:
     """What the scheduler's thread does for a connector; of a tier, for that alone."""
-    ours = name in _OURS
+    ours = name in OURS
     spent = {part: statistics.median(of[part] for of in one.scheduler) for part in one.scheduler[0]}
     waited = spent["wall"] - spent["admission"] - spent["rest"]
     figures = [Figure(f"{name}: of it in the scheduler", one.inside * 1e6, "us", "<= 50" * ours)]
-    if name in _TIERS:
+    if name in TIERS:
         around = (one.around - one.inside) * 1e6
         figures.append(Figure(f"{name}: and in vLLM's offloading around it", around, "us"))
     return [
@@ -217,18 +227,6 @@ def _of_scheduler(name: str, one: _Measured, blocks: int) -> list[Figure]:
         Figure(f"{name}: ordering its saves, for each block", spent["rest"] / blocks * 1e6, "us"),
         Figure(f"{name}: waiting meanwhile", waited * 1e3, "ms"),
     ]
-
-
-def _forget_files(directory: Path) -> None:
-    """The page cache keeps nothing of what is below `directory`. Blocks on the disk."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)  # or what is not on the disk yet would stay
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
 
 
 def _source(scratch: Path, nbytes: int) -> Path:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from kvconnect.bench.identity.plan import IdentityPlan
-from kvconnect.bench.identity.weights import load
+from kvconnect.bench.identity.weights import load, timed
 from kvconnect.bench.report import Figure
 from kvconnect.bench.workload import random_prompt
 from kvconnect.integrations.transformers import PromptCache
@@ -32,9 +30,9 @@ def canary(model: Path, plan: IdentityPlan) -> list[Figure]:
             past = made(ids, use_cache=True).past_key_values
             step = partial(made, ids[:, -1:], past_key_values=past, use_cache=True)
             for _ in range(_STEPS):
-                steps.append(_seconds(step))
-                checks.append(_seconds(guard.check))
-                glances.append(_seconds(guard.glance))
+                steps.append(timed(step)[0])
+                checks.append(timed(guard.check)[0])
+                glances.append(timed(guard.glance)[0])
         if guard.doubt is not None:
             raise RuntimeError(f"the model changed while it was measured: {guard.doubt}")
     check, glance, decode = map(statistics.median, (checks, glances, steps))
@@ -44,11 +42,3 @@ def canary(model: Path, plan: IdentityPlan) -> list[Figure]:
         Figure("cheap checks", glance * 1e3, "ms"),
         Figure("per prefill / decode step", (check + glance) / decode, "x", "<= 1.5"),
     ]
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start

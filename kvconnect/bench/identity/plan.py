@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = ["PARTS", "IdentityPlan"]
 
-PARTS = ("weights", "canary")
+PARTS = ("weights", "canary", "wire", "vllm")
 """Names of the parts, in the order in which they are measured."""
 
 
@@ -16,12 +17,14 @@ class IdentityPlan:
 
     Attributes:
         parts: some of `PARTS`.
-        dtype: of the model in memory.
-        prompt_tokens: of a prompt that `PromptCache.prefill` is given.
+        dtype: of the model in memory; vLLM computes in float32.
+        prompt_tokens: of a prompt that `PromptCache.prefill` or vLLM is given.
         repeats: medians of so many.
+        peer_python: an interpreter that has vLLM; ``None``: there is none.
     """
 
     parts: tuple[str, ...] = PARTS
     dtype: str = "bfloat16"
     prompt_tokens: int = 512
     repeats: int = 5
+    peer_python: Path | None = None

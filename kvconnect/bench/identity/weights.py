@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -15,15 +14,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvconnect.bench.identity.plan import IdentityPlan
 from kvconnect.bench.report import Figure
+from kvconnect.bench.restart import forget_files
 from kvconnect.config import torch_dtype
 from kvconnect.digest.memory import content_of_tensors, module_tensors
 from kvconnect.integrations.transformers.identity import identify
 
-__all__ = ["load", "weights"]
+__all__ = ["load", "timed", "weights"]
 
 T = TypeVar("T")
 
 _PAGE = 4096
+_SETTLED_S = 2.5  # digests of files that changed since are not kept
 
 
 def weights(model: Path, plan: IdentityPlan) -> list[Figure]:
@@ -33,13 +34,15 @@ def weights(model: Path, plan: IdentityPlan) -> list[Figure]:
     them later. The digest of the files themselves was made before, and is kept by file.
     """
     loaded, hashed, named, nbytes = [], [], [], 0
+    newest = max(path.stat().st_ctime for path in model.rglob("*"))
+    time.sleep(max(0.0, newest + _SETTLED_S - time.time()))
     identify(load(model, plan.dtype), None)
     for _ in range(plan.repeats):
-        _drop_pages(model)
-        seconds, made = _timed(partial(_loaded, model, plan.dtype))
+        forget_files(model)
+        seconds, made = timed(partial(_loaded, model, plan.dtype))
         loaded.append(seconds)
-        hashed.append(_timed(partial(content_of_tensors, module_tensors(made)))[0])
-        named.append(_timed(partial(identify, made, None))[0])
+        hashed.append(timed(partial(content_of_tensors, module_tensors(made)))[0])
+        named.append(timed(partial(identify, made, None))[0])
         nbytes = sum(one.nbytes for one in made.parameters())
         del made
     whole, digest, name = map(statistics.median, (loaded, hashed, named))
@@ -71,18 +74,8 @@ def _loaded(directory: Path, dtype: str) -> PreTrainedModel:
     return model
 
 
-def _drop_pages(directory: Path) -> None:
-    """Has the page cache forget the weight files."""
-    for path in directory.glob("*.safetensors"):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
-
-
-def _timed(work: Callable[[], T]) -> tuple[float, T]:
+def timed(work: Callable[[], T]) -> tuple[float, T]:
+    """Returns the seconds that `work` takes, on the GPU too, and its result."""
     start = time.perf_counter()
     result = work()
     if torch.cuda.is_available():

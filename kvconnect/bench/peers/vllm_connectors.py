@@ -18,13 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from kvconnect.bench.blocks.worker import serve, take_stdout
+from kvconnect.bench.engines.plan import OURS, TIERS
 
 __all__ = ["main"]
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _HOST_NBYTES = 512 << 20
-_TIERS = ("KvConnectTier", "fs")
 _TIMED_CALLS = 1000
+_LOOKS = (
+    ("kvconnect.digest.watch", "WeightWatch"),
+    ("kvconnect.integrations.vllm.weights", "_Code"),
+)
 _ADMISSION = (
     *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc"),
     *("lookup", "on_schedule_end"),  # of a tier
@@ -142,6 +146,34 @@ class Clock:
         return call
 
 
+class Watch:
+    """kvconnect's looks at the weights, in this process.
+
+    Attributes:
+        is_on: ``False``: no look is taken, and nothing is found.
+        spent: seconds, since the beginning.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self.spent = 0.0
+        for module, name in _LOOKS:
+            kind = getattr(import_module(module), name)
+            kind.changed = self._timed(kind.changed)
+
+    def _timed(self, changed: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+        def call(watched: Any) -> str | None:
+            if not self.is_on:
+                return None
+            start = time.perf_counter()
+            try:
+                return changed(watched)
+            finally:
+                self.spent += time.perf_counter() - start
+
+        return call
+
+
 class _Nothing:
     def lookup(self) -> None:
         """As cheap as a call is."""
@@ -167,6 +199,7 @@ class ConnectedEngine:
         self._core: Any = None
         self._clock: Clock | None = None
         self._tier_clock: Clock | None = None
+        self._watch: Watch | None = None
 
     def start(self, model: str, connector: str, directory: str, longest: int) -> float:
         """Load `model` in float32; the seconds that took."""
@@ -185,9 +218,11 @@ class ConnectedEngine:
         self._core = self._llm.llm_engine.engine_core.engine_core
         if config is not None:
             self._clock = Clock(self._core.scheduler.connector, _cost_of_a_clock())
-        if connector in _TIERS:
+        if connector in TIERS:
             [tier] = import_module("offload_on_cpu").managers[-1].secondary_tiers
             self._tier_clock = Clock(tier, _cost_of_a_clock())
+        if connector in OURS:
+            self._watch = Watch()
         return time.perf_counter() - start
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
@@ -197,7 +232,8 @@ class ConnectedEngine:
             ``first``: seconds to the first token; ``connector``, ``tier``: what of those the
             scheduler spent inside its connector, and that inside its tier, as fields of `Spent`;
             ``cached``: prompt tokens that were not computed; ``tokens``; ``steps``: of each step
-            the seconds, those inside the connector, and those inside the tier.
+            the seconds, those inside the connector, those inside the tier, and those in which
+            kvconnect looked at the weights.
         """
         params = self._vllm.SamplingParams(
             max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False
@@ -206,15 +242,15 @@ class ConnectedEngine:
         start, before = time.perf_counter(), self._spent()
         engine.add_request(str(start), {"prompt_token_ids": list(prompt)}, params)
         said: dict[str, Any] = {}
-        steps: list[tuple[float, float, float]] = []
+        steps: list[tuple[float, float, float, float]] = []
         while engine.has_unfinished_requests():
-            began, *known = time.perf_counter(), *self._spent()
+            began, looked, *known = time.perf_counter(), self._looked(), *self._spent()
             outputs = engine.step()
             now = time.perf_counter()
             connector, tier = (
                 one.wall - other.wall for one, other in zip(self._spent(), known, strict=True)
             )
-            steps.append((now - began, connector, tier))
+            steps.append((now - began, connector, tier, self._looked() - looked))
             if outputs and not said:
                 parts = [
                     asdict(one - other) for one, other in zip(self._spent(), before, strict=True)
@@ -226,10 +262,6 @@ class ConnectedEngine:
                     "tokens": list(output.outputs[0].token_ids),
                 }
         return {**said, "steps": steps}
-
-    def forget(self) -> bool:
-        """Nothing is cached on the device any more; the connector keeps what it has."""
-        return bool(self._llm.reset_prefix_cache())
 
     def settle(self) -> None:
         """Step until the connector has no more to do, or for a second where it cannot tell."""
@@ -248,6 +280,14 @@ class ConnectedEngine:
         self._llm.llm_engine.engine_core.shutdown()
         return time.perf_counter() - start
 
+    def watch(self, *, watches: bool) -> None:
+        """Has a connector of kvconnect's look at the weights, or not, from now on."""
+        if self._watch is not None:
+            self._watch.is_on = watches
+
+    def _looked(self) -> float:
+        return 0.0 if self._watch is None else self._watch.spent
+
     def _spent(self) -> tuple[Spent, Spent]:
         """Inside the connector, and inside the tier."""
         clocks = self._clock, self._tier_clock
@@ -264,7 +304,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     engine = ConnectedEngine()
     versions = {"version": import_module("vllm.version").__version__}
-    names = ("start", "answer", "forget", "settle", "stop")
+    names = ("start", "answer", "settle", "stop", "watch")
     serve(answers, versions, {name: getattr(engine, name) for name in names})
 
 

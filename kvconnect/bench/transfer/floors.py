@@ -1,4 +1,4 @@
-"""What the machine does with the same bytes without any transport."""
+"""What the machine does with the same bytes: without a transport, and without checksums."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnect.errors import KvConnectError
+from kvconnect.transfer.reads import Runs
+from kvconnect.transfer.regions import Region
+from kvconnect.transfer.tcp.stream import Stream
 
-__all__ = ["NotAllowed", "PlainSocket", "plain_read", "process_read"]
+__all__ = ["BareStream", "NotAllowed", "PlainSocket", "plain_read", "process_read"]
 
 _VECTORS = 1024  # IOV_MAX of Linux
 
@@ -86,6 +89,27 @@ class PlainSocket:
         with connection:
             while connection.recv(1):
                 connection.sendall(self._data)
+
+
+class BareStream(Stream):
+    """Bytes between a socket and host memory as they are, without a copy and a checksum."""
+
+    def send(self, region: Region, runs: Runs, seed: int) -> None:
+        """Sends the bytes of `runs`; blocks."""
+        vectors = _views(region, runs)
+        for first in range(0, len(vectors), _VECTORS):
+            some = vectors[first : first + _VECTORS]
+            if self.connection.sendmsg(some) != sum(map(len, some)):
+                raise ConnectionError("the reader takes nothing")
+
+    def receive(self, region: Region, runs: Runs, seed: int) -> None:
+        """Fills `runs` with what comes; blocks."""
+        self._receive_all(_views(region, runs))
+
+
+def _views(region: Region, runs: Runs) -> list[memoryview]:
+    memory = region.view()
+    return [memory[offset : offset + nbytes] for offset, nbytes in runs.tolist()]
 
 
 def plain_read(connection: socket.socket, into: memoryview) -> None:

@@ -17,7 +17,7 @@ from kvconnect.bench.workload import bench_model
 
 __all__ = ["bench_transfer"]
 
-Tell = Callable[[str], None]
+Tell = Callable[[str], object]
 
 
 def bench_transfer(

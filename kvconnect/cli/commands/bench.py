@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from kvconnect.backends.url import StoreUrl, parse_size
-from kvconnect.cli.command import Subparsers, add_number, picked
+from kvconnect.cli.command import (
+    Subparsers,
+    add_number,
+    chosen,
+    picked,
+    require_at_least_one,
+    tell,
+)
 from kvconnect.cli.options.bench_engines import add_engines_options, run_engines
 from kvconnect.cli.options.bench_identity import add_identity_options, run_identity
 from kvconnect.cli.options.bench_serve import add_serve_options, run_serve
 from kvconnect.cli.options.bench_transfer import add_transfer_options, run_transfer
-from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.errors import ConfigurationError
 
 __all__ = ["add_options"]
 
@@ -71,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _runs(engines, run_engines)
     identity = benchmarks.add_parser(
         "identity",
-        help="naming a model by its content against loading it; the canary against a decode step",
+        help="what it costs to know what computed a block: names, canary, checksums, vLLM's steps",
     )
     add_identity_options(identity)
     _runs(identity, run_identity)
@@ -190,13 +196,6 @@ def _runs(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], N
     parser.set_defaults(run=run)
 
 
-def _at_least_one(arguments: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        number = getattr(arguments, name)
-        if number is not None and number < 1:
-            raise ConfigurationError(f"--{name.replace('_', '-')} {number}: must be at least 1")
-
-
 def run_restart(arguments: argparse.Namespace) -> None:
     """Measure a restart, then an idle connector, then what two ranks exchange in a step."""
     from kvconnect.bench.rank_exchanges import rank_exchanges
@@ -224,7 +223,7 @@ def run_engine(arguments: argparse.Namespace) -> None:
     from kvconnect.bench.workload import bench_model
 
     numbers = ("requests", "prompt_tokens", "max_tokens", "prefill_tokens", "repeats")
-    _at_least_one(arguments, *numbers)
+    require_at_least_one(arguments, *numbers)
     plan = ThroughputPlan(**picked(arguments, *numbers))
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         model = bench_model(arguments.model, Path(name))
@@ -242,10 +241,10 @@ def run_blocks(arguments: argparse.Namespace) -> None:
     plan = BlocksPlan(**picked(arguments, "tokens", "requests", "cached_blocks", "rounds"))
     with open_field(arguments.peer_python) as field:
         for sentence in field.left_out:
-            _tell(sentence)
-        figures = compare(field, plan, _tell)
-        figures += growth(field.parties[OWN], plan, _tell)
-    figures += memory(plan, _tell)
+            tell(sentence)
+        figures = compare(field, plan, tell)
+        figures += growth(field.parties[OWN], plan, tell)
+    figures += memory(plan, tell)
     print(render("blocks", figures, as_json=arguments.json))
 
 
@@ -262,7 +261,7 @@ def run_store(arguments: argparse.Namespace) -> None:
     from kvconnect.connector.offload.store import LOADS_IN_FLIGHT, SAVES_IN_FLIGHT
 
     at_once = arguments.in_flight
-    _at_least_one(arguments, "rounds", "in_flight")
+    require_at_least_one(arguments, "rounds", "in_flight")
     sizes = tuple(parse_size(size, field="--sizes") for size in arguments.sizes.split(","))
     for size in sizes:
         if size % 4096:
@@ -274,8 +273,8 @@ def run_store(arguments: argparse.Namespace) -> None:
         puts_in_flight=SAVES_IN_FLIGHT if at_once is None else at_once,
         gets_in_flight=LOADS_IN_FLIGHT if at_once is None else at_once,
     )
-    figures = bench_store(arguments.url, plan, _tell)
-    figures += bench_peer(arguments.url, plan, arguments.peer_python, _tell)
+    figures = bench_store(arguments.url, plan, tell)
+    figures += bench_peer(arguments.url, plan, arguments.peer_python, tell)
     print(render(f"store {StoreUrl.parse(arguments.url)}", figures, as_json=arguments.json))
 
 
@@ -292,17 +291,14 @@ def run_dead(arguments: argparse.Namespace) -> None:
     from kvconnect.bench.report import render
     from kvconnect.bench.servers.mortal import SERVERS
 
-    _at_least_one(arguments, "prompt_tokens", "requests")
-    stores = arguments.stores.split(",")
-    for store in stores:
-        if store not in SERVERS:
-            raise ConfigurationError(f"--stores {store}: {nearest(store, SERVERS)}")
+    require_at_least_one(arguments, "prompt_tokens", "requests")
+    stores = chosen("--stores", arguments.stores, SERVERS)
     plan = DeadPlan(
         budget_ms=arguments.lookup_timeout_ms,
         **picked(arguments, "prompt_tokens", "requests", "dead_s"),
     )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
-        figures = dead_stores(arguments.model, Path(name), stores, plan, _tell)
+        figures = dead_stores(arguments.model, Path(name), stores, plan, tell)
     print(render("dead", figures, as_json=arguments.json))
 
 
@@ -311,12 +307,6 @@ def run_kernels(arguments: argparse.Namespace) -> None:
     from kvconnect.bench.kernels.run import kernels
     from kvconnect.bench.report import render
 
-    for name in ("mib", "repeats"):
-        if getattr(arguments, name) < 1:
-            raise ConfigurationError(f"--{name}: {getattr(arguments, name)} must be at least 1")
-    figures = kernels(nbytes=arguments.mib << 20, repeats=arguments.repeats, tell=_tell)
+    require_at_least_one(arguments, "mib", "repeats")
+    figures = kernels(nbytes=arguments.mib << 20, repeats=arguments.repeats, tell=tell)
     print(render("kernels", figures, as_json=arguments.json))
-
-
-def _tell(what: str) -> None:
-    print(f"kvconnect: {what}", file=sys.stderr, flush=True)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
 from kvconnect.bench.engines.plan import CONNECTORS, EnginesPlan
-from kvconnect.cli.command import add_number, picked
-from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.cli.command import add_number, chosen, picked, require_at_least_one, tell
 
 __all__ = ["add_engines_options", "run_engines"]
 
@@ -50,23 +48,12 @@ def run_engines(arguments: argparse.Namespace) -> None:
     from kvconnect.bench.report import render
     from kvconnect.bench.workload import bench_model
 
-    for name in ("prompt_tokens", "steps", "repeats"):
-        if getattr(arguments, name) < 1:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigurationError(f"{option} {getattr(arguments, name)}: must be at least 1")
-    connectors = tuple(dict.fromkeys(arguments.connectors.split(",")))
-    for name in connectors:
-        if name not in CONNECTORS:
-            raise ConfigurationError(f"--connectors {name}: {nearest(name, CONNECTORS)}")
-    plan = EnginesPlan(
-        connectors=connectors, **picked(arguments, "prompt_tokens", "steps", "repeats")
-    )
+    numbers = ("prompt_tokens", "steps", "repeats")
+    require_at_least_one(arguments, *numbers)
+    connectors = chosen("--connectors", arguments.connectors, CONNECTORS)
+    plan = EnginesPlan(connectors=connectors, **picked(arguments, *numbers))
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         scratch = Path(name)
         model = bench_model(arguments.model, scratch)
-        figures = bench_engines(model, scratch, plan, arguments.peer_python, _tell)
+        figures = bench_engines(model, scratch, plan, arguments.peer_python, tell)
     print(render("engines", figures, as_json=arguments.json))
-
-
-def _tell(what: str) -> None:
-    print(f"kvconnect: {what}", file=sys.stderr, flush=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
 from kvconnect.bench.identity.plan import PARTS, IdentityPlan
-from kvconnect.cli.command import add_number, picked
-from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.cli.command import add_number, chosen, picked, require_at_least_one, tell
+from kvconnect.errors import ConfigurationError
 
 __all__ = ["add_identity_options", "run_identity"]
 
@@ -18,7 +17,9 @@ def add_identity_options(parser: argparse.ArgumentParser) -> None:
     """Describes ``bench identity``."""
     parser.description = """\
 Measure what it costs to know what computed a block: naming a model by what is in memory against
-loading it, and the check that it is unchanged against a decode step."""
+loading it; the check that it is unchanged against a decode step; checksums of a transfer against
+the same transfer without them, and over links of a known rate; and what watching its weights adds
+to a step of vLLM."""
     names = ",".join(PARTS)
     parser.add_argument("--parts", default=names, metavar="NAME,…", help=f"default: {names}")
     parser.add_argument(
@@ -28,7 +29,13 @@ loading it, and the check that it is unchanged against a decode step."""
     add_number(parser, "--prompt-tokens", "(default: 512)", default=512)
     add_number(parser, "--repeats", "(default: 5)", default=5)
     parser.add_argument(
-        "--directory", type=Path, metavar="DIR", help="for the model, on the disk to measure"
+        "--peer-python",
+        type=Path,
+        metavar="PYTHON",
+        help="bin/python of an environment with vLLM, without which the part vllm is left out",
+    )
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="for scratch files, on the disk to measure"
     )
 
 
@@ -42,20 +49,14 @@ def run_identity(arguments: argparse.Namespace) -> None:
     from kvconnect.bench.report import render
     from kvconnect.bench.workload import bench_model
 
-    for name in ("prompt_tokens", "repeats"):
-        if getattr(arguments, name) < 1:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigurationError(f"{option} {getattr(arguments, name)}: must be at least 1")
-    parts = tuple(dict.fromkeys(arguments.parts.split(",")))
-    for name in parts:
-        if name not in PARTS:
-            raise ConfigurationError(f"--parts {name}: {nearest(name, PARTS)}")
-    plan = IdentityPlan(parts=parts, **picked(arguments, "dtype", "prompt_tokens", "repeats"))
+    require_at_least_one(arguments, "prompt_tokens", "repeats")
+    plan = IdentityPlan(
+        parts=chosen("--parts", arguments.parts, PARTS),
+        **picked(arguments, "dtype", "prompt_tokens", "repeats", "peer_python"),
+    )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         model = bench_model(arguments.model, Path(name))
-        figures = bench_identity(model, plan, _tell)
+        figures = bench_identity(model, Path(name), plan, tell)
+    if not figures:
+        raise ConfigurationError("bench identity: nothing of what was asked for can be measured")
     print(render("identity", figures, as_json=arguments.json))
-
-
-def _tell(what: str) -> None:
-    print(f"kvconnect: {what}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvconnect.cli.command import add_number, picked
+from kvconnect.cli.command import add_number, picked, require_at_least_one
 from kvconnect.errors import ConfigurationError, MissingExtra
 
 if TYPE_CHECKING:
@@ -73,11 +73,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
     from kvconnect.bench.serve.server import MODEL_NAME, started_server
     from kvconnect.bench.workload import bench_model
 
-    for name in _COUNTS:
-        if getattr(arguments, name) < 1:
-            raise ConfigurationError(
-                f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be at least 1"
-            )
+    require_at_least_one(arguments, *_COUNTS)
     workload = _workload(arguments)
     if arguments.write_prompts is not None:
         _write_prompts(arguments.write_prompts, workload)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import tempfile
 from pathlib import Path
 
 from kvconnect.backends.url import parse_size
 from kvconnect.bench.transfer.plan import PARTS, TRANSPORTS, TransferPlan
-from kvconnect.cli.command import add_number, picked
-from kvconnect.errors import ConfigurationError, nearest
+from kvconnect.cli.command import add_number, chosen, picked, require_at_least_one, tell
+from kvconnect.errors import ConfigurationError
 
 __all__ = ["add_transfer_options", "run_transfer"]
 
@@ -58,10 +57,7 @@ def run_transfer(arguments: argparse.Namespace) -> None:
     from kvconnect.bench.report import render
     from kvconnect.bench.transfer.run import bench_transfer
 
-    for name in ("rounds", "prompt_tokens", "requests"):
-        if getattr(arguments, name) < 1:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigurationError(f"{option} {getattr(arguments, name)}: must be at least 1")
+    require_at_least_one(arguments, "rounds", "prompt_tokens", "requests")
     if not 0 < arguments.idle_s < math.inf:
         raise ConfigurationError(f"--idle-s {arguments.idle_s}: must be > 0")
     total = parse_size(arguments.total, field="--total")
@@ -72,26 +68,18 @@ def run_transfer(arguments: argparse.Namespace) -> None:
             f"{arguments.total}"
         )
     plan = TransferPlan(
-        parts=_names("--parts", arguments.parts, PARTS),
-        transports=_names("--transports", arguments.transports, TRANSPORTS),
+        parts=chosen("--parts", arguments.parts, PARTS),
+        transports=chosen("--transports", arguments.transports, TRANSPORTS),
         total_nbytes=total,
         piece_nbytes=piece,
         rates_gbit=_rates(arguments.rates),
         **picked(arguments, "rounds", "prompt_tokens", "requests", "idle_s"),
     )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
-        figures = bench_transfer(arguments.model, Path(name), plan, _tell)
+        figures = bench_transfer(arguments.model, Path(name), plan, tell)
     if not figures:
         raise ConfigurationError("bench transfer: nothing of what was asked for can be measured")
     print(render("transfer", figures, as_json=arguments.json))
-
-
-def _names(option: str, given: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple(given.split(","))
-    for name in names:
-        if name not in known:
-            raise ConfigurationError(f"{option} {name}: {nearest(name, known)}")
-    return names
 
 
 def _rates(given: str) -> tuple[float, ...]:
@@ -102,7 +90,3 @@ def _rates(given: str) -> tuple[float, ...]:
     if not rates or not all(0 < rate < math.inf for rate in rates):
         raise ConfigurationError(f"--rates {given}: give numbers > 0, in Gbit/s")
     return rates
-
-
-def _tell(what: str) -> None:
-    print(f"kvconnect: {what}", file=sys.stderr, flush=True)
