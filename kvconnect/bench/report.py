@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-__all__ = ["Figure", "binary_size", "machine", "render"]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["Figure", "as_json_object", "binary_size", "machine", "median_ratio", "render"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +45,21 @@ def machine() -> str:
 def render(title: str, figures: Sequence[Figure], *, as_json: bool = False) -> str:
     """The figures as a table, or as one JSON object."""
     if as_json:
-        body = [asdict(figure) for figure in figures]
-        return json.dumps({"benchmark": title, "machine": machine(), "figures": body})
+        return as_json_object(title, figures)
     width = max(len(figure.name) for figure in figures)
     lines = [f"{title} ({machine()})"]
     for figure in figures:
         target = f"   target {figure.target}" if figure.target else ""
         lines.append(f"  {figure.name:<{width}}  {figure.value:>12,.3f} {figure.unit:<10}{target}")
     return "\n".join(line.rstrip() for line in lines)
+
+
+def as_json_object(title: str, figures: Sequence[DataclassInstance]) -> str:
+    """Returns the figures, of any kind, as one JSON object."""
+    body = [asdict(figure) for figure in figures]
+    return json.dumps({"benchmark": title, "machine": machine(), "figures": body})
+
+
+def median_ratio(some: Sequence[float], floors: Sequence[float]) -> float:
+    """Returns the median of the rounds' own ratios: what slows a round down slows both."""
+    return statistics.median(one / floor for one, floor in zip(some, floors, strict=True))

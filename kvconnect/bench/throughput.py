@@ -13,7 +13,7 @@ from typing import Protocol
 from kvconnect import LLM, KvCacheConfig, SamplingParams
 from kvconnect.bench.blocks.party import Party
 from kvconnect.bench.checkout import require_peer_python
-from kvconnect.bench.report import Figure
+from kvconnect.bench.report import Figure, median_ratio
 from kvconnect.bench.workload import random_prompt
 
 __all__ = ["ThroughputPlan", "throughput"]
@@ -151,9 +151,9 @@ def _figures(plan: ThroughputPlan, rounds: Sequence[dict[str, _Round]]) -> list[
         figures.append(Figure(title, median(own), "tokens/s"))
         for peer in peers:
             other = [getattr(one[peer], field) for one in rounds]
-            ratios = [mine / theirs for mine, theirs in zip(own, other, strict=True)]
+            ratio = median_ratio(own, other)
             figures.append(Figure(f"{title}: {peer}", median(other), "tokens/s"))
-            figures.append(Figure(f"{title}: kvconnect / {peer}", median(ratios), "x", ">= 0.95"))
+            figures.append(Figure(f"{title}: kvconnect / {peer}", ratio, "x", ">= 0.95"))
     ratio = median(one[""].many / one[""].one for one in rounds)
     target = ">= 3" if plan.requests == 16 else ""
     figures.append(Figure("ratio", ratio, "x", target))

@@ -10,9 +10,10 @@ import pytest
 from stored_blocks import chain, entries, fill
 
 from kvconnect.backends.memory.store import MemoryBackend
+from kvconnect.bench.report import median_ratio
 from kvconnect.bench.store.floor import fastest
 from kvconnect.bench.store.payloads import Payloads
-from kvconnect.bench.store.report import StoreFigure, median_ratio, percentile, render
+from kvconnect.bench.store.report import StoreFigure, percentile, render
 from kvconnect.cli.main import main
 from kvconnect.connector.offload.store import LOADS_IN_FLIGHT, SAVES_IN_FLIGHT
 from kvconnect.errors import BadFrame

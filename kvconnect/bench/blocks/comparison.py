@@ -10,7 +10,7 @@ from math import log2
 from kvconnect.bench.blocks.party import Party
 from kvconnect.bench.blocks.peers import OWN, Field
 from kvconnect.bench.blocks.plan import BlocksPlan
-from kvconnect.bench.report import Figure
+from kvconnect.bench.report import Figure, median_ratio
 
 __all__ = ["Tell", "compare", "growth", "memory"]
 
@@ -76,10 +76,8 @@ def _ratios(title: str, rounds: Rounds, targets: Mapping[str, str]) -> list[Figu
     for name, seconds in rounds.items():
         if name == OWN:
             continue
-        ratio = statistics.median(
-            theirs / ours for theirs, ours in zip(seconds, rounds[OWN], strict=True)
-        )
         target = "" if "hashing" in name else targets.get(name.partition(" ")[0], "")
+        ratio = median_ratio(seconds, rounds[OWN])
         figures.append(Figure(f"{title}: {name} / {OWN}", ratio, "x", target))
     return figures
 

@@ -13,7 +13,7 @@ from kvconnect.bench.checkout import require_peer_python
 from kvconnect.bench.engines.plan import OURS
 from kvconnect.bench.engines.run import started_engine
 from kvconnect.bench.identity.plan import IdentityPlan
-from kvconnect.bench.report import Figure
+from kvconnect.bench.report import Figure, median_ratio
 from kvconnect.bench.transfer.pulls import turns
 from kvconnect.bench.workload import random_prompt
 
@@ -74,13 +74,8 @@ def _figures(where: str, party: Party, plan: IdentityPlan) -> list[Figure]:
     share = sum(looks) / sum(whole for whole, _ in watched)
     return [
         Figure(f"{where}: decode step", statistics.median(on) * 1e3, "ms"),
-        Figure(f"{where}: decode step, watched / not", _ratio(on, off), "x", "<= 1.05"),
-        Figure(f"{where}: decode step, not watched twice", _ratio(again, off), "x"),
+        Figure(f"{where}: decode step, watched / not", median_ratio(on, off), "x", "<= 1.05"),
+        Figure(f"{where}: decode step, not watched twice", median_ratio(again, off), "x"),
         Figure(f"{where}: one look at the weights", statistics.median(looks) * 1e6, "us"),
         Figure(f"{where}: looks, share of all steps", share * 100, "%", "<= 1"),
     ]
-
-
-def _ratio(some: list[float], others: list[float]) -> float:
-    """Returns the median of the rounds' own ratios."""
-    return statistics.median(one / other for one, other in zip(some, others, strict=True))

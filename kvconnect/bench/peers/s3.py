@@ -19,11 +19,12 @@ from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.url import StoreUrl, parse_size
 from kvconnect.bench.peers.s3_boto3 import Boto3
 from kvconnect.bench.peers.s3_reads import bench_reads
+from kvconnect.bench.report import median_ratio
 from kvconnect.bench.servers.plain_s3 import any_credentials, plain_server
 from kvconnect.bench.store.floor import Floor, fastest
 from kvconnect.bench.store.floor_s3 import open_floor, values_per_object
 from kvconnect.bench.store.payloads import Payloads, StorePlan
-from kvconnect.bench.store.report import StoreFigure, median_ratio, render
+from kvconnect.bench.store.report import StoreFigure, render
 from kvconnect.bench.store.run import bench_store
 
 __all__ = ["bench_boto3"]

@@ -19,9 +19,9 @@ from kvconnect.backends.registry import open_backend
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.url import StoreUrl
 from kvconnect.bench.peers.s3_boto3 import Boto3
+from kvconnect.bench.report import median_ratio
 from kvconnect.bench.store.floor_s3 import S3Floor, open_floor, values_per_object
 from kvconnect.bench.store.payloads import Payloads, StorePlan
-from kvconnect.bench.store.report import median_ratio
 
 __all__ = ["bench_reads"]
 

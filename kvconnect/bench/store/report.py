@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from kvconnect.bench.report import machine
+from kvconnect.bench.report import as_json_object, machine
 
-__all__ = ["StoreFigure", "median_ratio", "percentile", "render"]
+__all__ = ["StoreFigure", "percentile", "render"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +48,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def render(title: str, figures: Sequence[StoreFigure], *, as_json: bool = False) -> str:
     """The figures as a table, or as one JSON object."""
     if as_json:
-        body = [asdict(figure) for figure in figures]
-        return json.dumps({"benchmark": title, "machine": machine(), "figures": body})
+        return as_json_object(title, figures)
     width = max((len(figure.how) for figure in figures), default=0)
     head = f"  {'':>7}  {'':<6}  {'':<{width}}  {'rate':>14}  {'p50 ms':>8}  {'p99 ms':>8}"
     lines = [f"{title} ({machine()})", f"{head}  {'floor':>14}  ratio"]
@@ -75,8 +72,3 @@ def render(title: str, figures: Sequence[StoreFigure], *, as_json: bool = False)
 
 def _rate(rate: float, *, lookup: bool) -> str:
     return f"{rate / 1e3:,.0f}k keys/s" if lookup else f"{rate / 1e9:.2f} GB/s"
-
-
-def median_ratio(rates: Sequence[float], floors: Sequence[float]) -> float:
-    """The median of the ratios of one round each: what slows a round down slows both."""
-    return statistics.median(rate / floor for rate, floor in zip(rates, floors, strict=True))

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from kvconnect.backend import Backend
 from kvconnect.backends.registry import open_backend
 from kvconnect.backends.url import StoreUrl
+from kvconnect.bench.report import median_ratio
 from kvconnect.bench.store.floor import Floor, checksum_seconds, fastest
 from kvconnect.bench.store.floors import make_floor
 from kvconnect.bench.store.payloads import Payloads, StorePlan
-from kvconnect.bench.store.report import StoreFigure, median_ratio, percentile
+from kvconnect.bench.store.report import StoreFigure, percentile
 from kvconnect.errors import ConfigurationError
 
 __all__ = ["StorePlan", "bench_store"]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from kvconnect.bench.blocks.party import Party
-from kvconnect.bench.report import Figure
+from kvconnect.bench.report import Figure, median_ratio
 from kvconnect.bench.transfer.floors import NotAllowed
 from kvconnect.bench.transfer.link import DEVICE, Link, shaped_link
 from kvconnect.bench.transfer.plan import TransferPlan
@@ -195,13 +195,12 @@ def _speeds(
     targets: Mapping[tuple[str, str], str],
 ) -> list[Figure]:
     """Returns speeds, and for each pair in `targets` a share, the median of the rounds' own."""
-    median = statistics.median
     figures = [
-        Figure(f"{where}: {name}", nbytes / median(taken) / 1e9, "GB/s")
+        Figure(f"{where}: {name}", nbytes / statistics.median(taken) / 1e9, "GB/s")
         for name, taken in seconds.items()
     ]
     for (name, floor), target in targets.items():
         if name in seconds:
-            ratios = [its / own for its, own in zip(seconds[floor], seconds[name], strict=True)]
-            figures.append(Figure(f"{where}: {name} / {floor}", median(ratios), "x", target))
+            ratio = median_ratio(seconds[floor], seconds[name])
+            figures.append(Figure(f"{where}: {name} / {floor}", ratio, "x", target))
     return figures
