@@ -54,7 +54,7 @@ class Subject(ABC):
         ttl_s: of the store that `make_expiring` is asked for; ``None``: a minute. Short, if time
             really has to pass (see `pass_time`).
         ranks: tensor-parallel ranks of engines; of several, each opens the store by `store_url`.
-        deadline_s: of calls while the network fails: longer than `open` takes, and not much more.
+        deadline_s: of calls while the network fails.
         patience_s: after so long a call of the backend alone counts as hanging.
         directory: where the store keeps its files; ``None``: it has none. Enables the checks that
             make a disk fail.

@@ -12,7 +12,7 @@ from kvconnect.backends import open_backend
 from kvconnect.testing import Address, BackendConformance
 
 NETWORK = "&patience=300ms&timeout=500ms"
-PATIENT = "&patience=5s&timeout=5s&verify=full"
+PATIENT = "&patience=60s&timeout=60s&verify=full"
 
 
 class _Across(BackendConformance):

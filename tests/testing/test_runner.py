@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
@@ -34,6 +35,12 @@ class Forgets(MemoryBackend):
         return 0
 
 
+class SlowToOpen(MemoryBackend):
+    async def open(self, layouts, access="store"):
+        await asyncio.sleep(1.0)  # twice the deadline of the calls that fail
+        await super().open(layouts, access=access)
+
+
 def make_memory():
     return MemoryBackend(64 << 20)
 
@@ -55,6 +62,10 @@ def test_report_of_a_wrong_one_names_check_and_reason():
     assert not report.ok
     with pytest.raises(Violation, match=r"contract\.save_again .* load filled 0 of 4 blocks"):
         report.raise_on_failure()
+
+
+def test_time_that_opening_takes_is_not_that_of_calls_that_fail():
+    check_backend(lambda: SlowToOpen(64 << 20), only=["faults.swaps"]).raise_on_failure()
 
 
 class Maker:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from kvconnect.errors import BackendTimeout
 from kvconnect.testing.check import Violation, check, demand
 from kvconnect.testing.checks.contract import expect_stored
+from kvconnect.testing.checks.faults import opened_first
 from kvconnect.testing.faults.faulty_backend import FaultyBackend
 from kvconnect.testing.processes import children
 from kvconnect.testing.processes.usage import descriptors
@@ -117,7 +118,7 @@ async def buffers_come_back_once(subject: Subject) -> None:
     blocks = subject.blocks("come back")
     keys = blocks.keys(count=1)
     faulty = FaultyBackend(subject.bare(subject.make_backend()))
-    async with subject.guarded(subject.deadline_s, faulty) as store:
+    async with opened_first(subject, subject.deadline_s, faulty) as store:
         pending = []
         faulty.set("hang")
         buffers = blocks.buffers(3)

@@ -15,7 +15,14 @@ from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.keys import BlockKey
 from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.check import Violation, check, demand
-from kvconnect.testing.checks.faults import answer, calls_in_time, recovers
+from kvconnect.testing.checks.faults import (
+    answer,
+    answers_within,
+    calls_in_time,
+    opened_first,
+    recovers,
+)
+from kvconnect.testing.faults.faulty_backend import FaultyBackend
 from kvconnect.testing.faults.tcp_fault import TcpFault, garbage, longer, shorter
 from kvconnect.testing.faults.tcp_proxy import TcpProxy
 from kvconnect.testing.subject import Address, Subject, Unsupported
@@ -40,7 +47,7 @@ async def _proxied(subject: Subject, name: str) -> AsyncIterator[_Proxied]:
     blocks = subject.blocks("network", name)
     with _proxy(subject) as proxy:
         inner = subject.bare(subject.make_via(Address(proxy.host, proxy.port)))
-        async with subject.guarded(subject.deadline_s, inner) as store:
+        async with opened_first(subject, subject.deadline_s, FaultyBackend(inner)) as store:
             keys = blocks.keys(count=3)
             await answer(store.save(blocks.chain(keys)), subject.deadline_s, "a save")
             if not proxy.accepted:
@@ -175,7 +182,8 @@ async def _refuses(subject: Subject, proxy: TcpProxy, what: str) -> None:
         raise Violation(f"open() of {what} raised nothing")
     except (RetryLater, ConfigurationError):
         took = time.monotonic() - start
-        demand(took < 2 * subject.deadline_s + 1, f"open() of {what} took {took:.1f} s to say so")
+        limit = answers_within(subject.deadline_s)
+        demand(took < limit, f"open() of {what} took {took:.1f} s to say so")
     finally:
         await store.close()
 
@@ -194,7 +202,7 @@ async def close_while_frozen(subject: Subject) -> None:
         await asyncio.gather(loading, return_exceptions=True)
         # Draining has a deadline, and the store's own close has one.
         demand(
-            took < 2 * subject.deadline_s + 1.5,
+            took < answers_within(subject.deadline_s),
             f"close() took {took:.1f} s beside a stopped server",
         )
 

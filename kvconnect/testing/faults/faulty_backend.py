@@ -68,6 +68,7 @@ class FaultyBackend(Backend):
         self._operations = frozenset(operations)
         self._random = random.Random(seed)
         self._healed = asyncio.Event()
+        self._open = False
 
     def set(self, fault: BackendFault) -> None:
         """From now on `fault`; calls that hang end with an error."""
@@ -80,12 +81,15 @@ class FaultyBackend(Backend):
         self.set("none")
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
-        """Open `inner`."""
-        await self.inner.open(layouts, access=access)
+        """Opens `inner`, unless it is open."""
+        if not self._open:
+            await self.inner.open(layouts, access=access)
+            self._open = True
 
     async def close(self) -> None:
-        """End calls that hang, then close `inner`."""
+        """Ends calls that hang, then closes `inner`."""
         self.heal()
+        self._open = False
         await self.inner.close()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
