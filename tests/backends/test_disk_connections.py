@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from own_process import own_process
 
 from kvconnect.backends import lanes as backend_lanes
 from kvconnect.backends.disk import find as disk_index
@@ -22,7 +23,9 @@ from kvconnect.backends.disk.errors import IndexConnectionLost, index_errors
 from kvconnect.backends.disk.files import owner as disk_owner
 from kvconnect.backends.disk.save import save
 from kvconnect.backends.disk.settings import DiskSettings
+from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.errors import BackendUnavailable
+from kvconnect.testing import BlockMaker
 from kvconnect.testing.processes.usage import open_files
 
 
@@ -237,7 +240,8 @@ async def test_loads_do_not_wait_for_saves(make_disk, kit, monkeypatch):
 
 
 @pytest.mark.parametrize("lane", [2, 3])
-async def test_store_that_gets_too_few_threads_keeps_none(make_disk, kit, monkeypatch, lane):
+@own_process
+async def test_store_that_gets_too_few_threads_keeps_none(tmp_path, lane):
     class Scarce(backend_lanes.Lane):
         def __init__(self, name, threads, owner):
             made.append(name)
@@ -245,18 +249,17 @@ async def test_store_that_gets_too_few_threads_keeps_none(make_disk, kit, monkey
                 raise BackendUnavailable("no more threads")
             super().__init__(name, threads, owner)
 
-    made = []
-    monkeypatch.setattr(backend_lanes, "Lane", Scarce)
-    store = make_disk()
-    with pytest.raises(BackendUnavailable, match="no more threads"):
-        await store.open([kit.layout])
-    monkeypatch.undo()
+    made, store, kit = [], DiskBackend(tmp_path / "store"), BlockMaker()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend_lanes, "Lane", Scarce)
+        with pytest.raises(BackendUnavailable, match="no more threads"):
+            await store.open([kit.layout])
     for thread in threading.enumerate():
         if thread.name.startswith("kvconnect-disk"):
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
-    async with kit.opened(store):
-        pass
+    await store.open([kit.layout])
+    await store.close()
 
 
 async def test_call_that_outlives_a_close_opens_nothing(make_disk, kit, hanging, monkeypatch):

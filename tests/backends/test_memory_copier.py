@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from own_process import own_process
 
 from kvconnect import frame
 from kvconnect.backends.host import copier as memory_copier
@@ -20,6 +21,7 @@ from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.errors import BadFrame
 from kvconnect.frame import FrameChecksum, FrameHeader, frame_nbytes
 from kvconnect.keys import BlockKey
+from kvconnect.testing import BlockMaker
 
 MIB = 1 << 20
 
@@ -207,16 +209,21 @@ async def test_cancelled_call_ends_when_nothing_is_copied_any_more(copy_all, mon
     assert len(copied) == 2
 
 
-def test_closed_store_leaves_no_thread(kit):
+@own_process
+def test_closed_store_leaves_no_thread(way):
+    kit, made = BlockMaker(), fused_copy(wait=True) if way == "fused" else None
+    memory_copier.fused_copy = lambda: made  # this process ends with the test
+
     async def use():
         for _ in range(2):
-            async with kit.opened(MemoryBackend(8 * MIB)) as store:
-                await store.save([kit.block(kit.key("large"), nbytes=4 * MIB)])
-                await store.close()
+            store = MemoryBackend(8 * MIB)
+            await store.open([kit.layout])
+            await store.save([kit.block(kit.key("large"), nbytes=4 * MIB)])
+            await store.close()
+            await store.close()
 
-    before = set(threading.enumerate())
     asyncio.run(use())
-    assert set(threading.enumerate()) <= before
+    assert threading.active_count() == 1
 
 
 async def test_threads_that_run_out_later_harm_no_copy(copy_all, monkeypatch):

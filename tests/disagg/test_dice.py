@@ -8,19 +8,29 @@ may write on after they failed; aborts; names used again.
 from __future__ import annotations
 
 import gc
-import os
 import random
 import threading
 import time
 from collections import Counter
 
-import psutil
 import pytest
-from engines import ANSWER, PREFILL, address_of, hands_out, leaks_nothing, node_of, prompt_of, until
+from engines import (
+    ANSWER,
+    PREFILL,
+    address_of,
+    hands_out,
+    leaks_nothing,
+    node_of,
+    open_engine,
+    prompt_of,
+    until,
+)
+from own_process import own_process
 
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
 from kvconnect.connector.disagg.fetch.load import Fetch
 from kvconnect.errors import PullFailed
+from kvconnect.testing.processes.usage import descriptors
 from kvconnect.transfer.control.channel import Channel
 from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.leases.server import LeaseServer
@@ -163,9 +173,9 @@ def run(prefill, decode, rng, count, *, at_once=8):
         open_ones.append((prompt, pair))
         if len(open_ones) >= at_once:
             prompt, pair = open_ones.pop(0)
-            answers.append((prompt, pair[decode].result(15), pair[prefill].result(60)))
+            answers.append((prompt, pair[decode].result(60), pair[prefill].result(60)))
     answers += [
-        (prompt, pair[decode].result(15), pair[prefill].result(60)) for prompt, pair in open_ones
+        (prompt, pair[decode].result(60), pair[prefill].result(60)) for prompt, pair in open_ones
     ]
     return answers
 
@@ -229,20 +239,27 @@ def np_tokens() -> list[int]:
 
 
 @pytest.mark.slow
-def test_two_thousand_requests_leave_nothing(open_one, answer_of):
-    prefill = open_one("prefill", max_num_tokens=64, transfer={"lease_s": 1.0})
-    decode = open_one("decode")
-    rng = random.Random(2000)
-    run(prefill, decode, rng, 200)
-    nothing_is_left(prefill, decode)
-    before = _inventory()
-    for _ in range(9):
-        answers = run(prefill, decode, rng, 200)
-        for prompt, output, _ in answers[::10]:
-            if output.finish_reason != "abort":
-                assert list(output.output_token_ids) == answer_of(prompt)
+@own_process
+def test_two_thousand_requests_leave_nothing(llama, transport):
+    settings = {"transport": transport, "lease_s": 1.0}
+    with (
+        open_engine(llama, None) as alone,
+        open_engine(llama, "prefill", max_num_tokens=64, transfer=settings) as prefill,
+        open_engine(llama, "decode", transfer={"transport": transport}) as decode,
+    ):
+        rng = random.Random(2000)
+        run(prefill, decode, rng, 200)
         nothing_is_left(prefill, decode)
-    after = _inventory()
+        before = _inventory()
+        for _ in range(9):
+            answers = run(prefill, decode, rng, 200)
+            for prompt, output, _ in answers[::10]:
+                if output.finish_reason != "abort":
+                    assert (
+                        output.output_token_ids == alone.generate(prompt, ANSWER).output_token_ids
+                    )
+            nothing_is_left(prefill, decode)
+        after = _inventory()
     assert after["threads"] <= before["threads"] + 4
     assert after["files"] <= before["files"] + 8
     for name in ("Claim", "Claimed", "Fetch", "TcpPull", "LlmRequest", "Lease", "Channel"):
@@ -253,5 +270,5 @@ def _inventory() -> Counter[str]:
     gc.collect()
     found = Counter(type(one).__name__.removeprefix("_") for one in gc.get_objects())
     found["threads"] = threading.active_count()
-    found["files"] = psutil.Process(os.getpid()).num_fds()
+    found["files"] = descriptors()
     return found

@@ -18,9 +18,11 @@ from engines import (
     leaks_nothing,
     nbytes_read,
     node_of,
+    open_engine,
     prompt_of,
     until,
 )
+from own_process import own_process
 
 from kvconnect import (
     LLM,
@@ -70,14 +72,14 @@ def test_what_is_not_there_is_computed(what, open_one, answer_of, counted):
 @pytest.mark.parametrize("what", ["salt", "prompt"])
 def test_a_prefill_of_another_salt_or_prompt_is_not_waited_for(what, open_one, answer_of):
     """It has computed the transfer of that id: nothing else comes of it."""
-    prefill, decode = open_one("prefill"), open_one("decode")  # they wait for 20 s
+    prefill, decode = open_one("prefill"), open_one("decode")  # they wait for 120 s
     (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
     prompt = [*PROMPT[:-2], 7, 7] if what == "prompt" else PROMPT
     salt = "another tenant" if what == "salt" else None
     reading = decode.submit(
         prompt, ANSWER, cache_salt=salt, kv_transfer_params=first.kv_transfer_params
     )
-    output = reading.result(10)
+    output = reading.result(60)
     assert list(output.output_token_ids) == answer_of(prompt)
     assert output.reused_store_tokens == 0
 
@@ -127,8 +129,6 @@ def test_wrong_parameters_end_their_request_alone(params, named, open_decode, an
 
 @pytest.fixture(scope="module")
 def open_decode(llama):
-    from engines import open_engine
-
     with open_engine(llama, "decode") as llm:
         yield llm
 
@@ -157,13 +157,13 @@ def test_a_secret_is_never_shown():
     assert "12345" not in str(caught.value)
 
 
-def test_a_port_that_is_taken_is_an_error_at_start(open_one):
+@own_process
+def test_a_port_that_is_taken_is_an_error_at_start(llama, transport):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = f"127.0.0.1:{server.getsockname()[1]}"
-        before = set(threading.enumerate())
+        listen = {"listen": f"127.0.0.1:{server.getsockname()[1]}", "transport": transport}
         with pytest.raises(ConfigurationError, match="is taken"):
-            open_one("both", transfer={"listen": taken})
-    until(lambda: set(threading.enumerate()) <= before)
+            open_engine(llama, "both", transfer=listen)
+    until(lambda: threading.active_count() == 1)
 
 
 def test_another_secret_is_computed(open_one, answer_of, counted):
@@ -242,8 +242,8 @@ def test_what_its_reader_let_go_of_before_it_was_computed_is_not_kept(open_one):
     until(lambda: is_claimed(prefill))
     reading.abort()
     until(lambda: not is_claimed(prefill))
-    prefill.submit(PROMPT, PREFILL, kv_transfer_params=here).result(20)
-    until(lambda: prefill.stats().free_blocks == prefill.stats().max_blocks, 5)
+    prefill.submit(PROMPT, PREFILL, kv_transfer_params=here).result(60)
+    until(lambda: prefill.stats().free_blocks == prefill.stats().max_blocks)
     leaks_nothing(prefill, decode)
 
 
@@ -269,14 +269,14 @@ def test_a_prompt_whose_blocks_are_not_kept_is_handed_out_no_more(
         until(lambda: is_claimed(prefill))
         handle = prefill.submit(PROMPT, PREFILL, kv_transfer_params=here)
         if what == "refused":
-            assert "address" not in handle.result(20).kv_transfer_params
+            assert "address" not in handle.result(60).kv_transfer_params
         else:
             with pytest.raises(ValueError, match="planted"):
-                handle.result(20)
-        assert list(reading.result(20).output_token_ids) == answer_of(PROMPT)
+                handle.result(60)
+        assert list(reading.result(60).output_token_ids) == answer_of(PROMPT)
     prefill.generate([prompt_of(20)], PREFILL)
     connector = prefill._engine._connector
-    until(lambda: not connector._scheduler._prefill._prompts, 3)
+    until(lambda: not connector._scheduler._prefill._prompts)
     assert not connector._worker._publisher._shared
     assert not connector._scheduler._prefill._results
     until(lambda: not len(node_of(prefill).offers.server.table))
@@ -299,12 +299,12 @@ def test_the_reader_aborts_while_it_reads(open_one, stop_at):
     prefill, decode = open_one("prefill", max_num_tokens=48), open_one("decode")
     gate = stop_at(5)
     computing, reading = submit_both(prefill, decode, PROMPT, "aborted")
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(60)
     until(lambda: node_of(decode).fetcher._fetches)
     reading.abort()
     leaks_nothing(decode)
     gate.open()
-    computing.result(20)
+    computing.result(60)
     leaks_nothing(prefill)
 
 
@@ -315,7 +315,7 @@ def test_the_prefill_is_aborted_while_it_is_read(layer_calls, open_one, answer_o
     gate = stop_at(layer_calls)
     aborted = PREFILL.model_copy(update={"max_tokens": 8})
     computing, reading = submit_both(prefill, decode, PROMPT, "aborted", aborted)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(60)
     until(lambda: node_of(decode).fetcher._fetches)
     if layer_calls == 9:
         layout = decode.layout
@@ -323,7 +323,7 @@ def test_the_prefill_is_aborted_while_it_is_read(layer_calls, open_one, answer_o
         until(lambda: nbytes_read(decode) == blocks * layout.block_nbytes)
     computing.abort()
     gate.open()
-    output = reading.result(20)
+    output = reading.result(60)
     assert list(output.output_token_ids) == answer_of(PROMPT)
     assert output.reused_store_tokens == 0
     leaks_nothing(prefill, decode)
@@ -333,11 +333,11 @@ def test_the_prefill_closes_while_it_is_read(open_one, answer_of, stop_at):
     prefill, decode = open_one("prefill", max_num_tokens=48), open_one("decode")
     gate = stop_at(5)
     _, reading = submit_both(prefill, decode, PROMPT, "closed")
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(60)
     closing = threading.Thread(target=prefill.close)
     closing.start()
     gate.open()
-    output = reading.result(20)
+    output = reading.result(60)
     assert list(output.output_token_ids) == answer_of(PROMPT)
     closing.join()
     leaks_nothing(decode)
@@ -347,10 +347,10 @@ def test_the_reader_closes_while_it_reads(open_one, stop_at):
     prefill, decode = open_one("prefill", max_num_tokens=48), open_one("decode")
     gate = stop_at(5)
     computing, _ = submit_both(prefill, decode, PROMPT, "closed")
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(60)
     decode.close()
     gate.open()
-    computing.result(20)
+    computing.result(60)
     leaks_nothing(prefill)
 
 
@@ -359,8 +359,8 @@ def test_a_prefill_that_does_not_go_on_is_not_waited_for(open_one, answer_of, st
     decode = open_one("decode", transfer={"claim_timeout_s": 1.0})
     gate = stop_at(5)
     _, reading = submit_both(prefill, decode, PROMPT, "stuck")
-    assert gate.reached.wait(20)
-    output = reading.result(20)
+    assert gate.reached.wait(60)
+    output = reading.result(60)
     assert list(output.output_token_ids) == answer_of(PROMPT)
     gate.open()
     leaks_nothing(prefill, decode)

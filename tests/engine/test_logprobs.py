@@ -7,6 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from own_process import own_process
 from transformers import AutoModelForCausalLM
 
 from kvconnect import SamplingParams
@@ -233,6 +234,7 @@ def test_more_than_is_allowed_of_the_prompt(llm):
         llm.generate(PROMPT, SamplingParams(prompt_logprobs=21))
 
 
+@own_process
 def test_log_probabilities_take_little_memory():
     """8 bytes for each, and not one object: an answer may have a million of them."""
     table = LogprobTable(None)

@@ -8,6 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from own_process import own_process
 
 from kvconnect.engine.request.logprobs import Logprob, LogprobTable, TopTokens
 from kvconnect.engine.request.output import StreamChunk
@@ -28,8 +29,13 @@ def test_a_token_that_cannot_come_has_a_finite_log_probability(answer, worst):
     assert "-0.5" in told
 
 
-@pytest.mark.parametrize("answer", [CompletionAnswer(FORM), ChatAnswer(FORM, 20)])
-def test_log_probabilities_are_made_when_they_become_text(answer):
+@own_process
+def test_log_probabilities_are_made_when_they_become_text():
+    for answer in (CompletionAnswer(FORM), ChatAnswer(FORM, 20)):
+        check_made_late(answer)
+
+
+def check_made_late(answer):
     count = 400
     candidates = np.arange(count * 21, dtype=np.int32).reshape(count, -1)
     table = LogprobTable(None)

@@ -8,13 +8,16 @@ import socket
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from peer_process import pattern
+from own_process import own_process
+from peer_process import PeerProcess, make_transport, pattern
 
 from kvconnect.errors import ConfigurationError, MissingExtra
 from kvconnect.transfer.nixl import NixlTransport, agent_thread, library
@@ -28,30 +31,29 @@ from kvconnect.transfer.reads import Reads, runs
 from kvconnect.transfer.transport import PeerUnreachable, PullFailed
 
 
-def test_nixl_that_is_not_installed_is_named_when_it_is_opened(monkeypatch):
-    monkeypatch.delitem(sys.modules, "nixl._bindings", raising=False)
-    monkeypatch.setitem(sys.modules, "nixl", None)
-
+@own_process
+def test_nixl_that_is_not_installed_is_named_when_it_is_opened():
     def missing(name):
         raise ModuleNotFoundError(name="nixl")
 
-    monkeypatch.setattr(library.importlib, "import_module", missing)
+    sys.modules.pop("nixl._bindings", None)
+    sys.modules["nixl"] = None
+    library.importlib = SimpleNamespace(import_module=missing)
     transport = NixlTransport()
     with pytest.raises(MissingExtra, match=r"pip install '\.\[nixl\]'"):
         transport.open()
     transport.close()
-    assert not [one for one in threading.enumerate() if one.name == "kvconnect-nixl"]
+    assert threading.active_count() == 1
 
 
 @pytest.mark.parametrize("tls", [None, "tcp"])
-def test_nothing_listens_beyond_loopback_unless_told_to(transport_of, tls):
-    def listening():
+@own_process
+def test_nothing_listens_beyond_loopback_unless_told_to(tls):
+    with closing(NixlTransport(tls=tls)) as transport:
+        transport.open()
         found = psutil.Process().net_connections("inet")
-        return {one.laddr for one in found if one.status == psutil.CONN_LISTEN}
-
-    before = listening()
-    transport_of("nixl", tls=tls)
-    assert {ip for ip, _ in listening() - before} == {"127.0.0.1"}
+        listening = {one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(
@@ -115,11 +117,11 @@ def test_what_a_peer_registers_later_is_read_after_connecting_again(pair):
     source.register(torch.from_numpy(pattern(2, 4096)))
     again = reader.connect(source.local())
     assert again.regions == (4096, 4096)
-    reader.pull(again, Reads(1, [0], into, [0], 4096), deadline_s=10).done.result()
+    reader.pull(again, Reads(1, [0], into, [0], 4096), deadline_s=60).done.result()
     assert np.array_equal(memory, pattern(2, 4096))
-    failed = reader.pull(first, Reads(0, [0], into, [0], 1), deadline_s=10)
+    failed = reader.pull(first, Reads(0, [0], into, [0], 1), deadline_s=60)
     with pytest.raises(PullFailed, match="disconnected"):
-        failed.done.result(5)
+        failed.done.result(60)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -139,13 +141,13 @@ def test_a_peer_that_is_disconnected_while_it_connects_anew_stays_known(pair, mo
     monkeypatch.setattr(reader, "_reach", reach_beside)
     again = reader.connect(source.local())
     reader._thread.call(lambda: None)
-    reader.pull(again, Reads(0, [0], into, [0], 4096), deadline_s=10).done.result()
+    reader.pull(again, Reads(0, [0], into, [0], 4096), deadline_s=60).done.result()
     assert np.array_equal(memory, pattern(1, 4096))
     reader.disconnect(again)
     assert reader._thread.call(lambda: None) is None
-    failed = reader.pull(again, Reads(0, [0], into, [0], 1), deadline_s=10)
+    failed = reader.pull(again, Reads(0, [0], into, [0], 1), deadline_s=60)
     with pytest.raises(PullFailed, match="disconnected"):
-        failed.done.result(5)
+        failed.done.result(60)
 
 
 def descriptors(pid):
@@ -153,7 +155,7 @@ def descriptors(pid):
 
 
 def settles(condition):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.01)
@@ -166,20 +168,24 @@ def reading(transport_of, peer_of):
     into = reader.register(torch.zeros(4096, dtype=torch.uint8))
 
     def read(handle):
-        reader.pull(handle, Reads(0, [0], into, [0], 4096), deadline_s=10).done.result(11)
+        reader.pull(handle, Reads(0, [0], into, [0], 4096), deadline_s=60).done.result(60)
 
     return peer, reader, read
 
 
-def test_connections_made_anew_to_an_agent_leave_nothing_open_on_either_side(reading):
+@own_process
+def test_connections_made_anew_to_an_agent_leave_nothing_open_on_either_side():
     """UCX never closes one to an agent that lives."""
-    peer, reader, read = reading
-    counts = []
+    peer, reader, counts = PeerProcess("nixl-tcp"), make_transport("nixl-tcp"), []
+    reader.open()
+    into = reader.register(torch.zeros(4096, dtype=torch.uint8))
     for _ in range(4):
         handle = reader.connect(peer.local)
-        read(handle)
+        reader.pull(handle, Reads(0, [0], into, [0], 4096), deadline_s=60).done.result()
         counts.append((descriptors(os.getpid()), descriptors(peer.process.pid)))
         reader.disconnect(handle)
+    reader.close()
+    peer.end()
     assert counts[1:] == counts[:1] * 3
 
 
@@ -273,12 +279,12 @@ def test_whatever_is_raised_for_a_pull_the_thread_goes_on(pair, monkeypatch, whe
         return method(*args, **more)
 
     monkeypatch.setattr(*where, planted)
-    failed = reader.pull(handle, Reads(0, [0], into, [0], 64), deadline_s=5)
+    failed = reader.pull(handle, Reads(0, [0], into, [0], 64), deadline_s=60)
     with pytest.raises(PullFailed, match="planted"):
-        failed.done.result(4)
-    assert failed.terminal.wait(5)
-    sound = reader.pull(handle, Reads(0, [0], into, [0], 4096), deadline_s=5)
-    sound.done.result(5)
+        failed.done.result(60)
+    assert failed.terminal.wait(60)
+    sound = reader.pull(handle, Reads(0, [0], into, [0], 4096), deadline_s=60)
+    sound.done.result(60)
     assert np.array_equal(memory, pattern(1, 4096))
 
 
@@ -288,9 +294,9 @@ def test_after_an_error_that_is_not_quiescent_only_a_rebuild_is_terminal(pair):
     reader._thread._quiescent = False
     handle = reader.connect(source.local())
     source.close()
-    pull = reader.pull(handle, Reads(0, [0], into, [0], 4096), deadline_s=10)
+    pull = reader.pull(handle, Reads(0, [0], into, [0], 4096), deadline_s=60)
     with pytest.raises(PullFailed) as failed:
-        pull.done.result(11)
+        pull.done.result(60)
     assert failed.value.reason == "peer"
     assert not pull.terminal.is_set()
     reader.rebuild()
@@ -311,7 +317,7 @@ def test_a_wait_that_is_over_before_it_begins_ends():
 
     waiting.close()
     threading.Thread(target=wait, daemon=True).start()
-    assert ended.wait(20)
+    assert ended.wait(60)
 
 
 def test_calls_after_close_come_back(pair):
@@ -321,7 +327,7 @@ def test_calls_after_close_come_back(pair):
     pull = NixlPull(1)
     thread.submit(pull, "source", lambda agent: None)
     with pytest.raises(PullFailed, match="closed"):
-        pull.done.result(5)
+        pull.done.result(60)
     with pytest.raises(PullFailed, match="closed"):
         thread.call(lambda: thread.agent)
     assert not handle.connected
@@ -366,7 +372,7 @@ class TwoAgents:
 
     def pull(self):
         reads = Reads(0, [0], self.into, [0], 1 << 16)
-        return self.reader.pull(self.peer, reads, deadline_s=20)
+        return self.reader.pull(self.peer, reads, deadline_s=60)
 
     def is_second(self, agent):
         return agent is self.second._agent
@@ -383,12 +389,12 @@ def test_two_agents_read_one_pull_side_by_side(two_agents, monkeypatch):
     def both(agent, transfer):
         second = two_agents.is_second(agent)
         begun[second].set()
-        assert begun[not second].wait(10)
+        assert begun[not second].wait(60)
         return begin(agent, transfer)
 
     monkeypatch.setattr(Agent, "begin", both)
     pull = two_agents.pull()
-    pull.done.result(11)
+    pull.done.result(60)
     assert pull.terminal.is_set()
     assert np.array_equal(two_agents.memory, two_agents.had)
 
@@ -402,7 +408,7 @@ def test_an_error_of_one_agent_ends_no_pull_of_which_the_other_still_writes(
 
     def begin(agent, transfer):
         if two_agents.is_second(agent) == (failing == "second"):
-            assert flying.wait(10)
+            assert flying.wait(60)
             failed.set()
             raise AgentError("planted")
         flying.set()
@@ -416,7 +422,7 @@ def test_an_error_of_one_agent_ends_no_pull_of_which_the_other_still_writes(
     monkeypatch.setattr(Agent, "begin", begin)
     monkeypatch.setattr(Agent, "check", still_flies)
     pull = two_agents.pull()
-    assert failed.wait(10)
+    assert failed.wait(60)
     failed_thread = two_agents.second if failing == "second" else two_agents.reader._thread
     for thread in (two_agents.reader._thread, two_agents.second):
         for _ in range(3):
@@ -427,7 +433,7 @@ def test_an_error_of_one_agent_ends_no_pull_of_which_the_other_still_writes(
     assert not pull.done.done()
     landed.set()
     with pytest.raises(PullFailed, match="planted"):
-        pull.done.result(10)
+        pull.done.result(60)
     assert pull.terminal.is_set()
 
 
@@ -436,15 +442,15 @@ def test_a_second_agent_that_does_not_reach_the_peer_is_not_needed(two_agents, m
         raise AgentError("planted")
 
     monkeypatch.setattr(two_agents.second, "reach", unreached)
-    two_agents.pull().done.result(21)
+    two_agents.pull().done.result(60)
     assert np.array_equal(two_agents.memory, two_agents.had)
 
 
 def test_a_second_agent_that_comes_late_is_not_waited_for(two_agents, monkeypatch):
     late = threading.Event()
-    two_agents.second._put(lambda: late.wait(10))
+    two_agents.second._put(lambda: late.wait(60))
     pull = two_agents.pull()
-    pull.done.result(5)
+    pull.done.result(60)
     assert pull.terminal.is_set()
     late.set()
     two_agents.second.call(lambda: None)

@@ -6,6 +6,7 @@ import queue
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvconnect.transfer.control.description import Compat
@@ -13,9 +14,10 @@ from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.events import Connected, Disconnected
 from kvconnect.transfer.control.messages import Hello
 
-QUICK = Timing(
-    heartbeat_s=0.1, silence_s=0.6, handshake_s=0.6, first_pause_s=0.02, last_pause_s=0.2
-)
+QUICK = Timing(heartbeat_s=0.1, silence_s=60, handshake_s=60, first_pause_s=0.02, last_pause_s=0.2)
+"""Of tests in which no peer is silent: a busy machine may stop one for a while."""
+SHORT = replace(QUICK, silence_s=1.0, handshake_s=1.0)
+"""Of tests that wait until a silent peer is given up."""
 COMPAT = Compat(
     model="digest",
     dtype="float64",
@@ -47,7 +49,7 @@ class Side:
             self.channels.append(channel)
         self.events.put(event)
 
-    def next(self, timeout_s: float = 5.0):
+    def next(self, timeout_s: float = 60.0):
         return self.events.get(timeout=timeout_s)
 
     def connected(self) -> Hello:
@@ -55,13 +57,13 @@ class Side:
         assert isinstance(event, Connected), event
         return event.hello
 
-    def disconnected(self, timeout_s: float = 5.0) -> str:
+    def disconnected(self, timeout_s: float = 60.0) -> str:
         event = self.next(timeout_s)
         assert isinstance(event, Disconnected), event
         return event.reason
 
 
-def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "not in time"
