@@ -27,7 +27,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 Value = tuple[bytes, bytes]
 
 
-async def eventually(happens: Callable[[], Awaitable[object]], within_s: float = 10.0) -> None:
+async def eventually(happens: Callable[[], Awaitable[object]], within_s: float = 60.0) -> None:
     """Returns once `happens` says so; fails after `within_s`."""
     end = time.monotonic() + within_s
     while not await happens():
@@ -183,7 +183,7 @@ class NixlPeer:
         """Kills it, frozen or not."""
         if self.process.is_alive():
             self.process.kill()
-        self.process.join(20)
+        self.process.join(60)
         self._commands.close()
 
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 async def answered(call: Callable[[], Awaitable[T]]) -> T:
     """The answer of `call`, asked again while a short timeout is too short for a busy machine."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
                 return await call()
@@ -60,7 +60,7 @@ class Relay:
         for sock in list(self._open):
             self._end(sock)
         for thread in self._threads:
-            thread.join(5)
+            thread.join(60)
 
     def _accept(self) -> None:
         while True:
@@ -135,7 +135,7 @@ class Script:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(60)
 
     def _accept(self) -> None:
         while True:

@@ -23,7 +23,7 @@ import pytest
 import redis
 
 PROGRAM = "KVCONNECT_TEST_REDIS"
-_START_S = 10.0
+_START_S = 60.0
 _BOUNDS = (0, 5461, 10923, 16384)  # of the slots of three nodes
 
 
@@ -96,7 +96,7 @@ class RedisServer:
             *options,
         ]
         self._process: subprocess.Popen[bytes] | None = None
-        self.admin = redis.Redis(port=self.port, socket_timeout=5, retry=None)
+        self.admin = redis.Redis(port=self.port, socket_timeout=60, retry=None)
 
     @property
     def url(self) -> str:

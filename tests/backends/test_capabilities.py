@@ -132,7 +132,7 @@ async def test_what_tiers_that_are_looked_at_do_not_check_is_checked_around_them
     async with kit.opened(GuardedBackend(tier)) as whole:
         await whole.save(kit.chain(keys))
     tier.blocks[keys[1]].data[1000] ^= 1
-    tiers = TieredBackend([MemoryBackend(1 << 20), tier], TieredSettings(patience_s=5.0))
+    tiers = TieredBackend([MemoryBackend(1 << 20), tier], TieredSettings(patience_s=60.0))
     async with kit.opened(GuardedBackend(tiers), "read") as store:
         assert await store.load(keys, kit.buffers(2)) == 1
         assert list(store.parts()) == ["memory", "dicttier"]

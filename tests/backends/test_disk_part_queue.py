@@ -23,13 +23,13 @@ def test_more_calls_than_there_are_threads_end_all_with_their_parts(lane):
     queue, done = PartQueue(lane), []
     parts = [[partial(done.append, (call, part)) for part in range(5)] for call in range(9)]
     for running in [lane.submit(partial(queue.run, some)) for some in parts]:
-        running.result(20)
+        running.result(60)
     assert sorted(done) == [(call, part) for call in range(9) for part in range(5)]
 
 
 def test_parts_of_one_call_run_side_by_side_on_three_threads(lane):
     meet = threading.Barrier(3)
-    lane.submit(lambda: PartQueue(lane).run([partial(meet.wait, 10)] * 3)).result(20)
+    lane.submit(lambda: PartQueue(lane).run([partial(meet.wait, 60)] * 3)).result(60)
 
 
 def test_no_more_than_three_parts_of_all_calls_run_at_a_time(lane):
@@ -41,12 +41,12 @@ def test_no_more_than_three_parts_of_all_calls_run_at_a_time(lane):
         with lock:
             running += 1
             most = max(most, running)
-        meet.wait(20)
+        meet.wait(60)
         with lock:
             running -= 1
 
     for call in [lane.submit(lambda: queue.run([part] * 12)) for _ in range(2)]:
-        call.result(30)
+        call.result(60)
     assert most == 3
 
 
@@ -55,17 +55,17 @@ def test_parts_of_large_calls_leave_a_thread_to_others(lane):
 
     def stay():
         inside.release()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
 
     large = lane.submit(lambda: PartQueue(lane).run([stay] * 8))
     for _ in range(3):
-        assert inside.acquire(timeout=10)
+        assert inside.acquire(timeout=60)
     time.sleep(0.05)
     try:
-        assert lane.submit(lambda: "small").result(10) == "small"
+        assert lane.submit(lambda: "small").result(60) == "small"
     finally:
         go_on.set()
-    large.result(20)
+    large.result(60)
 
 
 def test_call_ends_by_itself_once_its_lane_takes_no_more_work(lane):
@@ -75,5 +75,5 @@ def test_call_ends_by_itself_once_its_lane_takes_no_more_work(lane):
         lane.end()
         PartQueue(lane).run([partial(done.append, part) for part in range(4)])
 
-    lane.submit(call).result(20)
+    lane.submit(call).result(60)
     assert done == [0, 1, 2, 3]

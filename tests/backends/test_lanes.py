@@ -23,7 +23,7 @@ def lane() -> Iterator[Lane]:
     lane = Lane("lane", 2, "the store")
     yield lane
     lane.end()
-    lane.join(5)
+    lane.join(60)
     assert not [one for one in threading.enumerate() if one.name.startswith("lane-")]
 
 
@@ -36,12 +36,12 @@ class Held:
 
     def __call__(self) -> str:
         self.entered.set()
-        assert self.go.wait(10)
+        assert self.go.wait(60)
         self.ended = True
         return "done"
 
     async def begun(self) -> None:
-        assert await asyncio.to_thread(self.entered.wait, 5)
+        assert await asyncio.to_thread(self.entered.wait, 60)
 
 
 async def test_work_runs_on_a_thread_of_the_lane(lane):
@@ -132,7 +132,7 @@ def test_a_forked_child_which_has_no_such_threads_is_refused(lane):
     os.waitpid(child, 0)
     assert b"the store: was opened by process" in os.read(told, 1000)
     os.close(told)
-    assert lane.submit(int).result(5) == 0
+    assert lane.submit(int).result(60) == 0
 
 
 async def test_running_work_is_aborted_once_when_who_waits_is_cancelled(lane):
@@ -202,7 +202,7 @@ async def test_an_idle_thread_keeps_nothing_of_its_last_work_alive(lane):
     await lane.run(lambda kept=buffer: kept)
     del buffer
     await lane.run_all([lambda: None, lambda: None])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while gone() is not None:  # a thread that has told its result is not idle yet
         assert time.monotonic() < deadline
         gc.collect()
@@ -214,7 +214,7 @@ def test_a_lane_that_is_forgotten_leaves_no_thread():
     ran, threads = forgotten.submit(int), forgotten._threads
     del forgotten
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert ran.result() == 0
     assert not any(thread.is_alive() for thread in threads)
 
@@ -265,7 +265,7 @@ def test_with_too_few_threads_none_is_kept(monkeypatch, there_are):
         with pytest.raises(BackendUnavailable, match=r"can't start .*allow this process more"):
             Lanes("scarce", first=2, second=2)
     for thread in started:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -278,6 +278,6 @@ def stuck():
     entered.set()
     threading.Event().wait()
 Lane("lane", 1).submit(stuck)
-assert entered.wait(5)
+assert entered.wait(60)
 """
     subprocess.run([sys.executable, "-c", source], timeout=60, check=True)

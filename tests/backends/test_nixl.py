@@ -26,7 +26,7 @@ from kvconnect.transfer.control.endpoint import Timing
 from kvconnect.transfer.control.keyed import MAX_TOKENS, GrantKeys
 from kvconnect.transfer.nixl import library
 
-PATIENT = "patience=5s&timeout=5s"
+PATIENT = "patience=60s&timeout=60s"
 
 
 def instance(*peers: str, transport: str = "tcp", query: str = ""):
@@ -216,7 +216,7 @@ async def test_memory_is_bounded_and_what_a_peer_reads_is_not_dropped(kit, opene
     monkeypatch.setattr(fetcher, "_read_all", slowly)
     into = kit.buffers(4)
     loading = asyncio.create_task(near.load(keys, into))
-    await asyncio.wait_for(granted.wait(), 5)
+    await asyncio.wait_for(granted.wait(), 60)
     later = kit.keys("later", count=6)
     saved = [await far.save([kit.block(key)]) for key in later]
     assert saved == [1, 1, 1, 1, 1, 1]  # the two free ones are used again and again
@@ -278,7 +278,7 @@ async def test_in_a_tiered_store_it_stands_between_memory_and_disk(kit, opened, 
         nixl = quote(f"nixl://{peer}?transport=tcp&{PATIENT}", safe="")
         disk = quote(f"disk:{tmp_path / name}?capacity=8MiB", safe="")
         tiers = f"memory:,{nixl},{disk}"
-        return open_backend(f"tiered:?tiers={tiers}&patience=5s")
+        return open_backend(f"tiered:?tiers={tiers}&patience=60s")
 
     far = await opened(tiered("", "far"))
     address = far.inner.tiers[1].guard.inner.address

@@ -16,7 +16,7 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 
 def url_of(redis, prefix: str) -> str:
     place = f"directory={redis.url}&prefix={prefix}:"
-    return f"nixl://?transport=tcp&patience=5s&verify=full&{place}"
+    return f"nixl://?transport=tcp&patience=60s&verify=full&{place}"
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ def prefix(tmp_path):
 
 @pytest.fixture
 async def store(redis_cluster, prefix):
-    made = open_backend(f"{redis_cluster.url}?prefix={prefix}&timeout=10s").inner
+    made = open_backend(f"{redis_cluster.url}?prefix={prefix}&timeout=60s").inner
     await made.open([])
     yield made
     await made.close()
@@ -146,7 +146,7 @@ async def test_opening_that_is_cancelled_leaves_no_connection(redis_cluster, mon
     with pytest.raises(asyncio.CancelledError):
         await opening
     if left := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(left, timeout=5)
+        await asyncio.wait(left, timeout=60)
     assert connections
     assert not any(connection.is_connected for connection in connections)
 
@@ -167,7 +167,7 @@ async def test_frozen_node_holds_up_nobody_but_who_needs_it(store, kit, redis_cl
         for _ in range(3):
             assert await store.lookup(others) == len(others)
             assert await load(store, kit, others, [1000] * len(others)) == len(others)
-        assert loop.time() - start < 5  # half of what a call may take
+        assert loop.time() - start < 30  # half of what a call may take
         assert not waiting.done()
     assert await waiting == 1
     assert await store.lookup(keys) == 30
@@ -178,11 +178,11 @@ async def test_nobody_waits_for_news_of_the_cluster_while_the_old_will_do(store,
     await store.save([kit.block(key, nbytes=10) for key in keys])
 
     async def no_answer():
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
 
     store._parts.router._topology.discover = no_answer
     store._parts.router.suspect()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await store.lookup(keys) == 9
         assert await store.lookup(keys) == 9
 
@@ -195,11 +195,11 @@ async def test_news_that_do_not_come_are_not_waited_for_after_close(redis_cluste
 
     async def no_answer():
         asked.append(asyncio.current_task())
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
 
     router._topology.discover = no_answer
     router.suspect()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await router.refresh()
         closing = asyncio.ensure_future(store.close())
         if given_up:
@@ -243,7 +243,7 @@ def group(tmp_path):
 
 
 async def test_sentinels_lead_to_the_master_and_to_the_next_one(group, kit):
-    store = open_backend(f"{group.url}?timeout=5s").inner
+    store = open_backend(f"{group.url}?timeout=60s").inner
     await store.open([])
     keys = kit.keys("sentinel", count=3)
     blocks = [kit.block(key, nbytes=MIB) for key in keys]
@@ -252,7 +252,7 @@ async def test_sentinels_lead_to_the_master_and_to_the_next_one(group, kit):
     assert group.master.admin.wait(1, 5000) == 1
     group.master.stop()
     lost = 0
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
                 if await store.save([kit.block(kit.key("after", lost), nbytes=MIB)]):
@@ -266,7 +266,7 @@ async def test_sentinels_lead_to_the_master_and_to_the_next_one(group, kit):
 
 
 async def test_master_that_became_a_replica_is_not_asked_for_ever(group, kit):
-    store = open_backend(f"{group.url}?timeout=5s").inner
+    store = open_backend(f"{group.url}?timeout=60s").inner
     await store.open([])
     assert await store.save([kit.block(kit.key("before"), nbytes=1000)]) == 1
     ask = group.sentinel.admin.execute_command
@@ -276,7 +276,7 @@ async def test_master_that_became_a_replica_is_not_asked_for_ever(group, kit):
     for number in range(3):
         assert await store.save([kit.block(kit.key("lost", number), nbytes=1000)]) == 0
     ask("SENTINEL", "MONITOR", group.service, "127.0.0.1", group.replica.port, 1)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             if await store.save([kit.block(kit.key("after"), nbytes=1000)]):
                 break
@@ -293,7 +293,7 @@ async def test_sentinels_that_do_not_know_the_service_say_what_they_know(group):
 
 
 async def test_sentinels_that_are_gone_do_not_stop_the_master(group, kit):
-    store = open_backend(f"{group.url}?timeout=5s").inner
+    store = open_backend(f"{group.url}?timeout=60s").inner
     await store.open([])
     await store.save([kit.block(kit.key(1), nbytes=10)])
     group.sentinel.stop()

@@ -122,12 +122,12 @@ async def test_promotion_from_redis_to_memory_keeps_all_that_is_known(kit, url):
     layouts = [kit.layout] * 4
     async with opened(url, layouts) as store:
         assert await store.save(blocks) == 3
-    both = f"tiered:?tiers=memory:?capacity=1MiB,{url}&patience=5s"
+    both = f"tiered:?tiers=memory:?capacity=1MiB,{url}&patience=60s"
     async with opened(both, layouts) as tiers:
         memory = tiers.inner.tiers[0].guard.inner
         assert await memory.describe(keys) == [None] * 3
         assert await tiers.load(keys, kit.buffers(3)) == 3
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await memory.lookup(keys) < 3:  # noqa: ASYNC110 - no event tells of it
                 await asyncio.sleep(0)
         for key, parent, entry in zip(keys, parents, await memory.describe(keys), strict=False):

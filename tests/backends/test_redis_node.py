@@ -37,7 +37,7 @@ async def held(node, event, kind="fetch"):
 
     def work(wire):
         loop.call_soon_threadsafe(begun.set)
-        event.wait(10)
+        event.wait(60)
 
     running = asyncio.ensure_future(node.run(work, kind))
     await begun.wait()
@@ -84,12 +84,12 @@ async def test_work_that_ends_well_as_the_node_is_closed_leaves_no_connection(
     class Slow(list):
         def append(self, link):
             ending.set()
-            go_on.wait(10)
+            go_on.wait(60)
             super().append(link)
 
     node._idle = Slow()
     running = asyncio.ensure_future(node.run(lambda wire: None, "fetch"))
-    await asyncio.to_thread(ending.wait, 10)
+    await asyncio.to_thread(ending.wait, 60)
     await node.close()
     go_on.set()
     await asyncio.wait({running})
@@ -101,7 +101,7 @@ async def test_work_of_one_kind_does_not_wait_behind_that_of_others(own_redis, n
     node, go_on = node_of(own_redis), threading.Event()
     others = [other for other in get_args(Kind) if other != kind]
     running = [await held(node, go_on, other) for other in others for _ in range(2)]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await node.run(lambda wire: None, kind)
     go_on.set()
     await asyncio.gather(*running)

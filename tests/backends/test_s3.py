@@ -216,7 +216,7 @@ async def test_absence_is_remembered_for_a_short_time_only(make_s3, kit):
     async with kit.opened(make_s3(miss_ttl_s=0.2)) as reader, kit.opened(make_s3()) as writer:
         assert await reader.lookup([key]) == 0
         await writer.save([kit.block(key)])
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not await reader.lookup([key]):
             assert time.monotonic() < deadline
 
@@ -245,12 +245,12 @@ async def test_answer_that_was_on_its_way_during_a_delete_is_not_remembered(
                 return None
             answer = s3_server._answer(request, b"")
             answered.set()
-            go.wait(20)
+            go.wait(60)
             return answer
 
         s3_server.fault = late
         looking = asyncio.ensure_future(reader.lookup([key]))
-        assert await asyncio.to_thread(answered.wait, 20)
+        assert await asyncio.to_thread(answered.wait, 60)
         await reader.delete([key])
         go.set()
         assert await looking == 1
@@ -427,7 +427,7 @@ async def test_answer_that_is_remembered_ends_with_ttl(make_s3, kit, s3_server):
     async with kit.opened(make_s3(ttl_s=2.0, lookup_ttl_s=60.0)) as store:
         await store.save([kit.block(key)])
         s3_server.ahead_s = 1.0
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while await store.lookup([key]):
             assert time.monotonic() < deadline
 
@@ -533,14 +533,14 @@ async def test_what_is_promoted_to_memory_keeps_all_that_is_known_of_it(make_s3,
         await store.save(blocks)
     memory = MemoryBackend(1 << 20)
     tiers = TieredBackend(
-        [memory, make_s3(lookup_ttl_s=60.0)], TieredSettings(patience_s=5, verify_frames=False)
+        [memory, make_s3(lookup_ttl_s=60.0)], TieredSettings(patience_s=60.0, verify_frames=False)
     )
     async with kit.opened(tiers):
         assert await tiers.lookup(keys) == 5
         s3_server.counts()
         assert await loaded(tiers, kit, keys) == 5
         assert s3_server.counts() == {"GET g": 1}
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(tiers.tiers[0].backlog):  # noqa: ASYNC110 - no event tells of it
                 await asyncio.sleep(0)
         entries = await memory.describe(keys)

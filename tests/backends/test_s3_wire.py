@@ -217,7 +217,7 @@ def test_nothing_encrypted_is_read_from_a_connection_that_was_ended(tls):
         sock.sendall(DATA[:65536])
         half.set()
         sock.sendall(DATA[65536:])
-        ended.wait(20)
+        ended.wait(60)
 
     context = ssl.create_default_context(cafile=tls[1])
     transport = made(context)
@@ -225,7 +225,7 @@ def test_nothing_encrypted_is_read_from_a_connection_that_was_ended(tls):
         body = asked(transport, url)
         target = bytearray(b"\xee" * len(DATA))
         got = fill(body, [memoryview(target)[:20_000]])
-        assert half.wait(20)
+        assert half.wait(60)
         transport.connections.abort()
         with suppress(Aborted):
             got += fill(body, [memoryview(target)[got:]])
@@ -237,7 +237,7 @@ def test_answer_that_is_a_connections_last_can_be_ended():
         sock.recv(65536)
         head = b"HTTP/1.1 206 Partial\r\nConnection: close\r\nContent-Length: 999\r\n\r\n"
         sock.sendall(head + DATA[:100])
-        ended.wait(20)
+        ended.wait(60)
 
     transport = Transport(Connections(connect_timeout=TIMEOUT_S, read_timeout=60, tls=None))
     with answering(script) as url:
@@ -248,7 +248,7 @@ def test_answer_that_is_a_connections_last_can_be_ended():
         with suppress(Aborted):
             assert fill(body, [memoryview(bytearray(899))]) == 0
         body.close()
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 30
     assert num_open(transport) == 0
 
 

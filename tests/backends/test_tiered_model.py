@@ -47,13 +47,13 @@ class Tiers(RuleBasedStateMachine):
         self.dirty = False  # a tier failed, or lost something: what is there is not certain
         self.certain: set[BlockKey] = set()
         chosen = TieredSettings(
-            write=("through", "through", "behind"), patience_s=5.0, queue_nbytes=4 * NBYTES
+            write=("through", "through", "behind"), patience_s=60.0, queue_nbytes=4 * NBYTES
         )
         self.store = open_backend(TieredBackend(self.tiers, chosen))
         self.do(self.store.open([LAYOUT]))
 
     def do(self, coroutine):
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 20))
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
 
     @staticmethod
     async def answered(guards):

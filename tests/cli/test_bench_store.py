@@ -27,7 +27,7 @@ SMALL = ("--sizes", "64KiB,256KiB", "--total", "2MiB", "--rounds", "1")
     [
         ("memory:?capacity=8MiB", {"memcpy", "memcpy + checksum", "dict"}),
         ("disk:{tmp}/kv?capacity=32MiB", {"O_DIRECT slots", "one query"}),
-        ("tiered:?tiers=memory:?capacity=4MiB,disk:{tmp}/kv?capacity=32MiB&patience=5s", {""}),
+        ("tiered:?tiers=memory:?capacity=4MiB,disk:{tmp}/kv?capacity=32MiB&patience=60s", {""}),
     ],
 )
 def test_each_figure_stands_beside_its_floor(kvconnect, tmp_path, url, floors):

@@ -293,7 +293,7 @@ def test_metrics_are_served_while_it_runs(answer, kvconnect, model):
 
     def scrape(event):
         if event.name == "engine.request":
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
                 scraped.append(page.read().decode())
 
     remove = metrics.add_hook(scrape)

@@ -367,7 +367,7 @@ def elsewhere():
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    yield lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(20)
+    yield lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(60)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

@@ -253,13 +253,13 @@ class BenchEngine:
     def answer_beside(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """As `answer`, while others may be stuck."""
         request = self.submit(prompt, max_tokens)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while request.state is not RequestState.FINISHED:
             assert time.monotonic() < deadline
             self.step()
         return request.tokens.view[len(prompt) :].tolist()
 
-    def run(self, limit_s: float = 20.0) -> None:
+    def run(self, limit_s: float = 60.0) -> None:
         """Until nothing is left to do."""
         deadline = time.monotonic() + limit_s
         while self.queue or self.running or self.loading or self.saving:
@@ -271,8 +271,8 @@ class BenchEngine:
         """As an engine does with nothing runnable."""
         seconds = self.manager.wait_seconds()
         assert seconds is not None, "nothing is pending, and yet there is work"
-        woken = self.woken.wait(min(seconds, 5.0))
-        assert woken or seconds < 5.0, "something was to end, and nobody woke the engine"
+        woken = self.woken.wait(min(seconds, 20.0))
+        assert woken or seconds < 20.0, "something was to end, and nobody woke the engine"
         self.woken.clear()
 
     # ------------------------------------------------------------------ one step

@@ -18,7 +18,7 @@ def no_thread_is_left_behind() -> Iterator[None]:
     """Every test ends with the threads it began with."""
     before = set(threading.enumerate())
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while left := [one for one in threading.enumerate() if one not in before]:
         assert time.monotonic() < deadline, f"left behind: {left}"
         left[0].join(0.05)

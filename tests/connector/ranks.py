@@ -28,7 +28,7 @@ class Meeting:
         self.size = size
         self.values: list[Any] = [None] * size
         self.exchanges = 0
-        self._barrier = threading.Barrier(size, action=self._count, timeout=10)
+        self._barrier = threading.Barrier(size, action=self._count, timeout=60)
         self._failure: Exception | None = None
 
     def _count(self) -> None:
@@ -83,7 +83,7 @@ class Relay:
 
     def match_external(self, request: LlmRequest, num_device_tokens: int) -> ExternalMatch:
         if not self._leads:
-            return self._queues[self._rank].get(timeout=10)
+            return self._queues[self._rank].get(timeout=60)
         match = self._manager.match_external(request, num_device_tokens)
         for queue in self._queues[1:]:
             queue.put(match)
@@ -102,7 +102,7 @@ class Pair:
         self._threads = ThreadPoolExecutor(size)
         meeting, matches = Meeting(size), [SimpleQueue[ExternalMatch]() for _ in stores]
         self.benches: list[BenchEngine] = []
-        common = {"lookup_timeout_ms": 5000.0} | common
+        common = {"lookup_timeout_ms": 60_000} | common
         for rank, own in enumerate(settings or [{}] * size):
             args = llm_args(stores[rank], shard=Shard(rank, size), **(common | own))
             bench = BenchEngine(args, communicator=Rank(meeting, rank))
@@ -125,7 +125,7 @@ class Pair:
         return self.benches[0]
 
     def both(self, do: Callable[[BenchEngine], Any]) -> list[Any]:
-        return [one.result(20) for one in [self._threads.submit(do, b) for b in self.benches]]
+        return [one.result(60) for one in [self._threads.submit(do, b) for b in self.benches]]
 
     def submit(self, prompt: list[int] = PROMPT, max_tokens: int = 1) -> int:
         """The id of a request that all ranks have."""
@@ -140,7 +140,7 @@ class Pair:
         self.both(lambda bench: bench.preempt(bench.requests[request_id]))
 
     def run(self) -> None:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while any(one.queue or one.running or one.loading or one.saving for one in self.benches):
             assert time.monotonic() < deadline, "the ranks hang"
             self.step()
@@ -148,7 +148,7 @@ class Pair:
 
     def flush(self) -> None:
         """Until what is staged is written or lost."""
-        assert all(self.both(lambda bench: bench.manager._worker._queue.flush(5)))
+        assert all(self.both(lambda bench: bench.manager._worker._queue.flush(60)))
 
     def store_keys(self, rank: int) -> list[bytes]:
         """What the store of `rank` knows the blocks of the first request by."""

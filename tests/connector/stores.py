@@ -29,11 +29,11 @@ class Door:
     async def pass_through(self) -> None:
         if not self._open.is_set():
             self.waiting.release()
-            await asyncio.to_thread(self._open.wait, 20)
+            await asyncio.to_thread(self._open.wait, 120)
 
     def await_caller(self) -> None:
         """Block until a call waits behind the door."""
-        assert self.waiting.acquire(timeout=10)
+        assert self.waiting.acquire(timeout=60)
 
 
 class DictStore(Backend):

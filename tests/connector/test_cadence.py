@@ -151,7 +151,7 @@ def test_async_save(llm: LLM, script: Script) -> None:
     script.finished = finished
     llm.generate([prompt(T - 8)], params(8))
     request_id = script.named("request_finished")[0][0]
-    assert released.wait(30)
+    assert released.wait(60)
     llm.close()
     # Passed in once; the blocks stayed while the worker said nothing.
     assert script.named("get_finished").count(([request_id], [])) == 1

@@ -25,7 +25,7 @@ def test_coroutines_run_on_the_loops_thread() -> None:
     async def where() -> str:
         return threading.current_thread().name
 
-    assert loop.submit(where()).result(5) == "test-io"
+    assert loop.submit(where()).result(60) == "test-io"
     loop.close()
     loop.close()
     with pytest.raises(UsageError, match="closed"):
@@ -37,8 +37,8 @@ def test_coroutines_run_on_the_loops_thread() -> None:
 def held_up(loop: IoLoop) -> Iterator[None]:
     """The loop does nothing meanwhile."""
     entered, goes_on = threading.Event(), threading.Event()
-    loop.call_soon(lambda: entered.set() or goes_on.wait(20))
-    assert entered.wait(5)
+    loop.call_soon(lambda: entered.set() or goes_on.wait(60))
+    assert entered.wait(60)
     try:
         yield
     finally:
@@ -59,7 +59,7 @@ def test_a_reply_is_waited_for_no_longer_than_asked(loop: IoLoop) -> None:
         with pytest.raises(TimeoutError):
             reply.result(0.01)
         assert not reply.done()
-    assert reply.result(5) == "late"
+    assert reply.result(60) == "late"
     assert reply.done()
     assert reply.exception() is None
 
@@ -72,7 +72,7 @@ def test_replies_come_in_the_order_of_the_questions(loop: IoLoop) -> None:
         return number
 
     replies = [loop.submit(begin(number)) for number in range(100)]
-    assert [one.result(5) for one in replies] == begun == list(range(100))
+    assert [one.result(60) for one in replies] == begun == list(range(100))
 
 
 def test_a_reply_tells_the_error(loop: IoLoop) -> None:
@@ -80,7 +80,7 @@ def test_a_reply_tells_the_error(loop: IoLoop) -> None:
         raise ZeroDivisionError
 
     reply = loop.submit(fail())
-    assert isinstance(reply.exception(5), ZeroDivisionError)
+    assert isinstance(reply.exception(60), ZeroDivisionError)
     with pytest.raises(ZeroDivisionError):
         reply.result()
 
@@ -95,7 +95,7 @@ def test_what_is_cancelled_before_it_begins_never_does(loop: IoLoop) -> None:
         reply = loop.submit(begin())
         reply.cancel()
         assert reply.done()
-    assert loop.submit(asyncio.sleep(0, "next")).result(5) == "next"
+    assert loop.submit(asyncio.sleep(0, "next")).result(60) == "next"
     assert not begun
     with pytest.raises(CancelledError):
         reply.result()
@@ -112,12 +112,12 @@ def test_what_is_cancelled_while_it_runs_is_told(loop: IoLoop) -> None:
             told.set()
 
     reply = loop.submit(wait())
-    assert entered.wait(5)
+    assert entered.wait(60)
     reply.cancel()
-    assert told.wait(5)
+    assert told.wait(60)
     with pytest.raises(CancelledError):
         reply.exception()
-    loop.submit(asyncio.sleep(0)).result(5)
+    loop.submit(asyncio.sleep(0)).result(60)
     assert not loop._tasks
 
 
@@ -127,7 +127,7 @@ def test_what_comes_as_the_loop_is_closed_is_cancelled(monkeypatch) -> None:
     reply = loop.submit(asyncio.sleep(60))
     loop.close()
     with pytest.raises(CancelledError):
-        reply.result(5)
+        reply.result(60)
 
 
 def test_what_ends_in_the_loops_last_turn_is_told() -> None:
@@ -138,7 +138,7 @@ def test_what_ends_in_the_loops_last_turn_is_told() -> None:
         return 7
 
     try:
-        assert io.submit(last()).result(5) == 7
+        assert io.submit(last()).result(60) == 7
     finally:
         io.close()
 
@@ -178,7 +178,7 @@ def test_what_is_submitted_while_the_loop_is_closed_is_cancelled(loop: IoLoop, m
     monkeypatch.setattr(loop, "_submitted", Closing())
     reply = loop.submit(asyncio.sleep(60))
     with pytest.raises(CancelledError):
-        reply.result(5)
+        reply.result(60)
     begin_all()  # closes the coroutine
 
 
@@ -188,13 +188,13 @@ def test_closing_does_not_wait_for_what_never_ends() -> None:
 
     def wait() -> None:
         entered.set()
-        stuck.wait(20)
+        stuck.wait(60)
 
     loop.submit(asyncio.to_thread(wait))
-    assert entered.wait(5)
+    assert entered.wait(60)
     started = time.monotonic()
     loop.close()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30
     stuck.set()
 
 
@@ -211,10 +211,10 @@ def test_closing_does_not_wait_for_a_coroutine_that_refuses_to_end() -> None:
                 continue
 
     loop.submit(stubborn())
-    assert entered.wait(5)
+    assert entered.wait(60)
     started = time.monotonic()
     loop.close()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -229,8 +229,8 @@ def test_a_task_of_a_store_does_not_end_the_loop(error: type[BaseException]) -> 
     async def begin() -> None:
         tasks.append(asyncio.create_task(leave()))
 
-    loop.submit(begin()).result(5)
-    assert loop.submit(asyncio.sleep(0, "works")).result(5) == "works"
+    loop.submit(begin()).result(60)
+    assert loop.submit(asyncio.sleep(0, "works")).result(60) == "works"
     with pytest.raises(error):
         tasks[0].result()
     loop.call_soon(tasks.clear)
@@ -241,19 +241,19 @@ def test_a_task_of_a_store_does_not_end_the_loop(error: type[BaseException]) -> 
 def test_threads_are_daemons_and_bounded() -> None:
     pool = DaemonThreads(3, "test-pool")
     go = threading.Event()
-    work = [pool.submit(go.wait, 10) for _ in range(9)]
+    work = [pool.submit(go.wait, 60) for _ in range(9)]
     threads = [one for one in threading.enumerate() if one.name.startswith("test-pool")]
     assert len(threads) == 3
     assert all(one.daemon for one in threads)
     go.set()
-    assert all(one.result(10) for one in work)
+    assert all(one.result(60) for one in work)
     pool.end(5)
 
 
 def test_an_idle_thread_is_used_again() -> None:
     pool = DaemonThreads(8, "test-pool")
     for _ in range(20):
-        assert pool.submit(lambda: 1).result(5) == 1
+        assert pool.submit(lambda: 1).result(60) == 1
         while not pool._idle:  # its result is there a moment before the thread is
             time.sleep(0)
     assert sum(one.name.startswith("test-pool") for one in threading.enumerate()) == 1
@@ -270,13 +270,13 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_no_more_threads_are_to_be_had_those_there_are_do_the_work(monkeypatch) -> None:
     pool = DaemonThreads(2, "test-pool")
     go, entered = threading.Event(), threading.Event()
-    first = pool.submit(lambda: entered.set() or go.wait(20))
-    assert entered.wait(5)
+    first = pool.submit(lambda: entered.set() or go.wait(60))
+    assert entered.wait(60)
     refuse_threads(monkeypatch)
     second = pool.submit(lambda: 2)
     go.set()
-    assert first.result(5)
-    assert second.result(5) == 2
+    assert first.result(60)
+    assert second.result(60) == 2
     pool.end(5)
 
 
@@ -287,7 +287,7 @@ def test_work_that_is_refused_is_never_done(monkeypatch) -> None:
         refuse_threads(patch)
         with pytest.raises(RuntimeError, match="new thread"):
             pool.submit(lambda: done.append("refused"))
-    pool.submit(lambda: done.append("taken")).result(5)
+    pool.submit(lambda: done.append("taken")).result(60)
     pool.end(5)
     assert done == ["taken"]
 
@@ -295,24 +295,24 @@ def test_work_that_is_refused_is_never_done(monkeypatch) -> None:
 def test_what_is_cancelled_while_all_threads_are_stuck_is_forgotten() -> None:
     pool = DaemonThreads(1, "test-pool")
     go, entered = threading.Event(), threading.Event()
-    stuck = pool.submit(lambda: entered.set() or go.wait(20))
-    assert entered.wait(5)
+    stuck = pool.submit(lambda: entered.set() or go.wait(60))
+    assert entered.wait(60)
     first, kept = pool.submit(lambda: 1), pool.submit(lambda: 2)
     for _ in range(100):
         assert pool.submit(lambda: 3).cancel()
     assert first.cancel()
     assert len(pool._work) == 1
     go.set()
-    assert stuck.result(5)
-    assert kept.result(5) == 2
+    assert stuck.result(60)
+    assert kept.result(60) == 2
     pool.end(5)
 
 
 def test_errors_reach_whoever_waits_and_the_thread_goes_on() -> None:
     pool = DaemonThreads(1, "test-pool")
     with pytest.raises(ZeroDivisionError):
-        pool.submit(lambda: 1 // 0).result(5)
-    assert pool.submit(lambda: 2).result(5) == 2
+        pool.submit(lambda: 1 // 0).result(60)
+    assert pool.submit(lambda: 2).result(60) == 2
     pool.end(5)
     with pytest.raises(RuntimeError, match="ended"):
         pool.submit(lambda: 3)

@@ -17,7 +17,7 @@ from kvconnect.connector.offload.worker import OffloadWorker
 from kvconnect.layout import KvCacheLayout
 
 PROMPT = list(range(1, 6 * T + 3))  # six blocks and two tokens, of which one is loaded
-PATIENT = {"lookup_timeout_ms": 10_000}  # each of these is about a load, however busy the machine
+PATIENT = {"lookup_timeout_ms": 60_000}  # each of these is about a load, however busy the machine
 SLOT = frame.frame_nbytes(LAYOUT.block_nbytes)
 
 
@@ -30,7 +30,7 @@ class RecordingCopier(PoolCopier):
 
     def copy_in(self, slots, block_ids, layers=None):
         if layers is not None:
-            assert self.allowed[layers.start].wait(10)
+            assert self.allowed[layers.start].wait(60)
         self.calls.extend([layers] * len(slots))
         if self.poison:
             for slot in slots:
@@ -102,14 +102,14 @@ def test_copies_that_hang_fail_the_load_and_write_nothing_afterwards(
         blocked.start()
         started = time.monotonic()
         bench.step()
-        assert time.monotonic() - started < 5  # no more than the copy that was running
+        assert time.monotonic() - started < 30  # no more than the copy that was running
         assert bench.outcomes[-1].failed == {request.request_id: 0}
         blocked.join()
         monkeypatch.setattr(copier, "poison", True)
         copier.allowed[2].set()
         bench.run()
         staging = bench.manager._worker._staging
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while staging.num_free < staging.num_slots:
             assert time.monotonic() < deadline
         assert not (bench.kv.pool == 666.0).any()

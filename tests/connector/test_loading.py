@@ -90,7 +90,7 @@ def test_a_class_that_lacks_methods_is_refused_naming_them(module: ModuleType) -
 
 
 def test_either_constructor_may_wait_for_the_other(module: ModuleType) -> None:
-    meeting = threading.Barrier(2, timeout=5)
+    meeting = threading.Barrier(2, timeout=60)
 
     class Scheduler(Recorder):
         def __init__(self, args: LlmArgs) -> None:

@@ -50,7 +50,7 @@ def budget(bench):
 def looked_up(bench, prompt, max_tokens):
     """A request whose lookup is over, however busy the machine."""
     request = bench.submit(prompt, max_tokens)
-    bench.manager._scheduler._states[request.request_id].lookup.exception(10)
+    bench.manager._scheduler._states[request.request_id].lookup.exception(60)
     return request
 
 
@@ -67,9 +67,9 @@ def test_after_one_late_answer_nobody_waits(store: DictStore) -> None:
     with BenchEngine(llm_args(store, **BUDGET)) as bench:
         give_up_on(store, bench)
         started = time.monotonic()
-        for token in range(10, 20):
+        for token in range(10, 110):
             assert bench.answer([token] * 5, 1) == reference([token] * 5, 1)
-        assert time.monotonic() - started < 5 * BUDGET_S
+        assert time.monotonic() - started < 90 * BUDGET_S  # not a hundred times
         store.open_doors()
 
 
@@ -82,7 +82,7 @@ def test_a_store_that_answers_nobody_is_left_alone(store: DictStore, monkeypatch
         store.at_lookup.shut()
         bench.answer([7] * 5, 1)
         assert budget(bench).suspended
-        assert opened.wait(10)
+        assert opened.wait(60)
         store.open_doors()
 
 
@@ -92,18 +92,18 @@ def test_a_budget_suspended_just_as_the_last_question_is_answered_comes_back_aga
 
     class Answering:
         async def probe(self, within_s: float) -> None:
-            loop.call_soon(lambda: answered.set() or goes_on.wait(10))
+            loop.call_soon(lambda: answered.set() or goes_on.wait(60))
 
     budget = LookupBudget(0.01, Answering(), loop.submit)
     budget.wait(Reply(loop.call_soon))
-    assert answered.wait(10)
+    assert answered.wait(60)
     assert not budget.suspended
     budget.start_step()
     budget.wait(Reply(loop.call_soon))
     assert budget.suspended
     with told_of("connector.patience.found") as found:
         goes_on.set()
-        assert found.wait(10)
+        assert found.wait(60)
     budget.end()
     loop.close()
 
@@ -112,7 +112,7 @@ def test_the_budget_comes_back_without_any_request(store: DictStore) -> None:
     with BenchEngine(llm_args(store, **BUDGET)) as bench:
         give_up_on(store, bench)
         store.open_doors()
-        budget(bench)._probing.result(10)
+        budget(bench)._probing.result(60)
         assert not budget(bench).suspended
         request = looked_up(bench, PROMPT, 3)
         bench.run()
@@ -138,7 +138,7 @@ def test_an_answer_that_is_too_late_does_not(store: DictStore, monkeypatch) -> N
         lookup = bench.manager._scheduler._states[request.request_id].lookup
         bench.step()
         store.open_doors()
-        lookup.result(10)
+        lookup.result(60)
         assert budget(bench).suspended
         bench.run()
 

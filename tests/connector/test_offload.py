@@ -46,7 +46,7 @@ def test_all_but_the_last_prompt_token_come_back_after_a_restart(store: DictStor
 def test_the_same_with_blocks_in_host_memory() -> None:
     with BenchEngine(llm_args(MemoryBackend(1 << 20))) as bench:
         assert bench.answer(PROMPT, GENERATE) == ANSWER
-        bench.manager._worker._queue.flush(5)
+        bench.manager._worker._queue.flush(60)
         assert bench.answer(PROMPT, GENERATE) == ANSWER
         assert bench.store_tokens[max(bench.requests)] == len(PROMPT) - 1
 
@@ -147,7 +147,7 @@ def test_blocks_on_the_device_that_the_store_lacks_are_offered(store: DictStore)
     kv = PlainKv()
     with BenchEngine(llm_args(store), kv=kv) as bench:
         bench.answer(PROMPT, 1)
-        bench.manager._worker._queue.flush(5)
+        bench.manager._worker._queue.flush(60)
         store.frames.clear()
         store.blocks.clear()
         kept = kv.pool.clone()
@@ -180,7 +180,7 @@ def test_save_on_finish_saves_nothing_before_the_end(store: DictStore) -> None:
     with BenchEngine(llm_args(store, save_on="finish")) as bench:
         bench.submit(PROMPT, GENERATE)
         bench.step()
-        bench.manager._worker._queue.flush(5)
+        bench.manager._worker._queue.flush(60)
         assert store.saves == []
         bench.run()
     assert run(store) == (ANSWER, len(PROMPT) - 1)
@@ -189,13 +189,13 @@ def test_save_on_finish_saves_nothing_before_the_end(store: DictStore) -> None:
 @pytest.mark.parametrize("save_on", ["full", "finish"])
 def test_a_preempted_request_is_saved_before_its_blocks_go(store: DictStore, save_on: str) -> None:
     kv = PlainKv()
-    args = llm_args(store, save_on=save_on, lookup_timeout_ms=5000.0)
+    args = llm_args(store, save_on=save_on, lookup_timeout_ms=60_000)
     with BenchEngine(args, kv=kv) as bench:
         request = bench.submit(PROMPT, GENERATE)
         bench.step()
         bench.preempt(request)
         kv.pool.fill_(9.0)  # handed on at once
-        bench.manager._worker._queue.flush(5)
+        bench.manager._worker._queue.flush(60)
         assert len(store.frames) == 10
         bench.run()
         assert request.tokens.view[len(PROMPT) :].tolist() == ANSWER

@@ -29,7 +29,7 @@ PROMPT = list(range(1, 5 * T + 4))
 NUM_BLOCKS = 12
 
 
-def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -48,7 +48,7 @@ class Engine:
         self.size = wholes[0].tokens_per_block
         listen = f"127.0.0.1:{free_ports(tp_size)}"
         transfer = {"role": role, "listen": listen, "lease_s": 30.0} | transfer
-        config = KvCacheConnectorConfig(transfer=transfer, load_timeout_s=10, save_timeout_s=40)
+        config = KvCacheConnectorConfig(transfer=transfer, load_timeout_s=60, save_timeout_s=60)
         self.workers: list[DisaggWorker] = []
         self.pools: list[list[torch.Tensor]] = []
         self.layouts: list[tuple[KvCacheLayout, ...]] = []

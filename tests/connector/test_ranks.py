@@ -45,7 +45,7 @@ class Ranks:
 
     def both(self, do: Callable[[BenchEngine], Any]) -> list[Any]:
         """`do` on both ranks at once."""
-        return [one.result(20) for one in [self.threads.submit(do, b) for b in self.benches]]
+        return [one.result(60) for one in [self.threads.submit(do, b) for b in self.benches]]
 
     def submit(self) -> list[LlmRequest]:
         """The same request, under the same id, on both."""

@@ -292,7 +292,7 @@ def test_with_blocks_in_host_memory(layouts: Layouts) -> None:
     answer = reference(PROMPT, layouts, GENERATE)
     with WindowEngine(llm_args(MemoryBackend(16 << 20), layouts), chunk=7) as bench:
         assert bench.answer(PROMPT, GENERATE) == answer
-        bench.manager._worker._queue.flush(5)
+        bench.manager._worker._queue.flush(60)
         assert bench.answer(PROMPT, GENERATE) == answer
         assert bench.store_tokens[max(bench.requests)] == len(PROMPT) - 1
 
@@ -311,7 +311,7 @@ def test_a_small_store_that_drops_blocks_never_gives_a_wrong_token(layouts: Layo
     with WindowEngine(llm_args(room, layouts), chunk=9) as bench:
         for prompt in prompts:
             assert bench.answer(prompt, 2) == reference(prompt, layouts, 2)
-            bench.manager._worker._queue.flush(5)
+            bench.manager._worker._queue.flush(60)
         assert sum(bench.store_tokens.values()) > 0
 
 

@@ -113,7 +113,7 @@ def test_what_is_computed_behind_a_load_that_fails_is_not_saved(save_on: str) ->
         request = bench.submit(PROMPT, GENERATE)
         bench.step()
         assert bench.outcomes[-1].requeue == {request.request_id}
-        bench.manager._worker._queue.flush(5)
+        bench.manager._worker._queue.flush(60)
         assert len(store.saves) == saves
         bench.run()
     assert request.tokens.view[len(PROMPT) :].tolist() == ANSWER
@@ -139,13 +139,13 @@ def test_a_load_past_its_deadline_is_computed_and_its_late_bytes_hit_no_block(
     with WindowEngine(llm_args(store, layouts, **HASTY)) as bench:
         started = time.monotonic()
         assert bench.answer(PROMPT, GENERATE) == answer
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         assert bench.kv.all_free()
         before = [pool.clone() for pool in bench.kv.pools]
         store.at_load.open()
         staging = bench.manager._worker._staging
         while staging.num_free < staging.num_slots:
-            assert time.monotonic() < started + 10, "slots of the late load never came back"
+            assert time.monotonic() < started + 60, "slots of the late load never came back"
         assert all(map(torch.equal, before, bench.kv.pools))
 
 
@@ -158,7 +158,7 @@ def test_aborting_a_loading_request_returns_its_blocks() -> None:
         bench.step()
         store.at_load.await_caller()
         bench.abort(request)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not bench.kv.all_free():
             assert time.monotonic() < deadline
             bench.manager.end_step()

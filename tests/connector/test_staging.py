@@ -53,10 +53,10 @@ def test_waiting_for_a_slot_ends_when_one_is_given_back() -> None:
     pool = StagingPool(SLOT, PAYLOAD)
     [slot] = pool.take(SAVE, 1)
     got: list[object] = []
-    waiter = threading.Thread(target=lambda: got.extend(pool.take_within(SAVE, 10)))
+    waiter = threading.Thread(target=lambda: got.extend(pool.take_within(SAVE, 60)))
     waiter.start()
     pool.give_back(SAVE, [slot])
-    waiter.join(10)
+    waiter.join(60)
     assert len(got) == 1
 
 

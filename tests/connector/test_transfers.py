@@ -245,21 +245,21 @@ def test_an_unfinished_save_times_out_and_its_blocks_stay_until_it_is_over(scrip
         assert kv.get_num_free_blocks() == 20
 
 
-@pytest.mark.parametrize(("at_least", "hoped"), [(0.05, 0.2), (10.0, 10.0)])
+@pytest.mark.parametrize(("at_least", "hoped"), [(0.05, 1.0), (60.0, 60.0)])
 def test_blocks_of_a_late_save_are_hoped_for_as_long_as_a_save_may_take_or_longer(
     script: Script, monkeypatch: pytest.MonkeyPatch, at_least: float, hoped: float
 ) -> None:
     monkeypatch.setattr("kvconnect.connector.runtime.ledger._GRACE_S", at_least)
     script.keep = lambda _: True
     script.finished = never
-    with engine(load_timeout_s=0.01, save_timeout_s=0.2) as bench:
+    with engine(load_timeout_s=0.01, save_timeout_s=1.0) as bench:
         script.worker.wakes = True
         started = time.monotonic()
         bench.submit(PROMPT, 1)
         bench.run()
         assert bench.kv.get_num_free_blocks() < len(bench.kv.pool)
         waits_s = bench.manager.wait_seconds()
-        since_s = time.monotonic() - started - 0.2  # the save timed out, or less
+        since_s = time.monotonic() - started - 1.0  # the save timed out, or less
         assert hoped - since_s <= waits_s <= hoped
         assert bench.manager.expects_news()
 

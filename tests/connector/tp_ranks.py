@@ -101,7 +101,7 @@ class Ranks:
     ) -> None:
         self.wholes = tuple(wholes)
         where = {"url": store} if isinstance(store, str) else {"backend": store}
-        config = KvCacheConnectorConfig(**where, **{"lookup_timeout_ms": 5000, **settings})
+        config = KvCacheConnectorConfig(**where, **{"lookup_timeout_ms": 60_000, **settings})
         self.heads: list[tuple[StoredHeads, ...]] = []
         self.pools: list[list[Tensor]] = []
         self.workers: list[OffloadWorker] = []
@@ -200,7 +200,7 @@ class Ranks:
     def _wait_loaded(self, request: LlmRequest, num_tokens: int) -> int:
         """How many tokens every rank has."""
         pending = list(self.workers)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         valid = num_tokens
         while pending:
             assert time.monotonic() < deadline, "a load does not end"
@@ -222,7 +222,7 @@ class Ranks:
             for worker in self.workers:
                 assert worker.get_finished([request.request_id], [])[0] == [request.request_id]
         for worker in self.workers:
-            assert worker._queue.flush(10)
+            assert worker._queue.flush(60)
             meta = worker.build_worker_meta()
             assert meta is None or not meta.missing
 

@@ -308,7 +308,7 @@ def llm_args(
         config = store
     else:
         where = {"url": store} if isinstance(store, str) else {"backend": store}
-        config = KvCacheConnectorConfig(**where, **{"lookup_timeout_ms": 5000, **settings})
+        config = KvCacheConnectorConfig(**where, **{"lookup_timeout_ms": 60_000, **settings})
     cache = KvCacheConfig(tokens_per_block=T)
     return LlmArgs("model", cache, config, tuple(layouts), DIGEST, shard)
 

@@ -21,7 +21,7 @@ DEADLINE_S = 20.0
 """Of an attempt, without what its engine is stopped: claim, load and computing, in a queue."""
 
 _ROUTER_S = 2.5  # what it waits for a prefill that does not answer
-_QUIET_S = 15.0  # a lease, and the deadlines of loads and saves, on a busy machine
+_QUIET_S = 60.0  # a lease, and the deadlines of loads and saves, on a busy machine
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 def open_engine(model: Path, role: str | None, **more: Any) -> LLM:
     """An engine in float64. `more`: of the transfer, of the connector, and of the engine."""
-    transfer = {"claim_timeout_s": 20.0} | more.pop("transfer", {})
-    connector = {"save_timeout_s": 20.0, "load_timeout_s": 20.0} | more.pop("connector", {})
+    transfer = {"claim_timeout_s": 120.0} | more.pop("transfer", {})
+    connector = {"save_timeout_s": 120.0, "load_timeout_s": 120.0} | more.pop("connector", {})
     cache = KvCacheConfig(
         tokens_per_block=more.pop("tokens_per_block", T), max_tokens=more.pop("max_tokens", 1024)
     )
@@ -201,12 +201,12 @@ class EngineProcess:
         if self._process.is_alive():
             self._process.kill()
             os.kill(self.pid, signal.SIGCONT)
-        self._process.join(20)
+        self._process.join(60)
 
     def end(self) -> None:
         """Ends it well."""
         self._pipe.send(("end", ()))
-        self._process.join(30)
+        self._process.join(60)
         assert self._process.exitcode == 0
 
 
@@ -257,7 +257,7 @@ class _Served:
 
     def wait_stopped(self) -> bool:
         assert self._gate is not None
-        return self._gate.reached.wait(30)
+        return self._gate.reached.wait(60)
 
     def go_on(self) -> None:
         assert self._gate is not None

@@ -132,11 +132,11 @@ class FleetEngine:
         assert self._process.exitcode == 0, f"{self.name}: {self._process.exitcode}"
 
     def _gone(self) -> None:
-        self._process.join(30)
+        self._process.join(60)
         assert self._process.exitcode is not None, f"{self.name} does not end"
         self._to_send.put(None)
         for thread in (self._reader, self._writer):
-            thread.join(30)
+            thread.join(60)
         if self._frozen_at is not None:
             self._thaw()
 

@@ -64,7 +64,7 @@ class Host:
         command = ["unshare", "--net", "cat"]
         holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         host = cls(address, device, holder)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while host._namespace.readlink() == _OURS.readlink():
             assert holder.poll() is None, "unshare has ended"
             assert time.monotonic() < end, "there is no namespace"
@@ -106,7 +106,7 @@ class Host:
     def end(self) -> None:
         """Ends it, and with it the link."""
         self.holder.kill()
-        self.holder.wait(20)
+        self.holder.wait(60)
         assert self.holder.stdin is not None
         self.holder.stdin.close()
 

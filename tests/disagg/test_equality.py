@@ -63,7 +63,7 @@ def test_the_answer_is_that_of_one_engine_over_nixl(transport, open_one, answer_
     here, there = hands_out(address_of(prefill), "over nixl")
     handle = decode.submit(prompt, ANSWER, kv_transfer_params=there)
     prefill.submit(prompt, PREFILL, kv_transfer_params=here)
-    output = handle.result(20)
+    output = handle.result(60)
     assert list(output.output_token_ids) == answer_of(prompt)
     assert output.reused_store_tokens == 99
     leaks_nothing(prefill, decode)
@@ -146,13 +146,13 @@ def test_layers_are_fetched_while_later_ones_are_computed(open_one, answer_of, s
     handle = decode.submit(prompt, ANSWER, kv_transfer_params=there)
     until(lambda: is_claimed(prefill))
     prefill.submit(prompt, PREFILL, kv_transfer_params=here)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(60)
     # All layers of the first chunk, two of the second.
     whole = decode.layout.block_nbytes
     expected = 3 * whole + 3 * (whole // 3) * 2
     until(lambda: nbytes_read(decode) == expected)
     gate.open()
-    output = handle.result(20)
+    output = handle.result(60)
     assert list(output.output_token_ids) == answer_of(prompt)
     assert output.reused_store_tokens == 99
     leaks_nothing(prefill, decode)
@@ -167,10 +167,10 @@ def test_what_was_read_counts_once_the_blocks_are_sure_to_stay(open_one, answer_
     handle = decode.submit(prompt, ANSWER, kv_transfer_params=there)
     until(lambda: is_claimed(prefill))
     prefill.submit(prompt, PREFILL, kv_transfer_params=here)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(60)
     until(lambda: nbytes_read(decode) == 7 * decode.layout.block_nbytes)  # of one still there
     gate.open()
-    output = handle.result(20)
+    output = handle.result(60)
     assert list(output.output_token_ids) == answer_of(prompt)
     assert output.reused_store_tokens == 99
     leaks_nothing(prefill, decode)

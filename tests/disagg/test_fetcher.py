@@ -134,7 +134,7 @@ def test_an_end_of_a_read_that_cannot_be_noted_fails_its_load(fetcher):
     link = SimpleNamespace(address="host:1", handle=PeerHandle("host", "0" * 32, ()))
     fetcher.pull(fetch, link, Reads(0, [0], 0, [0], 1))
     pull.finish()
-    until(lambda: reasons, 2)
+    until(lambda: reasons)
     assert reasons == ["ValueError('planted')"]
     assert fetcher._flying_nbytes == 0
 

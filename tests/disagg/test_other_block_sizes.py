@@ -30,7 +30,7 @@ def test_the_answer_is_that_of_one_engine(
         handles.append((prompt, decode.submit(prompt, ANSWER, kv_transfer_params=there)))
         prefill.submit(prompt, PREFILL, kv_transfer_params=here)
     for prompt, handle in handles:
-        output = handle.result(15)  # sooner than claim_timeout_s: what cannot come is seen at once
+        output = handle.result(60)  # sooner than claim_timeout_s: what cannot come is seen at once
         assert list(output.output_token_ids) == answer_of(prompt, arch)
         fetched = 0 if len(prompt) in COMPUTED.get((arch, theirs), ()) else len(prompt) - 1
         assert (output.reused_store_tokens, output.computed_tokens) == (

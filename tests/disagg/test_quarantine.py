@@ -47,7 +47,7 @@ class Stuck:
 
     def rebuild(self):
         self.rebuilding.set()
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(60)
         self._rebuild()
         self.let_go()
 
@@ -134,10 +134,10 @@ def test_the_reader_is_preempted_while_it_loads(
         monkeypatch.setattr(node_of(decode).fetcher, "_pull_done", lambda *_: None)
     monkeypatch.setattr(Engine, "step", preempting)
     computing = prefill.submit(PROMPT, PREFILL, kv_transfer_params=here)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(60)
     until(lambda: writes_end or stuck.pulls)
     node_of(decode)._wake()
-    output = reading.result(20)
+    output = reading.result(60)
     assert output.preemptions == 1
     assert list(output.output_token_ids) == answer_of(PROMPT)
     assert output.reused_store_tokens == 0
@@ -146,7 +146,7 @@ def test_the_reader_is_preempted_while_it_loads(
         stuck.let_go()
     leaks_nothing(decode)
     gate.open()
-    computing.result(20)
+    computing.result(60)
     leaks_nothing(prefill)
     fetcher = node_of(decode).fetcher
     assert not fetcher._fetches

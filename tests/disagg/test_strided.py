@@ -187,7 +187,7 @@ def test_both_transports_carry_it(
             tokens=range(end),
             layers=range(LAYERS),
         ):
-            reader.pull(peer, reads, deadline_s=10).done.result(20)
+            reader.pull(peer, reads, deadline_s=60).done.result(60)
     held = range(own.layout.num_kv_heads, 2 * own.layout.num_kv_heads)
     for number, block in enumerate(near):
         for plane, part in enumerate(rows(local, own.layout, block)):

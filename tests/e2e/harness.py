@@ -25,7 +25,7 @@ def open_llm(
 ) -> LLM:
     """An engine with room for a few prompts; patient with its store on a busy machine."""
     cache = KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=max_tokens)
-    patience = {"lookup_timeout_ms": 5000, "load_timeout_s": 10, "save_timeout_s": 10}
+    patience = {"lookup_timeout_ms": 60_000, "load_timeout_s": 60, "save_timeout_s": 60}
     if isinstance(store, str):
         store = KvCacheConnectorConfig(url=store, **patience)
     elif isinstance(store, Backend):

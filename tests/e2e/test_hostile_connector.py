@@ -91,7 +91,7 @@ def run(llm: LLM, wanted: Wanted, dice: random.Random, *, lawful: bool) -> int:
 
 def nothing_is_left(llm: LLM) -> None:
     """Whatever was outstanding is returned, and then every block is free."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while llm.stats().free_blocks < llm.stats().max_blocks or llm.stats().saving_requests:
         assert time.monotonic() < deadline, llm.stats()
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))

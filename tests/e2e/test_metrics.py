@@ -12,7 +12,7 @@ from kvconnect.prometheus import serve
 
 
 def scrape(port: int) -> dict[tuple[str, ...], float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return {
             (

@@ -92,7 +92,7 @@ def _small_engine(model: Path, store: Backend | str, dice: random.Random) -> LLM
         **source,
         lookup_timeout_ms=dice.choice([0, 2, 50]),
         load_timeout_s=dice.choice([0.05, 5]),
-        save_timeout_s=5,
+        save_timeout_s=60,
         on_backlog=dice.choice(["drop", "wait"]),
         save_on=dice.choice(["full", "finish"]),
         staging_bytes=dice.choice([1 << 20, 1 << 17]),

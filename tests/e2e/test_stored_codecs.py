@@ -26,7 +26,7 @@ def connector(directory: Path, codec: str | None, key_file: Path | None = None):
         url=disk_url(directory),
         codec=codec,
         key_file=None if key_file is None else str(key_file),
-        lookup_timeout_ms=5000,
+        lookup_timeout_ms=60_000,
     )
 
 

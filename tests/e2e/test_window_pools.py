@@ -20,7 +20,7 @@ from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.keys import BlockKey
 
 WINDOW = 40  # of the model's sliding layers: two blocks and a half
-PATIENCE = {"lookup_timeout_ms": 5000, "load_timeout_s": 10, "save_timeout_s": 10}
+PATIENCE = {"lookup_timeout_ms": 60_000, "load_timeout_s": 60, "save_timeout_s": 60}
 
 
 class CountingDisk(DiskBackend):

@@ -85,7 +85,7 @@ def open_llm(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         config = KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=max_tokens)
         if isinstance(url := more.get("connector"), str):
             # A machine that tests is busy: a lookup that is late would be a miss.
-            more["connector"] = KvCacheConnectorConfig(url=url, lookup_timeout_ms=5000)
+            more["connector"] = KvCacheConnectorConfig(url=url, lookup_timeout_ms=60_000)
         opened.append(LLM(model, **{"kv_cache": config, "dtype": "float64"} | more))
         return opened[-1]
 

@@ -17,7 +17,7 @@ def hold_forwards(llm: LLM) -> tuple[threading.Event, threading.Event]:
 
     def held(step):
         reached.set()
-        assert gate.wait(30)
+        assert gate.wait(60)
         return forward(step)
 
     llm._engine._model.forward = held

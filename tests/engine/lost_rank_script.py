@@ -25,8 +25,8 @@ def failed(directory: str) -> tuple[LLM, int]:
     next(handle.stream())
     os.kill(llm.process_ids[1], signal.SIGKILL)
     with contextlib.suppress(RankLost):
-        handle.result(30)
-    llm._thread._thread.join(30)
+        handle.result(60)
+    llm._thread._thread.join(60)
     return llm, descriptors()
 
 

@@ -59,7 +59,7 @@ async def test_a_cancelled_await_aborts(llm, prompts):
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert handle.result(timeout=30).finish_reason == "abort"
+    assert handle.result(timeout=60).finish_reason == "abort"
 
 
 async def test_an_iteration_left_early_aborts(llm, prompts):
@@ -104,6 +104,6 @@ def test_a_loop_that_ended_does_not_hurt_the_engine(llm, prompts):
     loop = asyncio.new_event_loop()
     loop.run_until_complete(listen())
     loop.close()
-    assert handle.result(timeout=30).finish_reason == "length"
+    assert handle.result(timeout=60).finish_reason == "length"
     waiting.close()
     assert llm.generate(prompts[1], SHORT)[0].finish_reason == "length"

@@ -81,10 +81,10 @@ def test_chunks_of_all_come_in_one_stream(llm):
 def test_an_abort_before_the_first_token_ends_all(llm):
     gate, reached = hold_forwards(llm)
     handle = llm.submit(PROMPT, THREE)
-    assert reached.wait(30)
+    assert reached.wait(60)
     handle.abort()
     gate.set()
-    output = handle.result(timeout=30)
+    output = handle.result(timeout=60)
     assert [one.finish_reason for one in output.outputs] == ["abort"] * 3
     assert llm.generate(PROMPT, SamplingParams(max_tokens=1))[0].finish_reason == "length"
     assert llm.stats().running_requests == llm.stats().waiting_requests == 0
@@ -106,10 +106,10 @@ def test_closing_the_engine_ends_those_that_have_not_begun(open_llm, llama):
     llm = open_llm(llama)
     gate, reached = hold_forwards(llm)
     handle = llm.submit(PROMPT, THREE)
-    assert reached.wait(30)
+    assert reached.wait(60)
     llm._thread.close(wait=False)
     gate.set()
-    output = handle.result(timeout=30)
+    output = handle.result(timeout=60)
     assert {one.finish_reason for one in output.outputs} == {"abort"}
 
 
@@ -122,7 +122,7 @@ def test_an_engine_that_fails_fails_all(open_llm, llama):
     llm._engine._model.forward = broken
     handle = llm.submit(PROMPT, THREE)
     with pytest.raises(RuntimeError, match="planted"):
-        handle.result(timeout=30)
+        handle.result(timeout=60)
     assert all(live.done for live in handle._lives)
     assert handle.done
 

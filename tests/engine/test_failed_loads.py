@@ -204,17 +204,17 @@ def test_others_go_on_while_one_loads(plan, llm, prompts, expected):
     plan.is_async, plan.fails = True, False
     # All of them wait when the engine looks, and the first one is longer than a step's budget.
     gate, step = threading.Event(), llm._engine.step
-    llm._engine.step = lambda: gate.wait(30) and step()
+    llm._engine.step = lambda: gate.wait(60) and step()
     llm.submit([1], SamplingParams(max_tokens=1))
     loading, *others = [llm.submit(prompt, GREEDY) for prompt in prompts]
     gate.set()
-    assert [list(one.result(timeout=20).output_token_ids) for one in others] == expected[1:]
+    assert [list(one.result(timeout=60).output_token_ids) for one in others] == expected[1:]
     assert plan.loads == 1
     assert not loading.done
     assert llm.stats().loading_requests == 1
     plan.hold.set()
     plan.wakeup()
-    output = loading.result(timeout=30)
+    output = loading.result(timeout=60)
     assert list(output.output_token_ids) == expected[0]
     assert output.reused_store_tokens == 48
 
@@ -230,7 +230,7 @@ def test_an_engine_that_only_loads_sleeps_until_it_is_woken(plan, llm, prompts, 
     assert len(steps) < 6  # no polling
     plan.hold.set()
     plan.wakeup()
-    assert list(loading.result(timeout=30).output_token_ids) == expected[0]
+    assert list(loading.result(timeout=60).output_token_ids) == expected[0]
 
 
 def test_aborting_while_it_loads(plan, llm, prompts, expected):
@@ -238,7 +238,7 @@ def test_aborting_while_it_loads(plan, llm, prompts, expected):
     loading = llm.submit(prompts[0], GREEDY)
     llm.generate(prompts[1], GREEDY)
     loading.abort()
-    assert loading.result(timeout=30).finish_reason == "abort"
+    assert loading.result(timeout=60).finish_reason == "abort"
     plan.hold.set()
     plan.wakeup()
     assert answers(llm, prompts) == expected
@@ -253,7 +253,7 @@ def test_blocks_that_come_back_when_nobody_hopes_for_them_are_used(plan, llm, pr
     loading = llm.submit(prompts[0], GREEDY)
     llm.generate(prompts[1], GREEDY)
     loading.abort()
-    assert loading.result(timeout=30).finish_reason == "abort"
+    assert loading.result(timeout=60).finish_reason == "abort"
     llm.generate(prompts[1], GREEDY)
     ledger = llm._engine._connector._ledger
     assert ledger.quarantine.num_blocks == 5

@@ -41,7 +41,7 @@ def test_an_error_in_a_step_reaches_every_waiter(open_llm, llama, prompts):
     handles = [llm.submit(prompt, LONG) for prompt in prompts]  # running and queued ones
     for handle in handles:
         with pytest.raises(Broken, match="the matrix is gone"):
-            handle.result(timeout=30)
+            handle.result(timeout=60)
         with pytest.raises(Broken):
             list(handle.stream())
 
@@ -54,7 +54,7 @@ def test_an_error_while_a_request_ends_reaches_its_waiter(open_llm, llama, monke
     monkeypatch.setattr("kvconnect.engine.request.live_request.LiveRequest._make_output", broken)
     handle = llm.submit([1], SHORT)
     with pytest.raises(Broken, match="no output can be made"):
-        handle.result(timeout=10)
+        handle.result(timeout=60)
 
 
 def test_a_dead_engine_says_what_it_died_of(open_llm, llama):
@@ -86,7 +86,7 @@ def test_a_connector_that_breaks_at_the_end_leaves_nobody_waiting(open_llm, llam
 
     llm._engine._connector.shutdown = broken
     llm.close()
-    assert handle.result(timeout=30).finish_reason == "abort"
+    assert handle.result(timeout=60).finish_reason == "abort"
     with pytest.raises(EngineClosed, match="has failed"):
         llm.submit([1])
 
@@ -97,7 +97,7 @@ def test_closing_aborts_what_runs(open_llm, llama, prompts):
     next(handles[0].stream())
     llm.close()
     for handle in handles:
-        assert handle.result(timeout=30).finish_reason == "abort"
+        assert handle.result(timeout=60).finish_reason == "abort"
 
 
 def test_closing_from_another_thread_than_the_waiter(open_llm, llama):
@@ -106,7 +106,7 @@ def test_closing_from_another_thread_than_the_waiter(open_llm, llama):
     next(handle.stream())
     closer = threading.Thread(target=llm.close)
     closer.start()
-    assert handle.result(timeout=30).finish_reason == "abort"
+    assert handle.result(timeout=60).finish_reason == "abort"
     closer.join()
 
 
@@ -133,7 +133,7 @@ def test_an_engine_that_is_dropped_ends_its_thread(llama):
     thread = llm._thread._thread
     del llm
     gc.collect()
-    thread.join(timeout=30)
+    thread.join(timeout=60)
     assert not thread.is_alive()
 
 
@@ -150,8 +150,8 @@ def failed_engine(model, *, closed: bool) -> LLM:
     break_after(llm, 0)
     handle = llm.submit([1], SHORT)
     with contextlib.suppress(Broken):
-        handle.result(timeout=30)
-    llm._thread._thread.join(timeout=30)
+        handle.result(timeout=60)
+    llm._thread._thread.join(timeout=60)
     if closed:
         llm.close()
     return llm
@@ -160,7 +160,7 @@ def failed_engine(model, *, closed: bool) -> LLM:
 FORGETFUL = """
 import sys
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
-store = KvCacheConnectorConfig(url=sys.argv[2], lookup_timeout_ms=5000)
+store = KvCacheConnectorConfig(url=sys.argv[2], lookup_timeout_ms=60_000)
 llm = LLM(sys.argv[1], kv_cache=KvCacheConfig(max_tokens=256), connector=store)
 print(llm.generate([7] * 100, SamplingParams(max_tokens=2))[0].reused_store_tokens)
 """

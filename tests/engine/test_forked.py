@@ -70,14 +70,14 @@ def test_what_would_wait_for_a_thread_that_is_not_there(open_llm, llama, work):
     assert told.startswith(f"EngineClosed: the engine runs in process {os.getpid()}, and this one")
     assert told.endswith("was forked from it; make an LLM in this process")
     handle.abort()
-    assert handle.result(30).finish_reason == "abort"
+    assert handle.result(60).finish_reason == "abort"
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_what_needs_no_thread(open_llm, llama):
     llm = open_llm(llama)
     running, done = llm.submit([1], LONG), llm.submit([2], SHORT)
-    expected = done.result(30).output_token_ids
+    expected = done.result(60).output_token_ids
     told = in_child(lambda: (running.abort(), llm.close(), done.result().output_token_ids))
     assert told == repr((None, None, expected))
     assert llm.generate([3], SHORT)[0].finish_reason == "length"  # the parent's goes on

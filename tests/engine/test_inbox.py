@@ -38,10 +38,10 @@ def test_what_is_not_asked_for_stays():
 def test_a_ring_wakes_a_sleeper():
     inbox = Inbox[str]()
     heard = []
-    sleeper = threading.Thread(target=lambda: heard.append(inbox.wait(30)))
+    sleeper = threading.Thread(target=lambda: heard.append(inbox.wait(60)))
     sleeper.start()
     inbox.ring()
-    sleeper.join(timeout=30)
+    sleeper.join(timeout=60)
     assert heard == [True]
 
 

@@ -72,7 +72,7 @@ def test_configurations_as_dicts(open_llm, llama, tmp_path):
     llm = open_llm(
         llama,
         kv_cache={"tokens_per_block": 8, "max_tokens": 128},
-        connector={"url": f"disk:{tmp_path}/kv?capacity=16MiB", "lookup_timeout_ms": 5000},
+        connector={"url": f"disk:{tmp_path}/kv?capacity=16MiB", "lookup_timeout_ms": 60_000},
         speculative={"num_draft_tokens": 3},
     )
     assert llm.layout.tokens_per_block == 8

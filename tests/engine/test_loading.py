@@ -22,7 +22,7 @@ def test_no_thread_that_lives_on_has_computed(llama, monkeypatch):
     monkeypatch.setattr(loading, "Model", note)
     load_model(llama, dtype="float32", device="cpu")
     (loader,) = threads
-    loader.join(30)
+    loader.join(60)
     assert loader is not threading.current_thread()
     assert not loader.is_alive()
 

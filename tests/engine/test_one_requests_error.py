@@ -117,13 +117,13 @@ def submitted_in_one_batch(llm, prompts, broken, params):
     """Handles of `prompts`, which the engine takes in at once; the one of `broken` has `params`."""
     gate, reached = hold_forwards(llm)
     first = llm.submit([1, 2, 3], SHORT)
-    assert reached.wait(30)
+    assert reached.wait(60)
     handles = [
         llm.submit(prompt, SHORT, kv_transfer_params=params if index == broken else None)
         for index, prompt in enumerate(prompts)
     ]
     gate.set()
-    first.result(30)
+    first.result(60)
     return handles
 
 
@@ -149,11 +149,11 @@ def test_a_connector_that_raises_for_one_request(
     for index, (handle, tokens) in enumerate(zip(handles, expected, strict=True)):
         if index == 3:
             with pytest.raises(error, match=message):
-                handle.result(30)
+                handle.result(60)
             with pytest.raises(error):
                 list(handle.stream())
         else:
-            assert handle.result(30).output_token_ids == tokens
+            assert handle.result(60).output_token_ids == tokens
     check_unharmed(llm)
 
 
@@ -162,7 +162,7 @@ def test_a_connector_that_raises_for_the_only_request(open_llm, llama, picky):
     for method in ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc"):
         handle = llm.submit([1] * 40, SHORT, kv_transfer_params={"raise_in": method})
         with pytest.raises(Planted, match=method):
-            handle.result(30)
+            handle.result(60)
         check_unharmed(llm)
 
 
@@ -172,7 +172,7 @@ def test_a_connector_that_raises_for_an_aborted_request(open_llm, llama, picky):
     next(handle.stream())
     handle.abort()
     with pytest.raises(Planted, match="request_aborted"):
-        handle.result(30)
+        handle.result(60)
     check_unharmed(llm)
 
 
@@ -182,13 +182,13 @@ def test_a_connector_that_raises_for_a_preempted_request(open_llm, llama, picky)
     raising = {"raise_in": "request_reset"}
     gate, reached = hold_forwards(llm)
     first = llm.submit([5], SHORT)
-    assert reached.wait(30)
+    assert reached.wait(60)
     handles = [llm.submit([at] * 33, params, kv_transfer_params=raising) for at in (1, 2)]
     gate.set()
-    first.result(30)
+    first.result(60)
     with pytest.raises(Planted, match="request_reset"):
-        handles[1].result(30)
-    assert handles[0].result(30).finish_reason == "length"
+        handles[1].result(60)
+    assert handles[0].result(60).finish_reason == "length"
     check_unharmed(llm)
 
 
@@ -205,7 +205,7 @@ def test_what_ends_the_engine_while_it_takes_requests_in_reaches_them_all(open_l
     llm = open_llm(llama, connector=picky)
     gate, reached = hold_forwards(llm)
     llm.submit([1, 2, 3], LONG)
-    assert reached.wait(30)
+    assert reached.wait(60)
     handles = [
         llm.submit([at], SHORT, kv_transfer_params={"raise_in": "arrival"} if at == 3 else None)
         for at in range(8)
@@ -213,7 +213,7 @@ def test_what_ends_the_engine_while_it_takes_requests_in_reaches_them_all(open_l
     gate.set()
     for handle in handles:
         with pytest.raises(SystemExit):
-            handle.result(30)
+            handle.result(60)
     llm.close()
 
 
@@ -236,8 +236,8 @@ def test_a_step_that_fails_for_one_request(open_llm, llama, prompts, params, mon
     monkeypatch.setattr(llm, "_make", make_one)
     handles = [llm.submit(prompt, params) for prompt in prompts]
     with pytest.raises(Planted):
-        handles.pop(2).result(30)
-    outputs = [handle.result(30).output_token_ids for handle in handles]
+        handles.pop(2).result(60)
+    outputs = [handle.result(60).output_token_ids for handle in handles]
     assert outputs == expected[:2] + expected[3:]
     check_unharmed(llm)
 
@@ -256,8 +256,8 @@ def test_a_draw_that_fails_for_one_request(open_llm, llama, prompts, monkeypatch
     bad = DRAWN.model_copy(update={"seed": 4})
     handles = [llm.submit(one, bad if at == 2 else DRAWN) for at, one in enumerate(prompts)]
     with pytest.raises(Planted):
-        handles.pop(2).result(30)
-    outputs = [handle.result(30).output_token_ids for handle in handles]
+        handles.pop(2).result(60)
+    outputs = [handle.result(60).output_token_ids for handle in handles]
     assert outputs == expected[:2] + expected[3:]
     check_unharmed(llm)
 
@@ -276,8 +276,8 @@ def test_a_first_completion_that_fails_leaves_the_others(open_llm, llama, prompt
     monkeypatch.setattr(sampler, "_draw", fails_for_the_first)
     handle = llm.submit(prompts[0], several)
     with pytest.raises(Planted):
-        handle.result(30)
-    others = [live.result(30).output_token_ids for live in handle._lives[1:]]
+        handle.result(60)
+    others = [live.result(60).output_token_ids for live in handle._lives[1:]]
     assert others == [one.token_ids for one in expected]
     check_unharmed(llm)
 
@@ -292,8 +292,8 @@ def test_log_probabilities_that_fail_for_one_request(open_llm, llama, prompts, m
     bad = SHORT.model_copy(update={"logprobs": 1})
     handles = [llm.submit(one, bad if at == 2 else SHORT) for at, one in enumerate(prompts)]
     with pytest.raises(Planted):
-        handles.pop(2).result(30)
-    outputs = [handle.result(30).output_token_ids for handle in handles]
+        handles.pop(2).result(60)
+    outputs = [handle.result(60).output_token_ids for handle in handles]
     assert outputs == expected[:2] + expected[3:]
     check_unharmed(llm)
 
@@ -306,7 +306,7 @@ def test_an_output_that_cannot_be_made(open_llm, llama, monkeypatch):
             lambda *_: (_ for _ in ()).throw(Planted("no output")),
         )
         with pytest.raises(Planted, match="no output"):
-            llm.submit([1], SHORT).result(30)
+            llm.submit([1], SHORT).result(60)
     check_unharmed(llm)
 
 
@@ -320,10 +320,10 @@ def test_a_connector_that_is_stuck_keeps_no_result_waiting(
     monkeypatch.setattr(Idle, "go_on", threading.Event())
     llm = open_llm(llama, connector=picky)
     handles = [llm.submit([at], LONG) for at in range(3)]
-    assert method == "shutdown" or Idle.entered.wait(30)
+    assert method == "shutdown" or Idle.entered.wait(60)
     closer = threading.Thread(target=llm.close)
     closer.start()
-    closer.join(20)  # save_timeout_s is 0.2
+    closer.join(60)  # save_timeout_s is 0.2
     assert not closer.is_alive()
     for handle in handles:
         assert handle.done
@@ -333,5 +333,5 @@ def test_a_connector_that_is_stuck_keeps_no_result_waiting(
     with pytest.raises(EngineClosed):
         llm.submit([1])
     Idle.go_on.set()
-    llm._thread._thread.join(20)
+    llm._thread._thread.join(60)
     assert not llm._thread._thread.is_alive()

@@ -37,7 +37,7 @@ class Engines:
     def open(self, ranks: int, *, stored: bool = True, **more: object) -> LLM:
         connector = KvCacheConnectorConfig(
             url=self._store if stored else None,
-            lookup_timeout_ms=5000,
+            lookup_timeout_ms=60_000,
             transfer={"role": "both", "listen": f"127.0.0.1:{free_ports(ranks)}"},
         )
         return self._open_llm(

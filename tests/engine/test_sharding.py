@@ -62,7 +62,7 @@ PROMPT = list(range(7, 27))
 
 
 def parts(directory, size: int) -> tuple[list[Model], list[Rank]]:
-    meeting, sums = threading.Barrier(size, timeout=20), [None] * size
+    meeting, sums = threading.Barrier(size, timeout=60), [None] * size
     ranks = [Rank(rank, meeting, sums) for rank in range(size)]
     models = [Model(directory, dtype="float64", device="cpu", ranks=rank) for rank in ranks]
     for rank in ranks:

@@ -60,7 +60,7 @@ def test_a_handle_streams_from_the_start_as_often_as_asked(llm, prompts):
 def test_leaving_a_stream_aborts_it(llm, prompts):
     gate, reached = hold_forwards(llm)
     stream = llm.stream(prompts[0], LONG)
-    assert reached.wait(30)
+    assert reached.wait(60)
     gate.set()
     next(stream)
     stream.close()
@@ -72,7 +72,7 @@ def test_leaving_a_stream_aborts_it(llm, prompts):
 def test_a_stream_that_nobody_iterates_is_aborted(llm, prompts):
     gate, reached = hold_forwards(llm)
     stream = llm.stream(prompts[0], LONG)
-    assert reached.wait(30)
+    assert reached.wait(60)
     stream.close()
     gate.set()
     llm.generate(prompts[1], SHORT)  # behind the abort in the inbox
@@ -84,7 +84,7 @@ def test_abort_while_running_keeps_what_came(llm, prompts):
     handle = llm.submit(prompts[0], LONG)
     next(handle.stream())
     handle.abort()
-    output = handle.result(timeout=30)
+    output = handle.result(timeout=60)
     assert output.finish_reason == "abort"
     assert 1 <= len(output.output_token_ids) < 400
     assert list(handle.stream())[-1].finish_reason == "abort"
@@ -94,23 +94,23 @@ def test_abort_while_queued(open_llm, llama, prompts):
     llm = open_llm(llama, max_batch_size=1)
     gate, reached = hold_forwards(llm)
     first = llm.submit(prompts[0], SHORT)
-    assert reached.wait(30)
+    assert reached.wait(60)
     second = llm.submit(prompts[1], SHORT)
     second.abort()
     gate.set()
-    output = second.result(timeout=30)
+    output = second.result(timeout=60)
     assert (output.finish_reason, output.output_token_ids, output.ttft_ms) == ("abort", (), None)
-    assert first.result(timeout=30).finish_reason == "length"
+    assert first.result(timeout=60).finish_reason == "length"
 
 
 def test_abort_in_the_middle_of_a_prompt(open_llm, llama, prompts):
     llm = open_llm(llama, max_num_tokens=8)
     gate, reached = hold_forwards(llm)
     handle = llm.submit(prompts[4], SHORT)
-    assert reached.wait(30)
+    assert reached.wait(60)
     handle.abort()
     gate.set()
-    assert handle.result(timeout=30).output_token_ids == ()
+    assert handle.result(timeout=60).output_token_ids == ()
     # What was computed is there for the next one.
     again = llm.generate(prompts[4], SHORT)[0]
     assert again.reused_device_tokens >= 8
@@ -141,7 +141,7 @@ def test_an_interrupt_between_two_prompts_aborts_the_first(llm, prompts, monkeyp
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts[:2], LONG)
     gate.set()
-    assert posted[0].result(timeout=30).finish_reason == "abort"
+    assert posted[0].result(timeout=60).finish_reason == "abort"
 
 
 def test_aborted_requests_give_their_blocks_back(llm, prompts):
@@ -149,7 +149,7 @@ def test_aborted_requests_give_their_blocks_back(llm, prompts):
     for handle in handles:
         handle.abort()
     for handle in handles:
-        handle.result(timeout=30)
+        handle.result(timeout=60)
     llm.generate(prompts[0], SHORT)
     stats = llm.stats()
     assert stats.free_blocks == stats.max_blocks
@@ -186,7 +186,7 @@ def test_text_held_back_at_an_abort_reaches_the_stream(llm, prompts):
     params = SamplingParams(max_tokens=400, ignore_eos=True, stop=(whole[:8] + "never" * 200,))
     gate, reached = hold_forwards(llm)
     handle = llm.submit(prompts[0], params)
-    assert reached.wait(30)
+    assert reached.wait(60)
     forward = llm._engine._model.forward
     steps = []
 
@@ -198,7 +198,7 @@ def test_text_held_back_at_an_abort_reaches_the_stream(llm, prompts):
 
     llm._engine._model.forward = counted
     gate.set()
-    output = handle.result(timeout=30)
+    output = handle.result(timeout=60)
     assert output.finish_reason == "abort"
     assert output.output_text
     assert "".join(chunk.text for chunk in handle.stream()) == output.output_text
@@ -210,7 +210,7 @@ def test_result_with_a_timeout(llm, prompts):
     with pytest.raises(TimeoutError):
         handle.result(timeout=0.01)
     gate.set()
-    assert handle.result(timeout=30).finish_reason == "length"
+    assert handle.result(timeout=60).finish_reason == "length"
 
 
 def test_several_threads_stream_at_once(llm, prompts):

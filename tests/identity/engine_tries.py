@@ -116,7 +116,7 @@ def engine_try(
     tally.kinds[change.__name__] += 1
     for phase in range(2):
         config = KvCacheConfig(max_tokens=128, tokens_per_block=rng.choice((T, T, T, 2 * T)))
-        connector = KvCacheConnectorConfig(backend=store, lookup_timeout_ms=20_000)
+        connector = KvCacheConnectorConfig(backend=store, lookup_timeout_ms=60_000)
         with LLM(model, kv_cache=config, connector=connector, device="cpu") as llm:
             params = SamplingParams(max_tokens=NEW, ignore_eos=True)
             output = llm.generate(ids, params)[0]
@@ -173,7 +173,7 @@ def rank_try(
         with LLM(
             model,
             kv_cache=KvCacheConfig(max_tokens=128, tokens_per_block=T),
-            connector=KvCacheConnectorConfig(url=url, lookup_timeout_ms=20_000),
+            connector=KvCacheConnectorConfig(url=url, lookup_timeout_ms=60_000),
             device="cpu",
             tensor_parallel_size=size,
         ) as llm:

@@ -42,7 +42,7 @@ def answer(directory: Path, store: Path, *, dtype: str = "float64", **cache: Any
     """The first output for `PROMPT`, of an engine of its own on `store`."""
     config = KvCacheConfig(**{"max_tokens": 512, "tokens_per_block": 16} | cache)
     connector = KvCacheConnectorConfig(
-        url=f"disk://{store}?capacity=64MiB", lookup_timeout_ms=10_000
+        url=f"disk://{store}?capacity=64MiB", lookup_timeout_ms=60_000
     )
     with LLM(directory, kv_cache=config, connector=connector, dtype=dtype, device="cpu") as llm:
         return llm.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))[0]
@@ -239,7 +239,7 @@ def test_settings_of_the_engine_that_shape_kv_make_another_key(plain, tmp_path):
         if other == {"dtype": "fp8"}:  # of the cache
             config = KvCacheConfig(max_tokens=512, tokens_per_block=16, dtype="fp8")
             connector = KvCacheConnectorConfig(
-                url=f"disk://{store}?capacity=64MiB", lookup_timeout_ms=10_000
+                url=f"disk://{store}?capacity=64MiB", lookup_timeout_ms=60_000
             )
             with LLM(plain, kv_cache=config, connector=connector, dtype="float64") as llm:
                 assert llm.generate(PROMPT)[0].reused_store_tokens == 0
@@ -252,7 +252,7 @@ def test_settings_of_the_engine_that_shape_kv_make_another_key(plain, tmp_path):
 @pytest.mark.planted("cache-dtype", "engine", "key")
 def test_caches_in_fp8_are_apart_by_the_dtype_that_computes(plain, tmp_path):
     config = KvCacheConfig(max_tokens=512, tokens_per_block=16, dtype="fp8")
-    store = {"url": f"disk://{tmp_path}/kv?capacity=64MiB", "lookup_timeout_ms": 10_000}
+    store = {"url": f"disk://{tmp_path}/kv?capacity=64MiB", "lookup_timeout_ms": 60_000}
     for dtype, reused in (("float64", 0), ("float32", 0), ("float64", FULL)):
         with LLM(plain, kv_cache=config, connector=store, dtype=dtype) as llm:
             assert llm.generate(PROMPT)[0].reused_store_tokens == reused, dtype

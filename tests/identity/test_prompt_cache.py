@@ -45,7 +45,7 @@ def given(ids: Tensor) -> dict[str, Tensor]:
 
 
 def opened(model: PreTrainedModel, store: str, **more: object) -> PromptCache:
-    config = {"url": store, "staging_bytes": 8 << 20, "lookup_timeout_ms": 5000}
+    config = {"url": store, "staging_bytes": 8 << 20, "lookup_timeout_ms": 60_000}
     return PromptCache(model, config, tokens_per_block=T, **more)
 
 
@@ -532,7 +532,7 @@ def test_settings_beside_a_promised_revision(llama_directory, model, store, how)
 
 @pytest.mark.planted("other-block-size", "prompt_cache", "key")
 def test_another_block_size(model, filled):
-    config = {"url": filled, "lookup_timeout_ms": 5000}
+    config = {"url": filled, "lookup_timeout_ms": 60_000}
     with PromptCache(model, config, tokens_per_block=8) as prompts:
         assert loaded(model, prompts) == 0
 

@@ -243,7 +243,7 @@ class PromptCacheTry:
         self._tally.hits += self._hit
 
     def _open(self, model: PreTrainedModel) -> PromptCache:
-        config = {"backend": self._store, "staging_bytes": 1 << 20, "lookup_timeout_ms": 20_000}
+        config = {"backend": self._store, "staging_bytes": 1 << 20, "lookup_timeout_ms": 60_000}
         return PromptCache(model, config, tokens_per_block=T)
 
     def _use(self, model: PreTrainedModel) -> None:

@@ -70,7 +70,7 @@ class Stored:
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stored]:
     def configure(**more: object) -> None:
-        settings = {"url": f"disk://{tmp_path}/kv?capacity=64MiB", "lookup_timeout_ms": 5000}
+        settings = {"url": f"disk://{tmp_path}/kv?capacity=64MiB", "lookup_timeout_ms": 60_000}
         monkeypatch.setenv("KVCONNECT_CONFIG", json.dumps(settings | more))
 
     forget_classes()

@@ -104,7 +104,7 @@ def open_engine(store: FaultyBackend) -> Iterator[Callable[..., Any]]:
     def make(
         roles: Any = BACKGROUND, *, num_blocks: int = 40, chunk: int = 100, **config: Any
     ) -> StandIn:
-        settings = {"lookup_timeout_ms": 2000, "load_timeout_s": 2.0} | config
+        settings = {"lookup_timeout_ms": 60_000, "load_timeout_s": 60.0} | config
         args = LlmArgs(
             model="none",
             kv_cache_config=KvCacheConfig(tokens_per_block=T),
@@ -151,7 +151,7 @@ def configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
 
     def configure(**more: object) -> None:
         url = f"disk://{tmp_path}/kv?capacity=64MiB"
-        settings = {"url": url, "lookup_timeout_ms": 5000, "staging_bytes": 1 << 20}
+        settings = {"url": url, "lookup_timeout_ms": 60_000, "staging_bytes": 1 << 20}
         monkeypatch.setenv("KVCONNECT_CONFIG", json.dumps(settings | more))
 
     return configure

@@ -114,7 +114,7 @@ def storage_config(model, url, *, is_mla=False, make=SimpleNamespace, **more):
         "class_name": "KvConnectStorage",
         "interface_v1": 1,
         "url": url,
-        "lookup_timeout_ms": 5000,
+        "lookup_timeout_ms": 60_000,
         "staging_bytes": 1 << 20,
     }
     ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1}

@@ -42,7 +42,7 @@ def ports():
 def engines(port):
     """The label `engine` of all that `port` tells; nothing if nothing listens."""
     try:
-        with urllib.request.urlopen(f"http://{LOCAL}:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{LOCAL}:{port}/metrics", timeout=60) as answer:
             families = text_string_to_metric_families(answer.read().decode())
     except urllib.error.URLError:
         return set()

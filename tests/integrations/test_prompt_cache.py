@@ -67,7 +67,7 @@ def store(tmp_path: Path) -> str:
 
 def opened(model: PreTrainedModel, store: str | Backend, **more: object) -> PromptCache:
     """Patient with its store on a busy machine, and a memory for few blocks."""
-    config = {"staging_bytes": 8 << 20, "lookup_timeout_ms": 5000, "load_timeout_s": 10} | more
+    config = {"staging_bytes": 8 << 20, "lookup_timeout_ms": 60_000, "load_timeout_s": 60} | more
     where = "url" if isinstance(store, str) else "backend"
     return PromptCache(model, {where: store, **config}, tokens_per_block=T)
 
@@ -508,7 +508,7 @@ def test_flush_while_a_cache_that_has_ended_is_saved(llama64, store, monkeypatch
         generate(llama64, inputs, past_key_values=kept[0], max_new_tokens=4)
         monkeypatch.setattr(CachedRow, "append", append_beside)
         assert prompts.flush()
-        assert begun.wait(10)
+        assert begun.wait(60)
         other.join()
         kept.clear()
     with opened(llama64, store) as prompts:
@@ -533,7 +533,7 @@ def test_flush_beside_a_prefill_of_another_thread(llama64, store):
         live, prompts._live = prompts._live, Live()
         past = prompts.prefill(given(prompt(20)))
         assert prompts.flush()
-        other.join(10)
+        other.join(60)
         assert {past, *made} == set(weakref.WeakSet.__iter__(prompts._live))
         prompts._live = live
 
@@ -719,7 +719,7 @@ def test_the_next_prompt_that_begins_alike_waits_for_the_one_before_it(llama64, 
 @pytest.mark.parametrize(("interval", "checks"), [(0.0, 4), (3600.0, 1)])
 def test_a_good_check_holds_for_the_interval(llama64, store, interval, checks):
     """Also for what is loaded; what is saved waits for a check of its own."""
-    config = {"url": store, "lookup_timeout_ms": 5000}
+    config = {"url": store, "lookup_timeout_ms": 60_000}
     made = PromptCache(llama64, config, tokens_per_block=T, canary_interval=interval)
     with made as prompts:
         runs = canaries(prompts)
@@ -732,7 +732,7 @@ def test_a_good_check_holds_for_the_interval(llama64, store, interval, checks):
 
 
 def test_caches_that_ended_are_held_within_a_bound(llama64, store, caplog):
-    config = {"url": store, "lookup_timeout_ms": 5000}
+    config = {"url": store, "lookup_timeout_ms": 60_000}
     with PromptCache(llama64, config, tokens_per_block=T, held_bytes=1000) as prompts:
         answer(llama64, prompts, given(prompt(40)))
         gc.collect()
@@ -839,7 +839,7 @@ def test_a_destructor_inside_of_a_lock_does_not_wait_for_it():
         assert ended.take() == ([cache], 1)
         ended.save(cache, whole=True)
         assert not cache.saved
-    assert ended.wait(10)
+    assert ended.wait(60)
     assert cache.saved
     ended.close(10)
     ended.put(cache)
@@ -857,7 +857,7 @@ def test_no_error_of_a_save_ends_the_saving(caplog):
 
     ended = EndedCaches(1)
     ended.save(Broken(), whole=True)
-    assert ended.wait(10)
+    assert ended.wait(60)
     assert "another dtype" in caplog.text
-    assert ended.wait(10)
+    assert ended.wait(60)
     ended.close(10)

@@ -60,7 +60,7 @@ def opened(tmp_path: Path, serve: Any) -> Iterator[Callable[..., KvConnectStorag
 
 def save(storage: KvConnectStorage) -> list[bool]:
     done = storage.batch_set_v1(hashes(len(PAGES)), indices(PAGES))
-    assert storage._access is None or storage._access.flush(5)
+    assert storage._access is None or storage._access.flush(60)
     return done
 
 

@@ -74,12 +74,12 @@ def test_ranks_have_pages_of_their_own_and_share_latents(tiny, url, opened):
     both = [opened(StandInPool("page_first"), tp_rank=rank, tp_size=2) for rank in range(2)]
     first, second = (storage for storage, _ in both)
     assert first.batch_set_v1(names, indices([0, 1, 2])) == [True] * 3
-    assert first._access.flush(5)
+    assert first._access.flush(60)
     assert (first.batch_exists(names), second.batch_exists(names)) == (0, 0)  # a half is missing
     fill(both[1][1], 5)
     saved = page_content(both[1][1], 1)
     assert second.batch_set_v1(names, indices([0, 1, 2])) == [True] * 3
-    assert second._access.flush(5)
+    assert second._access.flush(60)
     assert (first.batch_exists(names), second.batch_exists(names)) == (3, 3)
     assert second.batch_get_v1(names, indices([6, 7, 8])) == [True] * 3
     assert torch.equal(page_content(both[1][1], 7), saved)
@@ -90,7 +90,7 @@ def test_ranks_have_pages_of_their_own_and_share_latents(tiny, url, opened):
     assert latent[1].batch_set_v1(names, indices([0, 1, 2])) == [True] * 3
     assert latent[1].batch_exists(names) == 0  # said, and left to the writer
     assert latent[0].batch_set_v1(names, indices([0, 1, 2])) == [True] * 3
-    assert latent[0]._access.flush(5)
+    assert latent[0]._access.flush(60)
     assert latent[1].batch_exists(names) == 3
 
 
@@ -98,7 +98,7 @@ def test_other_dtypes_shapes_and_namespaces_are_apart(opened):
     names = hashes(2)
     storage, _ = opened()
     assert storage.batch_set_v1(names, indices([0, 1])) == [True] * 2
-    assert storage._access.flush(5)
+    assert storage._access.flush(60)
     for pool, more in (
         (StandInPool("page_first", dtype=torch.bfloat16), {}),
         (StandInPool("page_first", heads=4), {}),
@@ -123,7 +123,7 @@ def test_damaged_pages_are_misses_and_saved_anew(opened, tmp_path):
     assert storage.batch_get_v1(names, indices(range(5, 10))) == [True, True, False, False, False]
     saved = page_content(pool, 0)
     assert storage.batch_set_v1(names[2:3], indices([0])) == [True]
-    assert storage._access.flush(5)
+    assert storage._access.flush(60)
     assert storage.batch_get_v1(names, indices(range(5, 10))) == [True] * 5
     assert torch.equal(page_content(pool, 7), saved)
 
@@ -134,10 +134,10 @@ def test_a_store_that_hangs_costs_its_time_limit(opened, monkeypatch, operation)
     limits = {"lookup_timeout_ms": 200, "load_timeout_s": 0.3, "save_timeout_s": 0.3}
     storage, _ = opened(**limits)
     storage.batch_set_v1(names, indices([0, 1, 2]))
-    assert storage._access.flush(5)
+    assert storage._access.flush(60)
 
     async def hang(self, *_):
-        await asyncio.sleep(2)
+        await asyncio.sleep(3600)
         return 0
 
     for name in (operation, f"{operation}_hashed", f"{operation}_sealed"):
@@ -151,14 +151,14 @@ def test_a_store_that_hangs_costs_its_time_limit(opened, monkeypatch, operation)
     else:
         storage.batch_set_v1(hashes(3, "c"), indices([0, 1, 2]))
     storage.close()
-    assert time.monotonic() - started < 2 * 0.3 + 2
+    assert time.monotonic() - started < 60
 
 
 def test_staging_that_is_full_is_waited_for(opened):
     names = hashes(12)
     storage, _ = opened(staging_bytes=8192)  # two pages
     assert storage.batch_set_v1(names, indices(range(12))) == [True] * 12
-    assert storage._access.flush(5)
+    assert storage._access.flush(60)
     assert storage.batch_exists(names) == 12
 
 

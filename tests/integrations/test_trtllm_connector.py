@@ -69,7 +69,7 @@ def test_chunks_and_prompts_that_fill_their_blocks(classes, configured, tiny):
     configured()
     with Pair(classes, tiny) as runtime:
         assert runtime.run(trt.Request(1, a_prompt(48)), 3, chunk=16) == 50
-        assert runtime.worker._attachment._access.flush(5)
+        assert runtime.worker._attachment._access.flush(60)
         # The last token is always computed, and with it its block.
         assert runtime.run(trt.Request(2, a_prompt(48)), 3, chunk=16) == 10
         # Blocks of the device before it, aligned and not.
@@ -92,7 +92,7 @@ def test_every_form_of_request_data_is_understood(classes, configured, tiny, for
     salt, one, other = salts
     with Pair(classes, tiny, form=form) as runtime:
         assert runtime.run(trt.Request(1, prompt, **{salt: one}), 10, chunk=chunk) == 54
-        assert runtime.worker._attachment._access.flush(5)
+        assert runtime.worker._attachment._access.flush(60)
         assert runtime.run(trt.Request(2, prompt, **{salt: other}), 10, chunk=chunk) == 54
     with Pair(classes, tiny, form=form) as runtime:
         assert runtime.run(trt.Request(3, prompt, **{salt: one}), 10, chunk=chunk) == 54 - 40
@@ -125,7 +125,7 @@ def test_requests_that_differ_in_more_than_tokens(classes, configured, tiny):
     prompt = a_prompt(40)
     with Pair(classes, tiny) as runtime:
         assert runtime.run(trt.Request(1, prompt, cache_salt="a"), 1) == 40
-        assert runtime.worker._attachment._access.flush(5)
+        assert runtime.worker._attachment._access.flush(60)
         asked = {
             "same": {"cache_salt": "a"},
             "other salt": {"cache_salt": "b"},
@@ -147,7 +147,7 @@ def test_a_request_that_is_asked_for_again_before_it_runs(classes, configured, t
     prompt = a_prompt(40)
     with Pair(classes, tiny) as runtime:
         runtime.run(trt.Request(1, prompt), 1)
-        assert runtime.worker._attachment._access.flush(5)
+        assert runtime.worker._attachment._access.flush(60)
         again = trt.Request(2, prompt)
         for _ in range(3):
             assert runtime.scheduler.get_num_new_matched_tokens(again, 0) == (32, False)
@@ -161,7 +161,7 @@ def test_fewer_blocks_than_tokens_that_were_taken_stop_the_engine(classes, confi
     prompt = a_prompt(40)
     with Pair(classes, tiny) as runtime:
         runtime.run(trt.Request(1, prompt), 1)
-        assert runtime.worker._attachment._access.flush(5)
+        assert runtime.worker._attachment._access.flush(60)
         request = trt.Request(2, prompt)
         assert runtime.scheduler.get_num_new_matched_tokens(request, 0) == (32, False)
         request.py_num_connector_matched_tokens = 32
@@ -210,7 +210,7 @@ def test_a_store_that_hangs_stops_the_engine_once(classes, configured, tiny, mon
     prompt = a_prompt(45)
     with Pair(classes, tiny) as runtime:
         runtime.run(trt.Request(1, prompt), 1)
-        assert runtime.worker._attachment._access.flush(5)
+        assert runtime.worker._attachment._access.flush(60)
         loads = []
 
         async def hang(self, keys, into, *_):

@@ -69,7 +69,7 @@ def test_what_was_fetched_for_a_request_that_is_reset_is_dropped(classes, config
     configured()
     with Pair(classes, tiny) as runtime:
         runtime.run(trt.Request(1, PROMPT), 1)
-        assert runtime.worker._attachment._access.flush(5)
+        assert runtime.worker._attachment._access.flush(60)
         request = trt.Request(2, PROMPT)
         assert runtime.scheduler.get_num_new_matched_tokens(request, 0) == (40, False)
         runtime.scheduler.update_state_after_alloc(request, [3, 4, 5, 6, 7, 8])

@@ -154,7 +154,7 @@ def ended(step: Callable[[], None]) -> bool:
     """Whether `step` comes to an end."""
     thread = threading.Thread(target=step, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     return not thread.is_alive()
 
 
@@ -168,7 +168,7 @@ def test_a_step_that_computes_nothing_waits_for_the_store(monkeypatch):
     steps.join(0.05)
     assert steps.is_alive()
     pause.tell()
-    steps.join(10)
+    steps.join(60)
     assert not steps.is_alive()
     pause.tell()  # before the step ends
     assert ended(lambda: pause.end_step(waits=True))
@@ -253,7 +253,7 @@ class Tier:
         return [self.ended.pop(job) for job in jobs]
 
     def until(self, condition) -> None:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < until
             time.sleep(0.002)
@@ -348,7 +348,7 @@ def test_what_has_arrived_is_copied_while_more_is_loaded(tier, monkeypatch):
     monkeypatch.setattr(
         backend, "load", lambda keys, into: calls.append(len(keys)) or load(keys, into)
     )
-    monkeypatch.setattr(one.copier, "copy_in", lambda *what: go_on.wait(20) and copy_in(*what))
+    monkeypatch.setattr(one.copier, "copy_in", lambda *what: go_on.wait(60) and copy_in(*what))
     one.loads.submit(2, [chunk(number) for number in range(ROWS)], list(range(ROWS)))
     # Nothing is in its place yet, and all that may be under way is: the rest has no memory.
     one.until(lambda: len(calls) == 2 * LOADS_IN_FLIGHT)

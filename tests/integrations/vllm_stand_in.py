@@ -124,7 +124,7 @@ class StandIn:
 
     def run(self, until: Any = lambda: False) -> None:
         """Step until no request is left, or `until` is true."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (self.requests or self.finished) and not until():
             assert time.monotonic() < deadline, vars(next(iter(self.requests.values())))
             self.step()
@@ -152,7 +152,7 @@ class StandIn:
         self.worker.shutdown()
 
     def flush(self) -> None:
-        assert self.worker._worker._queue.flush(10)
+        assert self.worker._worker._queue.flush(60)
 
     def check_empty(self) -> None:
         assert not self.requests
@@ -357,7 +357,7 @@ def told(engine: StandIn, prompt: list[int] = PROMPT) -> float:
 
 def poll(engine: StandIn, request: Request, local: int = 0) -> tuple[int | None, bool]:
     """What the scheduler's half answers once its lookup has ended."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while True:
         answer = engine.scheduler.get_num_new_matched_tokens(request, local)
         if answer[0] is not None:

@@ -34,7 +34,7 @@ class Harness:
         self.made: list[asyncio.Transport] = []
         read, made = self.read, self.made
 
-        class Counting(Connection.with_timeout(10.0)):
+        class Counting(Connection.with_timeout(120.0)):
             def connection_made(self, transport: asyncio.Transport) -> None:
                 made.append(transport)
                 super().connection_made(transport)
@@ -76,7 +76,7 @@ class Harness:
         return len(self.server.server_state.connections)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(self._listener.getsockname(), timeout=10)
+        return socket.create_connection(self._listener.getsockname(), timeout=60)
 
     def close(self) -> None:
         self.server.should_exit = self.server.force_exit = True
@@ -104,7 +104,7 @@ def test_a_client_that_leaves_after_sending_ahead_is_noticed(harness):
         for length in (1, 2, 3):
             wait_until(lambda length=length: len(harness.read) == length, "it is read")
             client.sendall(GET)
-    assert harness.left.wait(5)
+    assert harness.left.wait(60)
 
 
 def test_a_client_that_sends_far_ahead_is_cut(harness):
@@ -112,7 +112,7 @@ def test_a_client_that_sends_far_ahead_is_cut(harness):
         client.sendall(WAITS)
         with pytest.raises(ConnectionError):
             client.sendall(GET * 1_000_000)
-    assert harness.left.wait(5)
+    assert harness.left.wait(60)
 
 
 @pytest.mark.parametrize("path", ["/early", "/begins"])
@@ -135,8 +135,8 @@ def test_connections_far_beyond_the_limit_are_cut_at_once(harness, monkeypatch):
         for _ in range(LIMIT + 200):
             stack.enter_context(harness.connect())
         wait_until(lambda: len(harness.made) == LIMIT + 200, "all are accepted")
-        # Their time for a request is 10 s.
-        wait_until(lambda: harness.connections <= LIMIT + 64, "most are cut at once", 5)
+        # Their time for a request is 120 s.
+        wait_until(lambda: harness.connections <= LIMIT + 64, "most are cut at once")
 
 
 def test_connections_beyond_the_limit_are_told_and_then_cut(harness):
@@ -144,7 +144,7 @@ def test_connections_beyond_the_limit_are_told_and_then_cut(harness):
         for _ in range(LIMIT + 40):
             stack.enter_context(harness.connect())
         wait_until(lambda: len(harness.made) == LIMIT + 40, "all are accepted")
-        wait_until(lambda: harness.connections <= LIMIT, "those beyond it are cut soon", 5)
+        wait_until(lambda: harness.connections <= LIMIT, "those beyond it are cut soon")
         with harness.connect() as late:
             late.sendall(GET)
             head, _, body = b"".join(iter(lambda: late.recv(65536), b"")).partition(b"\r\n\r\n")

@@ -26,7 +26,7 @@ def test_a_client_that_leaves_keeps_its_place_until_its_prompt_is_let_go():
 
     def submit(llm):
         submitted.append(llm)
-        go_on.wait(30)
+        go_on.wait(60)
         return [SimpleNamespace(done=False, abort=lambda: aborted.append(1))]
 
     wanted = SimpleNamespace(

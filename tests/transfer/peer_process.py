@@ -134,7 +134,7 @@ class PeerProcess:
         """Kills it, frozen or not."""
         if self.process.is_alive():
             self.process.kill()
-        self.process.join(20)
+        self.process.join(60)
         self._commands.close()
 
     def freeze(self) -> None:

@@ -110,14 +110,14 @@ class Relay:
 
     def close(self) -> None:
         _end(self._listener)
-        self._accepting.join(10)
+        self._accepting.join(60)
         self._listener.close()
         with self._lock:
             open_ones, threads = list(self._sockets), list(self._threads)
         for one in open_ones:
             _end(one)
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
 
     def _accept(self) -> None:
         while True:

@@ -56,10 +56,10 @@ def test_chaos(kind, transport_of, peer_of):
         elif event == "disconnect":
             reader.disconnect(handle)
         try:
-            pull.done.result(2 * DEADLINE_S + 1)
+            pull.done.result(60)
         except PullFailed:
             ended["failed"] += 1
-            assert settled[0] - started < 2 * DEADLINE_S + 1, event
+            assert settled[0] - started < 30, event
         else:
             ended["whole"] += 1
             assert np.array_equal(memory, had)
@@ -69,7 +69,7 @@ def test_chaos(kind, transport_of, peer_of):
             memory.fill_(CANARY)
         if event == "freeze":
             peer.wake()
-        assert pull.terminal.wait(10)
+        assert pull.terminal.wait(60)
         memory.fill_(CANARY)
         peer.process.join(0.05)
         assert bool((memory == CANARY).all())

@@ -26,6 +26,6 @@ def test_device_memory_is_read_and_written(transport_of, peer_of, kind, ours, th
     into = reader.register(memory)
     order = np.random.default_rng(0).permutation(256)
     reads = Reads(0, order * 65536, into, order[::-1] * 65536, 65536)
-    reader.pull(reader.connect(peer.local), reads, deadline_s=30).done.result()
+    reader.pull(reader.connect(peer.local), reads, deadline_s=60).done.result()
     found = memory.cpu().numpy().reshape(256, -1)
     assert np.array_equal(found[order[::-1]], pattern(1, 16 * MiB).reshape(256, -1)[order])

@@ -37,7 +37,7 @@ def test_those_that_start_at_the_same_time_have_the_same(place, monkeypatch):
     make = module._make
 
     def slow(path):
-        together.wait(10)
+        together.wait(60)
         make(path)
 
     monkeypatch.setattr(module, "_make", slow)

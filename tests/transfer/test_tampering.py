@@ -69,10 +69,10 @@ def test_no_flipped_bit_is_taken_for_what_was_asked_for(relayed, secret):
     bits += [(TO_SERVER, rng.randrange(8 * 44)) for _ in range(4)]
     reasons = []
     for way, bit in bits:
-        reader.pull(handle, READS, deadline_s=20).done.result()  # over a good connection
+        reader.pull(handle, READS, deadline_s=60).done.result()  # over a good connection
         memory.zero_()
         relay.change = FlippedBit(way, bit)
-        error = reader.pull(handle, READS, deadline_s=20).done.exception()
+        error = reader.pull(handle, READS, deadline_s=60).done.exception()
         # The source refuses a changed request; it is sent again over a new connection.
         assert error is not None or (way == TO_SERVER and np.array_equal(memory, WANTED)), bit
         if way == TO_CLIENT:
@@ -161,7 +161,7 @@ def test_what_is_written_while_it_is_sent_fails_no_read(transport_of):
     thread.start()
     try:
         for _ in range(10):
-            reader.pull(handle, Reads(0, [0], 0, [0], 8 * MiB), deadline_s=20).done.result()
+            reader.pull(handle, Reads(0, [0], 0, [0], 8 * MiB), deadline_s=60).done.result()
     finally:
         ended.set()
         thread.join()

@@ -256,7 +256,7 @@ def test_a_removed_gauge_is_gone(metrics: Metrics):
 
 
 def scrape(port):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         return answer.read().decode()
 
 
@@ -285,8 +285,8 @@ def test_it_listens_on_this_machine_only_unless_told_otherwise():
     with serve(0) as server, serve(0, "0.0.0.0") as everywhere:
         assert scrape(everywhere.port)
         with pytest.raises(OSError, match="refused"):  # an address of its own on this machine
-            socket.create_connection(("127.0.0.2", server.port), timeout=10)
-        socket.create_connection(("127.0.0.2", everywhere.port), timeout=10).close()
+            socket.create_connection(("127.0.0.2", server.port), timeout=60)
+        socket.create_connection(("127.0.0.2", everywhere.port), timeout=60).close()
 
 
 def test_an_impossible_port_is_named():

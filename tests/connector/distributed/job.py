@@ -19,7 +19,7 @@ from typing import Any, Self
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Job:
         for orders in self._orders:
             with suppress(OSError):
                 orders.send(None)
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         for process in self.processes:
             process.join(max(0.0, until - time.monotonic()))
         late = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
@@ -130,7 +130,7 @@ class Job:
         assert pid is not None
         os.kill(pid, number)
         if number == signal.SIGKILL:
-            self.processes[rank].join(10)
+            self.processes[rank].join(60)
 
     def _answer(self, rank: int) -> Any:
         if not self._orders[rank].poll(LIMIT_S):

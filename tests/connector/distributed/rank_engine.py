@@ -171,7 +171,7 @@ class Host:
 
 def attach(host: Host, ranks: Sequence[Part], **settings: Any) -> None:
     """An engine with the built-in pair and its store."""
-    settings = {"lookup_timeout_ms": 5000.0} | settings
+    settings = {"lookup_timeout_ms": 60_000} | settings
     part = ranks[host.communicator.rank]
     host.engine = RankEngine(host.communicator, KvCacheConnectorConfig(**settings), part)
 
@@ -214,7 +214,7 @@ def answer(host: Host, prompt: list[int], max_tokens: int) -> tuple[list[int], i
 
 def drain(host: Host) -> None:
     """Step until nothing is left to do. All ranks agree on that, so they end in the same step."""
-    bench, deadline = host.bench, time.monotonic() + 15
+    bench, deadline = host.bench, time.monotonic() + 60
     while any(host.communicator.allgather(_busy(bench))):
         assert time.monotonic() < deadline, "the ranks hang"
         bench.step()
@@ -226,7 +226,7 @@ def _busy(bench: RankEngine) -> bool:
 
 def flush(host: Host) -> None:
     """Until what is staged is written or lost."""
-    assert host.bench.manager._worker._queue.flush(10)  # type: ignore[attr-defined]
+    assert host.bench.manager._worker._queue.flush(60)  # type: ignore[attr-defined]
 
 
 def plant(host: Host, fault: str, seconds: float = 0.0) -> None:
@@ -265,7 +265,7 @@ def lose_block(host: Host, prompt: list[int], number: int) -> None:
     )
     key = store_key(request.block_keys()[number], 0, bench.part.shard)
     store = worker._store  # type: ignore[attr-defined]
-    store.io.submit(store.backend.delete([key])).result(10)
+    store.io.submit(store.backend.delete([key])).result(60)
 
 
 def failed_loads(host: Host) -> int:

@@ -49,7 +49,7 @@ def test_a_wait_for_a_message_ends_with_its_timeout_and_with_the_link(links) -> 
         answer = waiting.submit(link.receive, None)
         link.end()
         with pytest.raises(ConnectionError, match="was ended"):
-            answer.result(20)
+            answer.result(60)
     with pytest.raises(ConnectionError, match="was ended"):
         link.receive(None)
 
@@ -64,7 +64,7 @@ def test_a_wait_until_messages_are_taken_ends_too(links) -> None:
         answer = waiting.submit(link.wait_until_sent, 60.0)
         link.end()
         with pytest.raises(ConnectionError, match="was ended"):
-            answer.result(20)
+            answer.result(60)
     with pytest.raises(ConnectionError, match="was ended"):
         link.send(Message(1, 0, 2, b""))
 

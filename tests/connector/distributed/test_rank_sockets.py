@@ -35,10 +35,10 @@ class Threads:
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Threads:
         self._notes[self.rank()] = inputs[0]
-        self._all_came.wait(20)
+        self._all_came.wait(60)
         for output, note in zip(outputs[0], self._notes, strict=True):
             output.copy_(note)
-        self._all_came.wait(20)
+        self._all_came.wait(60)
         return self
 
     def wait(self, timeout: timedelta) -> None:
@@ -144,5 +144,5 @@ def test_another_process_in_the_place_of_a_rank_is_not_taken_for_it() -> None:
         poser = threading.Thread(target=pose)
         poser.start()
         _, second = connected(Threads(2, meddle), 2.0)
-        poser.join(20)
+        poser.join(60)
         assert str(second).endswith("is another process")

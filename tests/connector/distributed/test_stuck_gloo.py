@@ -93,7 +93,7 @@ def test_the_end_of_a_group_in_which_no_call_returns_is_not_waited_for(
     with ThreadPoolExecutor(1) as ending:
         ended = ending.submit(end_group, group)
         try:
-            ended.result(20)
+            ended.result(60)
         finally:
             group.over.set()
     assert asked.is_set()

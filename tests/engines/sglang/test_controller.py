@@ -90,7 +90,7 @@ class Server:
         return self.controller.storage_backend._access._route.store
 
     def flush(self) -> None:
-        assert self.controller.storage_backend._access.flush(10)
+        assert self.controller.storage_backend._access.flush(60)
 
     def back_up(self, tokens: list[int]) -> list[torch.Tensor]:
         """Write pages of these tokens; what they hold, which their hashes tell."""
@@ -103,14 +103,14 @@ class Server:
                 view.copy_(torch.randn(view.shape, generator=generator))
         content = [page_content(self.pool, page) for page in pages]
         self.controller.write_storage(where, tokens, names)
-        self.controller.ack_backup_queue.get(timeout=20)
+        self.controller.ack_backup_queue.get(timeout=60)
         self.pool.free(where)
         return content
 
     def prefetch(self, tokens: list[int]) -> list[torch.Tensor]:
         """What the leading pages hold that were found and loaded."""
         operation = self.controller.prefetch("request", tokens)
-        assert self.controller.prefetch_hit_queue.get(timeout=20) is operation
+        assert self.controller.prefetch_hit_queue.get(timeout=60) is operation
         if not operation.storage_hit_count:
             return []
         where = self.controller.alloc_prefetch_host_buffers(operation, operation.storage_hit_count)
@@ -128,7 +128,7 @@ class Server:
     def _completed(self, operation: PrefetchOperation) -> int:
         completed = 0
         while True:
-            ack = self.controller.ack_prefetch_queue.get(timeout=20)
+            ack = self.controller.ack_prefetch_queue.get(timeout=60)
             assert ack.operation is operation
             if ack.completed_req:
                 return completed
@@ -198,7 +198,7 @@ def heal(server: Server) -> None:
     """Until lookups are waited for again, and no call is refused."""
     access = server.controller.storage_backend._access
     server.store.io.call_soon(stores[-1].heal)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not server.store.backend.available or access._budget.suspended:
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -216,7 +216,7 @@ def test_what_is_prefetched_from_a_failing_store_is_what_was_backed_up(healthy, 
         store._operations = frozenset(operations)
         hits = store.hits
         server.store.io.call_soon(lambda: store.set(fault))
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while store.hits < hits + 2:  # calls of the fault before, which end now, open the breaker
             assert time.monotonic() < until
             got = server.prefetch(tokens)
@@ -225,7 +225,7 @@ def test_what_is_prefetched_from_a_failing_store_is_what_was_backed_up(healthy, 
             server.back_up(tokens)  # damaged pages are dropped from the store
         heal(server)
         server.check_alive()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while len(again := server.prefetch(tokens)) < len(written):
         # The breaker closes with the first call that succeeds; what was damaged is written anew.
         assert time.monotonic() < until

@@ -212,7 +212,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started
 
 def save(storage: KvConnectStorage) -> list[bool]:
     done = storage.batch_set_v1(hashes(PAGES), indices(range(PAGES)))
-    assert storage._access.flush(5)
+    assert storage._access.flush(60)
     return done
 
 

@@ -124,7 +124,7 @@ def test_a_store_that_is_gone_or_slow_costs_time(model, tmp_path):
     storage = created(model, f"disk://{tmp_path}/kv?capacity=64MiB", pool, **limits)
     names = hashes(3)
     assert storage.batch_set_v1(names, indices(range(3))) == [True] * 3
-    assert storage._access.flush(5)
+    assert storage._access.flush(60)
     inner = storage._access._route.store.backend.inner
 
     async def refuse(*_):
@@ -155,10 +155,10 @@ def test_ranks_of_one_pool_have_a_prefix_as_far_as_all_of_them_have_it(model, ur
         storages.append(created(model, url, pool, tp_rank=rank, tp_size=2))
     first, second = storages
     assert first.batch_set_v1(names, indices(range(4))) == [True] * 4
-    assert first._access.flush(5)
+    assert first._access.flush(60)
     assert (first.batch_exists(names), second.batch_exists(names)) == (0, 0)
     assert second.batch_set_v1(names[:3], indices(range(3))) == [True] * 3
-    assert second._access.flush(5)
+    assert second._access.flush(60)
     assert (first.batch_exists(names), second.batch_exists(names)) == (3, 3)
     for storage, pool in zip(storages, pools, strict=True):
         assert storage.batch_get_v1(names[:3], indices(range(6, 9))) == [True] * 3
@@ -180,10 +180,10 @@ def test_of_a_latent_the_first_rank_writes_and_all_read(model, url):
     )
     names = hashes(3)
     assert second.batch_set_v1(names, indices(range(3))) == [True] * 3
-    assert second._access.flush(5)
+    assert second._access.flush(60)
     assert (first.batch_exists(names), second.batch_exists(names)) == (0, 0)
     assert first.batch_set_v1(names, indices(range(3))) == [True] * 3
-    assert first._access.flush(5)
+    assert first._access.flush(60)
     assert second.batch_exists(names) == 3
     assert second.batch_get_v1(names, indices(range(6, 9))) == [True] * 3
     for page in range(3):

@@ -73,7 +73,7 @@ setattr(EngineCore, UTILITY, in_core)
 def flush(inside: Inside) -> None:
     """Until all that was saved is in the store."""
     if (half := inside.worker_half) is not None:
-        assert half._worker._queue.flush(30)
+        assert half._worker._queue.flush(60)
 
 
 def is_busy(inside: Inside) -> bool:

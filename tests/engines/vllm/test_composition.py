@@ -39,7 +39,7 @@ def test_as_a_child_of_multi_connector(llama, store, tmp_path):
     with engine(llama, transfer) as made:
         cold = made.answer(PROMPTS)
         for child in made.worker._connectors:
-            assert child._worker._worker._queue.flush(30)
+            assert child._worker._worker._queue.flush(60)
         made.forget_device()
         loaded = made.answer(PROMPTS)
         made.settle()
@@ -184,7 +184,7 @@ def test_beside_vllms_own_connector_from_prefill_to_decode(llama, store, tmp_pat
             assert found == wanted
             # A peer has the whole prompt. (As cached, vLLM reports what the peer had cached: none.)
             assert loads == [("peer", len(prompt)) for prompt in PROMPTS]
-            assert decode.worker._connectors[1]._worker._worker._queue.flush(30)
+            assert decode.worker._connectors[1]._worker._worker._queue.flush(60)
             # What came from the peer is in this engine's store as well.
             decode.forget_device()
             loads.clear()

@@ -39,7 +39,7 @@ def healthy(served: tuple[Engine, str]) -> tuple[Engine, str]:
     """The same, once the store is used again after the fault before."""
     made, store = served
     made.inside(inside.heal, store)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not all(made.inside(inside.uses_store)):
         assert time.monotonic() < until
         time.sleep(0.02)

@@ -127,7 +127,7 @@ def test_an_abort_during_a_load_gives_the_blocks_back(start, llama, tmp_path, fa
         made.forget_device()
         made.inside(inside.plant, "background-abort", fault, ["load"], 0.5)
         ids = submit(made, prompts, 4)
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while not sum(made.inside(inside.num_loading)):
             made.advance()
             assert time.monotonic() < until

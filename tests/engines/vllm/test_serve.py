@@ -58,7 +58,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         return
-    process.wait(30)
+    process.wait(60)
 
 
 def wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -67,7 +67,7 @@ def wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None
         assert process.poll() is None, log.read_text(errors="replace")[-4000:]
         assert time.monotonic() < until
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
                 if answer.status == 200:
                     return
         except (URLError, ConnectionError, TimeoutError):
@@ -77,7 +77,7 @@ def wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None
 def complete(url: str) -> tuple[str, int]:
     """The answer to `PROMPT`, and how many of its tokens were found."""
     body = {"model": "", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
         body["model"] = json.load(answer)["data"][0]["id"]
     request = urllib.request.Request(
         f"{url}/v1/completions",
@@ -91,7 +91,7 @@ def complete(url: str) -> tuple[str, int]:
 
 
 def counted(url: str, name: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(one.rsplit(" ", 1)[1]) for one in lines if one.startswith(f"vllm:{name}"))
 

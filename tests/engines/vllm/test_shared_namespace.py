@@ -155,7 +155,7 @@ def of_logits(tokens: list[int], logits: torch.Tensor, num_loaded: int) -> Answe
 def settings(url: str | None, namespace: str | None) -> KvCacheConnectorConfig | None:
     if url is None:
         return None
-    return KvCacheConnectorConfig(url=url, namespace=namespace, lookup_timeout_ms=5000)
+    return KvCacheConnectorConfig(url=url, namespace=namespace, lookup_timeout_ms=60_000)
 
 
 ENGINES: dict[str, By] = {

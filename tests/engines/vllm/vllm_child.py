@@ -15,7 +15,7 @@ import vllm
 def loaded_blocks(port: int) -> int | None:
     """What the process of the engine that answers at `port` loaded; ``None``: there is none."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             text = answer.read().decode()
     except urllib.error.URLError:
         return None

@@ -55,7 +55,7 @@ def connector(url: str, **extra: Any) -> dict[str, Any]:
         "kv_connector_module_path": "kvconnect.integrations.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"url": url, "lookup_timeout_ms": 5000.0, **extra},
+        "kv_connector_extra_config": {"url": url, "lookup_timeout_ms": 60_000, **extra},
         **own,
     }
 
@@ -167,7 +167,7 @@ class Engine:
 
     def settle(self) -> None:
         """Let requests that ended, but whose blocks are kept, go."""
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while any(self.inside(inside.is_busy)) and time.monotonic() < until:
             if not self._core_process:
                 self.core.step_fn()

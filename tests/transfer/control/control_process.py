@@ -24,7 +24,7 @@ def main(port: str, timing: str) -> None:
                 if isinstance(event, Claim):
                     received.channel.send(Unknown(seq=event.seq, request=event.request))
                 elif isinstance(event, Release):  # a step of the engine that takes long
-                    end = time.monotonic() + 1.0
+                    end = time.monotonic() + 1.5
                     while time.monotonic() < end:
                         pass
                     received.channel.send(Unknown(seq=event.seq, request=event.request))

@@ -15,7 +15,7 @@ import threading
 import time
 
 import pytest
-from endpoints import COMPAT, QUICK, Side, until
+from endpoints import COMPAT, QUICK, SHORT, Side, until
 
 from kvconnect.errors import BadMessage, ConfigurationError, PeerRefused
 from kvconnect.trace import metrics
@@ -68,11 +68,11 @@ def sides():
 
 
 def wire_to(port: int) -> Wire:
-    return Wire(socket.create_connection(("127.0.0.1", port)), limit=OPENING_LIMIT, silence_s=5)
+    return Wire(socket.create_connection(("127.0.0.1", port)), limit=OPENING_LIMIT, silence_s=60)
 
 
 def soon() -> float:
-    return time.monotonic() + 5
+    return time.monotonic() + 60
 
 
 def read_all(wire: Wire) -> None:
@@ -130,7 +130,7 @@ def test_the_field_that_differs_is_named_on_both_sides(sides, caplog, name):
     other = other_than(value)
     caplog.set_level(logging.WARNING)
     _, peer = sides(Side("P", secret=SECRET), Side("D", secret=SECRET, **{name: other}))
-    assert not peer.wait(5)
+    assert not peer.wait(60)
     assert isinstance(peer.error, PeerRefused)
     assert peer.error.field == name
     assert repr(other) in str(peer.error)
@@ -146,7 +146,7 @@ def test_one_that_has_proved_nothing_is_told_neither_field_nor_values(sides, cap
     p = Side("P", **{name: value})
     caplog.set_level(logging.WARNING)
     _, peer = sides(p, Side("D"))
-    assert not peer.wait(5)
+    assert not peer.wait(60)
     assert isinstance(peer.error, PeerRefused)
     assert peer.error.field == "compat"
     assert "another model or another cache" in str(peer.error)
@@ -172,7 +172,7 @@ def test_a_wrong_secret_is_refused_and_not_told(sides, caplog, ours, theirs, sai
     caplog.set_level(logging.DEBUG)
     p, d = Side("P", secret=theirs), Side("D", secret=ours)
     _, peer = sides(p, d)
-    assert not peer.wait(5)
+    assert not peer.wait(60)
     assert isinstance(peer.error, PeerRefused)
     assert peer.error.field == "secret"
     assert p.events.empty()
@@ -240,7 +240,7 @@ def test_an_initiator_wants_a_proof_too():
     here, there = socket.socketpair()
 
     def pretend():
-        wire = Wire(there, limit=OPENING_LIMIT, silence_s=5)
+        wire = Wire(there, limit=OPENING_LIMIT, silence_s=60)
         ours = opening(secret=True)
         theirs = wire.read(soon())
         wire.write(frame(ours), soon())
@@ -252,7 +252,7 @@ def test_an_initiator_wants_a_proof_too():
     thread = threading.Thread(target=pretend)
     thread.start()
     with pytest.raises(PeerRefused, match="secret"):
-        shake_hands(Wire(here, limit=OPENING_LIMIT, silence_s=5), side.endpoint, initiator=True)
+        shake_hands(Wire(here, limit=OPENING_LIMIT, silence_s=60), side.endpoint, initiator=True)
     thread.join()
     here.close()
 
@@ -260,7 +260,7 @@ def test_an_initiator_wants_a_proof_too():
 def test_a_message_before_the_opening_is_over_is_refused():
     side = Side("D")
     here, there = socket.socketpair()
-    wire = Wire(there, limit=OPENING_LIMIT, silence_s=5)
+    wire = Wire(there, limit=OPENING_LIMIT, silence_s=60)
 
     def pretend():
         ours = opening()
@@ -271,7 +271,7 @@ def test_a_message_before_the_opening_is_over_is_refused():
     thread = threading.Thread(target=pretend)
     thread.start()
     with pytest.raises(BadMessage, match="Ping where Hello is due"):
-        shake_hands(Wire(here, limit=OPENING_LIMIT, silence_s=5), side.endpoint, initiator=False)
+        shake_hands(Wire(here, limit=OPENING_LIMIT, silence_s=60), side.endpoint, initiator=False)
     thread.join()
     wire.close()
     here.close()
@@ -313,7 +313,7 @@ def test_beyond_loopback_it_works_with_one():
         Listener(p.endpoint, "0.0.0.0") as listening,
         Peer(d.endpoint, "127.0.0.1", listening.port) as peer,
     ):
-        assert peer.wait(5)
+        assert peer.wait(60)
 
 
 # ------------------------------------------------------------------------------ the port
@@ -359,12 +359,12 @@ def garbage() -> list[bytes]:
 def test_garbage_harms_nobody(sides):
     p, d = Side("P"), Side("D")
     listening, peer = sides(p, d)
-    assert peer.wait(5)
+    assert peer.wait(60)
     for data in garbage():
         with socket.create_connection(("127.0.0.1", listening.port)) as sock:
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
-            sock.settimeout(5)
+            sock.settimeout(60)
             while True:  # until it is closed: in time, or recv raises
                 try:
                     if not sock.recv(65536):
@@ -379,25 +379,24 @@ def test_garbage_harms_nobody(sides):
 
 def test_half_open_connections_are_bounded_and_keep_nobody_out(sides, monkeypatch):
     monkeypatch.setattr(listener, "_MAX_HALF_OPEN", 4)
-    (listening,) = sides(Side("P"))
+    (listening,) = sides(Side("P", timing=SHORT))
     pushed = metrics.snapshot().get("transfer.control.pushed_out", 0)
     silent = [socket.create_connection(("127.0.0.1", listening.port)) for _ in range(20)]
     until(lambda: metrics.snapshot().get("transfer.control.pushed_out", 0) - pushed >= 16)
     assert len(listening._opening) <= 4
     d = Side("D")
     with Peer(d.endpoint, "127.0.0.1", listening.port) as peer:
-        assert peer.wait(5)
-    until(lambda: not listening._opening, QUICK.handshake_s + 2)  # those that say nothing go, too
+        assert peer.wait(60)
+    until(lambda: not listening._opening)  # those that say nothing go, too
     until(lambda: not listening._threads)
     for sock in silent:
-        sock.settimeout(5)
+        sock.settimeout(60)
         assert sock.recv(1) == b""
         sock.close()
 
 
 def test_one_that_sends_a_byte_now_and_then_is_cut_off(sides):
-    (listening,) = sides(Side("P"))
-    began = time.monotonic()
+    (listening,) = sides(Side("P", timing=SHORT))
     with socket.create_connection(("127.0.0.1", listening.port)) as sock:
         sock.settimeout(0.05)
         for byte in frame(opening()):
@@ -411,7 +410,6 @@ def test_one_that_sends_a_byte_now_and_then_is_cut_off(sides):
                 break
         else:
             pytest.fail("it was heard out")
-    assert time.monotonic() - began < QUICK.handshake_s + 1
 
 
 def test_channels_are_bounded_and_the_oldest_that_was_granted_nothing_goes():
@@ -420,7 +418,7 @@ def test_channels_are_bounded_and_the_oldest_that_was_granted_nothing_goes():
         Listener(p.endpoint, max_channels=2) as listening,
         Peer(Side("reader").endpoint, "127.0.0.1", listening.port) as reader,
     ):
-        assert reader.wait(5)
+        assert reader.wait(60)
         until(lambda: p.channels)
         kept = p.channels[0]
         assert kept.send(GRANT)
@@ -450,7 +448,7 @@ def test_channels_are_bounded_and_the_oldest_that_was_granted_nothing_goes():
 def test_a_channel_is_of_use_once_it_was_granted_something(sides, answer, is_of_use):
     p = Side("P")
     _, peer = sides(p, Side("D"))
-    assert peer.wait(5)
+    assert peer.wait(60)
     until(lambda: p.channels)
     assert p.channels[0].used_at is None
     assert p.channels[0].send(answer)
@@ -473,7 +471,7 @@ def test_a_peer_that_connects_anew_takes_the_place_of_its_earlier_channel():
     with Listener(p.endpoint) as listening:
         before, after = Side("D"), Side("D")
         with Peer(before.endpoint, "127.0.0.1", listening.port) as first:
-            assert first.wait(5)
+            assert first.wait(60)
             p.connected()
             with Peer(after.endpoint, "127.0.0.1", listening.port):
                 before.connected()
@@ -484,7 +482,7 @@ def test_a_peer_that_connects_anew_takes_the_place_of_its_earlier_channel():
 
 def test_a_peer_that_does_not_answer_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        d = Side("D")
+        d = Side("D", timing=SHORT)
         with Peer(d.endpoint, "127.0.0.1", silent.getsockname()[1]) as peer:
             until(lambda: peer.error is not None)
             assert isinstance(peer.error, WireTimeout)

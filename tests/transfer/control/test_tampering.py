@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from endpoints import Side, until
+from endpoints import SHORT, Side, until
 
 from kvconnect.transfer.control.events import Connected, Disconnected
 from kvconnect.transfer.control.keyed import (
@@ -86,7 +86,7 @@ class Speaker(Side):
     """
 
     def __init__(self, engine_id, words, secret):
-        super().__init__(engine_id, secret=secret, deliver=self._hear)
+        super().__init__(engine_id, secret=secret, deliver=self._hear, timing=SHORT)
         self.words = words
         self.other: Speaker | None = None
         self.wrong: list = []
@@ -117,12 +117,12 @@ def converse(change, secret):
         Relay(listening.port, change) as relay,
         Peer(d.endpoint, "127.0.0.1", relay.port) as peer,
     ):
-        assert change.done.wait(5)
+        assert change.done.wait(60)
         p.heard_all.clear()
         d.heard_all.clear()
         # A changed frame of the conversation's end is found by the next heartbeat.
-        until(lambda: p.wrong or d.wrong or peer.attempts > 1, 5)
-        until(lambda: p.wrong or d.wrong or (p.heard_all.is_set() and d.heard_all.is_set()), 5)
+        until(lambda: p.wrong or d.wrong or peer.attempts > 1)
+        until(lambda: p.wrong or d.wrong or (p.heard_all.is_set() and d.heard_all.is_set()))
     return p.wrong + d.wrong
 
 

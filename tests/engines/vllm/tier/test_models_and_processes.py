@@ -78,7 +78,7 @@ def run(model: Path, directory: Path, prompts: list[list[int]], ranks: int = 1) 
         "spec_name": "OffloadOnCpu",
         "spec_module_path": "offload_on_cpu",
         "cpu_bytes_to_use": 32 << 20,
-        "secondary_tiers": [tier(directory, lookup_timeout_ms=5000)],
+        "secondary_tiers": [tier(directory, lookup_timeout_ms=60_000)],
     }
     job = {
         "model": str(model),
