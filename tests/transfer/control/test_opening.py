@@ -111,6 +111,7 @@ def test_hello_is_asked_for_at_each_connection(sides):
     p, d = Side("P"), Side("D")
     _, peer = sides(p, d)
     p.connected()
+    d.connected()  # else there is no channel yet that `reconnect` would close
     d.hello = d.hello.model_copy(update={"local": b"of a transport that was rebuilt"})
     peer.reconnect()
     p.disconnected()
