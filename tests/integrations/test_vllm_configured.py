@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.integrations.vllm import configured
+from kvconnect.integrations.vllm import callers
 from kvconnect.integrations.vllm.configured import check_looked_up
 from kvconnect.integrations.vllm_tier.configured import check_looked_up as check_tiers
 
@@ -22,7 +22,7 @@ def look_up(check: Callable[[], None], **extra: Any) -> None:
     def get_connector_class(kv_transfer_config: Any, check: Callable[[], None]) -> None:
         check()
 
-    inside = FunctionType(get_connector_class.__code__, {"__name__": configured._FACTORY})
+    inside = FunctionType(get_connector_class.__code__, {"__name__": callers._FACTORY})
     inside(SimpleNamespace(kv_connector_extra_config=extra), check)
 
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from itertools import islice
-from types import FrameType
 from typing import Any
 
 from kvconnect.connector.offload.store import check_store
 from kvconnect.integrations.core.settings import EngineSettings
+from kvconnect.integrations.vllm.callers import frames_of_callers, transfer_of_lookup
 
-__all__ = ["LookupTimes", "check_looked_up", "lookup_times", "settings_of", "transfer_of_lookup"]
+__all__ = ["LookupTimes", "check_looked_up", "lookup_times", "settings_of"]
 
 _CONFIGURATION = "vllm.config.vllm"
-_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 _FRAMES = 16
 
 
@@ -86,24 +83,6 @@ def check_looked_up() -> None:
         check_store(settings_of(transfer).connector)
 
 
-def transfer_of_lookup() -> Any | None:
-    """Returns the ``KVTransferConfig`` of vLLM's lookup on this thread; ``None``: there is none."""
-    for caller in islice(_callers(), _FRAMES):
-        if caller.f_globals.get("__name__") == _FACTORY:
-            transfer = caller.f_locals.get("kv_transfer_config")
-            if transfer is not None:
-                return transfer
-    return None
-
-
 def _is_configuring() -> bool:
-    callers = islice(_callers(), _FRAMES)
+    callers = islice(frames_of_callers(), _FRAMES)
     return any(caller.f_globals.get("__name__") == _CONFIGURATION for caller in callers)
-
-
-def _callers() -> Iterator[FrameType]:
-    """Yields the frames of this thread, the innermost first."""
-    caller: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to know a caller
-    while caller is not None:
-        yield caller
-        caller = caller.f_back

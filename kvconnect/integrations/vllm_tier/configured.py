@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvconnect.connector.offload.store import check_store
-from kvconnect.integrations.vllm.configured import transfer_of_lookup
+from kvconnect.integrations.vllm.callers import transfer_of_lookup
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
 from kvconnect.integrations.vllm_tier.tier import KvConnectTier
 
