@@ -69,6 +69,12 @@ def finds(model: PreTrainedModel, store: str, ids: Tensor | None = None, **more:
         return loaded(model, prompts, ids)
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps comparisons of earlier runs out of these tests, and theirs out of the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> str:
     return f"disk://{tmp_path}/kv?capacity=64MiB"
