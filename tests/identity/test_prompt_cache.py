@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +16,14 @@ import transformers
 from model_directories import tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
 
 from kvconnect.connector.offload.store import stored_as
 from kvconnect.digest import model_digest
 from kvconnect.errors import ConfigurationError, UnsupportedModel, UsageError
 from kvconnect.integrations.transformers import PromptCache
 from kvconnect.integrations.transformers.cache_effects import refuse_effects_of_cache
+from kvconnect.integrations.transformers.identity import LoadedIdentity, identify
 from kvconnect.trace import metrics
 
 T = 16
@@ -65,6 +67,12 @@ def loaded(model: PreTrainedModel, prompts: PromptCache, ids: Tensor | None = No
 def finds(model: PreTrainedModel, store: str, ids: Tensor | None = None, **more: object) -> int:
     with opened(model, store, **more) as prompts:
         return loaded(model, prompts, ids)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps comparisons of earlier runs out of these tests, and theirs out of the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -134,6 +142,32 @@ def test_an_unchanged_model_has_the_name_of_its_directory(model_of, arch, dtype)
     model = load(directory, dtype=dtype, experts_implementation="eager")
     with PromptCache(model, {"url": "memory:", "namespace": "shared"}) as prompts:
         assert prompts._digest == stored_as(model_digest(directory), prompts._config)
+
+
+@pytest.mark.planted("files-alone", "prompt_cache", "hit")
+@pytest.mark.parametrize("shards", [1, 2])
+def test_files_that_pytorch_pickled_name_the_model_that_equals_them(
+    llama_directory, tmp_path, shards
+):
+    """``tests/digest`` has what their digest was in earlier releases."""
+    place = tmp_path / "model"
+    shutil.copytree(llama_directory, place)
+    found = load_file(place / "model.safetensors")
+    (place / "model.safetensors").unlink()
+    whole = ["pytorch_model.bin"]
+    names = whole if shards == 1 else [f"pytorch_model-{one}.bin" for one in range(shards)]
+    placed = {name: names[at % shards] for at, name in enumerate(found)}
+    for file in names:
+        torch.save({name: found[name] for name in found if placed[name] == file}, place / file)
+    if shards > 1:
+        index = json.dumps({"metadata": {}, "weight_map": placed})
+        (place / "pytorch_model.bin.index.json").write_text(index)
+    torch.save({"a trainer's": 1}, place / "training_args.bin")
+    model = load(place)
+    assert identify(model, None) == LoadedIdentity(model_digest(place))
+    with torch.no_grad():
+        model.lm_head.weight[-1, -1] += 1
+    assert "lm_head.weight differs from the file" in identify(model, None).own
 
 
 @pytest.mark.planted("other-model", "prompt_cache", "key")
@@ -491,6 +525,25 @@ def test_code_that_no_digest_covers_needs_a_name(llama_directory, model, filled,
         opened(model, filled)
     for count in (0, ALL):
         assert finds(model, filled, model_revision="mine@1") == count
+
+
+@pytest.mark.planted("forward-patched", "prompt_cache", "refused")
+def test_code_in_the_model_s_directory_needs_a_name(llama_directory, store, tmp_path, monkeypatch):
+    """A class of its own may compute anything, also with the forward of transformers' class."""
+    place = shutil.copytree(llama_directory, tmp_path / "remote")
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (place / "modeling_mine.py").write_text(
+        "from transformers import LlamaForCausalLM\nclass Mine(LlamaForCausalLM): pass\n"
+    )
+    config = json.loads((place / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_mine.Mine"}
+    (place / "config.json").write_text(json.dumps(config))
+    model = load(place, trust_remote_code=True)
+    with pytest.raises(UnsupportedModel, match=r"the model is a transformers_modules\..*Mine"):
+        opened(model, store)
+    for count in (0, ALL):
+        assert finds(model, store, model_revision="mine@1") == count
 
 
 @pytest.mark.planted("weights-from-elsewhere", "prompt_cache", "key")

@@ -6,8 +6,6 @@ Those that need SGLang's own classes stand in ``tests/engines/sglang/test_identi
 from __future__ import annotations
 
 import gc
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
 
+from file_plants import file_plants, flip_byte, put
 from sglang_pools import StandInPool, fill, hashes, indices, storage_config
 from sglang_server import WAYS, Server, serving
 
@@ -34,18 +32,6 @@ PAGES = 3
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "rope_theta": 10000.0}
 EARLIER = "effe09bd8d9b8d1ffc58f48f32447f1fc01b2707637efd485b99189a572124f5"
 """The key of a page of `directory`, as releases before the resolved configuration made it."""
-
-
-def put(directory: Path, name: str, content: object) -> None:
-    """A file of the model's; numbers stand for weights."""
-    path = directory / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(content, dict):
-        path.write_text(json.dumps(content))
-    elif name.endswith(".safetensors"):
-        save_file({"w": torch.full((8,), float(content))}, path)
-    else:
-        path.write_bytes(f"weights {content}".encode())
 
 
 @pytest.fixture
@@ -124,144 +110,20 @@ def stored(tmp_path: Path) -> Iterator[Stored]:
 
 # ------------------------------------------------------------------ the directory's files
 
-SHARDS = {
-    "model-00001-of-00001.safetensors": 2,
-    "model-00002-of-00002.safetensors": 3,
-    "model.safetensors.index.json": {"weight_map": {"w": "model-00001-of-00001.safetensors"}},
-}
 
-
-@pytest.mark.parametrize(
-    ("beside", "changed", "into"),
-    [
-        pytest.param(
-            {},
-            "model.safetensors",
-            7,
-            marks=pytest.mark.planted("other-model", "sglang", "key"),
-            id="other",
-        ),
-        pytest.param(
-            SHARDS,
-            "model-00001-of-00001.safetensors",
-            7,
-            marks=pytest.mark.planted("file-beside-index", "sglang", "key"),
-            id="beside-index",
-        ),
-        pytest.param(
-            SHARDS,
-            "model.safetensors.index.json",
-            {"weight_map": {"w": "model-00002-of-00002.safetensors"}},
-            marks=pytest.mark.planted("index-changed", "sglang", "key"),
-            id="index",
-        ),
-        pytest.param(
-            {"consolidated.safetensors": 2},
-            "consolidated.safetensors",
-            7,
-            marks=pytest.mark.planted("consolidated-beside-hf", "sglang", "key"),
-            id="consolidated",
-        ),
-        pytest.param(
-            {
-                "other.safetensors": 2,
-                "config.json": CONFIG | {"transformers_weights": "other.safetensors"},
-            },
-            "other.safetensors",
-            7,
-            marks=pytest.mark.planted("transformers-weights", "sglang", "key"),
-            id="transformers_weights",
-        ),
-        pytest.param(
-            {"model.fp16.safetensors": 2},
-            "model.fp16.safetensors",
-            7,
-            marks=pytest.mark.planted("variant", "sglang", "key"),
-            id="variant",
-        ),
-        pytest.param(
-            {"text/model.safetensors": 2},
-            "text/model.safetensors",
-            7,
-            marks=pytest.mark.planted("subfolder", "sglang", "key"),
-            id="subfolder",
-        ),
-        pytest.param(
-            {"pytorch_model.bin": 2},
-            "pytorch_model.bin",
-            7,
-            marks=pytest.mark.planted("bin-beside-safetensors", "sglang", "key"),
-            id="bin",
-        ),
-        pytest.param(
-            {"consolidated.00.pth": 2, "model.pt": 2},
-            "model.pt",
-            7,
-            marks=pytest.mark.planted("pt-beside", "sglang", "key"),
-            id="pt",
-        ),
-        pytest.param(
-            {"model.gguf": 2},
-            "model.gguf",
-            7,
-            marks=pytest.mark.planted("gguf-beside", "sglang", "key"),
-            id="gguf",
-        ),
-        pytest.param(
-            {"model.npz": 2},
-            "model.npz",
-            7,
-            marks=pytest.mark.planted("npz-beside", "sglang", "key"),
-            id="npz",
-        ),
-        pytest.param(
-            {"params.json": {"rope_theta": 1.0}, "consolidated.safetensors": 2},
-            "params.json",
-            {"rope_theta": 2.0},
-            marks=pytest.mark.planted("params-json", "sglang", "key"),
-            id="params",
-        ),
-        pytest.param(
-            {"quantize_config.json": {"bits": 4}},
-            "quantize_config.json",
-            {"bits": 8},
-            marks=pytest.mark.planted("quantize-config", "sglang", "key"),
-            id="quantize_config",
-        ),
-        pytest.param(
-            {"adapter_config.json": {"r": 8}, "adapter_model.safetensors": 2},
-            "adapter_model.safetensors",
-            7,
-            marks=pytest.mark.planted("adapter-in-directory", "sglang", "key"),
-            id="adapter",
-        ),
-        pytest.param(
-            {},
-            "config.json",
-            CONFIG | {"rope_theta": 5.0},
-            marks=pytest.mark.planted("config-changed", "sglang", "key"),
-            id="config",
-        ),
-    ],
-)
-def test_every_file_that_a_loader_may_read_is_in_the_keys(stored, directory, beside, changed, into):
-    for name, content in beside.items():
-        put(directory, name, content)
+@pytest.mark.parametrize("plant", file_plants("sglang"))
+def test_every_file_that_a_loader_may_read_is_in_the_keys(stored, directory, plant):
+    plant.prepare(directory)
     stored.save(directory)
     assert stored.found(directory) == PAGES
-    put(directory, changed, into)
+    plant.change(directory)
     assert stored.found(directory) == 0
 
 
 @pytest.mark.planted("weight-byte", "sglang", "key")
 def test_one_byte_of_the_weights_is_in_the_keys(stored, directory):
     stored.save(directory)
-    path = directory / "model.safetensors"
-    before = path.stat()
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    flip_byte(directory / "model.safetensors")
     assert stored.found(directory) == 0
 
 

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+from file_plants import FILE_PLANTS
 from rows import COLUMNS, OUTCOMES, ROWS
 
 HERE = Path(__file__).parent
@@ -22,14 +23,19 @@ def absent(column):
 
 @pytest.fixture(scope="module")
 def cells():
-    """Outcomes by (row, column), of every ``planted(...)`` in the sources of the tests."""
+    """Outcomes by (row, column), of ``planted(…)`` and ``file_plants(…)`` in all tests' sources."""
     found = defaultdict(list)
     for path in TESTS.rglob("*.py"):
         text = path.read_text()
-        if "planted(" not in text:
+        if "planted(" not in text and "file_plants(" not in text:
             continue
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "planted":
+            if not isinstance(node, ast.Call):
+                continue
+            if getattr(node.func, "id", "") == "file_plants":
+                for plant in FILE_PLANTS:
+                    found[plant.row, node.args[0].value].append("key")
+            elif getattr(node.func, "attr", "") == "planted" and path.name != "file_plants.py":
                 row, column, outcome = (argument.value for argument in node.args)
                 found[row, column].append(outcome)
     return found

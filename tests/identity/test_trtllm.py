@@ -7,7 +7,6 @@ Requests that start anew, windows and the form of its interface are planted in
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
 
 import trtllm_interface as trt
-from model_directories import ALONE, CONFIG, index, make, pickled, tensors
+from file_plants import file_plants, flip_byte
+from model_directories import ALONE, CONFIG, make, tensors
 from trtllm_pair import Pair, T, a_prompt, forget_classes
 
 from kvconnect.digest.doubts import Doubt
@@ -94,131 +94,19 @@ def config(**changes: object) -> bytes:
     return json.dumps(CONFIG | changes).encode()
 
 
-SHARD = {"model-1.safetensors": tensors("a", seed=1), "model-2.safetensors": tensors("a", seed=2)}
-INDEX = "model.safetensors.index.json"
-
-
-@pytest.mark.parametrize(
-    ("beside", "changed", "into"),
-    [
-        row(
-            mark.planted("other-model", "trtllm", "key"),
-            {},
-            "model.safetensors",
-            tensors("a", seed=7),
-        ),
-        row(
-            mark.planted("file-beside-index", "trtllm", "key"),
-            SHARD | {INDEX: index(a="model-1.safetensors")},
-            "model-1.safetensors",
-            tensors("a", seed=7),
-        ),
-        row(
-            mark.planted("index-changed", "trtllm", "key"),
-            SHARD | {INDEX: index(a="model-1.safetensors")},
-            INDEX,
-            index(a="model-2.safetensors"),
-        ),
-        row(
-            mark.planted("consolidated-beside-hf", "trtllm", "key"),
-            {"consolidated.safetensors": tensors("a", seed=1)},
-            "consolidated.safetensors",
-            tensors("a", seed=7),
-        ),
-        row(
-            mark.planted("transformers-weights", "trtllm", "key"),
-            {
-                "other.safetensors": tensors("a", seed=1),
-                "config.json": config(transformers_weights="other.safetensors"),
-            },
-            "other.safetensors",
-            tensors("a", seed=7),
-        ),
-        row(
-            mark.planted("variant", "trtllm", "key"),
-            {"model.fp16.safetensors": tensors("a", seed=1)},
-            "model.fp16.safetensors",
-            tensors("a", seed=7),
-        ),
-        row(
-            mark.planted("subfolder", "trtllm", "key"),
-            {"text/model.safetensors": tensors("a", seed=1)},
-            "text/model.safetensors",
-            tensors("a", seed=7),
-        ),
-        row(
-            mark.planted("bin-beside-safetensors", "trtllm", "key"),
-            {"pytorch_model.bin": pickled(1)},
-            "pytorch_model.bin",
-            pickled(7),
-        ),
-        row(
-            mark.planted("pt-beside", "trtllm", "key"),
-            {"model.pt": pickled(1)},
-            "model.pt",
-            pickled(7),
-        ),
-        row(
-            mark.planted("gguf-beside", "trtllm", "key"),
-            {"model.gguf": pickled(1)},
-            "model.gguf",
-            pickled(7),
-        ),
-        row(
-            mark.planted("npz-beside", "trtllm", "key"),
-            {"model.npz": pickled(1)},
-            "model.npz",
-            pickled(7),
-        ),
-        row(
-            mark.planted("params-json", "trtllm", "key"),
-            {
-                "params.json": b'{"rope_theta": 1.0}',
-                "consolidated.safetensors": tensors("a", seed=1),
-            },
-            "params.json",
-            b'{"rope_theta": 2.0}',
-        ),
-        row(
-            mark.planted("quantize-config", "trtllm", "key"),
-            {"quantize_config.json": b'{"bits": 4}'},
-            "quantize_config.json",
-            b'{"bits": 8}',
-        ),
-        row(
-            mark.planted("adapter-in-directory", "trtllm", "key"),
-            {
-                "adapter_config.json": b'{"r": 8}',
-                "adapter_model.safetensors": tensors("lora_A", seed=1),
-            },
-            "adapter_model.safetensors",
-            tensors("lora_A", seed=7),
-        ),
-        row(
-            mark.planted("config-changed", "trtllm", "key"),
-            {},
-            "config.json",
-            config(rope_theta=5.0),
-        ),
-    ],
-)
-def test_every_file_that_a_loader_may_read_is_in_the_keys(stored, directory, beside, changed, into):
-    make(directory, beside)
+@pytest.mark.parametrize("plant", file_plants("trtllm"))
+def test_every_file_that_a_loader_may_read_is_in_the_keys(stored, directory, plant):
+    plant.prepare(directory)
     stored.save(directory)
     assert stored.found(directory) == FOUND
-    (directory / changed).write_bytes(into)
+    plant.change(directory)
     assert stored.found(directory) == 0
 
 
 @pytest.mark.planted("weight-byte", "trtllm", "key")
 def test_one_byte_of_the_weights_is_in_the_keys(stored, directory):
     stored.save(directory)
-    path = directory / "model.safetensors"
-    before = path.stat()
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    flip_byte(directory / "model.safetensors")
     assert stored.found(directory) == 0
 
 
@@ -317,9 +205,13 @@ def test_blocks_of_another_size_are_not_found(stored, directory):
         ({"load_format": SimpleNamespace(name="GMS")}, "load_format=gms: .*model_revision"),
         ({"checkpoint_loader": object()}, "checkpoint_loader=object: .*model_revision"),
         ({"checkpoint_format": "MX"}, "checkpoint_format=mx: .*model_revision"),
+        ({"trust_remote_code": True}, "auto_map: 'org/x--modeling.*model_revision"),
+        ({"model_kwargs": {"text_model_id": "org/part"}}, "text_model_id=org/part: .*revision"),
     ],
 )
-def test_weights_from_elsewhere_are_refused(stored, directory, arguments, complaint):
+def test_weights_and_code_from_elsewhere_are_refused(stored, directory, arguments, complaint):
+    code = config(auto_map={"AutoModel": "org/x--modeling.Model"})
+    (directory / "config.json").write_bytes(code)
     stored.refuses(directory, complaint, **arguments)
     stored.configure(model_revision=REVISION)
     if arguments != {"load_format": "dummy"}:  # which no name can stand for

@@ -6,7 +6,6 @@ Those that need a real engine stand in ``tests/engines/vllm``; requests, weights
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -15,16 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from file_plants import file_plants, flip_byte, put
 
 from kvconnect.errors import ConfigurationError, ModelChanged
 from kvconnect.integrations.core.arguments import make_arguments
-from kvconnect.integrations.core.models import digest_of_model
 from kvconnect.integrations.core.requests import RequestMaker, extra_key_of
 from kvconnect.integrations.core.settings import EngineSettings
 from kvconnect.integrations.vllm import configured as configured_module
 from kvconnect.integrations.vllm.configured import LookupTimes
-from kvconnect.integrations.vllm.identity import refuse_unserved, variant_of
+from kvconnect.integrations.vllm.identity import model_identity, refuse_unserved, variant_of
+from kvconnect.integrations.vllm_tier import identity as tier_identity
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.tokens import as_token_array
@@ -34,18 +33,6 @@ EARLIER = "082682b0b1402d8171cc1f8abc95518e86ceb2f9b32f4d106f4a0e490ba4b60c"
 """The first key of `TOKENS` with the model of `directory`, as release 0.1 made it."""
 LAYOUT = KvCacheLayout(2, 2, 8, 8, 16, torch.float32)
 TOKENS = list(range(16))
-
-
-def put(directory: Path, name: str, content: object) -> None:
-    """A file of the model's; numbers stand for weights."""
-    path = directory / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(content, dict):
-        path.write_text(json.dumps(content), encoding="utf-8")
-    elif name.endswith(".safetensors"):
-        save_file({"w": torch.full((8,), float(content))}, path)
-    else:
-        path.write_bytes(f"weights {content}".encode())
 
 
 @pytest.fixture
@@ -85,10 +72,9 @@ def key_of(
     """The first key of `TOKENS`, as the connector makes it."""
     settings = EngineSettings.of("vllm", {"url": "memory:"}, where="test")
     refuse_unserved(config)
-    directory = Path(config.model_config.model)
     since_ns = time.time_ns() if since_ns is None else since_ns
-    digest = digest_of_model(directory, since_ns=since_ns, revision=revision)
-    args = make_arguments(settings, directory, digest, [layout])
+    digest = model_identity(config, since_ns=since_ns, revision=revision)
+    args = make_arguments(settings, Path(config.model_config.model), digest, [layout])
     maker = RequestMaker(args, extra_key_of(settings, variant_of(config, [layout])))
     request = maker.make(as_token_array(TOKENS[: layout.tokens_per_block]), cache_salt=salt)
     return request.key_chain.keys()[0]
@@ -96,106 +82,20 @@ def key_of(
 
 # ------------------------------------------------------------------ the directory's files
 
-SHARDS = {
-    "model-00001-of-00001.safetensors": 2,
-    "model-00002-of-00002.safetensors": 3,
-    "model.safetensors.index.json": {"weight_map": {"w": "model-00001-of-00001.safetensors"}},
-}
 
-
-@pytest.mark.parametrize(
-    ("beside", "changed", "into"),
-    [
-        pytest.param(
-            {}, "model.safetensors", 7, marks=pytest.mark.planted("other-model", "vllm", "key")
-        ),
-        pytest.param(
-            SHARDS,
-            "model.safetensors.index.json",
-            {"weight_map": {"w": "model-00002-of-00002.safetensors"}},
-            marks=pytest.mark.planted("index-changed", "vllm", "key"),
-        ),
-        pytest.param(
-            {"model.fp16.safetensors": 2},
-            "model.fp16.safetensors",
-            7,
-            marks=pytest.mark.planted("variant", "vllm", "key"),
-        ),
-        pytest.param(
-            {"text/model.safetensors": 2},
-            "text/model.safetensors",
-            7,
-            marks=pytest.mark.planted("subfolder", "vllm", "key"),
-        ),
-        pytest.param(
-            {"pytorch_model.bin": 2},
-            "pytorch_model.bin",
-            7,
-            marks=pytest.mark.planted("bin-beside-safetensors", "vllm", "key"),
-        ),
-        pytest.param(
-            {"consolidated.00.pth": 2, "model.pt": 2},
-            "model.pt",
-            7,
-            marks=pytest.mark.planted("pt-beside", "vllm", "key"),
-        ),
-        pytest.param(
-            {"model.gguf": 2},
-            "model.gguf",
-            7,
-            marks=pytest.mark.planted("gguf-beside", "vllm", "key"),
-        ),
-        pytest.param(
-            {"model.npz": 2},
-            "model.npz",
-            7,
-            marks=pytest.mark.planted("npz-beside", "vllm", "key"),
-        ),
-        pytest.param(
-            {"params.json": {"rope_theta": 1.0}, "consolidated.safetensors": 2},
-            "params.json",
-            {"rope_theta": 2.0},
-            marks=pytest.mark.planted("params-json", "vllm", "key"),
-        ),
-        pytest.param(
-            {"quantize_config.json": {"bits": 4}},
-            "quantize_config.json",
-            {"bits": 8},
-            marks=pytest.mark.planted("quantize-config", "vllm", "key"),
-        ),
-        pytest.param(
-            {"adapter_config.json": {"r": 8}, "adapter_model.safetensors": 2},
-            "adapter_model.safetensors",
-            7,
-            marks=pytest.mark.planted("adapter-in-directory", "vllm", "key"),
-        ),
-        pytest.param(
-            {},
-            "config.json",
-            CONFIG | {"rope_theta": 5.0},
-            marks=pytest.mark.planted("config-changed", "vllm", "key"),
-        ),
-    ],
-    ids=lambda one: one if isinstance(one, str) else "",
-)
-def test_every_file_that_a_loader_may_read_is_in_the_keys(directory, beside, changed, into):
-    for name, content in beside.items():
-        put(directory, name, content)
+@pytest.mark.parametrize("plant", file_plants("vllm"))
+def test_every_file_that_a_loader_may_read_is_in_the_keys(directory, plant):
+    plant.prepare(directory)
     before = key_of(configured(directory))
     assert key_of(configured(directory)) == before
-    put(directory, changed, into)
+    plant.change(directory)
     assert key_of(configured(directory)) != before
 
 
 @pytest.mark.planted("weight-byte", "vllm", "key")
 def test_one_byte_of_the_weights_is_in_the_keys(directory):
     before = key_of(configured(directory))
-    path = directory / "model.safetensors"
-    state = path.stat()
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    flip_byte(directory / "model.safetensors")
     assert key_of(configured(directory)) != before
 
 
@@ -307,6 +207,22 @@ def test_a_revision_stands_for_weights_and_not_for_settings(directory):
 def test_weights_that_are_not_the_directorys_are_refused(directory, load_format):
     with pytest.raises(ConfigurationError, match="load_format"):
         key_of(configured(directory, load_format=load_format))
+
+
+def identity_of_connector(config: SimpleNamespace, revision: str | None) -> bytes:
+    return model_identity(config, revision=revision, since_ns=time.time_ns())
+
+
+@pytest.mark.planted("weights-from-elsewhere", "vllm", "refused")
+@pytest.mark.parametrize("identity", [identity_of_connector, tier_identity._model_digest])
+def test_parts_of_other_repositories_are_refused(directory, identity):
+    put(directory, "config.json", CONFIG | {"auto_map": {"AutoModel": "org/x--modeling.Model"}})
+    code = configured(directory, trust_remote_code=True)
+    part = configured(directory, hf_config=SimpleNamespace(text_model_id="org/part"))
+    for config, said in ((code, "auto_map: 'org/x--modeling"), (part, "text_model_id=org/part")):
+        with pytest.raises(ConfigurationError, match=said):
+            identity(config, None)
+        assert identity(config, "mine") == identity(configured(directory), "mine")
 
 
 # ------------------------------------------------------------------ what comes with a request

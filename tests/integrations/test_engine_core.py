@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -502,10 +501,10 @@ def test_a_late_lookup_is_asked_for_again_until_its_budget_is_over():
     assert not budget.leaves_time(time.monotonic())
 
 
-def two_snapshots(model: Path, root: Path) -> Path:
-    """Lays out a repository of the hub's cache with another snapshot beside `model`'s."""
+def repository_of(model: Path, root: Path, *others: str) -> Path:
+    """Lays out a repository of the hub's cache with `model`'s snapshot, and empty `others`."""
     snapshot, blobs = root / "snapshots" / "commit", root / "blobs"
-    for folder in (snapshot, root / "snapshots" / "another", root / "refs", blobs):
+    for folder in (snapshot, *(root / "snapshots" / one for one in others), root / "refs", blobs):
         folder.mkdir(parents=True)
     for number, file in enumerate(model.iterdir()):
         shutil.copy(file, blobs / str(number))
@@ -515,8 +514,11 @@ def two_snapshots(model: Path, root: Path) -> Path:
 
 
 @pytest.mark.parametrize("changed", ["refs/main", "snapshots/commit/config.json"])
-def test_a_reference_or_link_that_is_switched_among_snapshots_is_found(tiny, tmp_path, changed):
-    snapshot, path = two_snapshots(tiny, tmp_path), tmp_path / changed
+@pytest.mark.parametrize("others", [("another",), ()], ids=["several", "only"])
+def test_a_reference_or_link_that_is_switched_to_a_snapshot_is_found(
+    tiny, tmp_path, others, changed
+):
+    snapshot, path = repository_of(tiny, tmp_path, *others), tmp_path / changed
     since = settle()
     digest_of_model(snapshot, since_ns=since)
     if path.is_symlink():
@@ -529,15 +531,31 @@ def test_a_reference_or_link_that_is_switched_among_snapshots_is_found(tiny, tmp
         digest_of_model(snapshot, since_ns=since)
 
 
+@pytest.mark.parametrize("begun", ["with nothing", "with the configuration"])
+def test_the_only_snapshot_may_be_the_engine_s_own_download(tiny, tmp_path, begun):
+    root = tmp_path / "models--org--name"
+    since = settle()
+    snapshot = repository_of(tiny, root)
+    (root / "refs" / "main").write_text("commit")
+    if begun == "with the configuration":  # which another process had downloaded before it
+        since = settle()
+        link = snapshot / "model.safetensors"
+        number = link.readlink()
+        link.unlink()
+        shutil.copy(tiny / "model.safetensors", root / "blobs" / "new")
+        link.symlink_to(number.with_name("new"))
+    assert digest_of_model(snapshot, since_ns=since) == digest_of_model(tiny)
+
+
 def test_parts_of_other_repositories_are_refused(tmp_path):
     config = {"model_type": "x", "auto_map": {"AutoModel": "org/x--modeling.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    refuse_elsewhere(SimpleNamespace(text_model_id=None), tmp_path, trusts_code=False)
+    refuse_elsewhere({"text_model_id": None}, tmp_path, trusts_code=False)
     for name in ("text_model_id", "audio_model_id"):
         with pytest.raises(ConfigurationError, match=f"{name}=org/part.*model_revision"):
-            refuse_elsewhere(SimpleNamespace(**{name: "org/part"}), tmp_path, trusts_code=False)
+            refuse_elsewhere({name: "org/part"}, tmp_path, trusts_code=False)
     with pytest.raises(ConfigurationError, match="auto_map: 'org/x--modeling"):
-        refuse_elsewhere(SimpleNamespace(), tmp_path, trusts_code=True)
+        refuse_elsewhere({}, tmp_path, trusts_code=True)
     config["auto_map"] = {"AutoModel": "modeling.Model"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    refuse_elsewhere(SimpleNamespace(), tmp_path, trusts_code=True)
+    refuse_elsewhere({}, tmp_path, trusts_code=True)

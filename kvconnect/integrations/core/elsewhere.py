@@ -16,11 +16,11 @@ __all__ = ["refuse_elsewhere"]
 _WEIGHTS = ("text_model_id", "audio_model_id")
 
 
-def refuse_elsewhere(hf_config: Any, directory: Path, *, trusts_code: bool) -> None:
+def refuse_elsewhere(config: Mapping[str, Any], directory: Path, *, trusts_code: bool) -> None:
     """Refuses a model of which a part is in a repository that its digest does not cover.
 
     Args:
-        hf_config: the configuration as the engine resolved it.
+        config: as the engine resolved it.
         directory: of the model.
         trusts_code: the engine runs code that the model's files name.
 
@@ -28,7 +28,7 @@ def refuse_elsewhere(hf_config: Any, directory: Path, *, trusts_code: bool) -> N
         ConfigurationError: names the field of the configuration.
     """
     for name in _WEIGHTS:
-        if (value := getattr(hf_config, name, None)) is not None:
+        if (value := config.get(name)) is not None:
             raise ConfigurationError(
                 f"{name}={value}: {Doubt.WEIGHTS_FROM_ELSEWHERE.sentence}, which keys are made of; "
                 "name them with model_revision"

@@ -85,7 +85,7 @@ def refuse_changed(files: ModelFiles, since_ns: int) -> None:
     Looks at every file that its digest covers, the folders that these are in, every link on the way
     to them, and whether a folder above them was renamed. A file in the Hugging Face cache is named
     by its content, and perhaps the engine itself downloaded it: it counts only if it is no link to
-    such a one. With several snapshots, links and references to this one count as well.
+    such a one. Links and references that were switched to this snapshot count as well.
 
     Args:
         files: of the model, open.
@@ -126,16 +126,19 @@ def process_started_ns() -> int:
 def _refuse_switched(snapshot: Path, paths: Iterable[Path], since_ns: int) -> None:
     """Refuses a snapshot that a reference or a link was switched to at `since_ns` or later.
 
-    A repository's only snapshot may be the engine's own download, and is served.
+    A repository's only snapshot may be the engine's own download. Then the repository is as new as
+    its reference, and each file as its link; such do not count.
 
     Raises:
         ModelChanged: names the reference or the link.
     """
+    repository = snapshot.parents[1]
     try:
-        if sum(1 for _ in snapshot.parent.iterdir()) < 2:
-            return
-        references = [path for path in (snapshot.parents[1] / "refs").rglob("*") if path.is_file()]
+        references = [path for path in (repository / "refs").rglob("*") if path.is_file()]
         ours = [path for path in references if path.read_text().strip() == snapshot.name]
+        if sum(1 for _ in snapshot.parent.iterdir()) < 2:
+            paths = [path for path in paths if path.stat().st_mtime_ns <= since_ns]
+            ours = ours if repository.stat().st_mtime_ns <= since_ns else []
         states = [(path, FileIdentity.of(path.lstat())) for path in (*ours, *paths)]
     except (OSError, UnicodeError) as error:
         raise ModelChanged(f"model: '{snapshot}' changed while it was read") from error

@@ -46,8 +46,8 @@ def refuse_unserved(server: Server, directory: Path, *, is_named: bool) -> None:
     """
     _refuse_other_weights(server, is_named=is_named)
     if not is_named:
-        hf_config = getattr(server.model_config, "hf_config", None)
-        refuse_elsewhere(hf_config, directory, trusts_code=server.is_set("trust_remote_code"))
+        resolved = {} if server.model_config is None else _resolved(server.model_config)
+        refuse_elsewhere(resolved, directory, trusts_code=server.is_set("trust_remote_code"))
     _refuse_inputs_without_names(server)
     _refuse_decode_offload(server)
     config = config_of_directory(directory)

@@ -8,7 +8,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
+from pickle import UnpicklingError
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,9 +22,10 @@ from kvconnect.digest.files import ModelFiles
 from kvconnect.digest.memory import as_bytes, memory_place, pieces, same_bits
 from kvconnect.digest.progress import Progress
 
-__all__ = ["StoredTensor", "difference_from_files"]
+__all__ = ["MappedTensor", "StoredTensor", "difference_from_files"]
 
 _SUFFIX = ".safetensors"
+_PICKLED = "pytorch_model*.bin"
 _MAX_HEADER = 100 << 20  # the format's own limit
 _PIECE = 1 << 20  # is compared while it is in the processor's cache
 _MAX_THREADS = 16
@@ -56,6 +60,27 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
 
+    def elements(self, first: int, count: int, buffer: _Buffer) -> Tensor | None:
+        """Returns so many elements, which `buffer` holds; ``None``: the file has fewer."""
+        size = self.dtype.itemsize
+        read = buffer.read(self.descriptor, self.start + first * size, count * size)
+        return None if read is None else read.view(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class MappedTensor:
+    """A tensor in a file that PyTorch has mapped; `shape` as stored, `flat` in row-major order."""
+
+    shape: tuple[int, ...]
+    flat: Tensor
+
+    def elements(self, first: int, count: int, _buffer: _Buffer) -> Tensor | None:
+        """Returns so many elements."""
+        return self.flat[first : first + count]
+
+
+_Stored: TypeAlias = StoredTensor | MappedTensor
+
 
 def difference_from_files(model: PreTrainedModel, files: ModelFiles) -> str:
     """Returns how the weights in memory differ from those that `files` hold; empty: they do not.
@@ -72,7 +97,7 @@ def difference_from_files(model: PreTrainedModel, files: ModelFiles) -> str:
     """
     stored = _stored_tensors(files)
     if stored is None:
-        return "no safetensors files of the directory hold its weights"
+        return "no files of the directory that can be compared hold its weights"
     pairs, missing = _paired(model, stored)
     if missing:
         return f"{missing} is in no file"
@@ -83,8 +108,8 @@ def difference_from_files(model: PreTrainedModel, files: ModelFiles) -> str:
 
 
 def _paired(
-    model: PreTrainedModel, stored: Mapping[str, StoredTensor]
-) -> tuple[list[tuple[str, Tensor, StoredTensor]], str]:
+    model: PreTrainedModel, stored: Mapping[str, _Stored]
+) -> tuple[list[tuple[str, Tensor, _Stored]], str]:
     """Finds the file of each tensor; also the name of one that has none."""
     state: dict[str, Tensor] = model.state_dict()
     reverted: Mapping[str, Tensor] = revert_weight_conversion(model, state)
@@ -108,7 +133,7 @@ def _spellings(model: PreTrainedModel, name: str) -> Iterator[str]:
     yield name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
 
 
-def _first_difference(pairs: list[tuple[str, Tensor, StoredTensor]]) -> str:
+def _first_difference(pairs: list[tuple[str, Tensor, _Stored]]) -> str:
     progress = Progress(sum(tensor.nbytes for _, tensor, _ in pairs), "weights in memory")
     buffer = _Buffer()
     pool = ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))), "kvconnect-compare")
@@ -126,19 +151,16 @@ def _first_difference(pairs: list[tuple[str, Tensor, StoredTensor]]) -> str:
         pool.shutdown(cancel_futures=True)
 
 
-def _equal(tensor: Tensor, file: StoredTensor, buffer: _Buffer) -> bool:
-    start = file.start
+def _equal(tensor: Tensor, file: _Stored, buffer: _Buffer) -> bool:
+    done = 0
     for piece in pieces(tensor, _PIECE):
-        nbytes = piece.numel() * file.dtype.itemsize
-        if nbytes == 0:
+        count = piece.numel()
+        if count == 0:
             continue
-        read = buffer.read(file.descriptor, start, nbytes)
-        if read is None:
+        loaded = file.elements(done, count, buffer)
+        if loaded is None or not same_bits(loaded.to(piece.device, piece.dtype), piece):
             return False
-        loaded = read.view(file.dtype).to(piece.device, piece.dtype)
-        if not same_bits(loaded, piece):
-            return False
-        start += nbytes
+        done += count
     return True
 
 
@@ -161,23 +183,40 @@ class _Buffer(threading.local):
         return piece
 
 
-def _stored_tensors(files: ModelFiles) -> dict[str, StoredTensor] | None:
+def _stored_tensors(files: ModelFiles) -> dict[str, _Stored] | None:
     """Returns all tensors of the files that transformers loads, by name.
 
     ``None`` if a file has another format, or two files have a tensor of one name.
     """
-    found: dict[str, StoredTensor] = {}
-    for name in files.weights:
-        if not name.endswith(_SUFFIX):
+    names = list(files.weights)
+    if not any(name.endswith(_SUFFIX) for name in names):
+        names = [name for name in names if fnmatchcase(name, _PICKLED)]  # a trainer writes others
+    found: dict[str, _Stored] = {}
+    for name in names:
+        read = _header if name.endswith(_SUFFIX) else _mapped
+        tensors = read(files.files[name].descriptor)
+        if tensors is None or found.keys() & tensors.keys():
             return None
-        header = _header(files.files[name].descriptor)
-        if header is None or found.keys() & header.keys():
-            return None
-        found |= header
-    return found
+        found |= tensors
+    return found or None
 
 
-def _header(descriptor: int) -> dict[str, StoredTensor] | None:
+def _mapped(descriptor: int) -> Mapping[str, _Stored] | None:
+    """Returns the tensors of a file that ``torch.save`` wrote, as transformers reads it."""
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, UnpicklingError):  # of another format, or of PyTorch before 1.6
+        return None
+    if not isinstance(found, dict) or not all(isinstance(one, Tensor) for one in found.values()):
+        return None
+    return {
+        name: MappedTensor(tuple(one.shape), one.detach().reshape(-1))
+        for name, one in found.items()
+    }
+
+
+def _header(descriptor: int) -> Mapping[str, _Stored] | None:
     """The tensors of a file, see https://huggingface.co/docs/safetensors/index#format."""
     size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size > _MAX_HEADER:

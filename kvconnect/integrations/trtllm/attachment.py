@@ -70,13 +70,14 @@ class Attachment:
 
     def __init__(self, llm_args: Any) -> None:
         self.settings = engine_settings(llm_args)
-        check_engine(llm_args, is_named=self.settings.own.model_revision is not None)
+        revision = self.settings.own.model_revision
+        check_engine(llm_args, is_named=revision is not None)
         self.llm_args = llm_args  # keeps its id from being given to another
         self._directory = directory_of(
             str(llm_args.model), revision=getattr(llm_args, "revision", None)
         )
-        check_model(llm_args, self._directory)
-        self._digest = digest_of_model(self._directory, revision=self.settings.own.model_revision)
+        check_model(llm_args, self._directory, is_named=revision is not None)
+        self._digest = digest_of_model(self._directory, revision=revision)
         self._access: StoreAccess | None = None
         self._maker: RequestMaker | None = None
         self._pool: PagedKv | None = None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconnect.errors import ConfigurationError, UnsupportedModel
+from kvconnect.integrations.core.elsewhere import refuse_elsewhere
 from kvconnect.integrations.core.long_rope import (
     config_of_directory,
     original_length,
@@ -146,13 +147,23 @@ def _name(value: object) -> str:
     return str(getattr(value, "name", value)).lower()
 
 
-def check_model(llm_args: object, directory: Path) -> None:
-    """Refuses models whose KV depends on more than the tokens before it.
+def check_model(llm_args: object, directory: Path, *, is_named: bool) -> None:
+    """Refuses models whose KV depends on more than the tokens before it, or on other repositories.
+
+    Args:
+        llm_args: TensorRT-LLM's.
+        directory: of the model.
+        is_named: ``model_revision`` stands for weights and code, wherever they come from.
 
     Raises:
+        ConfigurationError: weights or code are in a repository that the digest does not cover.
         UnsupportedModel: RoPE of kind ``dynamic``, whose frequencies depend on the length.
     """
-    if "dynamic" in rope_kinds(_resolved_config(llm_args, directory)):
+    config = _resolved_config(llm_args, directory)
+    if not is_named:
+        trusts_code = bool(getattr(llm_args, "trust_remote_code", False))
+        refuse_elsewhere(config, directory, trusts_code=trusts_code)
+    if "dynamic" in rope_kinds(config):
         raise UnsupportedModel(
             "rope_scaling: with RoPE of kind 'dynamic' KV depends on the length of the sequence, "
             "so blocks of equal tokens differ; it is not served"

@@ -8,8 +8,8 @@ vLLM's steps read by `steps`, a worker's in `worker`, and what they send each ot
 `naming` gives requests their keys: `prompts`, `pictures` and `lora` say what of a request shapes
 KV. `weights` and `weight_calls` find that the model's weights were replaced. `identity` says what
 of the engine's configuration shapes KV, and refuses what cannot be told apart; `configured` says
-since when, `callers` finds what a connector is not given. `layouts`, `caches` and `packing`
-describe the engine's memory; `stats` counts.
+since when, and checks the settings; `callers` finds what a connector is not given. `layouts`,
+`caches` and `packing` describe the engine's memory; `stats` counts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ __all__ = ["KvConnect"]
 
 
 def __getattr__(name: str) -> Any:
-    """`KvConnect`, imported when it is asked for: vLLM is no dependency."""
+    """Returns `KvConnect`, imported when it is asked for: vLLM is no dependency.
+
+    Raises:
+        ConfigurationError: vLLM looks the class up for settings that are wrong; names the field.
+    """
     if name == "KvConnect":
-        from kvconnect.integrations.vllm.configured import lookup_times
+        from kvconnect.integrations.vllm.configured import check_looked_up, lookup_times
         from kvconnect.integrations.vllm.connector import KvConnect
 
+        check_looked_up()
         lookup_times.note()
         return KvConnect
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

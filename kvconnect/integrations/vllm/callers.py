@@ -9,7 +9,15 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["executor_of_caller", "model_of_caller", "scheduler_of_caller"]
+__all__ = [
+    "executor_of_caller",
+    "frames_of_callers",
+    "model_of_caller",
+    "scheduler_of_caller",
+    "transfer_of_lookup",
+]
+
+_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
 
 def executor_of_caller() -> Any | None:
@@ -47,11 +55,27 @@ def model_of_caller() -> Callable[[], nn.Module] | None:
     return None
 
 
-def _callers() -> Iterator[object]:
-    """Yields the ``self`` of each method that runs on this thread, the innermost first."""
+def transfer_of_lookup() -> Any | None:
+    """Returns the ``KVTransferConfig`` for which vLLM looks up a connector's class, or ``None``."""
+    for caller in frames_of_callers():
+        if caller.f_globals.get("__name__") == _FACTORY:
+            transfer = caller.f_locals.get("kv_transfer_config")
+            if transfer is not None:
+                return transfer
+    return None
+
+
+def frames_of_callers() -> Iterator[FrameType]:
+    """Yields the frames of this thread, the innermost first."""
     caller: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to a caller's names
     while caller is not None:
+        yield caller
+        caller = caller.f_back
+
+
+def _callers() -> Iterator[object]:
+    """Yields the ``self`` of each method that runs on this thread, the innermost first."""
+    for caller in frames_of_callers():
         owner = caller.f_locals.get("self")
         if owner is not None:
             yield owner
-        caller = caller.f_back

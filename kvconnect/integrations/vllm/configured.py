@@ -1,17 +1,21 @@
-"""When vLLM's configuration was made in this process: before any of its engines loads weights."""
+"""The configuration that vLLM makes in this process, before any of its engines loads weights."""
 
 from __future__ import annotations
 
 import multiprocessing
-import sys
 import threading
 import time
-from types import FrameType
+from itertools import islice
+from typing import Any
 
-__all__ = ["LookupTimes", "lookup_times"]
+from kvconnect.connector.offload.store import check_store
+from kvconnect.integrations.core.settings import EngineSettings
+from kvconnect.integrations.vllm.callers import frames_of_callers, transfer_of_lookup
+
+__all__ = ["LookupTimes", "check_looked_up", "lookup_times", "settings_of"]
 
 _CONFIGURATION = "vllm.config.vllm"
-_FRAMES = 12
+_FRAMES = 16
 
 
 class LookupTimes:
@@ -54,12 +58,31 @@ lookup_times = LookupTimes()
 """Of this process."""
 
 
+def settings_of(transfer: Any) -> EngineSettings:
+    """Returns the settings in `transfer`, vLLM's ``KVTransferConfig``.
+
+    Raises:
+        ConfigurationError: names the field.
+    """
+    return EngineSettings.of(
+        "vllm", transfer.kv_connector_extra_config, where="kv_connector_extra_config"
+    )
+
+
+def check_looked_up() -> None:
+    """Refuses wrong settings of the connector whose class vLLM looks up on this thread.
+
+    vLLM makes a connector when the weights are loaded. Its configuration looks up the class before,
+    so that a typo is found at once. The store is not opened.
+
+    Raises:
+        ConfigurationError: names the field.
+    """
+    transfer = transfer_of_lookup()
+    if transfer is not None:
+        check_store(settings_of(transfer).connector)
+
+
 def _is_configuring() -> bool:
-    caller: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to know a caller
-    for _ in range(_FRAMES):
-        if caller is None:
-            return False
-        if caller.f_globals.get("__name__") == _CONFIGURATION:
-            return True
-        caller = caller.f_back
-    return False
+    callers = islice(frames_of_callers(), _FRAMES)
+    return any(caller.f_globals.get("__name__") == _CONFIGURATION for caller in callers)

@@ -18,16 +18,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvconnect.connector.data import LlmArgs
 from kvconnect.errors import ConfigurationError, UsageError
 from kvconnect.integrations.core.arguments import SharedArguments, make_arguments
-from kvconnect.integrations.core.elsewhere import refuse_elsewhere
 from kvconnect.integrations.core.metrics_port import tell_metrics
-from kvconnect.integrations.core.models import digest_of_model, directory_of
 from kvconnect.integrations.core.requests import extra_key_of
 from kvconnect.integrations.core.settings import EngineSettings
 from kvconnect.integrations.vllm.caches import group_planes
 from kvconnect.integrations.vllm.callers import executor_of_caller, model_of_caller
-from kvconnect.integrations.vllm.configured import lookup_times
+from kvconnect.integrations.vllm.configured import lookup_times, settings_of
 from kvconnect.integrations.vllm.exports import KvConnectPromMetrics, KvConnectStats
 from kvconnect.integrations.vllm.identity import (
+    model_directory,
+    model_identity,
     refuse_other_dtype_on_cpu,
     refuse_unserved,
     variant_of,
@@ -67,9 +67,7 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        settings = EngineSettings.of(
-            "vllm", transfer.kv_connector_extra_config, where="kv_connector_extra_config"
-        )
+        settings = settings_of(transfer)
         if not transfer.is_kv_producer:
             settings = settings.without_saves()
         refuse_unserved(vllm_config, is_named=settings.own.model_revision is not None)
@@ -293,20 +291,12 @@ def _arguments_of(
     groups: tuple[CacheGroup, ...],
     shard: Shard,
 ) -> LlmArgs:
-    model = vllm_config.model_config
-    directory = directory_of(
-        model.model,
-        revision=getattr(model, "revision", None),
-        cache_dir=getattr(vllm_config.load_config, "download_dir", None),
-    )
-    if settings.own.model_revision is None:
-        trusts_code = bool(getattr(model, "trust_remote_code", False))
-        refuse_elsewhere(getattr(model, "hf_config", None), directory, trusts_code=trusts_code)
-    digest = digest_of_model(
-        directory, revision=settings.own.model_revision, since_ns=lookup_times.take()
+    directory = model_directory(vllm_config)
+    digest = model_identity(
+        vllm_config, revision=settings.own.model_revision, since_ns=lookup_times.take()
     )
     layouts = tuple(group.layout for group in groups)
-    heads = total_heads(groups, shard, model.get_total_num_kv_heads())
+    heads = total_heads(groups, shard, vllm_config.model_config.get_total_num_kv_heads())
     return make_arguments(settings, directory, digest, layouts, shard=shard, num_kv_heads=heads)
 
 

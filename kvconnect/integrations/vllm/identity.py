@@ -6,15 +6,19 @@ import hashlib
 import json
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.core.elsewhere import refuse_elsewhere
 from kvconnect.integrations.core.long_rope import original_length
-from kvconnect.integrations.core.models import directory_of
+from kvconnect.integrations.core.models import digest_of_model, directory_of
 from kvconnect.layout import KvCacheLayout
 
 __all__ = [
     "comes_from_directory",
+    "model_directory",
+    "model_identity",
     "refuse_other_dtype_on_cpu",
     "refuse_unserved",
     "settings_of_model",
@@ -86,8 +90,37 @@ def refuse_unserved(vllm_config: Any, *, is_named: bool = False) -> None:
     _refuse_latents_on_cpu(vllm_config)
 
 
+def model_directory(vllm_config: Any) -> Path:
+    """Returns the directory of vLLM's model; see `directory_of`."""
+    model = vllm_config.model_config
+    return directory_of(
+        model.model,
+        revision=getattr(model, "revision", None),
+        cache_dir=getattr(vllm_config.load_config, "download_dir", None),
+    )
+
+
+def model_identity(vllm_config: Any, *, revision: str | None, since_ns: int | None) -> bytes:
+    """Returns the digest of vLLM's model; see `digest_of_model`.
+
+    Args:
+        vllm_config: vLLM's.
+        revision: stands for the weights, wherever they come from.
+        since_ns: when vLLM may have begun to load them; ``None``: when this process started.
+
+    Raises:
+        ConfigurationError: the digest of the directory does not cover all that is loaded.
+        ModelChanged: the directory has changed since.
+    """
+    directory, model = model_directory(vllm_config), vllm_config.model_config
+    if revision is None:
+        trusts_code = bool(getattr(model, "trust_remote_code", False))
+        refuse_elsewhere(vars(model.hf_config), directory, trusts_code=trusts_code)
+    return digest_of_model(directory, revision=revision, since_ns=since_ns)
+
+
 def comes_from_directory(vllm_config: Any) -> bool:
-    """Whether the weights are files of the model's directory, as far as `load_format` tells."""
+    """Returns whether `load_format` takes the weights from files of the model's directory."""
     return str(vllm_config.load_config.load_format) in (*_USUAL_FILES, *_OTHER_FILES)
 
 
@@ -148,15 +181,10 @@ def _is_of_config_json(vllm_config: Any) -> bool:
     With ``config_format=auto`` it goes by ``params.json`` where weights of Mistral's format lie.
     """
     model = vllm_config.model_config
-    name = getattr(model, "model", None)
     config_format = str(getattr(model, "config_format", "auto"))
-    if config_format != "auto" or name is None:
+    if config_format != "auto" or getattr(model, "model", None) is None:
         return config_format in ("auto", "hf")
-    directory = directory_of(
-        name,
-        revision=getattr(model, "revision", None),
-        cache_dir=getattr(vllm_config.load_config, "download_dir", None),
-    )
+    directory = model_directory(vllm_config)
     consolidated = directory.glob("consolidated*.safetensors")
     return not ((directory / "params.json").is_file() and any(consolidated))
 

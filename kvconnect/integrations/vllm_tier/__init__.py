@@ -9,11 +9,32 @@ Begin with `tier`, which is what vLLM calls; `identity` says what a stored chunk
 `loads` and `saves` go to the store through the parts of `kvconnect.connector.offload`; `weights`
 and `requests` find what vLLM's names do not say. May import the connector's rooms, the digest, the
 vocabulary, and of `kvconnect.integrations.vllm` what says which weights compute. vLLM is never a
-dependency: `engine` is the only module that imports it.
+dependency: `engine` is the only module that imports it. `configured` checks settings before the
+weights are loaded.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvconnect.integrations.vllm_tier.tier import KvConnectTier
 
 __all__ = ["KvConnectTier"]
+
+
+def __getattr__(name: str) -> Any:
+    """Returns vLLM's ``OffloadingConnector`` where this is its ``kv_connector_module_path``.
+
+    vLLM looks a connector's class up when it is configured, and a tier's when the weights are
+    loaded. So a typo in a tier's settings is found before only if the connector comes from here.
+
+    Raises:
+        ConfigurationError: vLLM looks the class up for settings that are wrong; names the field.
+    """
+    if name == "OffloadingConnector":
+        from kvconnect.integrations.vllm_tier.configured import check_looked_up
+        from kvconnect.integrations.vllm_tier.engine import offloading_connector
+
+        check_looked_up()
+        return offloading_connector()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ tiers, or others.
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 __all__ = [
     "JobResult",
@@ -15,6 +16,7 @@ __all__ = [
     "Medium",
     "RequestOffloadingContext",
     "SecondaryTierManager",
+    "offloading_connector",
 ]
 
 if find_spec("vllm") is not None:
@@ -28,3 +30,10 @@ if find_spec("vllm") is not None:
 else:
     JobResult = Locality = LookupResult = Medium = RequestOffloadingContext = None
     SecondaryTierManager = object
+
+
+def offloading_connector() -> Any:
+    """Returns vLLM's connector that has tiers; imported when it is asked for, being large."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as module
+
+    return module.OffloadingConnector

@@ -22,10 +22,9 @@ import torch
 
 from kvconnect.digest.model import check_revision
 from kvconnect.errors import ConfigurationError
-from kvconnect.integrations.core.elsewhere import refuse_elsewhere
-from kvconnect.integrations.core.models import digest_of_model, directory_of
 from kvconnect.integrations.vllm.identity import (
     comes_from_directory,
+    model_identity,
     settings_of_model,
     vllm_version,
 )
@@ -209,16 +208,7 @@ def _model_digest(config: Any, revision: str | None) -> bytes:
             f"load_format={config.load_config.load_format}: the weights need not be those of the "
             "model's directory, so nothing names them; give the tier a model_revision"
         )
-    model = config.model_config
-    directory = directory_of(
-        model.model,
-        revision=model.revision,
-        cache_dir=getattr(config.load_config, "download_dir", None),
-    )
-    if revision is None:
-        trusts_code = bool(getattr(model, "trust_remote_code", False))
-        refuse_elsewhere(getattr(model, "hf_config", None), directory, trusts_code=trusts_code)
-    return digest_of_model(directory, revision=revision, since_ns=_started_ns())
+    return model_identity(config, revision=revision, since_ns=_started_ns())
 
 
 def _started_ns() -> int | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
+from typing import Any
 
 import pytest
 
@@ -21,9 +24,6 @@ pytestmark = pytest.mark.engines
 @pytest.mark.parametrize(
     ("transfer", "options", "says"),
     [
-        (connector(""), {}, r"kv_connector_extra_config\.url: is missing"),
-        (connector("disk:/tmp/x", urls=1), {}, "unknown field 'urls'"),
-        (connector("memory:", namespace="everyone"), {}, "namespace='everyone'"),
         (connector("memory:"), {"hf_overrides": lambda one: one}, "hf_overrides"),
         (connector("memory:", namespace="shared"), {"hf_overrides": {"x": 1}}, "hf_overrides"),
         (connector("redis://127.0.0.1:1"), {}, "cannot be opened"),
@@ -33,6 +33,45 @@ pytestmark = pytest.mark.engines
 )
 def test_what_is_wrong_is_said_at_start(llama, transfer, options, says):
     with pytest.raises(ConfigurationError, match=says), engine(llama, transfer, **options):
+        pass
+
+
+def several(**child: Any) -> dict[str, Any]:
+    return connector("") | {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": None,
+        "kv_connector_extra_config": {"connectors": [connector("memory:"), child]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("transfer", "says"),
+    [
+        (connector(""), r"kv_connector_extra_config\.url: is missing"),
+        (connector("disk:/tmp/x", urls=1), "unknown field 'urls'"),
+        (connector("memory:", namespace="everyone"), "namespace='everyone'"),
+        (connector("dsik:/tmp/x"), "store scheme 'dsik' is unknown"),
+        (several(**connector("memory:", urls=1)), "unknown field 'urls'"),
+    ],
+    ids=["url", "field", "value", "scheme", "child"],
+)
+def test_a_typo_is_found_before_the_weights_are_loaded(llama, tmp_path, transfer, says):
+    """The files of these weights cannot be loaded."""
+    directory = shutil.copytree(llama, tmp_path / "model")
+    (directory / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=says), engine(directory, transfer):
+        pass
+
+
+def test_code_of_another_repository_is_refused(llama, tmp_path):
+    directory = shutil.copytree(llama, tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    config["auto_map"] = {"AutoModel": "org/x--modeling.Model"}
+    (directory / "config.json").write_text(json.dumps(config))
+    with (
+        pytest.raises(ConfigurationError, match="auto_map: 'org/x--"),
+        engine(directory, connector("memory:"), trust_remote_code=True),
+    ):
         pass
 
 

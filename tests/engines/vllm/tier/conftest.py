@@ -56,6 +56,9 @@ class Engine:
             disable_log_stats=True,
             kv_transfer_config={
                 "kv_connector": "OffloadingConnector",
+                "kv_connector_module_path": arguments.pop(
+                    "connector_from", "kvconnect.integrations.vllm_tier"
+                ),
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": extra,
             },

@@ -86,6 +86,7 @@ def run(model: Path, directory: Path, prompts: list[list[int]], ranks: int = 1) 
         "tensor_parallel_size": ranks,
         "transfer": {
             "kv_connector": "OffloadingConnector",
+            "kv_connector_module_path": "kvconnect.integrations.vllm_tier",
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
         },

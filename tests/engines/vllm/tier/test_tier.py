@@ -13,6 +13,7 @@ import faulty_disk
 import numpy as np
 import pytest
 from prompts import prompt_of
+from pydantic import ValidationError
 from tiers import BLOCK, WHOLE, tier
 
 from kvconnect.backends import registry
@@ -295,14 +296,25 @@ def test_many_requests_at_once_with_aborts_leave_nothing_behind(engine, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"url": ""}, r"KvConnectTier\.url: is missing"),
+        ({"url": "dsik:///x"}, "store scheme 'dsik' is unknown"),
+        ({"capacity": "1GiB"}, "unknown field 'capacity'"),
+        ({"codec": "fp8"}, r"KvConnectTier\.codec: fp8 rounds numbers"),
+        ({"lookup_timeout_ms": 0}, "lookup_timeout_ms=0"),
+        ({"locality": "NEAR"}, "locality='NEAR'"),
+    ],
+)
+def test_a_typo_is_found_while_vllm_is_configured(engine, tmp_path, settings, said):
+    with pytest.raises(ValidationError, match=f"1 validation error for VllmConfig\n.*{said}"):
+        engine({**tier(tmp_path), **settings})
+
+
+@pytest.mark.parametrize(
     ("settings", "arguments", "said"),
     [
-        ({"url": ""}, {}, "KvConnectTier.url: is missing"),
-        ({"url": "dsik:///x"}, {}, "store scheme 'dsik' is unknown"),
-        ({"capacity": "1GiB"}, {}, "unknown field 'capacity'"),
-        ({"codec": "fp8"}, {}, "KvConnectTier.codec: fp8 rounds numbers"),
-        ({"lookup_timeout_ms": 0}, {}, "lookup_timeout_ms=0"),
-        ({"locality": "NEAR"}, {}, "locality='NEAR'"),
+        ({"capacity": "1GiB"}, {"connector_from": None}, "unknown field 'capacity'"),
         ({"staging_bytes": 100}, {}, "staging_bytes=100"),
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "prefix_caching_hash_algo=xxhash"),
         ({}, {"load_format": "dummy"}, "load_format=dummy"),
