@@ -55,7 +55,7 @@ class StepEnd:
 
     @property
     def has_agreed(self) -> bool:
-        """Whether `agree` was called in this step."""
+        """True after `agree` was called in this step."""
         return self._agreed is not None
 
     def agree(self) -> StepOutcome:
