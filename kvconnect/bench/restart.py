@@ -41,6 +41,7 @@ _CONNECTOR_CALLS = (
     "wait_for_layer_load",
     "save_kv_layer",
     "end_forward",
+    "agree",
     "end_step",
     "wait_seconds",
 )

@@ -129,8 +129,8 @@ class RankWatch:
         self._rank = group.rank()
         self._peers = [rank for rank in range(group.size()) if rank != self._rank]
         self._silence_s = silence_s
-        now = time.monotonic()
-        self._heard = dict.fromkeys(self._peers, now)
+        self._awake_s = 0.0  # for which this rank ran
+        self._heard = dict.fromkeys(self._peers, self._awake_s)  # when, by that clock
         self._exchanges = dict.fromkeys(self._peers, 0)
         self._left: set[int] = set()
         self._lock = threading.Lock()
@@ -147,6 +147,8 @@ class RankWatch:
             for peer in self._peers
         ]
         self._threads.append(threading.Thread(target=self._beat, name="kvconnect-rank-beat"))
+        # On a thread of its own: gloo may keep the one that sends.
+        self._threads.append(threading.Thread(target=self._look, name="kvconnect-rank-look"))
         for thread in self._threads:
             thread.daemon = True
             thread.start()
@@ -230,22 +232,23 @@ class RankWatch:
     # ------------------------------------------------------------------ threads
 
     def _beat(self) -> None:
+        while not (self._closing.wait(_BEAT_EVERY_S) or self._over.is_set()):
+            self._send(Verdict(VerdictKind.ALIVE, self._rank, ""))
+
+    def _look(self) -> None:
+        """Gives up a rank that is silent for too long."""
         last = time.monotonic()
         while not (self._closing.wait(_BEAT_EVERY_S) or self._over.is_set()):
             now = time.monotonic()
-            if now - last > self._silence_s / 2:
-                # This rank itself was stopped: what the others sent meanwhile is still to be read.
-                self._heard = dict.fromkeys(self._peers, now)
+            # Time in which this rank itself was stopped, or had no processor, hardly counts: what
+            # the others sent meanwhile is still to be read.
+            self._awake_s += min(now - last, self._silence_s / 4)
             last = now
-            self._send(Verdict(VerdictKind.ALIVE, self._rank, ""))
-            self._check(now)
-
-    def _check(self, now: float) -> None:
-        for peer, heard in self._heard.items():
-            if now - heard > self._silence_s and peer not in self._left:
-                text = f"rank {peer} is lost: no sign of life for {self._silence_s:g} s"
-                self.judge(VerdictKind.LOST, peer, text)
-                return
+            for peer, heard in self._heard.items():
+                if self._awake_s - heard > self._silence_s and peer not in self._left:
+                    text = f"rank {peer} is lost: no sign of life for {self._silence_s:g} s"
+                    self.judge(VerdictKind.LOST, peer, text)
+                    return
 
     def _listen(self, peer: int) -> None:
         buffer = torch.zeros(_NOTE_NBYTES, dtype=torch.uint8)
@@ -257,7 +260,7 @@ class RankWatch:
             except RuntimeError:
                 self._disconnected(peer)
                 return
-            self._heard[peer] = time.monotonic()
+            self._heard[peer] = self._awake_s
             if (verdict := self._read(peer, buffer)) is None:
                 continue
             if verdict.kind is not VerdictKind.LEAVING:

@@ -90,11 +90,15 @@ class KvCacheConnectorWorker(ABC):
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Which requests' background saves and loads have ended since the last call.
+        """Returns the requests whose background saves and loads have ended since the last call.
 
         Called once a step, idle steps too. `finished_gen_req_ids` began to save (`request_finished`
         was True), `started_loading_req_ids` to load; each id comes in once, and may be returned
         from then on, once.
+
+        On one rank this is the last call of a step, as in TensorRT-LLM: the step in which a request
+        ends passes in its id. Several ranks are asked before anything is sampled, and pass it in
+        with the next step, which follows at once.
         """
 
     def register_forward_pass_callable(self) -> Callable[[], None] | None:
@@ -102,7 +106,11 @@ class KvCacheConnectorWorker(ABC):
         return None
 
     def get_failed(self) -> list[TransferFailure]:
-        """*Ours.* Transfers that will not finish; asked after each forward, before sampling."""
+        """*Ours.* Returns the transfers that will not finish.
+
+        Called after each forward pass, before anything of it is sampled, which is the last time for
+        what the step itself loads; and after `get_finished`.
+        """
         return []
 
     def build_worker_meta(self) -> object | None:

@@ -43,6 +43,10 @@ class NoConnector:
     def end_forward(self) -> None:
         """Nothing."""
 
+    def agree(self) -> dict[int, int]:
+        """Returns nothing: no load failed."""
+        return {}
+
     def end_step(self) -> StepOutcome:
         """Nothing ended."""
         return StepOutcome()

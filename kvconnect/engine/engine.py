@@ -96,9 +96,9 @@ class Engine:
         # forward: each layer waits for its loads, writes K/V, attends, hands it on for saving
         logits = self._forward(plan)
         # agree: whatever failed to load gets nothing from this step
-        outcome = self._connector.end_step()
+        failed_loads = self._connector.agree() if scheduled else {}
         self._score_prompts(plan, logits)
-        prefilled = self._advance(batch, outcome)
+        prefilled = self._advance(batch, failed_loads)
         # sample: append tokens, publish what they filled, stream them, finish
         runs = self._sample(plan, batch, logits)
         self._kv.update_resources(batch)
@@ -106,7 +106,8 @@ class Engine:
             self._emit(run)
         for live in prefilled:
             self._live.finish(live, "length")
-        # settle: loaded requests resume, saved ones let go
+        # settle: loaded requests resume, saved ones give their blocks back
+        outcome = self._connector.end_step()
         self._settle(outcome)
         failed |= self._live.end_failed()
         ended = bool(failed or outcome.loaded or outcome.failed or outcome.saved)
@@ -204,8 +205,8 @@ class Engine:
 
     # ------------------------------------------------------------------ agree
 
-    def _advance(self, batch: ScheduledBatch, outcome: StepOutcome) -> list[LiveRequest]:
-        """Move each request's valid position; one whose load failed gets nothing from this step.
+    def _advance(self, batch: ScheduledBatch, failed_loads: dict[int, int]) -> list[LiveRequest]:
+        """Moves each request's valid position; one whose load failed gets nothing from this step.
 
         Returns those that end here, since nothing is to be sampled. Their last token does not count
         as computed: nothing follows it, and windows keep what a request that goes on from there
@@ -213,7 +214,7 @@ class Engine:
         """
         prefilled = []
         for request in batch.requests:
-            if request.request_id in outcome.failed:
+            if request.request_id in failed_loads:
                 continue
             if request.num_external_tokens:
                 request.reused_store_tokens += (
@@ -228,7 +229,7 @@ class Engine:
                 end -= 1
                 prefilled.append(self._live[request.request_id])
             request.num_computed_tokens, request.num_external_tokens = end, 0
-        for request_id, valid in outcome.failed.items():
+        for request_id, valid in failed_loads.items():
             if live := self._live.get(request_id):
                 self._note_loaded(live.request, valid)
         return prefilled
@@ -319,10 +320,11 @@ class Engine:
             self._settle_failed(outcome)
 
     def _settle_failed(self, outcome: StepOutcome) -> None:
-        for request_id in outcome.failed:
+        for request_id, valid in outcome.failed.items():
             live = self._live.get(request_id)
             if live is None:
                 continue
+            self._note_loaded(live.request, valid)
             if request_id in outcome.requeue:
                 self._send_back(live.request)
             elif live.request.state is RequestState.LOADING:

@@ -280,12 +280,14 @@ class BenchEngine:
     def step(self) -> bool:
         batch = self.schedule()
         self._raise_first()
-        if batch.requests or batch.loading_requests:
+        scheduled = bool(batch.requests or batch.loading_requests)
+        if scheduled:
             self.manager.begin_step(batch)
         logits = self.forward(batch)
+        self._advance(batch, self.manager.agree() if scheduled else {}, logits)
         outcome = self.manager.end_step()
         self.outcomes.append(outcome)
-        self._settle(batch, outcome, logits)
+        self._settle(outcome)
         self._raise_first()
         return bool(batch.requests or outcome.loaded or outcome.failed or outcome.saved)
 
@@ -347,12 +349,12 @@ class BenchEngine:
         seen = self.kv.pool[ids].permute(1, 2, 0, 3).reshape(LAYERS, 2, -1)
         return zlib.crc32(seen[:, :, : request.num_tokens].contiguous().numpy().tobytes()) % 97
 
-    def _settle(
-        self, batch: ScheduledBatch, outcome: StepOutcome, logits: Mapping[int, int]
+    def _advance(
+        self, batch: ScheduledBatch, failed_loads: Mapping[int, int], logits: Mapping[int, int]
     ) -> None:
         for request in batch.requests:
             request_id = request.request_id
-            if request_id in outcome.failed:
+            if request_id in failed_loads:
                 continue
             if request.num_external_tokens:
                 self.store_tokens[request_id] += (
@@ -366,6 +368,8 @@ class BenchEngine:
                 request.state = RequestState.GENERATION
                 if request.num_generated_tokens >= request.sampling_params.max_tokens:
                     self._finish(request)
+
+    def _settle(self, outcome: StepOutcome) -> None:
         for request_id, valid in (outcome.loaded | outcome.failed).items():
             request = self.requests.get(request_id)
             if request is None or request.state is RequestState.FINISHED:

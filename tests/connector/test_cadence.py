@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,8 +86,8 @@ def test_the_order_of_calls_in_a_step(llm: LLM, script: Script) -> None:
         "start_load_kv",
         *layers,
         "wait_for_save",
-        "get_finished",
         "request_finished",
+        "get_finished",
     ]
 
 
@@ -132,6 +134,41 @@ def test_async_load_computes_only_once_it_was_reported(llm: LLM, script: Script)
     assert len(asked) == 4
 
 
+def test_async_save_as_tensorrt_llm_tests_it(llm: LLM, script: Script) -> None:
+    """Eight calls of get_finished in eight steps, and the request's id in the eighth."""
+    script.keep = lambda _: True
+    llm.generate([prompt(T - 8)], params(8))
+    llm.close()
+    [(request_id, block_ids)] = script.named("request_finished")
+    assert len(block_ids) == 1
+    assert script.named("get_finished") == [([], [])] * 7 + [([request_id], [])]
+    assert llm.stats().free_blocks == llm.stats().max_blocks
+
+
+def test_an_id_is_passed_in_by_the_step_that_ends_its_request_whatever_loads_meanwhile(
+    llm: LLM, script: Script
+) -> None:
+    answers = itertools.cycle([(0, False), (16, True), (16, False)])
+    script.match, script.keep = (lambda *_: next(answers)), lambda _: True
+    lengths = [1, 2, 2, 3, 4, 5, 6, 6, 7]
+    llm.generate(
+        [prompt(T + number, seed=number) for number in range(len(lengths))],
+        [params(length) for length in lengths],
+    )
+    llm.close()
+    ended: list[int] = []
+    for name, *args in script.calls:
+        if name == "request_finished":
+            ended.append(args[0])
+        elif name == "get_finished":
+            assert args[0] == ended
+            ended.clear()
+        else:
+            assert not ended, f"{name} came before get_finished"
+    assert len(script.named("request_finished")) == len(lengths)
+    assert llm.stats().free_blocks == llm.stats().max_blocks
+
+
 def test_async_save(llm: LLM, script: Script) -> None:
     script.keep = lambda _: True
     pool = llm.stats().max_blocks
@@ -157,6 +194,18 @@ def test_async_save(llm: LLM, script: Script) -> None:
     assert script.named("get_finished").count(([request_id], [])) == 1
     assert free[:3] == [pool - 1] * 3
     assert llm.stats().free_blocks == pool
+
+
+def test_an_idle_engine_gives_the_blocks_back(model: Path) -> None:
+    """No other request comes, with whose steps the last blocks would be saved."""
+    cache = KvCacheConfig(tokens_per_block=T, max_tokens=64 * T)
+    with LLM(model, kv_cache=cache, connector="memory:?capacity=8MiB") as llm:
+        for length in (1, 3, T):
+            llm.generate(prompt(T - 8), params(length))
+            until = time.monotonic() + 10
+            while (stats := llm.stats()).free_blocks < stats.max_blocks:
+                assert time.monotonic() < until, stats
+                time.sleep(0.01)
 
 
 def test_scheduler_output(llm: LLM, script: Script) -> None:

@@ -273,7 +273,9 @@ def loading(bench: BenchEngine, *, num_ranks: int = 3) -> tuple[TransferLedger, 
 
 
 def settle(ledger: TransferLedger, *reports: Report) -> StepOutcome:
-    return ledger.settle(list(reports), lambda *_: None)
+    outcome = StepOutcome()
+    ledger.settle(list(reports), lambda *_: None, outcome)
+    return outcome
 
 
 def failed(request: LlmRequest, valid: int, *, ended: bool = True) -> Report:

@@ -12,6 +12,7 @@ from recording import Script
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.runtime.transfers import Transfers, TransferState
+from kvconnect.errors import ConnectorContractError
 from kvconnect.request import LlmRequest, RequestState
 
 PROMPT = list(range(1, 6 * T + 3))
@@ -87,6 +88,40 @@ def test_a_synchronous_load_that_fails_after_the_last_layer_costs_the_step(scrip
         bench.run()
         assert tokens(request) == ANSWER
         assert script.outputs[1].cached_requests[0].computed_position == 0
+
+
+def test_a_failure_that_is_found_in_get_finished_is_taken_in_the_same_step(script: Script) -> None:
+    script.match = lambda *_: (5 * T, True)
+    with engine() as bench:
+        request = bench.submit(PROMPT, 3)
+
+        def finished(_saving: list[int], loading: list[int]) -> tuple[list[int], list[int]]:
+            script.failures += [fail(request, 0) for _ in loading]
+            return [], []
+
+        script.finished = finished
+        bench.step()
+        assert bench.outcomes[-1].failed == {request.request_id: 0}
+        bench.run()
+        assert tokens(request) == ANSWER
+
+
+def test_a_synchronous_load_that_fails_after_tokens_were_sampled_ends_the_engine(
+    script: Script,
+) -> None:
+    """Its worker has until `get_failed` after the forward pass to say so."""
+    script.match = lambda *_: (5 * T, False)
+    with engine() as bench:
+        request = bench.submit(PROMPT, 3)
+
+        def finished(_saving: list[int], _loading: list[int]) -> tuple[list[int], list[int]]:
+            script.failures = [fail(request, 0)]
+            return [], []
+
+        script.finished = finished
+        with pytest.raises(ConnectorContractError, match="which has none"):
+            bench.step()
+        bench.running.clear()
 
 
 def test_what_a_load_may_still_write_is_exchanged_and_comes_back_with_the_id(
@@ -405,8 +440,9 @@ def test_an_id_that_was_not_passed_in_yet_is_not_slept_on(script: Script) -> Non
     script.keep = lambda _: True
     with engine() as bench:
         script.worker.wakes = True
-        bench.submit(PROMPT)
+        request = bench.submit(PROMPT, 2)
         bench.step()
+        bench.abort(request)
         assert bench.manager.wait_seconds() == 0.0
 
 

@@ -73,6 +73,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._ended: deque[tuple[int, TransferFailure | None]] = deque()
         self._failed: list[TransferFailure] = []
         self._leaving: dict[int, _Leaving] = {}
+        self._saved: list[int] = []
         self._missing: dict[int, int] = {}
         self._held = HeldSaves(llm_args.layouts)
         self._step_load: StepLoad | None = None
@@ -131,7 +132,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._wakeup = wakeup
 
     def bind_connector_meta(self, metadata: object) -> None:
-        """Take in which requests ended: the runtime passes them to this step's `get_finished`."""
+        """Takes in which requests ended, and what of them is to be staged."""
         super().bind_connector_meta(metadata)
         if not isinstance(metadata, OffloadMeta):
             return
@@ -267,10 +268,13 @@ class OffloadWorker(KvCacheConnectorWorker):
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """What ended since the last call; stages what ended requests have left. Does not block."""
-        for request_id, block in self._queue.take_lost():
-            self._note_missing(request_id, block)
-        saved = self._stage_leaving() if self._leaving else []
+        """Returns what ended since the last call. Does not block.
+
+        A request counts as saved when what its end ordered is staged. The order comes with the
+        metadata of the step after that end, which may be later than the request's id comes here.
+        """
+        self._stage_leaving()
+        saved, self._saved = self._saved, []
         loaded = []
         while self._ended:
             request_id, failure = self._ended.popleft()
@@ -281,7 +285,12 @@ class OffloadWorker(KvCacheConnectorWorker):
         return saved, loaded
 
     def get_failed(self) -> list[TransferFailure]:
-        """Transfers that will not finish; nothing of them touches the pool any more."""
+        """Transfers that will not finish; nothing of them touches the pool any more.
+
+        Stages what ended requests have left, so that `build_worker_meta` knows what has no room,
+        also where `get_finished` is called last in a step.
+        """
+        self._stage_leaving()
         if not self._failed:
             return []
         failed, self._failed = self._failed, []
@@ -294,16 +303,19 @@ class OffloadWorker(KvCacheConnectorWorker):
         missing, self._missing = self._missing, {}
         return WorkerMeta(missing, bool(self._leaving))
 
-    def _stage_leaving(self) -> list[int]:
-        """Requests all of whose blocks have left the pool."""
+    def _stage_leaving(self) -> None:
+        """Stages what ended requests have left, as far as there is room."""
+        for request_id, block in self._queue.take_lost():
+            self._note_missing(request_id, block)
+        if not self._leaving:
+            return
         stream, now = self._current_stream(), time.monotonic()
-        saved: list[int] = []
         for request_id, leaving in list(self._leaving.items()):
             if leaving.order is not None:
                 leaving.staged += self._queue.stage(leaving.order, leaving.staged, stream=stream)
             missing = leaving.missing
             if not missing:
-                saved.append(request_id)
+                self._saved.append(request_id)
             elif now >= leaving.deadline:
                 self._count_dropped(missing)
                 reason = f"no room in the staging memory for {missing} blocks"
@@ -311,7 +323,6 @@ class OffloadWorker(KvCacheConnectorWorker):
             else:
                 continue
             del self._leaving[request_id]
-        return saved
 
     def _current_stream(self) -> torch.cuda.Stream | None:
         """The engine's, outside of a step."""

@@ -144,12 +144,28 @@ class TransferLedger:
         self._hold(load, self._kv.pin(request), self._num_held(request))
         self._cancel(request)
 
-    def collect(self, step: int, saving: tuple[int, ...], loading: tuple[int, ...]) -> Report:
-        """Ask this rank's worker what ended, once a step; `saving` and `loading` began in it."""
+    def collect_failed(self, step: int) -> Report:
+        """Asks this rank's worker what failed, before anything of the step is sampled."""
+        failures = checked_failures(self._worker, self._worker.get_failed())
+        return Report(
+            step,
+            failures=tuple(failures),
+            worker_meta=self._worker.build_worker_meta(),
+            request_errors=self._errors.take_report(),
+            error=self._unexpected_failure(failures),
+        )
+
+    def collect(
+        self, step: int, saving: tuple[int, ...], loading: tuple[int, ...], *, is_first: bool = True
+    ) -> Report:
+        """Asks this rank's worker what ended, once a step; `saving` and `loading` began in it.
+
+        Without `is_first`, `collect_failed` was called before in the step.
+        """
         worker = self._worker
         saved, loaded = checked_finished(worker, worker.get_finished(list(saving), list(loading)))
         failures = checked_failures(worker, worker.get_failed())
-        meta = worker.build_worker_meta()
+        meta = worker.build_worker_meta() if is_first else None
         request_errors = self._errors.take_report()
         if not (saved or loaded or failures or self.loads or self.saves or self.quarantine):
             return Report(step, worker_meta=meta, request_errors=request_errors)
@@ -171,18 +187,16 @@ class TransferLedger:
             error=error,
         )
 
-    def settle(self, reports: list[Report], load_failed: LoadFailed) -> StepOutcome:
-        """What `reports`, by rank, add up to. The same on every rank."""
-        outcome = StepOutcome()
+    def settle(self, reports: list[Report], load_failed: LoadFailed, outcome: StepOutcome) -> None:
+        """Adds what `reports`, by rank, say to `outcome`: the same on every rank."""
         if not (self.loads or self.saves or self.quarantine):
-            return outcome
+            return
         for rank, report in enumerate(reports):
             self._enter(rank, report)
         for load in self.loads:
             self._settle_load(load, outcome, load_failed)
         for save in self.saves:
             self._settle_save(save, outcome)
-        return outcome
 
     def next_deadline(self) -> float | None:
         """When something happens at the latest, on the monotonic clock; ``None``: perhaps never.

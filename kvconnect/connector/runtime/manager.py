@@ -18,6 +18,7 @@ from kvconnect.connector.runtime.pools import check_attachable, checked_pools
 from kvconnect.connector.runtime.reporting import RequestRecord, StepReporter
 from kvconnect.connector.runtime.request_errors import RequestErrors
 from kvconnect.connector.runtime.save_admission import SaveAdmission
+from kvconnect.connector.runtime.step_end import StepEnd
 from kvconnect.connector.runtime.steps import RankSteps
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.connector.stream import CpuStream, ForwardStream
@@ -26,17 +27,14 @@ from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 
 __all__ = ["KvCacheConnectorManager", "StepOutcome"]
 
-_FIRST_POLL_S = 0.001
-_LAST_POLL_S = 0.010
-
 
 class KvCacheConnectorManager:
     """Calls a connector in the order its contract promises, and trusts nothing it answers.
 
     One step of the engine is `begin_step`, for each layer `wait_for_layer_load` and
-    `save_kv_layer`, `end_forward`, `end_step`; an idle step is `end_step` alone. All methods run on
-    the engine's thread. Every step makes exactly two exchanges with the other ranks, whatever
-    happens in it.
+    `save_kv_layer`, `end_forward`, `agree`, `end_step`; an idle step is `end_step` alone. All
+    methods run on the engine's thread. Every step makes exactly two exchanges with the other ranks,
+    whatever happens in it.
 
     What the connector raises for one request, or answers wrongly for it, is kept for `take_errors`
     of the leader and ends that request, on whichever rank it is raised; the connector is not asked
@@ -108,8 +106,18 @@ class KvCacheConnectorManager:
         )
         self._tokens_per_block = tokens_per_block
         self._steps = RankSteps(self._communicator)
+        self._end = StepEnd(
+            self._worker,
+            self._scheduler,
+            self._records,
+            communicator=self._communicator,
+            steps=self._steps,
+            ledger=self._ledger,
+            saves=self._saves,
+            errors=self._errors,
+            load_failed=self._load_failed,
+        )
         self._stream: ForwardStream = CpuStream()
-        self._poll_s = _FIRST_POLL_S
         kv.set_external_matcher(self)
 
     def _attach(self, llm_args: LlmArgs, wakeup: Callable[[], None]) -> None:
@@ -265,37 +273,32 @@ class KvCacheConnectorManager:
             self._worker.wait_for_save(self._stream)
             self._worker.clear_connector_meta()
 
-    def end_step(self) -> StepOutcome:
-        """Ask every rank what ended; call it once a step, idle steps too, before sampling.
+    def agree(self) -> dict[int, int]:
+        """Returns the loads that failed: request id to leading valid tokens, as in `StepOutcome`.
+
+        Called after the forward pass, before anything of it is sampled; not in an idle step.
+        Several ranks exchange all that ended in the step here. One rank alone asks its worker what
+        ended in `end_step`, by when it knows which requests the step has ended.
 
         Raises:
             ConnectorContractError: a worker broke its contract; names the class. Another rank
                 raised.
             RankDivergence: ranks are in different steps.
         """
-        if not self._steps.has_begun:
+        return self._end.agree().failed
+
+    def end_step(self) -> StepOutcome:
+        """Returns what ended in the step; called once a step, idle steps too.
+
+        Raises:
+            ConnectorContractError, RankDivergence: as `agree`.
+        """
+        if not (self._steps.has_begun or self._end.has_agreed):
             self._begin_idle_step()
-        begun = self._steps.begun
-        loading = tuple(load.request_id for load in begun.loads if load.is_async)
-        with self._steps.telling:
-            report = self._ledger.collect(begun.step, begun.saving, loading)
-            self._worker.clear_connector_meta()
-        reports = self._steps.end(report)
-        with self._steps.telling:
-            for rank, one in enumerate(reports):
-                self._errors.hear(rank, one.request_errors)
-            if self._scheduler is not None:
-                metas = [one.worker_meta for one in reports if one.worker_meta is not None]
-                self._scheduler.update_from_workers(metas)
-            outcome = self._ledger.settle(reports, self._load_failed)
-        outcome.saved += self._saves.refused
-        for request_id in outcome.saved:
-            self._records.pop(request_id, None)
-        self._back_off(progress=any(one.saved or one.loaded or one.failures for one in reports))
-        return outcome
+        return self._end.end()
 
     def wait_seconds(self) -> float | None:
-        """How long to sleep with nothing runnable; ``None``: until something arrives."""
+        """How long to sleep after an idle step; ``None``: until something arrives."""
         if self._saves:
             return 0.0
         deadline = self._ledger.next_deadline()
@@ -304,7 +307,7 @@ class KvCacheConnectorManager:
         left = max(0.0, deadline - time.monotonic())
         # What ends on another rank wakes that one alone.
         told = self._worker.wakes and self._communicator.size == 1
-        return left if told else min(self._poll_s, left)
+        return left if told else min(self._end.poll_s, left)
 
     def has_pending(self) -> bool:
         """Whether a transfer is in flight."""
@@ -376,9 +379,6 @@ class KvCacheConnectorManager:
                     self._scheduler.blocks_replaced(request, self._reporter.block_ids(request))
         elif fate is BlockFate.LOST:
             self.request_reset(request)
-
-    def _back_off(self, *, progress: bool) -> None:
-        self._poll_s = _FIRST_POLL_S if progress else min(2 * self._poll_s, _LAST_POLL_S)
 
     def _shut_down_pair(self) -> None:
         self._closed = True

@@ -47,7 +47,7 @@ class SaveAdmission:
 
     @property
     def saving(self) -> tuple[int, ...]:
-        """Requests that ended since the last step began, whose saves start with the next one."""
+        """Requests that ended and whose saves did not start."""
         return tuple(request_id for request_id, keep in self._ended.items() if keep)
 
     def ended(self, scheduler: KvCacheConnectorScheduler | None, request: LlmRequest) -> bool:
@@ -66,7 +66,10 @@ class SaveAdmission:
         return True
 
     def begin(self, saving: Sequence[int]) -> None:
-        """A step begins, with which all ranks know that of those that ended `saving` are saved."""
+        """Starts the saves of `saving`, which all ranks know of now, of those that ended.
+
+        Ranks know of them when a step begins; one rank alone knows when a request ends.
+        """
         for request_id in saving:
             self._ledger.start_save(request_id)
         self.refused = [one for one in self._ended if one not in saving]

@@ -31,6 +31,7 @@ class ToldConnector:
         self.wait_for_layer_load = manager.wait_for_layer_load
         self.save_kv_layer = manager.save_kv_layer
         self.end_forward = manager.end_forward
+        self.agree = manager.agree
         self.end_step = manager.end_step
         self.on_rewind = manager.on_rewind
         self.get_kv_transfer_params = manager.get_kv_transfer_params

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvconnect.connector import rank_watch
-from kvconnect.connector.rank_watch import end_group
+from kvconnect.connector.rank_watch import RankWatch, end_group
 from kvconnect.engine.ranks.sums import ModelSums
 from kvconnect.errors import RankLost
 
@@ -37,7 +37,20 @@ class StuckGroup:
     def __init__(self) -> None:
         self.over = threading.Event()
 
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
     def allreduce(self, *_: object) -> StuckWork:
+        return StuckWork(self.over)
+
+    def recv(self, *_: object) -> StuckWork:
+        return StuckWork(self.over)
+
+    def send(self, *_: object) -> StuckWork:
+        self.over.wait(60)
         return StuckWork(self.over)
 
 
@@ -75,6 +88,21 @@ def test_a_sum_ends_when_a_rank_is_lost_and_its_group_is_kept_from_destruction(
     assert ranks.asked == 2
     assert sums.close() is None
     assert "kvconnect-rank-sum" in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_silent_rank_is_noticed_though_no_heartbeat_can_be_sent(
+    group: StuckGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_watch, "END_S", 0.05)
+    monkeypatch.setattr(rank_watch.dist, "get_backend", lambda _: "gloo")
+    watch = RankWatch(group, silence_s=1.1)
+    try:
+        verdict = watch.wait(20)
+        assert verdict is not None
+        assert verdict.text == "rank 1 is lost: no sign of life for 1.1 s"
+    finally:
+        group.over.set()
+        watch.close()
 
 
 def test_the_end_of_a_group_in_which_no_call_returns_is_not_waited_for(
