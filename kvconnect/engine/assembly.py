@@ -77,7 +77,7 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
         revision=options.model_revision,
         ranks=None if leader is None else leader.ranks,
     )
-    model, config, manager = loaded.model, options.kv_cache, options.manager
+    model, config, manager = loaded.model, options.cache_config, options.cache_factory
     _check_dtype(config, model)
     window_pools = getattr(manager, "supports_window_pools", False)
     geometry = CacheGeometry.of(model, config, window_pools=window_pools)
@@ -94,7 +94,7 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
         share_prefixes=options.knows_chunks,
         divide_prompts=options.enable_chunked_prefill,
     )
-    digest = stored_as(geometry.digest(loaded.digest), options.connector)
+    digest = stored_as(geometry.digest(loaded.digest), options.connector_config)
     intake = Intake(
         model,
         loaded.tokenizer,
@@ -123,8 +123,8 @@ def _leader(options: EngineOptions) -> Leader | None:
         options.dtype,
         kind,
         options.model_revision,
-        options.kv_cache,
-        options.connector,
+        options.cache_config,
+        options.connector_config,
     )
     check_sharing(options.directory, size)
     return start_followers(settings)
@@ -134,12 +134,12 @@ def _connector_args(
     options: EngineOptions, config: KvCacheConfig, geometry: CacheGeometry, digest: bytes
 ) -> LlmArgs | None:
     """What the leader's connector is made with; ``None``: there is none."""
-    if options.connector is None:
+    if options.connector_config is None:
         return None
     return LlmArgs(
         str(options.directory),
         config,
-        options.connector,
+        options.connector_config,
         layouts=geometry.layouts,
         model_digest=digest,
         place=Shard(0, options.tensor_parallel_size),

@@ -1,18 +1,19 @@
-"""Keyword arguments that a method does not know."""
+"""Keyword arguments: those of a record as a constructor's, and those that a method lacks."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from kvconnect.errors import ConfigurationError, nearest
 
-__all__ = ["known_keywords"]
+__all__ = ["known_keywords", "takes"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 
 
 def known_keywords(method: Callable[P, R]) -> Callable[P, R]:
@@ -33,3 +34,25 @@ def known_keywords(method: Callable[P, R]) -> Callable[P, R]:
         return method(*args, **kwargs)
 
     return checked
+
+
+def takes(
+    record: Callable[P, R],
+) -> Callable[[Callable[[S, R], None]], Callable[Concatenate[S, P], None]]:
+    """Decorates a constructor of one `record`: it then takes the arguments of that record.
+
+    So they are listed once, for readers, type checkers and `help` alike. Unknown ones are refused
+    as by `known_keywords`.
+    """
+
+    def decorate(init: Callable[[S, R], None]) -> Callable[Concatenate[S, P], None]:
+        @wraps(init)
+        def taking(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            init(self, record(*args, **kwargs))
+
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = inspect.signature(record).parameters.values()
+        vars(taking)["__signature__"] = inspect.Signature([itself, *parameters])
+        return known_keywords(taking)
+
+    return decorate

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Self
 
 from kvconnect.cache.pool.events import KvCacheEvent
-from kvconnect.cache.resource_manager import KVCacheManagerFactory
-from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
+from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.engine.assembly import assembled
 from kvconnect.engine.at_exit import close_at_exit
-from kvconnect.engine.attachment import Connector
 from kvconnect.engine.generation import Generation
-from kvconnect.engine.keywords import known_keywords
+from kvconnect.engine.keywords import takes
 from kvconnect.engine.options import EngineOptions
 from kvconnect.engine.request.output import EngineStats
-from kvconnect.engine.sampling.drafts import Speculation
-from kvconnect.engine.scheduler import SchedulingPolicy
 from kvconnect.engine.thread import EngineThread
 from kvconnect.layout import KvCacheLayout
 
@@ -37,34 +31,8 @@ class LLM(Generation):
     aborts what runs and drains what the store has not taken yet.
 
     Args:
-        model: directory of the model, or its name in the local Hugging Face cache, ``org/name``;
-            nothing is ever downloaded.
-        kv_cache: the KV cache on the device: a configuration, or its fields as a dict.
-        connector: where KV blocks are kept beyond it: a store URL, a store, or a configuration (or
-            its fields as a dict).
-        kv_cache_manager: makes a cache manager of your own instead of `KVCacheManager`.
-        dtype: of weights and KV: ``auto``, ``float64``, ``float32``, ``float16``, ``bfloat16``.
-        device: ``auto``, ``cpu``, ``cuda``, ``cuda:N``.
-        model_revision: names the weights, for example ``org/name@commit``, so that they need not be
-            digested. The caller promises that no other weights ever go by this name among all
-            engines of a store: these would answer with each other's KV.
-        max_num_tokens: tokens that one step computes at most; longer prompts come in chunks.
-        enable_chunked_prefill: False: no prompt is divided, one of more than `max_num_tokens` is
-            refused. (A request that was preempted and has generated more than that is divided.)
-        max_batch_size: requests that run at once.
-        scheduling: ``guaranteed_no_evict`` starts a request only if all that run can get to their
-            end; ``max_utilization`` starts it when its prompt fits, and preempts the last started
-            when blocks run out (what it computed stays in the cache as long as there is room).
-        max_logprobs: the most log probabilities that a request may ask for per token; -1: all.
-        tensor_parallel_size: ranks that each compute a part of every layer and keep their share of
-            the KV heads, in processes of their own: this one, and others that it starts and that
-            end with it. On GPUs each has one, on the CPU they share the cores. Under ``torchrun``
-            every process runs the same script: in all but the first this follows the first one,
-            until that closes its engine, and then ends the process (`SystemExit`). A process has
-            one engine of several ranks at a time. For models with a tensor-parallel plan in
-            transformers, the built-in cache manager, and stores that are given by a URL.
-        speculative: ``ngram``, or an `NgramSpeculation`: greedy requests verify several tokens per
-            step that followed the same words before; the output is the same.
+        model: directory of the model, or its name in the local Hugging Face cache.
+        options: by keyword: the fields of `EngineOptions`, which says what each means.
 
     Attributes:
         layouts: of a KV block, one of each pool group: full attention first, then by window.
@@ -77,48 +45,17 @@ class LLM(Generation):
         RankLost: the process of a rank ended meanwhile; names it.
     """
 
-    @known_keywords
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        kv_cache: KvCacheConfig | Mapping[str, object] | None = None,
-        connector: Connector | None = None,
-        kv_cache_manager: KVCacheManagerFactory | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-        model_revision: str | None = None,
-        max_num_tokens: int = 2048,
-        enable_chunked_prefill: bool = True,
-        max_batch_size: int = 64,
-        max_logprobs: int = 20,
-        scheduling: SchedulingPolicy = "guaranteed_no_evict",
-        speculative: Speculation | None = None,
-        tensor_parallel_size: int = 1,
-    ) -> None:
-        options = EngineOptions.checked(
-            model,
-            kv_cache=kv_cache,
-            connector=connector,
-            kv_cache_manager=kv_cache_manager,
-            dtype=dtype,
-            device=device,
-            model_revision=model_revision,
-            max_num_tokens=max_num_tokens,
-            enable_chunked_prefill=enable_chunked_prefill,
-            max_batch_size=max_batch_size,
-            max_logprobs=max_logprobs,
-            scheduling=scheduling,
-            speculative=speculative,
-            tensor_parallel_size=tensor_parallel_size,
-        )
+    @takes(EngineOptions)
+    def __init__(self, options: EngineOptions) -> None:
         parts = assembled(options)
         self._model, self.tokenizer = parts.loaded.model, parts.loaded.tokenizer
         self.layouts = parts.geometry.layouts
         self._kv, self._scheduler, self._intake = parts.kv, parts.scheduler, parts.intake
         self._engine = parts.engine
         self._ids = itertools.count()
-        self._thread = EngineThread(self._engine, parts.inbox, close_s=_close_s(options.connector))
+        self._thread = EngineThread(
+            self._engine, parts.inbox, close_s=_close_s(options.connector_config)
+        )
         # Weakly: an error that ended the engine refers to the frames it was raised in, some of them
         # the caller's, which refer to this object. A thread that runs is held by itself.
         weakref.finalize(self, _end, weakref.ref(self._thread))

@@ -1,12 +1,11 @@
-"""What an engine is made with: the arguments of `LLM`, checked."""
+"""The arguments of `LLM`: the one place that lists, explains and checks them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Self
 
 from kvconnect.cache.resource_manager import KVCacheManagerFactory
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
@@ -22,86 +21,94 @@ from kvconnect.text import shown
 __all__ = ["EngineOptions"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The arguments of `LLM`, which says what they mean; nothing was loaded or started yet.
+    """The arguments of `LLM`, checked. Nothing is loaded or started by it.
+
+    Args:
+        model: directory of the model, or its name in the local Hugging Face cache, ``org/name``;
+            nothing is ever downloaded.
+        kv_cache: the KV cache on the device: a configuration, or its fields as a dict.
+        connector: where KV blocks are kept beyond it: a store URL, a store, or a configuration (or
+            its fields as a dict).
+        kv_cache_manager: makes a cache manager of your own instead of `KVCacheManager`.
+        dtype: of weights and KV: ``auto``, ``float64``, ``float32``, ``float16``, ``bfloat16``.
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:N``.
+        model_revision: names the weights, for example ``org/name@commit``, so that they need not be
+            digested. The caller promises that no other weights ever go by this name among all
+            engines of a store: these would answer with each other's KV.
+        max_num_tokens: tokens that one step computes at most; longer prompts come in chunks.
+        enable_chunked_prefill: False: no prompt is divided, one of more than `max_num_tokens` is
+            refused. (A request that was preempted and has generated more than that is divided.)
+        max_batch_size: requests that run at once.
+        max_logprobs: the most log probabilities that a request may ask for per token; -1: all.
+        scheduling: ``guaranteed_no_evict`` starts a request only if all that run can get to their
+            end; ``max_utilization`` starts it when its prompt fits, and preempts the last started
+            when blocks run out (what it computed stays in the cache as long as there is room).
+        speculative: ``ngram``, or an `NgramSpeculation`: greedy requests verify several tokens per
+            step that followed the same words before; the output is the same.
+        tensor_parallel_size: ranks that each compute a part of every layer and keep their share of
+            the KV heads, in processes of their own: this one, and others that it starts and that
+            end with it. On GPUs each has one, on the CPU they share the cores. Under ``torchrun``
+            every process runs the same script: in all but the first this follows the first one,
+            until that closes its engine, and then ends the process (`SystemExit`). A process has
+            one engine of several ranks at a time. For models with a tensor-parallel plan in
+            transformers, the built-in cache manager, and stores that are given by a URL.
 
     Attributes:
         directory: of the model.
-        kv_cache: the KV cache on the device.
-        connector: where KV blocks are kept beyond it; ``None``: nowhere.
-        manager: makes the cache manager.
-        dtype, device: by their names.
-        model_revision, max_num_tokens, enable_chunked_prefill, max_batch_size, max_logprobs,
-            scheduling, tensor_parallel_size: as they were given.
+        cache_config: of `kv_cache`.
+        connector_config: of `connector`; ``None``: there is none.
+        cache_factory: makes the cache manager.
         speculation: of greedy requests; ``None``: none.
+
+    Raises:
+        ConfigurationError: an argument is wrong; names it, its value and what is right.
     """
 
-    directory: Path
-    kv_cache: KvCacheConfig
-    connector: KvCacheConnectorConfig | None
-    manager: KVCacheManagerFactory
-    dtype: str
-    device: str
-    model_revision: str | None
-    max_num_tokens: int
-    enable_chunked_prefill: bool
-    max_batch_size: int
-    max_logprobs: int
-    scheduling: SchedulingPolicy
-    speculation: NgramSpeculation | None
-    tensor_parallel_size: int
+    model: str | Path
+    _: KW_ONLY
+    kv_cache: KvCacheConfig | Mapping[str, object] | None = None
+    connector: Connector | None = field(default=None, repr=False)
+    kv_cache_manager: KVCacheManagerFactory | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    model_revision: str | None = None
+    max_num_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    max_batch_size: int = 64
+    max_logprobs: int = 20
+    scheduling: SchedulingPolicy = "guaranteed_no_evict"
+    speculative: Speculation | None = None
+    tensor_parallel_size: int = 1
 
-    @classmethod
-    def checked(
-        cls,
-        model: str | Path,
-        *,
-        kv_cache: KvCacheConfig | Mapping[str, object] | None,
-        connector: Connector | None,
-        kv_cache_manager: KVCacheManagerFactory | None,
-        dtype: object,
-        device: object,
-        model_revision: str | None,
-        max_num_tokens: int,
-        enable_chunked_prefill: bool,
-        max_batch_size: int,
-        max_logprobs: int,
-        scheduling: SchedulingPolicy,
-        speculative: Speculation | None,
-        tensor_parallel_size: int,
-    ) -> Self:
-        """Of what a user gave.
+    directory: Path = field(init=False)
+    cache_config: KvCacheConfig = field(init=False)
+    connector_config: KvCacheConnectorConfig | None = field(init=False)
+    cache_factory: KVCacheManagerFactory = field(init=False)
+    speculation: NgramSpeculation | None = field(init=False)
 
-        Raises:
-            ConfigurationError: an argument is wrong; names it, its value and what is right.
-        """
-        _check_count("max_num_tokens", max_num_tokens)
-        _check_count("max_batch_size", max_batch_size)
-        _check_max_logprobs(max_logprobs)
-        _check_bool("enable_chunked_prefill", enable_chunked_prefill)
-        check_tensor_parallel_size(tensor_parallel_size, kv_cache_manager)
-        config = config_of(connector)
+    def __post_init__(self) -> None:
+        _check_count("max_num_tokens", self.max_num_tokens)
+        _check_count("max_batch_size", self.max_batch_size)
+        _check_max_logprobs(self.max_logprobs)
+        _check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
+        check_tensor_parallel_size(self.tensor_parallel_size, self.kv_cache_manager)
+        config = config_of(self.connector)
         if config is not None:
             check_store(config)
-        return cls(
-            kv_cache=KvCacheConfig()
-            if kv_cache is None
-            else KvCacheConfig.given("kv_cache", kv_cache),
-            connector=config,
-            speculation=NgramSpeculation.of(speculative),
-            manager=_manager_factory(kv_cache_manager),
-            directory=_directory(model),
-            dtype=_name(dtype),
-            device=_name(device),
-            model_revision=model_revision,
-            max_num_tokens=max_num_tokens,
-            enable_chunked_prefill=enable_chunked_prefill,
-            max_batch_size=max_batch_size,
-            max_logprobs=max_logprobs,
-            scheduling=scheduling,
-            tensor_parallel_size=tensor_parallel_size,
-        )
+        given = {} if self.kv_cache is None else self.kv_cache
+        parsed = {
+            "connector_config": config,
+            "cache_config": KvCacheConfig.given("kv_cache", given),
+            "speculation": NgramSpeculation.of(self.speculative),
+            "cache_factory": _manager_factory(self.kv_cache_manager),
+            "directory": _directory(self.model),
+            "dtype": _name(self.dtype),
+            "device": _name(self.device),
+        }
+        for name, value in parsed.items():
+            object.__setattr__(self, name, value)
 
     @property
     def knows_chunks(self) -> bool:
@@ -110,7 +117,8 @@ class EngineOptions:
         Connectors written for other engines may not expect it: LMCache's saves all of a prompt with
         its first chunk.
         """
-        return self.connector is None or self.connector.connector_module is None
+        config = self.connector_config
+        return config is None or config.connector_module is None
 
 
 def _check_count(field: str, value: object) -> None:

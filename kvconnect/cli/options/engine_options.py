@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from kvconnect.backends.url import parse_size
@@ -22,11 +23,6 @@ __all__ = [
     "connector_of",
     "open_llm",
 ]
-
-_ENGINE = (
-    *("dtype", "device", "model_revision", "max_num_tokens", "max_batch_size", "scheduling"),
-    "tensor_parallel_size",
-)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +76,14 @@ def add_cache_options(
 def add_engine_options(
     parser: argparse.ArgumentParser, *, scheduling: str = "guaranteed_no_evict"
 ) -> Options:
-    """Describe the engine, with its default of ``--scheduling``; returns the group."""
+    """Describes the engine; returns the group.
+
+    An option that is called like an argument of `LLM` becomes that argument.
+
+    Args:
+        parser: gets the options.
+        scheduling: default of ``--scheduling``.
+    """
     group = parser.add_argument_group("engine")
     add_number(group, "--max-num-tokens", "tokens of a step", default=2048)
     add_number(group, "--max-batch-size", "requests of a step", default=64)
@@ -159,13 +162,13 @@ def open_llm(arguments: argparse.Namespace, *, transfer: TransferConfig | None =
     check_model(arguments.model)
     from kvconnect.engine.llm import LLM
 
-    return LLM(
-        arguments.model,
-        kv_cache=_cache_config(arguments),
-        connector=connector,
-        speculative=_speculation(arguments),
-        **picked(arguments, *_ENGINE),
-    )
+    alike = vars(arguments).keys() & signature(LLM).parameters.keys()
+    given = picked(arguments, *alike) | {
+        "kv_cache": _cache_config(arguments),
+        "connector": connector,
+        "speculative": _speculation(arguments),
+    }
+    return LLM(**given)
 
 
 def _cache_config(arguments: argparse.Namespace) -> KvCacheConfig:
