@@ -1,4 +1,4 @@
-"""One generation over HTTP, from the body of the request to the end of the answer."""
+"""A request over HTTP, and one generation, from the body to the end of the answer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import json
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -25,12 +26,15 @@ from kvconnect.server.http.disconnect import while_connected
 from kvconnect.server.openai.answer import Answer, made_late
 from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.openai.kv_transfer import KvTransferParams
+from kvconnect.server.openai.model_request import ModelRequest
 from kvconnect.server.settings import ServerSettings
 from kvconnect.server.threads import ServerThreads
 from kvconnect.server.trust import check_transfer
 from kvconnect.text import shown
 
-__all__ = ["GenerationEndpoint", "check_model"]
+__all__ = ["Endpoint", "GenerationEndpoint", "check_model"]
+
+R = TypeVar("R", bound=ModelRequest)
 
 _MANY_LOGPROBS = 1 << 12
 """More of them take a few milliseconds to be told as JSON."""
@@ -57,10 +61,8 @@ def check_model(settings: ServerSettings, name: str | None) -> None:
         )
 
 
-class GenerationEndpoint:
+class Endpoint(ABC, Generic[R]):
     """An ASGI application that answers requests of one kind.
-
-    A request whose client leaves is aborted, wherever it stands.
 
     Args:
         kind: of the requests.
@@ -72,7 +74,7 @@ class GenerationEndpoint:
 
     def __init__(
         self,
-        kind: type[GenerationRequest],
+        kind: type[R],
         llm: LLM,
         settings: ServerSettings,
         admission: Admission,
@@ -87,23 +89,35 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         with contextlib.suppress(ClientDisconnect), self._admission.enter() as ticket:
-            wanted = await self._wanted(Request(scope, receive), ticket)
+            request = Request(scope, receive)
+            parsing = self._threads.parsing
+            wanted = await read_json(request, self._settings, parsing, self._kind.parse, ticket)
+            self._admit(wanted, request, ticket)
             try:
-                response = await while_connected(receive, self._response(wanted, ticket))
+                response = await self._response(wanted, request, ticket)
                 await response(scope, receive, send)
             finally:
                 for handle in ticket.handles:
                     if not handle.done:
                         handle.abort()
 
-    async def _wanted(self, request: Request, ticket: Ticket) -> GenerationRequest:
-        wanted = await read_json(
-            request,
-            self._settings,
-            self._threads.parsing,
-            self._kind.parse,
-            ticket,
-        )
+    @abstractmethod
+    def _admit(self, wanted: R, request: Request, ticket: Ticket) -> None:
+        """Counts `wanted`, which came with `request`, as what `ticket` stands for.
+
+        Raises:
+            RequestRefused: it is not served here, or too much runs and waits.
+        """
+
+    @abstractmethod
+    async def _response(self, wanted: R, request: Request, ticket: Ticket) -> Response:
+        """Returns the answer, to be sent; `ticket` has the handles of what runs for it."""
+
+
+class GenerationEndpoint(Endpoint[GenerationRequest]):
+    """Generates. A request whose client leaves is aborted, wherever it stands."""
+
+    def _admit(self, wanted: GenerationRequest, request: Request, ticket: Ticket) -> None:
         if wanted.kv_transfer_params is not None:
             check_transfer(self._settings, request.headers, wanted.kv_transfer_params)
         check_model(self._settings, wanted.model)
@@ -113,9 +127,13 @@ class GenerationEndpoint:
             )
         longest = self._llm.max_seq_len
         self._admission.extend(ticket, wanted.completions, wanted.max_logprobs(longest))
-        return wanted
 
-    async def _response(self, wanted: GenerationRequest, ticket: Ticket) -> Response:
+    async def _response(
+        self, wanted: GenerationRequest, request: Request, ticket: Ticket
+    ) -> Response:
+        return await while_connected(request.receive, self._generate(wanted, ticket))
+
+    async def _generate(self, wanted: GenerationRequest, ticket: Ticket) -> Response:
         started = await self._submit(wanted)
         self._admission.submitted(ticket, started.handles)
         if wanted.stream:

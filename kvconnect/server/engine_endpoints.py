@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from functools import partial
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
 
 from kvconnect import __version__
 from kvconnect.engine.llm import LLM
-from kvconnect.server.admission import Admission
-from kvconnect.server.endpoint import check_model
+from kvconnect.server.admission import Admission, Ticket
+from kvconnect.server.endpoint import Endpoint, check_model
 from kvconnect.server.errors import RequestRefused
-from kvconnect.server.http.body import read_json
 from kvconnect.server.openai.token_requests import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -32,7 +29,7 @@ __all__ = ["engine_routes"]
 def engine_routes(
     llm: LLM, settings: ServerSettings, admission: Admission, threads: ServerThreads
 ) -> list[BaseRoute]:
-    """The paths of vLLM's server beyond OpenAI's API; arguments as of `GenerationEndpoint`."""
+    """The paths of vLLM's server beyond OpenAI's API; arguments as of `Endpoint`."""
     cache = _Cache(llm, threads)
     return [
         *(
@@ -45,35 +42,18 @@ def engine_routes(
     ]
 
 
-class _TokenEndpoint:
-    """An ASGI application that answers requests of one kind; each counts as a completion."""
+class _TokenEndpoint(Endpoint[TokenRequest]):
+    """Each request counts as a completion."""
 
-    def __init__(
-        self,
-        kind: type[TokenRequest],
-        llm: LLM,
-        settings: ServerSettings,
-        admission: Admission,
-        threads: ServerThreads,
-    ) -> None:
-        self._kind = kind
-        self._llm = llm
-        self._settings = settings
-        self._admission = admission
-        self._threads = threads
+    def _admit(self, wanted: TokenRequest, request: Request, ticket: Ticket) -> None:
+        check_model(self._settings, wanted.model)
+        self._admission.extend(ticket, 1)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(ClientDisconnect), self._admission.enter() as ticket:
-            parsing = self._threads.parsing
-            request = Request(scope, receive)
-            wanted = await read_json(request, self._settings, parsing, self._kind.parse, ticket)
-            check_model(self._settings, wanted.model)
-            self._admission.extend(ticket, 1)
-            loop = asyncio.get_running_loop()
-            answer = await loop.run_in_executor(
-                self._threads.tokenizing, lambda: JSONResponse(wanted.answer(self._llm))
-            )
-            await answer(scope, receive, send)
+    async def _response(self, wanted: TokenRequest, request: Request, ticket: Ticket) -> Response:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._threads.tokenizing, lambda: JSONResponse(wanted.answer(self._llm))
+        )
 
 
 async def _tokenizer_info(llm: LLM, request: Request) -> Response:

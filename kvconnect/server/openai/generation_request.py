@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, StrictBool, StrictInt
 
@@ -15,7 +15,7 @@ from kvconnect.request import SamplingParams
 from kvconnect.sampling_params import Integer, Real
 from kvconnect.server.openai.answer import Answer, AnswerForm
 from kvconnect.server.openai.kv_transfer import KvTransferParams
-from kvconnect.server.openai.unserved import without_unserved
+from kvconnect.server.openai.model_request import ModelRequest
 from kvconnect.settings import Settings
 
 __all__ = ["GenerationRequest", "StreamOptions"]
@@ -47,14 +47,13 @@ class StreamOptions(Settings):
     include_obfuscation: StrictBool = False
 
 
-class GenerationRequest(Settings):
+class GenerationRequest(ModelRequest):
     """Fields of both kinds of requests. Names are OpenAI's and, beyond those, vLLM's.
 
     ``None`` is the same as leaving a field out. What each sampling parameter means says
     `SamplingParams`; the default temperature is OpenAI's, 1.
 
     Attributes:
-        model: name of the model that is asked; ``None``: the one that is served.
         stream: answer with server-sent events.
         stream_options: how.
         request_id: a part of the answer's id.
@@ -66,7 +65,6 @@ class GenerationRequest(Settings):
         kv_transfer_params: from a router: hand out the prompt and generate nothing, or fetch it.
     """
 
-    model: str | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=_MAX_ID)] | None = None
@@ -92,18 +90,11 @@ class GenerationRequest(Settings):
     ignore_eos: StrictBool | None = None
     prompt_logprobs: Integer | None = None
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Fields that this kind does not serve, beside those that none does; see `without_unserved`."""
-
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
-        """The request that `body`, parsed JSON, asks for.
-
-        Raises:
-            ConfigurationError: a field is unknown, wrong, or asks for what is not served.
-        """
+        """See `ModelRequest.parse`; salts are checked, too."""
         check_salt(body.get("cache_salt"))
-        request = cls(**without_unserved(body, cls.neutral))
+        request = super().parse(body)
         if request.stream and request.prompt_logprobs is not None:
             raise ConfigurationError("prompt_logprobs: are not streamed; leave out stream")
         if request.stream and request.hands_out:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, PlainValidator, StrictBool, model_validator
 
@@ -11,8 +10,7 @@ from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.tokenizer import Tokenizer
 from kvconnect.errors import ConfigurationError
 from kvconnect.server.openai.chat_request import check_template_variables
-from kvconnect.server.openai.unserved import without_unserved
-from kvconnect.settings import Settings
+from kvconnect.server.openai.model_request import ModelRequest
 from kvconnect.text import check_text
 
 __all__ = ["DetokenizeRequest", "TokenRequest", "TokenizeRequest", "tokenizer_of"]
@@ -20,25 +18,8 @@ __all__ = ["DetokenizeRequest", "TokenRequest", "TokenizeRequest", "tokenizer_of
 _AT_ONCE = 1 << 15  # the interpreter does nothing else meanwhile
 
 
-class TokenRequest(Settings):
-    """The fields that both requests have.
-
-    Attributes:
-        model: name of the model whose tokens they are; ``None``: the one that is served.
-    """
-
-    model: str | None = None
-
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-
-    @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> Self:
-        """The request that `body`, parsed JSON, asks for.
-
-        Raises:
-            ConfigurationError: a field is unknown, wrong, or asks for what is not served.
-        """
-        return cls(**without_unserved(body, cls.neutral))
+class TokenRequest(ModelRequest):
+    """A request that the tokenizer alone answers."""
 
     def answer(self, llm: LLM) -> dict[str, Any]:
         """Returns the JSON object that answers it; blocks as long as the tokenizer does.
