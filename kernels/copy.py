@@ -20,9 +20,8 @@ from kvconnect.kernels.blocks.moves import pair_moves, row_moves, split_mapping
 from kvconnect.kernels.blocks.paged import PagedKv, bound
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
 from kvconnect.kernels.library import register
-from kvconnect.kernels.transpose import transpose_blocks
 
-__all__ = ["copy_blocks", "gather_blocks", "scatter_blocks", "transpose_blocks"]
+__all__ = ["copy_blocks", "gather_blocks", "scatter_blocks"]
 
 _ALL = slice(None)
 

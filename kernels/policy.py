@@ -1,4 +1,4 @@
-"""What this machine can do, and which way copies take on it."""
+"""What this machine can do for copies."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvconnect.kernels.cuda.calibrate import find_thresholds, measure_on
 from kvconnect.kernels.cuda.compile.nvrtc import NvrtcMissing, find_nvrtc
-from kvconnect.kernels.cuda.copy_policy import CopyPolicy
-from kvconnect.kernels.cuda.device import device_work, policy_of, set_policy
 from kvconnect.kernels.cuda.driver.cuda_library import cuda_library
 from kvconnect.kernels.cuda.driver.interface import NoDevice
 
-__all__ = ["Capabilities", "CopyPolicy", "calibrate", "capabilities", "policy_of", "set_policy"]
+__all__ = ["Capabilities", "capabilities"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +56,3 @@ def capabilities() -> Capabilities:
     elif driver is not None:
         missing.append(f"torch {torch.__version__} is built without CUDA, or sees no device")
     return Capabilities(devices, driver, nvrtc, batched, tuple(missing))
-
-
-def calibrate(device: torch.device) -> CopyPolicy:
-    """Measure the ways of a device against each other, and put what comes of it in force.
-
-    Takes seconds, 256 MiB on the device and as much page-locked memory, and waits for the device.
-    Without a CUDA device there is nothing to measure: the result is the default, and nothing else
-    happens.
-
-    Args:
-        device: whose copies are measured.
-
-    Raises:
-        NoDevice: it is a CUDA device, but there is no driver or no compiler.
-        DriverError: the device failed meanwhile; the policy is what it was.
-    """
-    if device.type != "cuda":
-        return CopyPolicy()
-    work = device_work(device)
-    policy = find_thresholds(work.policy, measure_on(work, device))
-    set_policy(device, policy)
-    return policy

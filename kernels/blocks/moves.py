@@ -176,7 +176,7 @@ def _partner(source: PagedKv, target: PagedKv) -> Partner:
     if source.shape != target.shape:
         raise ConfigurationError(
             f"dst_kv: {target.described()}; the source is {source.described()} "
-            "(transpose_blocks changes layouts)"
+            "(copies do not change layouts)"
         )
     check_devices("dst_kv", source.device, target.device)
     made: Partner = source.partners.setdefault(target, Partner(source, target))

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvconnect.kernels.blocks.block_ids import Ids, Unpadded
+from kvconnect.kernels.blocks.block_ids import Ids
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.runs import RunTable
 
-__all__ = ["AppendWork", "BlockCopy", "End", "QuantizeWork", "UpdateWork"]
+__all__ = ["AppendWork", "BlockCopy", "End", "UpdateWork"]
 
 
 class End(NamedTuple):
@@ -113,23 +113,3 @@ class AppendWork(NamedTuple):
     kv: PagedKv
     layer: int
     slots: Tensor
-
-
-class QuantizeWork(NamedTuple):
-    """Blocks to values of one byte and scales, or back; see `kvconnect.kernels.quantize`.
-
-    Attributes:
-        kv: the cache: float32, float16 or bfloat16.
-        ids: which blocks, and which rows of `values` and `scales` belong to them; at least one.
-        values: uint8 ``[rows, elements of a block]``.
-        scales: float32 ``[rows, elements / dim]``.
-        code: ``"fp8_e4m3"`` or ``"int8"``.
-        forward: quantise; else dequantise.
-    """
-
-    kv: PagedKv
-    ids: Unpadded
-    values: Tensor
-    scales: Tensor
-    code: str
-    forward: bool

@@ -37,7 +37,7 @@ class Route(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CopyPolicy:
-    """Where one way becomes faster than another, for one device; see `kernels.calibrate`.
+    """Where one way becomes faster than another, for one device.
 
     Attributes:
         load_dma_from: bytes of a run from which on loads are DMA; below, a kernel.

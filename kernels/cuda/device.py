@@ -12,13 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
 from kvconnect.kernels.blocks.work import (
     AppendWork,
     BlockCopy,
-    QuantizeWork,
     UpdateWork,
 )
 from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction, Route
@@ -26,8 +24,7 @@ from kvconnect.kernels.cuda.dma import describe
 from kvconnect.kernels.cuda.driver.interface import Descriptors, Driver, NoDevice
 from kvconnect.kernels.cuda.driver.streams import device_index
 from kvconnect.kernels.cuda.launch.launcher import Grid, Launcher
-from kvconnect.kernels.cuda.launch.quantize import launch_quantize
-from kvconnect.kernels.cuda.launch.tokens import launch_append, launch_transpose, launch_update
+from kvconnect.kernels.cuda.launch.tokens import launch_append, launch_update
 from kvconnect.kernels.cuda.routes import Routes
 
 __all__ = [
@@ -36,8 +33,6 @@ __all__ = [
     "device_work",
     "driven_by",
     "id_errors",
-    "policy_of",
-    "set_policy",
     "wanted",
 ]
 
@@ -99,23 +94,14 @@ class DeviceWork:
         """`kv_cache_update`, on the current stream."""
         if not work.update.numel():
             return DONE
-        return self._run(partial(launch_update, self._launcher, work), None)
+        return self._run(partial(launch_update, self._launcher, work))
 
     def append(self, work: AppendWork) -> Transfer:
         """`reshape_and_cache`, on the current stream."""
-        return self._run(partial(launch_append, self._launcher, work), None)
+        return self._run(partial(launch_append, self._launcher, work))
 
-    def transpose(self, source: Tensor, target: Tensor) -> Transfer:
-        """One ``[outer, i, j, dim]`` to another, on the current stream."""
-        return self._run(partial(launch_transpose, self._launcher, (source, target)), None)
-
-    def quantize(self, work: QuantizeWork, stream: Any) -> Transfer:
-        """Quantise or dequantise blocks."""
-        return self._run(partial(launch_quantize, self._launcher, work), stream)
-
-    def _run(self, launch: Callable[[Grid], tuple[object, ...]], stream: Any) -> Transfer:
-        if stream is None:
-            stream = self.driver.current_stream()
+    def _run(self, launch: Callable[[Grid], tuple[object, ...]]) -> Transfer:
+        stream = self.driver.current_stream()
         ctas = self.driver.multiprocessors * self.policy.ctas_per_multiprocessor
         keep = launch(Grid(stream, ctas))
         if self.driver.capturing(stream):
@@ -205,29 +191,6 @@ def device_work(device: torch.device) -> DeviceWork:
             if found is None:
                 found = _devices[index] = DeviceWork(CudaDriver(index))
     return found
-
-
-def policy_of(device: torch.device) -> CopyPolicy:
-    """The policy in force for a device.
-
-    Raises:
-        NoDevice: see `device_work`.
-    """
-    return device_work(device).policy
-
-
-def set_policy(device: torch.device, policy: CopyPolicy) -> None:
-    """Put `policy` in force for what a device is asked for from now on.
-
-    Raises:
-        NoDevice: see `device_work`.
-    """
-    work = DeviceWork(device_work(device).driver, policy)
-    global _driven  # noqa: PLW0603 (see driven_by)
-    if _driven is not None:
-        _driven = work
-    else:
-        _devices[device_index(device)] = work
 
 
 def id_errors(device: torch.device) -> int:

@@ -1,14 +1,13 @@
-"""Rows and blocks quantised by torch, in few passes over memory that stays in the caches."""
+"""Rows quantised by torch, in few passes over memory that stays in the caches."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvconnect.kernels.blocks.work import QuantizeWork
-from kvconnect.kernels.host.reference import LIMITS, dequantize
+from kvconnect.kernels.host.reference import LIMITS
 
-__all__ = ["CHUNK_ELEMENTS", "convert_blocks", "quantize_rows"]
+__all__ = ["CHUNK_ELEMENTS", "quantize_rows"]
 
 CHUNK_ELEMENTS = 1 << 16
 """So many at a time, their float32 temporaries stay in the second-level cache."""
@@ -30,28 +29,3 @@ def quantize_rows(rows: Tensor, code: str) -> tuple[Tensor, Tensor]:
     exact.clamp_(-limit, limit)
     values = exact.to(torch.float8_e4m3fn) if code == "fp8_e4m3" else exact.round_().to(torch.int8)
     return values.view(torch.uint8), scales.squeeze(-1)
-
-
-def convert_blocks(work: QuantizeWork) -> None:
-    """Carry out `work`, on the device where its memory is."""
-    kv, value, row = work.kv, 0, 0
-    num_rows = kv.tokens * kv.heads
-    size = max(1, CHUNK_ELEMENTS // (num_rows * kv.key_dim))
-    ids, rows = (
-        torch.split(torch.from_numpy(part).to(kv.device), size)
-        for part in (work.ids.ids, work.ids.positions)
-    )
-    for view in kv.views:
-        num_values = num_rows * view.shape[3]
-        own, own_rows = slice(value, value + num_values), slice(row, row + num_rows)
-        for blocks, where in zip(ids, rows, strict=True):
-            if work.forward:
-                values, scales = quantize_rows(view.index_select(0, blocks), work.code)
-                work.values[where, own] = values.flatten(1)
-                work.scales[where, own_rows] = scales.flatten(1)
-            else:
-                shape = (len(blocks), *view.shape[1:])
-                values = work.values[where, own].view(shape)
-                scales = work.scales[where, own_rows].view(shape[:3])
-                view.index_copy_(0, blocks, dequantize(values, scales, work.code, view.dtype))
-        value, row = value + num_values, row + num_rows

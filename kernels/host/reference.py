@@ -18,7 +18,6 @@ __all__ = [
     "gather",
     "quantize",
     "scatter",
-    "transpose",
     "update_packed",
     "update_padded",
 ]
@@ -74,11 +73,6 @@ def copy(
                 to_tokens.copy_(old[from_id].narrow(token_axis, 0, count))
 
 
-def transpose(src: Tensor, dst: Tensor) -> None:
-    """``dst[..., i, j, :] = src[..., j, i, :]``."""
-    _bytes(dst).copy_(_bytes(src).transpose(-3, -2))
-
-
 def append(states: Tensor, plane: Tensor, slots: Sequence[int] | Tensor) -> None:
     """Token i, ``states[i]`` (``[heads, dim]``), goes to slot ``slots[i]``; -1 is skipped.
 
@@ -108,7 +102,7 @@ def update_packed(
 
 
 def quantize(rows: Tensor, code: str) -> tuple[Tensor, Tensor]:
-    """Values of one byte and a scale for each row; see `kvconnect.kernels.quantize`.
+    """Values of one byte and a scale for each row; see `kvconnect.kernels.quantized_payload`.
 
     Args:
         rows: ``[..., dim]`` float32, float16 or bfloat16.

@@ -13,23 +13,17 @@ from pathlib import Path
 from kvconnect.kernels.cuda.compile.sources import CompiledPart
 
 ARCHS = ["sm_80", "sm_90", "sm_100"]
-FILES = ["copy_runs", "update", "append", "transpose", "quantize"]
+FILES = ["copy_runs", "update", "append"]
 _FRAME, _REGISTERS = 0x11, 0x2F
 """EIATTR_FRAME_SIZE and EIATTR_REGCOUNT of the section ``.nv.info``."""
 _USED = re.compile(r"Compiling entry function '(\w+)'.*?(?=Compiling entry function|\Z)", re.DOTALL)
 
 
-def parts(widths, elements=((8, 1),)):
-    """Every source in these widths; quantize for these (ELEMENT_BITS, E4M3)."""
+def parts(widths):
+    """Every source in these widths."""
     for file in FILES:
         for width in widths:
-            if file != "quantize":
-                yield CompiledPart(file, (("VECTOR_NBYTES", width),))
-                continue
-            for bits, e4m3 in elements:
-                if width >= (4 if bits == 32 else 2):
-                    numbers = (("ELEMENT_BITS", bits), ("E4M3", e4m3))
-                    yield CompiledPart(file, (("VECTOR_NBYTES", width), *numbers))
+            yield CompiledPart(file, (("VECTOR_NBYTES", width),))
 
 
 @dataclass(frozen=True)

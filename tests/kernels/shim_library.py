@@ -18,7 +18,6 @@ from kvconnect.kernels.cuda.compile.sources import VECTOR_NBYTES, CompiledPart, 
 
 SHIM = Path(__file__).with_name("shim.h")
 ENTRY = re.compile(r"^KERNEL (\w+)\(", re.MULTILINE)
-SHUFFLES = {"quantize"}
 FLAGS = ("-std=c++17", "-shared", "-fPIC", "-w")
 UBSAN = ("-O0", "-fsanitize=undefined", "-static-libubsan")
 
@@ -29,10 +28,8 @@ class What(IntEnum):
     READ = 0
     WRITE = 1
     MISALIGNED = 2
-    DIVERGED = 3
-    UNDEFINED = 4
-    SIZE = 5
-    LANES = 6
+    UNDEFINED = 3
+    SIZE = 4
 
 
 class Violation(Exception):
@@ -121,7 +118,7 @@ class ShimLibrary:
         source = source_text(file)
         if self.edit is not None:
             source = self.edit(source)
-        text = _all_widths(source, _narrowest(dict(defines)))
+        text = _all_widths(source)
         flags = (*FLAGS, *self.flags, *CompiledPart(file, defines).options)
         name = hashlib.sha256(repr((text, SHIM.read_text(), flags)).encode()).hexdigest()[:32]
         path = self.folder / f"{file}-{name}.so"
@@ -136,20 +133,12 @@ class ShimLibrary:
         return ctypes.CDLL(str(path))
 
 
-def _narrowest(defines: dict[str, int]) -> int:
-    # An access is one element at least where there are elements.
-    bits = defines.get("ELEMENT_BITS")
-    return 1 if bits is None else 4 if bits == 32 else 2
-
-
-def _all_widths(source: str, narrowest: int) -> str:
+def _all_widths(source: str) -> str:
     # In one file each, as kernels of one name; so they are no C functions here.
     kernels = source.replace('extern "C" __global__', "static")
     names = ENTRY.findall(source)
     parts, cases = [f'#include "{SHIM}"'], []
     for width in VECTOR_NBYTES:
-        if width < narrowest:
-            continue
         parts += (
             f"#define VECTOR_NBYTES {width}",
             f"namespace w{width} {{",
@@ -159,8 +148,8 @@ def _all_widths(source: str, narrowest: int) -> str:
         )
         cases += [
             f'    if (!strcmp(entry, "w{width}::{name}")) {{\n'
-            f"        shim::run(w{width}::{name}, params, nbytes, grid, first, last, "
-            f"{str(name in SHUFFLES).lower()});\n        return 1;\n    }}"
+            f"        shim::run(w{width}::{name}, params, nbytes, grid, first, last);\n"
+            "        return 1;\n    }"
             for name in names
         ]
     head = (

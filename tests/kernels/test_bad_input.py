@@ -7,7 +7,7 @@ import pytest
 import torch
 from caches import Shape
 
-from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks, transpose_blocks
+from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks
 
 SHAPE = Shape("pool", "NHD", torch.float32, 2, 4, 4, 2, 8, 8)
 NBYTES = 2 * 2 * 4 * 2 * 8 * 4
@@ -137,7 +137,7 @@ def test_a_target_must_not_be_a_source_of_the_same_memory(length):
         ({"tokens": 8}, ValueError, "8 tokens"),
         ({"heads": 1}, ValueError, "1 heads"),
         ({"key_dim": 4, "value_dim": 4}, ValueError, "of 4 and 4"),
-        ({"form": "stacked", "layout": "HND"}, ValueError, "transpose_blocks"),
+        ({"form": "stacked", "layout": "HND"}, ValueError, "do not change layouts"),
     ],
     ids=["dtype", "layers", "tokens", "heads", "dim", "layout"],
 )
@@ -174,31 +174,3 @@ def test_an_unknown_path_is_refused_by_name():
     with pytest.raises(ValueError, match="path='kernal': did you mean 'kernel'"):
         gather_blocks(cache.kv, [0], out, path="kernal")
     assert not out.any()
-
-
-NHD, HND = torch.rand(3, 4, 2, 8), torch.zeros(3, 2, 4, 8)
-TRANSPOSED = {
-    "layout": ((NHD, HND), ("NHD", "DHN"), ValueError, "dst_layout"),
-    "dtype": ((NHD, HND.double()), ("NHD", "HND"), TypeError, "dst"),
-    "shape": ((NHD, HND), ("NHD", "NHD"), ValueError, "dst"),
-    "not transposed": ((NHD, torch.zeros_like(NHD)), ("NHD", "HND"), ValueError, "dst"),
-    "axes": ((NHD[0, 0], HND[0, 0]), ("NHD", "HND"), ValueError, "three axes"),
-    "rows": ((NHD, torch.zeros(3, 2, 8, 4).mT), ("NHD", "HND"), ValueError, "contiguous"),
-    "shared": (
-        (NHD, torch.zeros(1, 2, 4, 8).expand(3, -1, -1, -1)),
-        ("NHD", "HND"),
-        ValueError,
-        "s",
-    ),
-    "itself": ((NHD, NHD.transpose(1, 2)), ("NHD", "HND"), ValueError, "shares memory"),
-    "device": ((NHD, HND.to("meta")), ("NHD", "HND"), RuntimeError, "dst: on meta"),
-}
-
-
-@pytest.mark.parametrize(
-    ("tensors", "layouts", "error", "words"), TRANSPOSED.values(), ids=TRANSPOSED
-)
-def test_transpose(tensors, layouts, error, words):
-    with pytest.raises(error, match=words):
-        transpose_blocks(*tensors, src_layout=layouts[0], dst_layout=layouts[1])
-    assert not HND.any()

@@ -16,12 +16,12 @@ import torch
 
 from kvconnect.kernels.append import reshape_and_cache
 from kvconnect.kernels.blocks.paged import PagedKv
-from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks, transpose_blocks
+from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks
 from kvconnect.kernels.cuda import device
+from kvconnect.kernels.cuda.copy_policy import CopyPolicy
 from kvconnect.kernels.cuda.driver.streams import copy_streams
 from kvconnect.kernels.host import reference
-from kvconnect.kernels.policy import CopyPolicy, calibrate, capabilities, set_policy
-from kvconnect.kernels.quantize import dequantize_blocks, quantize_blocks
+from kvconnect.kernels.policy import capabilities
 from kvconnect.kernels.update import kv_cache_update
 
 pytestmark = [
@@ -188,42 +188,6 @@ def test_reshape_and_cache(form):
     assert all(map(same, kv.views, expected))
 
 
-def test_transpose_there_and_back():
-    src = random_bytes(9, 16, 8, 160)
-    dst, back = torch.empty(9, 8, 16, 160, dtype=torch.uint8, device=CUDA), torch.empty_like(src)
-    transpose_blocks(src, dst, src_layout="NHD", dst_layout="HND")
-    transpose_blocks(dst, back, src_layout="HND", dst_layout="NHD")
-    assert same(dst, src.transpose(1, 2))
-    assert same(back, src)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("code", ["fp8_e4m3", "int8"])
-@pytest.mark.parametrize("dim", [64, 80, 576, 5])
-def test_quantising_gives_the_bits_of_the_reference(dtype, code, dim):
-    kv = random_kv("NHD", dtype, dim=dim)  # random bytes: NaN, infinity, denormals, -0
-    for view in kv.views[1::2]:
-        view.copy_(torch.randn(view.shape))
-    ids = [0, 63, 5]
-    values = torch.empty(3, kv.block_nbytes // dtype.itemsize, dtype=torch.uint8, device=CUDA)
-    scales = torch.empty(3, len(kv.views) * 16 * 4, device=CUDA)
-    quantize_blocks(kv, ids, values, scales, dtype=code).wait()
-    made = [[reference.quantize(view[i].cpu(), code) for view in kv.views] for i in ids]
-    want = torch.stack([torch.cat([value.reshape(-1) for value, _ in row]) for row in made])
-    want_scales = torch.stack([torch.cat([scale.reshape(-1) for _, scale in row]) for row in made])
-    assert torch.equal(values.cpu(), want)
-    assert torch.equal(scales.cpu().nan_to_num(-1), want_scales.nan_to_num(-1))
-    dequantize_blocks(values, scales, kv, [9, 8, 7], dtype=code).wait()
-    row_values = values.cpu().view(3, len(kv.views), 16, 4, dim)
-    row_scales = scales.cpu().view(3, len(kv.views), 16, 4)
-    for number, view in enumerate(kv.views):
-        expected = reference.dequantize(
-            row_values[:, number].contiguous(), row_scales[:, number], code, dtype
-        )
-        found = view[[9, 8, 7]].cpu()
-        assert torch.equal(found.float().nan_to_num(-1), expected.float().nan_to_num(-1))
-
-
 def test_pools_of_more_than_4_gib():
     free, _ = torch.cuda.mem_get_info(CUDA)
     if free < 12 << 30:
@@ -312,20 +276,20 @@ def test_stores_come_behind_what_the_model_wrote_and_before_it_writes_again(path
 
 
 def test_two_streams_take_turns_with_the_same_buffers():
-    set_policy(CUDA, CopyPolicy(slot_nbytes=1 << 20, num_slots=2))
-    pair = copy_streams(CUDA)
-    kvs = [random_kv("NHD") for _ in range(8)]
-    outs = [host_rows(NUM_BLOCKS, kv.block_nbytes) for kv in kvs]
-    torch.cuda.synchronize()
-    streams = [pair.load, pair.store] * 4
-    for kv, out, stream in zip(kvs, outs, streams, strict=True):
-        gather_blocks(kv, range(NUM_BLOCKS), out, path="staged", stream=stream)
-    torch.cuda.synchronize()
+    driver = device.device_work(CUDA).driver
+    with device.driven_by(driver, CopyPolicy(slot_nbytes=1 << 20, num_slots=2)):
+        pair = copy_streams(CUDA)
+        kvs = [random_kv("NHD") for _ in range(8)]
+        outs = [host_rows(NUM_BLOCKS, kv.block_nbytes) for kv in kvs]
+        torch.cuda.synchronize()
+        streams = [pair.load, pair.store] * 4
+        for kv, out, stream in zip(kvs, outs, streams, strict=True):
+            gather_blocks(kv, range(NUM_BLOCKS), out, path="staged", stream=stream)
+        torch.cuda.synchronize()
     for kv, out in zip(kvs, outs, strict=True):
         expected = torch.empty_like(out)
         reference.gather([view.cpu() for view in kv.views], range(NUM_BLOCKS), expected)
         assert torch.equal(out, expected)
-    set_policy(CUDA, CopyPolicy())
 
 
 def test_a_thread_without_a_context_copies_too():
@@ -359,9 +323,3 @@ def test_memory_of_transfers_that_nobody_keeps_is_not_reused_too_early():
         reference.scatter(expected, before, range(NUM_BLOCKS))
     torch.cuda.synchronize()
     assert all(map(same, kv.views, before))
-
-
-def test_calibration_puts_its_policy_in_force():
-    policy = calibrate(CUDA)
-    assert device.policy_of(CUDA) == policy
-    set_policy(CUDA, CopyPolicy())

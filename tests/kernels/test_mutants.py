@@ -10,7 +10,6 @@ import pytest
 import test_shim_arena as arenas
 import test_shim_copies as copies
 import test_shim_ids as ids
-import test_shim_quantize as quantising
 import test_shim_tokens as tokens
 import torch
 from hypothesis import Phase, given, settings
@@ -55,9 +54,6 @@ gather = hunt(copies.gathers, copies.check_gather)
 copy = hunt(copies.mappings, copies.check_copy)
 update = hunt(tokens.updates, tokens.check_update)
 append = hunt(tokens.appends, tokens.check_append)
-transpose = hunt(tokens.transposes, tokens.check_transpose)
-quantise = hunt(quantising.blocks, quantising.check_quantize)
-dequantise = hunt(quantising.blocks, quantising.check_dequantize)
 
 
 def wrong_sources(shim):
@@ -86,13 +82,6 @@ MUTANTS = [
         hunt(copies.mappings, copies.check_copy),
         slow=True,
     ),
-    Mutant(
-        "strides of tokens and heads swapped",
-        "transpose",
-        "outer * p.source_outer",
-        "outer * p.source_inner",
-        transpose,
-    ),
     Mutant("padding is a block", "copy_runs", "(id >= 0)", "(id >= -1)", wrong_sources),
     Mutant("a block too many", "copy_runs", "(id < ids.limit)", "(id <= ids.limit)", wrong_targets),
     Mutant("half of an id", "copy_runs", "ids.width == 8 ?", "false ?", wrong_targets, slow=True),
@@ -109,22 +98,6 @@ MUTANTS = [
         ),
     ),
     Mutant("slot 0 of each block", "append", "in_block * side", "0 * side", append),
-    Mutant(
-        "halves away from zero",
-        "quantize",
-        "0x7ffffu + ((magnitude >> 20) & 1u)",
-        "0x80000u",
-        quantise,
-    ),
-    Mutant(
-        "lanes that are not asked",
-        "quantize",
-        "lanes / 2; mask",
-        "lanes / 4; mask",
-        quantise,
-        slow=True,
-    ),
-    Mutant("signs are lost", "quantize", "bits & 0x80u) << 24", "bits & 0u) << 24", dequantise),
     Mutant(
         "threads overlap",
         "append",
@@ -170,22 +143,6 @@ MUTANTS = [
         wrong_sources,
         slow=True,
     ),
-    Mutant(
-        "a scale for each vector",
-        "quantize",
-        "in_plane * (i64)sizeof(float)",
-        "in_plane * p.vectors",
-        quantise,
-        slow=True,
-    ),
-    Mutant(
-        "infinity is a number",
-        "quantize",
-        "largest_bits < 0x7f800000u",
-        "largest_bits <= 0x7f800000u",
-        lambda shim: quantising.test_rows_of_zeros_tiny_huge_and_no_numbers(shim, "int8"),
-        slow=True,
-    ),
 ]
 
 
@@ -209,11 +166,6 @@ def test_a_planted_error_is_found(shim_folder: Path, mutant: Mutant):
 
 def test_too_wide_an_access_is_found(shim, monkeypatch):
     monkeypatch.setattr(token_launches, "vector_nbytes", lambda *numbers: 16)
+    cache, update = (tokens.tensor_of((2, 2, 3, 24), torch.uint8, seed) for seed in (1, 2))
     with pytest.raises(Violation, match="MISALIGNED"):
-        tokens.check_transpose(shim, transposed_bytes())
-
-
-def transposed_bytes():
-    src = tokens.tensor_of((2, 2, 3, 24), torch.uint8, 1)
-    dst = tokens.tensor_of((2, 3, 2, 24), torch.uint8, 2)
-    return src, dst, 2
+        tokens.check_update(shim, (cache, update, [0, 0], None, torch.int64, 2))

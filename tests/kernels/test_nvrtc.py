@@ -138,6 +138,6 @@ def test_the_width_of_an_access_divides_all_it_has_to(numbers, width):
     assert vector_nbytes(*numbers) == width
 
 
-@pytest.mark.parametrize("file", ["copy_runs", "update", "append", "transpose", "quantize"])
+@pytest.mark.parametrize("file", ["copy_runs", "update", "append"])
 def test_the_sources_include_nothing(file):
     assert "#include" not in source_text(file)

@@ -1,4 +1,4 @@
-"""Which way a copy takes, and how that is found out."""
+"""Which way a copy takes, and what a machine lacks for it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.kernels.cuda.calibrate import SIZES, find_thresholds
 from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction, Route
-from kvconnect.kernels.policy import calibrate, capabilities
+from kvconnect.kernels.policy import capabilities
 
 KIB = 1024
 
@@ -36,44 +34,6 @@ def test_the_default_policy_is_that_of_the_specification(direction, run_nbytes, 
 def test_a_policy_of_nonsense_is_refused_by_name(field, value):
     with pytest.raises(ConfigurationError, match=field):
         CopyPolicy(**{field: value})
-
-
-def fake_seconds(load_from, store_from):
-    """DMA wins from these sizes on."""
-
-    def seconds(direction, route, run_nbytes):
-        wins = load_from if direction is Direction.LOAD else store_from
-        if route is Route.DMA:
-            return 1.0
-        assert route is (Route.KERNEL if direction is Direction.LOAD else Route.STAGED)
-        return 1.5 if run_nbytes >= wins else 0.5
-
-    return seconds
-
-
-@pytest.mark.parametrize(("load_from", "store_from"), [(16 * KIB, 96 * KIB), (SIZES[0], SIZES[-1])])
-def test_calibration_finds_where_dma_begins_to_win(load_from, store_from):
-    before = CopyPolicy(host_ctas=3)
-    found = find_thresholds(before, fake_seconds(load_from, store_from))
-    assert (found.load_dma_from, found.store_dma_from) == (load_from, store_from)
-    assert found.host_ctas == 3
-
-
-def test_where_dma_never_wins_it_is_kept_for_sizes_that_were_not_tried():
-    found = find_thresholds(CopyPolicy(), fake_seconds(1 << 40, 1 << 40))
-    assert found.load_dma_from == found.store_dma_from == 2 * SIZES[-1]
-
-
-def test_one_size_at_which_dma_wins_by_chance_does_not_count():
-    def seconds(direction, route, run_nbytes):
-        fast = run_nbytes >= 64 * KIB or run_nbytes == 8 * KIB
-        return (0.5 if fast else 2.0) if route is Route.DMA else 1.0
-
-    assert find_thresholds(CopyPolicy(), seconds).load_dma_from == 64 * KIB
-
-
-def test_without_a_device_there_is_nothing_to_calibrate():
-    assert calibrate(torch.device("cpu")) == CopyPolicy()
 
 
 def test_capabilities_say_what_is_missing():

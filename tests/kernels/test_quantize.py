@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from caches import Shape, ids, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.kernels.copy import gather_blocks
 from kvconnect.kernels.host import reference
 from kvconnect.kernels.host.quantize import quantize_rows
-from kvconnect.kernels.quantize import CODES, dequantize_blocks, quantize_blocks
 from kvconnect.kernels.quantized_payload import (
     dequantize_payload,
     quantize_payload,
@@ -22,21 +19,58 @@ from kvconnect.layout import KvCacheLayout
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 LIMITS = {"fp8_e4m3": 448.0, "int8": 127.0}
+CODES = tuple(LIMITS)
 STORED = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+LAYOUTS = {
+    "even": KvCacheLayout(3, 2, 96, 96, 16, torch.bfloat16),
+    "uneven": KvCacheLayout(2, 2, 5, 3, 4, torch.float32),
+    "latent": KvCacheLayout(2, 1, 576, 0, 4, torch.float16),
+}
+SMALL = KvCacheLayout(1, 1, 4, 4, 2, torch.float32)
+"""Two rows of keys, then two of values."""
 
 
-def filled(shape, seed=0):
-    """A cache of sensible numbers."""
-    cache = shape.make(seed)
+@st.composite
+def layouts(draw):
+    number = st.integers(1, 3)
+    dims = draw(st.sampled_from([(8, 8), (5, 3), (96, 96), (7, 0), (1, 1)]))
+    return KvCacheLayout(draw(number), draw(number), *dims, 1 << draw(number), draw(dtypes))
+
+
+dtypes = st.sampled_from([*FLOATS, torch.float64])
+
+
+def filled(layout, seed=0):
+    """A block of sensible numbers, as bytes."""
     generator = torch.Generator().manual_seed(seed)
-    for view in cache.kv.views:
-        view.copy_(torch.randn(view.shape, generator=generator) * 10)
-    return cache
+    count = layout.block_nbytes // layout.dtype.itemsize
+    numbers = torch.randn(count, generator=generator) * 10
+    return numbers.to(layout.dtype).view(torch.uint8)
 
 
-def rows_of(cache, block):
-    """All rows of a block in order, as float32: ``[rows, dim]`` for each plane."""
-    return [view[block].float().flatten(0, 1) for view in cache.kv.views]
+def rows_of(payload, layout):
+    """All rows of a block in order, as float32: of keys, or of values, of one layer each."""
+    heads = layout.tokens_per_block * layout.num_kv_heads
+    rest, found = payload.view(layout.dtype).float(), []
+    for _ in range(layout.num_layers):
+        for dim in (layout.key_dim, layout.value_dim)[: 2 if layout.value_dim else 1]:
+            found.append(rest[: heads * dim].view(heads, dim))
+            rest = rest[heads * dim :]
+    return found
+
+
+def quantised(payload, layout, code):
+    """Values and scales of `payload`."""
+    encoded = torch.full((quantized_nbytes(layout),), 0xA5, dtype=torch.uint8)
+    quantize_payload(payload, layout, encoded, dtype=code)
+    count = sum(len(rows) for rows in rows_of(payload, layout))
+    return encoded, encoded[4 * count :], encoded[: 4 * count].view(torch.float32)
+
+
+def there_and_back(payload, layout, code):
+    restored = torch.empty_like(payload)
+    dequantize_payload(quantised(payload, layout, code)[0], layout, restored, dtype=code)
+    return restored
 
 
 def expected_of(rows, code):
@@ -54,172 +88,57 @@ def expected_of(rows, code):
     return torch.cat(values), torch.stack(scales)
 
 
-def buffers(cache, count):
-    elements = cache.kv.block_nbytes // cache.kv.dtype.itemsize
-    num_rows = len(cache.kv.views) * cache.kv.tokens * cache.kv.heads
-    values = torch.full((count, elements), 0x5A, dtype=torch.uint8)
-    return values, torch.full((count, num_rows), -1.0)
+@pytest.mark.parametrize("code", CODES)
+@settings(max_examples=40, deadline=None)
+@given(layouts(), st.integers(0, 99))
+def test_values_and_scales_are_those_of_each_row(code, layout, seed):
+    payload = filled(layout, seed)
+    before = payload.clone()
+    expected = [expected_of(rows, code) for rows in rows_of(payload, layout)]
+    _, values, scales = quantised(payload, layout, code)
+    assert torch.equal(values, torch.cat([part[0] for part in expected]))
+    assert torch.equal(scales, torch.cat([part[1] for part in expected]))
+    assert torch.equal(payload, before)
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_values_and_scales_are_those_of_each_row(code):
-    @settings(max_examples=40, deadline=None)
-    @given(st.data(), shapes(FLOATS))
-    def check(data, shape):
-        cache = filled(shape)
-        before = cache.memory.clone()
-        numbers = data.draw(ids(shape, max_size=4))
-        values, scales = buffers(cache, len(numbers))
-        expected = values.clone(), scales.clone()
-        for row, block in enumerate(numbers):
-            if block >= 0:
-                parts = [expected_of(rows, code) for rows in rows_of(cache, block)]
-                expected[0][row] = torch.cat([part[0] for part in parts])
-                expected[1][row] = torch.cat([part[1] for part in parts])
-        quantize_blocks(cache.kv, numbers, values, scales, dtype=code)
-        assert torch.equal(values, expected[0])
-        assert torch.equal(scales, expected[1])
-        assert torch.equal(cache.memory, before)
-
-    check()
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_what_comes_back_is_close_and_nothing_else_changes(code):
-    @settings(max_examples=40, deadline=None)
-    @given(st.data(), shapes(FLOATS))
-    def check(data, shape):
-        cache, target = filled(shape), filled(shape, 1)
-        numbers = data.draw(ids(shape, unique=True, max_size=4))
-        values, scales = buffers(cache, len(numbers))
-        quantize_blocks(cache.kv, numbers, values, scales, dtype=code)
-        expected = target.clone()
-        typed = values.view(STORED[code])
-        dequantize_blocks(typed, scales, target.kv, numbers, dtype=code)
-        for block in range(shape.blocks):
-            if block not in numbers:
-                assert torch.equal(target.row(block), expected.row(block))
-                continue
-            for new, old in zip(rows_of(target, block), rows_of(cache, block), strict=True):
-                largest = old.abs().amax(1, keepdim=True)
-                # Half a step of the code, and the rounding to the cache's dtype.
-                step = largest / 254 if code == "int8" else old.abs() / 16 + largest / 448 / 1024
-                rounding = 2 * torch.finfo(shape.dtype).eps * largest
-                assert ((new - old).abs() <= step * 1.001 + rounding).all()
-            expected.put(block, target.row(block))
-        assert torch.equal(target.memory, expected.memory)
-
-    check()
-
-
-SHAPE = Shape("pool", "NHD", torch.float32, 1, 3, 2, 1, 4, 4)
+@settings(max_examples=40, deadline=None)
+@given(layouts(), st.integers(0, 99))
+def test_what_comes_back_is_close(code, layout, seed):
+    payload = filled(layout, seed)
+    restored = there_and_back(payload, layout, code)
+    for new, old in zip(rows_of(restored, layout), rows_of(payload, layout), strict=True):
+        largest = old.abs().amax(1, keepdim=True)
+        # Half a step of the code, and the rounding to the block's dtype.
+        step = largest / 254 if code == "int8" else old.abs() / 16 + largest / 448 / 1024
+        rounding = 2 * max(torch.finfo(layout.dtype).eps, 2**-23) * largest
+        assert ((new - old).abs() <= step * 1.001 + rounding).all()
 
 
 @pytest.mark.parametrize("code", CODES)
 def test_rows_that_are_no_ordinary_numbers(code):
-    cache = filled(SHAPE)
-    rows = cache.kv.views[0][1].view(-1, 4)
-    rows[0] = 0.0
-    rows[1] = torch.tensor([1e-45, 0.0, -1e-45, 0.0])  # the smallest there are
-    others = cache.kv.views[1][1].view(-1, 4)
-    others[0] = torch.tensor([1.0, torch.inf, 2.0, 0.0])
-    others[1] = torch.tensor([1.0, torch.nan, 2.0, 0.0])
-    values, scales = buffers(cache, 1)
-    quantize_blocks(cache.kv, [1], values, scales, dtype=code)
-    assert scales[0, :2].tolist() == [0.0, 0.0]
-    assert scales[0, 2:].isnan().all()
-    dequantize_blocks(values, scales, cache.kv, [2], dtype=code)
-    assert cache.kv.views[0][2].eq(0).all()
-    assert cache.kv.views[1][2].isnan().all()
+    rows = torch.tensor(
+        [
+            [0.0, 0.0, 0.0, 0.0],
+            [1e-45, 0.0, -1e-45, 0.0],  # the smallest there are
+            [1.0, torch.inf, 2.0, 0.0],
+            [1.0, torch.nan, 2.0, 0.0],
+        ]
+    )
+    payload = rows.view(-1).view(torch.uint8)
+    _, _, scales = quantised(payload, SMALL, code)
+    assert scales[:2].tolist() == [0.0, 0.0]
+    assert scales[2:].isnan().all()
+    restored = there_and_back(payload, SMALL, code).view(torch.float32).view(4, 4)
+    assert restored[:2].eq(0).all()
+    assert restored[2:].isnan().all()
 
 
 @pytest.mark.parametrize("code", CODES)
 def test_the_largest_element_comes_back_nearly_exactly(code):
-    cache = filled(SHAPE)
-    for view in cache.kv.views:
-        view[0] = torch.tensor([3.4e38, -3.4e38, 1.0, 0.0])
-    values, scales = buffers(cache, 1)
-    quantize_blocks(cache.kv, [0], values, scales, dtype=code)
-    dequantize_blocks(values, scales, cache.kv, [1], dtype=code)
-    new = cache.kv.views[0][1].view(-1, 4)
-    assert torch.allclose(new[:, :2], torch.tensor([3.4e38, -3.4e38]), rtol=1e-6)
-
-
-VALUES, SCALES = buffers(SHAPE.make(0), 1)
-WRONG = {
-    "code": ((VALUES, SCALES, [0], "fp4"), ValueError, "dtype"),
-    "values dtype": ((VALUES.short(), SCALES, [0], "int8"), TypeError, "values"),
-    "values of another code": (
-        (VALUES.view(torch.int8), SCALES, [0], "fp8_e4m3"),
-        TypeError,
-        "val",
-    ),
-    "scales dtype": ((VALUES, SCALES.double(), [0], "int8"), TypeError, "scales"),
-    "values": ((VALUES[:, :-1], SCALES, [0], "int8"), ValueError, "values"),
-    "scales": ((VALUES, SCALES[:, 1:], [0], "int8"), ValueError, "scales"),
-    "count": ((VALUES, SCALES, [0, 1], "int8"), ValueError, "values"),
-    "id": ((VALUES, SCALES, [3], "int8"), IndexError, "block_ids"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "error", "words"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_said_and_nothing_written(arguments, error, words):
-    cache = filled(SHAPE)
-    values, scales, numbers, code = arguments
-    before = cache.memory.clone(), values.clone(), scales.clone()
-    with pytest.raises(error, match=words):
-        quantize_blocks(cache.kv, numbers, values, scales, dtype=code)
-    with pytest.raises(error, match=words):
-        dequantize_blocks(values, scales, cache.kv, numbers, dtype=code)
-    for now, then in zip((cache.memory, values, scales), before, strict=True):
-        assert torch.equal(now, then)
-
-
-def test_a_block_cannot_be_restored_twice_nor_one_of_other_numbers_quantised():
-    cache = filled(SHAPE)
-    values, scales = buffers(cache, 2)
-    with pytest.raises(ValueError, match="twice"):
-        dequantize_blocks(values, scales, cache.kv, [1, 1], dtype="int8")
-    doubles = Shape("pool", "NHD", torch.float64, 1, 3, 2, 1, 4, 4).make(0)
-    with pytest.raises(TypeError, match="float64"):
-        quantize_blocks(doubles.kv, [0], values[:1], scales[:1], dtype="int8")
-
-
-LAYOUTS = {
-    "even": KvCacheLayout(3, 2, 96, 96, 16, torch.bfloat16),
-    "uneven": KvCacheLayout(2, 2, 5, 3, 4, torch.float32),
-    "latent": KvCacheLayout(2, 1, 576, 0, 4, torch.float16),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("code", CODES)
-def test_a_payload_is_quantised_as_the_block_it_is(layout, code):
-    shape = Shape(
-        "flat",
-        "NHD",
-        layout.dtype,
-        layout.num_layers,
-        1,
-        layout.tokens_per_block,
-        layout.num_kv_heads,
-        layout.key_dim,
-        layout.value_dim,
-    )
-    cache = filled(shape)
-    payload = torch.empty(layout.block_nbytes, dtype=torch.uint8)
-    gather_blocks(cache.kv, [0], payload)
-    encoded = torch.full((quantized_nbytes(layout),), 0xA5, dtype=torch.uint8)
-    quantize_payload(payload, layout, encoded, dtype=code)
-    values, scales = buffers(cache, 1)
-    quantize_blocks(cache.kv, [0], values, scales, dtype=code)
-    count = scales.numel()
-    assert torch.equal(encoded[: 4 * count].view(torch.float32), scales[0])
-    assert torch.equal(encoded[4 * count :], values[0])
-    restored = torch.empty_like(payload)
-    dequantize_payload(encoded, layout, restored, dtype=code)
-    dequantize_blocks(values, scales, cache.kv, [0], dtype=code)
-    assert torch.equal(restored, cache.row(0))
+    row = torch.tensor([3.4e38, -3.4e38, 1.0, 0.0])
+    new = there_and_back(row.repeat(4).view(torch.uint8), SMALL, code).view(torch.float32)
+    assert torch.allclose(new.view(4, 4)[:, :2], row[:2], rtol=1e-6)
 
 
 def test_a_payload_of_another_size_or_dtype_is_refused():

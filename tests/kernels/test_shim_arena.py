@@ -12,11 +12,10 @@ from shim_runs import driver_of
 
 from kvconnect.kernels.append import reshape_and_cache
 from kvconnect.kernels.blocks.paged import PagedKv
-from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks, transpose_blocks
+from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks
 from kvconnect.kernels.cuda import device
 from kvconnect.kernels.cuda.compile.sources import CompiledPart, Kernel
 from kvconnect.kernels.cuda.launch.launcher import MAX_VECTORS, TILE, Params, divisor, span
-from kvconnect.kernels.quantize import dequantize_blocks, quantize_blocks
 from kvconnect.kernels.update import kv_cache_update
 
 GIB = 1 << 30
@@ -131,38 +130,6 @@ def test_caches_of_more_than_4_gib_are_updated(arena, driven, packed):
         kv_cache_update(cache, update, starts)
     for i, start in enumerate(starts.tolist()):
         assert torch.equal(cache[i, :, start : start + 2], update[i])
-
-
-def test_rows_are_transposed_across_more_than_4_gib(arena, driven):
-    src = arena.as_strided((2, 3, 2, 32), (40 * GIB, 9 * GIB, 5 * GIB, 1))
-    for index in np.ndindex(2, 3, 2):
-        src[index].copy_(torch.randint(0, 256, (32,), dtype=torch.uint8))
-    dst = torch.zeros(2, 2, 3, 32, dtype=torch.uint8)
-    driven.allow_tensor(dst, writable=True)
-    transpose_blocks(src, dst, src_layout="NHD", dst_layout="HND")
-    assert torch.equal(dst, src.transpose(1, 2))
-    back = arena[64:].as_strided(src.shape, src.stride())
-    transpose_blocks(dst, back, src_layout="HND", dst_layout="NHD")
-    assert torch.equal(back, dst.transpose(1, 2))
-
-
-def test_blocks_beyond_4_gib_are_quantised_there_and_back(arena, driven):
-    kv = layers_apart(arena)
-    for seed, view in enumerate(kv.views):
-        for block in (0, 4):
-            mark(view[block], 7 * seed + block)
-    values = torch.zeros(2, kv.block_nbytes // 2, dtype=torch.uint8)
-    scales = torch.zeros(2, 8)
-    for tensor in (values, scales):
-        driven.allow_tensor(tensor, writable=True)
-    quantize_blocks(kv, [4, 0], values, scales, dtype="int8")
-    before = [view[[4, 0]].clone() for view in kv.views]
-    for view in kv.views:
-        view[4].zero_()
-        view[0].zero_()
-    dequantize_blocks(values, scales, kv, [4, 0], dtype="int8")
-    for old, view in zip(before, kv.views, strict=True):
-        assert torch.allclose(view[[4, 0]].float(), old.float(), atol=0.05)
 
 
 def test_the_last_row_that_a_launch_can_number_is_found(shim, arena):

@@ -1,4 +1,4 @@
-"""kv_cache_update, reshape_and_cache, transpose_blocks: the CUDA sources against plain torch."""
+"""kv_cache_update, reshape_and_cache: the CUDA sources against plain torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from shim_runs import driver_of, grids, in_two_lengths, same_bytes
 from kvconnect.kernels.append import reshape_and_cache
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.work import AppendWork, UpdateWork
-from kvconnect.kernels.copy import transpose_blocks
 from kvconnect.kernels.cuda import device
 from kvconnect.kernels.host import reference
 from kvconnect.kernels.update import kv_cache_update
@@ -215,33 +214,3 @@ def test_blocks_of_any_number_of_tokens_take_new_ones(shim, tokens):
     with device.driven_by(driver, policy):
         reshape_and_cache(states, None, kv, slots, layer=0)
     assert torch.equal(keys.view(-1, 2, 4)[slots], states)
-
-
-@st.composite
-def transposes(draw):
-    items, tokens, heads = (draw(st.integers(1, 5)) for _ in range(3))
-    dim, dtype = draw(st.sampled_from([1, 3, 8, 40, 80])), draw(st.sampled_from(DTYPES))
-    order = draw(st.sampled_from([(0, 1, 2, 3), (1, 0, 2, 3)]))
-    shift = draw(st.sampled_from([0, 8, 4]))
-    src = tensor_of((items, tokens, heads, dim), dtype, 1, 0, order)
-    dst = tensor_of((items, heads, tokens, dim), dtype, 2, shift, order)
-    return src, dst, draw(grids)
-
-
-def check_transpose(shim, given_case):
-    src, dst, ctas = given_case
-    driver, policy = driver_of(shim, ctas, reads=[src], writes=[dst])
-    with device.driven_by(driver, policy):
-        transpose_blocks(src, dst, src_layout="NHD", dst_layout="HND")
-    assert same_bytes(dst, src.transpose(1, 2))
-    back = torch.zeros_like(src)
-    driver, policy = driver_of(shim, ctas, reads=[dst], writes=[back])
-    with device.driven_by(driver, policy):
-        transpose_blocks(dst, back, src_layout="HND", dst_layout="NHD")
-    assert same_bytes(back, src)
-    assert driver.launched
-
-
-@in_two_lengths
-def test_transpose_swaps_tokens_and_heads_there_and_back(shim, profile):
-    profile(given(transposes())(lambda case: check_transpose(shim, case)))()

@@ -1,4 +1,4 @@
-"""Updates, appends and transposes as kernel launches."""
+"""Updates and appends as kernel launches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvconnect.kernels.cuda.launch.launcher import (
     divisor,
 )
 
-__all__ = ["launch_append", "launch_transpose", "launch_update"]
+__all__ = ["launch_append", "launch_update"]
 
 
 def launch_update(launcher: Launcher, work: UpdateWork, grid: Grid) -> tuple[object, ...]:
@@ -88,26 +88,6 @@ def _append(
     num_rows = len(work.slots) * len(sides) * kv.heads
     rows = Rows(num_rows, row, vector_nbytes(row, *numbers))
     launcher.rows("append", "append", rows, params, grid)
-
-
-def launch_transpose(
-    launcher: Launcher, ends: tuple[Tensor, Tensor], grid: Grid
-) -> tuple[object, ...]:
-    """From one ``[outer, i, j, dim]`` to the other, in its order: writes are whole lines."""
-    source, target = ends
-    into = _byte_strides(target)
-    outer, inner = (1, 2) if into[1] >= into[2] else (2, 1)
-    numbers = [
-        number
-        for tensor in ends
-        for strides in (_byte_strides(tensor),)
-        for number in (tensor.data_ptr(), strides[0], strides[outer], strides[inner])
-    ]
-    params = Params(tuple(numbers), (*divisor(target.shape[inner]), *divisor(target.shape[outer])))
-    row = source.shape[3] * source.element_size()
-    rows = Rows(source.numel() // source.shape[3], row, vector_nbytes(row, *numbers))
-    launcher.rows("transpose", "transpose", rows, params, grid)
-    return ends
 
 
 def _byte_strides(tensor: Tensor) -> tuple[int, ...]:

@@ -21,8 +21,6 @@ from kvconnect.kernels.cuda.compile.nvrtc import compile_part, find_nvrtc
 from kvconnect.kernels.cuda.compile.sources import CompiledPart
 from kvconnect.kernels.cuda.driver.streams import copy_streams
 from kvconnect.kernels.pinned import PinnedPool
-from kvconnect.kernels.policy import calibrate
-from kvconnect.kernels.quantize import quantize_blocks
 
 __all__ = ["device_figures"]
 
@@ -36,19 +34,13 @@ _GEMM = 8192
 
 def device_figures(device: torch.device, *, repeats: int) -> list[Figure]:
     """Measure; see `kvconnect.bench.kernels.run`. Takes about 4 GiB of the device's memory."""
-    policy = calibrate(device)
     clock = _Clock(device, repeats)
     ceilings = _Ceilings.measured(clock)
     figures = ceilings.figures()
-    figures += [
-        Figure("loads by DMA from", policy.load_dma_from / _KIB, "KiB", "calibrated"),
-        Figure("stores by DMA from", policy.store_dma_from / _KIB, "KiB", "calibrated"),
-    ]
     for run, target in _WITHIN_TARGETS.items():
         figures += _within(run, target, ceilings, clock)
     for run, target in _LINK_TARGETS.items():
         figures += _over_the_link(run, target, ceilings, clock)
-    figures.append(_quantised(ceilings, clock))
     return figures + _slowdowns(clock) + _compile_times(device)
 
 
@@ -161,27 +153,6 @@ def _over_the_link(run: int, target: int, ceilings: _Ceilings, clock: _Clock) ->
             clock,
         ),
     ]
-
-
-def _quantised(ceilings: _Ceilings, clock: _Clock) -> Figure:
-    """By bytes moved: a copy moves each twice, this one reads two and writes one and the scales."""
-    run = 64 * _KIB
-    count = _WITHIN_NBYTES // run
-    kv = _cache(2 * count, run, clock.device)
-    for view in kv.views:
-        view.normal_()
-    values = torch.zeros(count, run // 2, dtype=torch.uint8, device=clock.device)
-    scales = torch.zeros(count, run // 2 // kv.key_dim, device=clock.device)
-    ids = _random_ids(2 * count, count)
-    moved = count * run + values.nbytes + scales.nbytes
-    return _share(
-        "on the device: gather and quantise to fp8_e4m3",
-        lambda: quantize_blocks(kv, ids, values, scales, dtype="fp8_e4m3", stream=clock.stream),
-        moved,
-        2 * ceilings.within,
-        65,
-        clock,
-    )
 
 
 def _share(

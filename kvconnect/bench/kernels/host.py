@@ -16,8 +16,10 @@ from torch import Tensor
 from kvconnect.bench.report import Figure, binary_size
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks
-from kvconnect.kernels.quantize import CODES, quantize_blocks
+from kvconnect.kernels.host.reference import LIMITS
+from kvconnect.kernels.quantized_payload import quantize_payload, quantized_nbytes
 from kvconnect.kernels.update import kv_cache_update, reshape_and_cache
+from kvconnect.layout import KvCacheLayout
 
 __all__ = ["host_figures"]
 
@@ -94,21 +96,19 @@ def _updates(run: int, nbytes: int, repeats: int) -> Figure:
 
 
 def _quantised(nbytes: int, repeats: int) -> list[Figure]:
-    run = 64 * _KIB
-    kv = _cache(max(1, nbytes // run), run)
-    for view in kv.views:
-        view.normal_()
-    count = kv.num_blocks
-    values = torch.empty(count, run // 2, dtype=torch.uint8)
-    scales = torch.empty(count, run // 2 // _DIM)
-    ids = np.arange(count)
+    """As the codecs of stores do it: block by block."""
+    layout = KvCacheLayout(1, _HEADS, _DIM, _DIM, 4 * _TOKENS, torch.bfloat16)
+    count = max(1, nbytes // layout.block_nbytes)
+    blocks = torch.randn(count, layout.block_nbytes // 2).bfloat16().view(torch.uint8)
+    encoded = torch.empty(quantized_nbytes(layout), dtype=torch.uint8)
 
     def quantise(code: str) -> None:
-        quantize_blocks(kv, ids, values, scales, dtype=code)
+        for block in blocks:
+            quantize_payload(block, layout, encoded, dtype=code)
 
     return [
-        _share(f"gather and quantise to {code}", partial(quantise, code), count * run, repeats)
-        for code in CODES
+        _share(f"quantise blocks to {code}", partial(quantise, code), blocks.numel(), repeats)
+        for code in LIMITS
     ]
 
 
