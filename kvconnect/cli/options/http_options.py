@@ -17,7 +17,7 @@ __all__ = ["ROUTER_SECRET", "add_http_options", "http_fields", "missing_extra", 
 
 ROUTER_SECRET = "KVCONNECT_ROUTER_SECRET"  # noqa: S105  its name
 _API_KEY = "KVCONNECT_API_KEY"
-_EXTRA = ("httpx2", "prometheus_client", "starlette", "uvicorn")
+_EXTRA = ("httpx2", "jiter", "prometheus_client", "starlette", "uvicorn")
 
 
 def add_http_options(group: Options) -> None:
