@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
     from kvconnect.engine.request.handle import RequestHandle
 
-__all__ = ["Job", "add_prompt_options", "read_jobs"]
+__all__ = ["GivenPrompt", "add_prompt_options", "read_prompts"]
 
 _FORMS = ("prompt", "prompt_token_ids", "messages")
 _FORM = 'write {"prompt": "…"}, {"prompt_token_ids": […]} or {"messages": […]}'
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GivenPrompt:
     """One prompt to answer.
 
     Attributes:
@@ -41,7 +41,7 @@ class Job:
     sampling: SamplingParams
     cache_salt: str | None
 
-    def as_chat(self) -> Job:
+    def as_chat(self) -> GivenPrompt:
         """The same, its text as what a user says.
 
         Raises:
@@ -52,7 +52,7 @@ class Job:
         if self.form != "prompt":
             raise ConfigurationError("--chat: token ids are no message; give a text or messages")
         messages = [{"role": "user", "content": self.content}]
-        return Job(messages, "messages", self.sampling, self.cache_salt)
+        return GivenPrompt(messages, "messages", self.sampling, self.cache_salt)
 
     def submit(self, llm: LLM, retention: KvCacheRetentionConfig | None) -> RequestHandle:
         """Start it."""
@@ -91,7 +91,9 @@ def add_prompt_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def read_jobs(arguments: argparse.Namespace, sampling: Mapping[str, object]) -> Iterator[Job]:
+def read_prompts(
+    arguments: argparse.Namespace, sampling: Mapping[str, object]
+) -> Iterator[GivenPrompt]:
     """The prompts that `arguments` name, in order.
 
     Args:
@@ -105,17 +107,17 @@ def read_jobs(arguments: argparse.Namespace, sampling: Mapping[str, object]) -> 
     plain = SamplingParams.given("sampling", sampling)
     texts = list(arguments.prompt or ())
     texts += [_read("--prompt-file", name) for name in arguments.prompt_file or ()]
-    jobs = [Job(text, "prompt", plain, arguments.cache_salt) for text in texts]
+    given = [GivenPrompt(text, "prompt", plain, arguments.cache_salt) for text in texts]
     for name in arguments.jsonl or ():
         for number, line in enumerate(_read("--jsonl", name).splitlines(), 1):
             if not line.strip():
                 continue
             try:
-                jobs.append(_job(line, sampling, arguments.cache_salt))
+                given.append(_of_line(line, sampling, arguments.cache_salt))
             except ConfigurationError as error:
                 raise ConfigurationError(f"--jsonl {name} line {number}: {error}") from error
-    for job in jobs:
-        yield job.as_chat() if arguments.chat else job
+    for one in given:
+        yield one.as_chat() if arguments.chat else one
 
 
 def _read(option: str, name: str) -> str:
@@ -127,7 +129,7 @@ def _read(option: str, name: str) -> str:
         raise ConfigurationError(f"{option} {name}: is not UTF-8 ({error})") from error
 
 
-def _job(line: str, sampling: Mapping[str, object], cache_salt: str | None) -> Job:
+def _of_line(line: str, sampling: Mapping[str, object], cache_salt: str | None) -> GivenPrompt:
     try:
         given = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -148,7 +150,7 @@ def _job(line: str, sampling: Mapping[str, object], cache_salt: str | None) -> J
     (form,) = forms
     check_salt(given.get("cache_salt"))
     own = {name: given[name] for name in given.keys() & SamplingParams.model_fields.keys()}
-    return Job(
+    return GivenPrompt(
         given[form],
         form,
         SamplingParams.given("sampling", {**sampling, **own}),

@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(slots=True)
-class _Outcome:
+class _Copied:
     opened: bool = False
     copied: int = 0
     bytes: int = 0
@@ -67,19 +67,19 @@ def run(arguments: argparse.Namespace) -> None:
         target = StoreUrl.parse(arguments.target)
         raise ConfigurationError(f"TARGET {target}: is SOURCE; give another store")
     selection = Selection.from_arguments(arguments)
-    outcome = _Outcome()
+    done = _Copied()
     start = time.monotonic()
     try:
-        visit(_copy(arguments, selection, outcome))
-        outcome.complete = True
+        visit(_copy(arguments, selection, done))
+        done.complete = True
     finally:
-        if outcome.opened:
-            _report(arguments, outcome, time.monotonic() - start)
-    if outcome.bad:
-        raise BadFrame(f"{outcome.bad} bad blocks were left behind; 'kvconnect verify' lists them")
+        if done.opened:
+            _report(arguments, done, time.monotonic() - start)
+    if done.bad:
+        raise BadFrame(f"{done.bad} bad blocks were left behind; 'kvconnect verify' lists them")
 
 
-async def _copy(arguments: argparse.Namespace, selection: Selection, outcome: _Outcome) -> None:
+async def _copy(arguments: argparse.Namespace, selection: Selection, done: _Copied) -> None:
     from kvconnect.cli.frame_reader import read_frames
 
     async with (
@@ -87,14 +87,14 @@ async def _copy(arguments: argparse.Namespace, selection: Selection, outcome: _O
         visiting(arguments.target, "store") as target,
     ):
         listed(arguments.source, source)
-        outcome.opened = True
+        done.opened = True
         keys, nbytes = await _survey(source, selection)
         await _warn_if_too_small(target, nbytes)
         async with Progress("copy", nbytes, "bytes") as progress:
             entries = parents_first(_selected(source, selection), keys)
-            missing = _missing(target, entries, outcome, progress)
+            missing = _missing(target, entries, done, progress)
             async for batch in read_frames(source, missing):
-                await _write(target, batch, outcome)
+                await _write(target, batch, done)
                 progress.advance(sum(one.entry.nbytes for one in batch))
 
 
@@ -146,7 +146,7 @@ async def parents_first(
 async def _missing(
     target: GuardedBackend,
     entries: AsyncIterator[StoredEntry],
-    outcome: _Outcome,
+    done: _Copied,
     progress: Progress,
 ) -> AsyncIterator[StoredEntry]:
     """The entries that `target` does not have, as far as asking for many at once tells."""
@@ -154,24 +154,24 @@ async def _missing(
     async for entry in entries:
         batch.append(entry)
         if len(batch) == _KEYS_PER_LOOKUP:
-            for left in await _without_present(target, batch, outcome, progress):
+            for left in await _without_present(target, batch, done, progress):
                 yield left
             batch = []
-    for left in await _without_present(target, batch, outcome, progress):
+    for left in await _without_present(target, batch, done, progress):
         yield left
 
 
 async def _without_present(
     target: GuardedBackend,
     entries: Sequence[StoredEntry],
-    outcome: _Outcome,
+    done: _Copied,
     progress: Progress,
 ) -> list[StoredEntry]:
     left: list[StoredEntry] = []
     rest = list(entries)
     while rest:
         present = await target.lookup([entry.key for entry in rest])
-        outcome.skipped += present
+        done.skipped += present
         progress.advance(sum(entry.nbytes for entry in rest[:present]))
         # The first that is absent, and then those after it one answer at a time; where most are
         # absent that would be a question for each, so the rest is copied without asking.
@@ -182,9 +182,9 @@ async def _without_present(
     return left
 
 
-async def _write(target: GuardedBackend, batch: Sequence[ReadFrame], outcome: _Outcome) -> None:
-    outcome.bad += sum(bool(one.problem) for one in batch)
-    outcome.gone += sum(one.gone for one in batch)
+async def _write(target: GuardedBackend, batch: Sequence[ReadFrame], done: _Copied) -> None:
+    done.bad += sum(bool(one.problem) for one in batch)
+    done.gone += sum(one.gone for one in batch)
     blocks = [one.entry.block(one.data) for one in batch if not one.problem and not one.gone]
     limit = target.capabilities.max_value_bytes
     if limit is not None and (long := max((b.data.numel() for b in blocks), default=0)) > limit:
@@ -198,8 +198,8 @@ async def _write(target: GuardedBackend, batch: Sequence[ReadFrame], outcome: _O
             await asyncio.wait({saving})
         finally:
             stored = await saving
-            outcome.copied += stored
-            outcome.bytes += sum(block.data.numel() for block in blocks[:stored])
+            done.copied += stored
+            done.bytes += sum(block.data.numel() for block in blocks[:stored])
         if not stored:
             raise BackendUnavailable("TARGET takes no more blocks; give it more room, then go on")
         blocks = blocks[stored:]
@@ -215,19 +215,19 @@ async def _warn_if_too_small(target: GuardedBackend, nbytes: int) -> None:
         )
 
 
-def _report(arguments: argparse.Namespace, outcome: _Outcome, seconds: float) -> None:
-    rate = outcome.bytes / max(seconds, 1e-9)
+def _report(arguments: argparse.Namespace, done: _Copied, seconds: float) -> None:
+    rate = done.bytes / max(seconds, 1e-9)
     if arguments.json:
-        numbers = asdict(outcome) | {"seconds": seconds, "bytes_per_second": rate}
+        numbers = asdict(done) | {"seconds": seconds, "bytes_per_second": rate}
         del numbers["opened"]
         print(json.dumps(numbers), flush=True)
         return
-    notes = [f"{outcome.skipped} were there already"]
-    if outcome.bad:
-        notes.append(f"{outcome.bad} are bad")
-    if outcome.gone:
-        notes.append(f"{outcome.gone} were dropped meanwhile")
-    if not outcome.complete:
+    notes = [f"{done.skipped} were there already"]
+    if done.bad:
+        notes.append(f"{done.bad} are bad")
+    if done.gone:
+        notes.append(f"{done.gone} were dropped meanwhile")
+    if not done.complete:
         notes.append("not complete: the same command goes on")
-    size, speed = format_size(outcome.bytes), format_size(int(rate))
-    print(f"copied {outcome.copied} blocks, {size}, at {speed}/s; {'; '.join(notes)}", flush=True)
+    size, speed = format_size(done.bytes), format_size(int(rate))
+    print(f"copied {done.copied} blocks, {size}, at {speed}/s; {'; '.join(notes)}", flush=True)

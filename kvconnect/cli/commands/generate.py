@@ -19,7 +19,7 @@ from kvconnect.cli.options.engine_options import (
     open_llm,
 )
 from kvconnect.cli.options.retention import parse_retention
-from kvconnect.cli.prompts import Job, add_prompt_options, read_jobs
+from kvconnect.cli.prompts import GivenPrompt, add_prompt_options, read_prompts
 from kvconnect.cli.terminal import shown_on
 from kvconnect.config import KvCacheRetentionConfig
 
@@ -147,20 +147,20 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: a bad option, an unreadable prompt file, an unusable model or store.
     """
-    jobs = list(read_jobs(arguments, picked(arguments, *_SAMPLING)))
+    prompts = list(read_prompts(arguments, picked(arguments, *_SAMPLING)))
     retention = parse_retention(arguments.retention)
     with _metrics(arguments), open_llm(arguments) as llm:
-        for job, output in _answers(llm, jobs, retention):
+        for prompt, output in _answers(llm, prompts, retention):
             if arguments.json:
-                print(json.dumps(_fields(job, output)), flush=True)
+                print(json.dumps(_fields(prompt, output)), flush=True)
             else:
                 _print(output)
 
 
-def _fields(job: Job, output: RequestOutput) -> dict[str, object]:
+def _fields(prompt: GivenPrompt, output: RequestOutput) -> dict[str, object]:
     """Returns what ``--json`` prints; single completions only where they say more."""
     fields = {name: getattr(output, name) for name in _JSON_FIELDS}
-    if job.sampling.n > 1 or job.sampling.logprobs is not None:
+    if prompt.sampling.n > 1 or prompt.sampling.logprobs is not None:
         fields["outputs"] = [
             _as_fields(one) | {"cumulative_logprob": one.cumulative_logprob}
             for one in output.outputs
@@ -189,20 +189,20 @@ def _metrics(arguments: argparse.Namespace) -> AbstractContextManager[object]:
 
 
 def _answers(
-    llm: LLM, jobs: list[Job], retention: KvCacheRetentionConfig | None
-) -> Iterator[tuple[Job, RequestOutput]]:
+    llm: LLM, prompts: list[GivenPrompt], retention: KvCacheRetentionConfig | None
+) -> Iterator[tuple[GivenPrompt, RequestOutput]]:
     from kvconnect.cli.progress import Progress
 
-    lengths = [job.sampling.n * job.sampling.max_tokens for job in jobs]
-    handles = [job.submit(llm, retention) for job in jobs]
+    lengths = [prompt.sampling.n * prompt.sampling.max_tokens for prompt in prompts]
+    handles = [prompt.submit(llm, retention) for prompt in prompts]
     with Progress("generate", sum(lengths), "tokens") as progress:
-        for job, handle, remaining in zip(jobs, handles, lengths, strict=True):
+        for prompt, handle, remaining in zip(prompts, handles, lengths, strict=True):
             left = remaining
             for chunk in handle.stream():
                 progress.advance(len(chunk.token_ids))
                 left -= len(chunk.token_ids)
             progress.advance(left)  # an answer that stopped early is done all the same
-            yield job, handle.result()
+            yield prompt, handle.result()
 
 
 def _print(output: RequestOutput) -> None:

@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(slots=True)
-class _Outcome:
+class _Pruned:
     opened: bool = False
     matched: bool = False
     deleted: int = 0
@@ -124,51 +124,51 @@ def run(arguments: argparse.Namespace) -> None:
             "prune: nothing says what to delete; give --older-than, --unused-for, --to-size, "
             "--model, --salt, --lora or --group"
         )
-    outcome = _Outcome()
+    pruned = _Pruned()
     try:
-        visit(_prune(arguments, selection, size, outcome))
+        visit(_prune(arguments, selection, size, pruned))
     finally:
-        if outcome.opened:
-            _report(arguments, outcome)
-    if selection.names_something and not outcome.matched:
+        if pruned.opened:
+            _report(arguments, pruned)
+    if selection.names_something and not pruned.matched:
         raise NothingMatched("no block matched")
 
 
 async def _prune(
-    arguments: argparse.Namespace, selection: Selection, size: int | None, outcome: _Outcome
+    arguments: argparse.Namespace, selection: Selection, size: int | None, pruned: _Pruned
 ) -> None:
     access: Access = "read" if arguments.dry_run else "maintain"
     async with visiting(arguments.url, access) as store:
         chosen = listed(arguments.url, store)
         if size is not None and store.parts():
             raise ConfigurationError("--to-size: give the URL of the tier that it is about")
-        outcome.opened = True
+        pruned.opened = True
         for name, part in chosen.items():
             inventory = _Inventory()
             async with Progress(f"list {name}", 0, "blocks") as progress:
                 async for entry in each_block(part, progress):
                     inventory.add(entry, chosen=selection.fits(entry))
-                    outcome.unknown += selection.cannot_tell(entry)
-            outcome.matched |= bool(inventory.chosen)
-            outcome.kept += inventory.blocks
-            outcome.kept_bytes += inventory.nbytes
+                    pruned.unknown += selection.cannot_tell(entry)
+            pruned.matched |= bool(inventory.chosen)
+            pruned.kept += inventory.blocks
+            pruned.kept_bytes += inventory.nbytes
             doomed = _doomed(inventory, size)
             with Progress(f"prune {name}", len(doomed), "blocks") as progress:
-                await _delete(None if arguments.dry_run else part, doomed, outcome, progress)
+                await _delete(None if arguments.dry_run else part, doomed, pruned, progress)
 
 
 async def _delete(
-    store: Backend | None, doomed: Sequence[_Stored], outcome: _Outcome, progress: Progress
+    store: Backend | None, doomed: Sequence[_Stored], pruned: _Pruned, progress: Progress
 ) -> None:
     for start in range(0, len(doomed), _KEYS_PER_DELETE):
         piece = doomed[start : start + _KEYS_PER_DELETE]
         if store is not None:
             await store.delete([block.key for block in piece])
         nbytes = sum(block.nbytes for block in piece)
-        outcome.deleted += len(piece)
-        outcome.deleted_bytes += nbytes
-        outcome.kept -= len(piece)
-        outcome.kept_bytes -= nbytes
+        pruned.deleted += len(piece)
+        pruned.deleted_bytes += nbytes
+        pruned.kept -= len(piece)
+        pruned.kept_bytes -= nbytes
         progress.advance(len(piece))
 
 
@@ -183,21 +183,21 @@ def _doomed(inventory: _Inventory, size: int | None) -> list[_Stored]:
     return doomed
 
 
-def _report(arguments: argparse.Namespace, outcome: _Outcome) -> None:
+def _report(arguments: argparse.Namespace, pruned: _Pruned) -> None:
     if arguments.json:
-        numbers = asdict(outcome) | {"dry_run": arguments.dry_run}
+        numbers = asdict(pruned) | {"dry_run": arguments.dry_run}
         del numbers["opened"], numbers["matched"]
         print(json.dumps(numbers), flush=True)
         return
     what = "would delete" if arguments.dry_run else "deleted"
     print(
-        f"{what} {outcome.deleted} blocks, {format_size(outcome.deleted_bytes)}; "
-        f"{outcome.kept} blocks, {format_size(outcome.kept_bytes)}, stay",
+        f"{what} {pruned.deleted} blocks, {format_size(pruned.deleted_bytes)}; "
+        f"{pruned.kept} blocks, {format_size(pruned.kept_bytes)}, stay",
         flush=True,
     )
-    if outcome.unknown:
+    if pruned.unknown:
         print(
-            f"kvconnect: of {outcome.unknown} blocks that stay it is not known whose they are: "
+            f"kvconnect: of {pruned.unknown} blocks that stay it is not known whose they are: "
             "older versions did not note it, and SGLang and vLLM's tier do not tell it",
             file=sys.stderr,
         )
