@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from kvconnect.digest.doubts import Doubt
+from kvconnect.prometheus.metric import Metric, Sample
 from kvconnect.prometheus.snapshot import Snapshot
 
-__all__ = ["METRICS", "Metric"]
+__all__ = ["METRICS"]
 
 _OPERATIONS = ("lookup", "load", "save", "delete", "children", "open", "close")
 _FAILURES = ("failure", "timeout", "refused", "bad_frame", "other_codec")
@@ -31,28 +31,6 @@ _NIXL_FAULTS = ("late", "bad_digest", "avoided", "rebuilds")
 _STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
 _ROLES = ("prefill", "decode")
 _STATES = ("up", "down")
-
-Sample: TypeAlias = tuple[tuple[str, ...], float]
-"""Values of a metric's labels, in its order, and its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One metric: its name, what it is, how it is read from a `Snapshot`, and its labels.
-
-    As Prometheus has it, counters are those whose name ends in ``_total``.
-    """
-
-    name: str
-    help: str
-    read: Callable[[Snapshot], Iterable[Sample]]
-    labels: tuple[str, ...] = ()
-
-    @property
-    def kind(self) -> Literal["counter", "gauge"]:
-        """What Prometheus calls it."""
-        return "counter" if self.name.endswith("_total") else "gauge"
-
 
 # ---------------------------------------------------------------------- how each is read
 
