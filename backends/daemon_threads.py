@@ -6,7 +6,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
+
+from kvconnect.backends.lanes import fulfil
 
 __all__ = ["DaemonThreads"]
 
@@ -43,17 +46,7 @@ class DaemonThreads(ThreadPoolExecutor):
                 run.
         """
         future: Future[T] = Future()
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = fn(*args, **kwargs)
-            except BaseException as error:  # noqa: BLE001 (raised where the future is waited for)
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
+        work = partial(fulfil, future, partial(fn, *args, **kwargs))
         with self._changed:
             if self._ended:
                 raise RuntimeError(f"{self._name}: the pool has ended")
