@@ -23,7 +23,7 @@ def parts(widths):
     """Every source in these widths."""
     for file in FILES:
         for width in widths:
-            yield CompiledPart(file, (("VECTOR_NBYTES", width),))
+            yield CompiledPart(file, width)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from kvconnect.kernels.cuda.compile.sources import VECTOR_NBYTES, CompiledPart, Kernel, source_text
+from kvconnect.kernels.cuda.compile.sources import VECTOR_NBYTES, Kernel, source_text
 
 SHIM = Path(__file__).with_name("shim.h")
 ENTRY = re.compile(r"^KERNEL (\w+)\(", re.MULTILINE)
@@ -75,7 +75,7 @@ class ShimLibrary:
         self.folder = folder
         self.flags = flags
         self.edit = edit
-        self._libraries: dict[tuple, ctypes.CDLL] = {}
+        self._libraries: dict[str, ctypes.CDLL] = {}
 
     def launch(
         self,
@@ -86,12 +86,10 @@ class ShimLibrary:
         only: range | None = None,
     ) -> Report:
         """Run CTAs of a grid of `ctas`, all or `only` some, which may touch `regions`."""
-        defines = dict(kernel.part.defines)
-        width = defines.pop("VECTOR_NBYTES")
-        key = (kernel.part.file, tuple(defines.items()))
-        library = self._libraries.get(key)
+        file, width = kernel.part.file, kernel.part.vector_nbytes
+        library = self._libraries.get(file)
         if library is None:
-            library = self._libraries[key] = self._compile(*key)
+            library = self._libraries[file] = self._compile(file)
         numbers = [
             number
             for region in regions
@@ -103,7 +101,7 @@ class ShimLibrary:
         which = range(ctas) if only is None else only
         arguments = (data, ctypes.c_uint64(len(data)), ctas, which.start, which.stop)
         found = library.shim_launch(f"w{width}::{kernel.entry}".encode(), *arguments)
-        assert found, f"no kernel {kernel.entry} in {kernel.part.file}.cu"
+        assert found, f"no kernel {kernel.entry} in {file}.cu"
         report = Report()
         library.shim_report(ctypes.byref(report))
         if report.violations:
@@ -114,12 +112,12 @@ class ShimLibrary:
             )
         return report
 
-    def _compile(self, file: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+    def _compile(self, file: str) -> ctypes.CDLL:
         source = source_text(file)
         if self.edit is not None:
             source = self.edit(source)
         text = _all_widths(source)
-        flags = (*FLAGS, *self.flags, *CompiledPart(file, defines).options)
+        flags = (*FLAGS, *self.flags)
         name = hashlib.sha256(repr((text, SHIM.read_text(), flags)).encode()).hexdigest()[:32]
         path = self.folder / f"{file}-{name}.so"
         if not path.exists():

@@ -22,7 +22,7 @@ EVERY = [part for part in parts([16, 8, 4, 2, 1]) if part not in USUAL]
 
 
 def name_of(part):
-    return "-".join([part.file, *(f"{name}={value}" for name, value in part.defines)])
+    return f"{part.file}-{part.vector_nbytes}"
 
 
 every_part = pytest.mark.parametrize(

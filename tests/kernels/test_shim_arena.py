@@ -152,7 +152,7 @@ def test_the_last_row_that_a_launch_can_number_is_found(shim, arena):
             (*divisor(1), *all_ids, *all_ids, 0, 0),
         )
         ctas = -(-nbytes * count // TILE)
-        kernel = Kernel(CompiledPart("copy_runs", (("VECTOR_NBYTES", 1),)), "copy_listed")
+        kernel = Kernel(CompiledPart("copy_runs", 1), "copy_listed")
         filled = params.filled(span(0, count, nbytes))
         shim.launch(kernel, ctas, filled, driver.regions, only=range(ctas - 4, ctas))
         tail = nbytes * count - (ctas - 4) * TILE

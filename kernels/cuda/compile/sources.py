@@ -17,20 +17,20 @@ _SHARED = "vectors"
 
 @dataclass(frozen=True, slots=True)
 class CompiledPart:
-    """One source file under one set of definitions: what is compiled, and cached, as a whole.
+    """One source file for one width of access: what is compiled, and cached, as a whole.
 
     Attributes:
         file: name of the source without ``.cu``.
-        defines: macros and their values.
+        vector_nbytes: one of `VECTOR_NBYTES`.
     """
 
     file: str
-    defines: tuple[tuple[str, int], ...]
+    vector_nbytes: int
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What a compiler is told, apart from the architecture. nvcc and NVRTC agree on it."""
-        return ("--std=c++17", *(f"-D{name}={value}" for name, value in self.defines))
+        """The options of a compiler apart from the architecture, for nvcc and NVRTC alike."""
+        return ("--std=c++17", f"-DVECTOR_NBYTES={self.vector_nbytes}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,4 +144,4 @@ class Params(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _kernel(file: str, entry: str, width: int) -> Kernel:
-    return Kernel(CompiledPart(file, (("VECTOR_NBYTES", width),)), entry)
+    return Kernel(CompiledPart(file, width), entry)

@@ -206,7 +206,7 @@ def _slowdowns(clock: _Clock) -> list[Figure]:
 def _compile_times(device: torch.device) -> list[Figure]:
     """The copy kernel: compiled, and found in the cache."""
     major, minor = torch.cuda.get_device_capability(device)
-    part = CompiledPart("copy_runs", (("VECTOR_NBYTES", 16),))
+    part = CompiledPart("copy_runs", 16)
     with tempfile.TemporaryDirectory() as folder:
         figures = []
         for name, target in (("first compile", 600), ("from the cache", 5)):
