@@ -1,34 +1,41 @@
-"""What only a checkout of kvconnect has: the peers and the servers that benchmarks start."""
+"""What only a checkout of kvconnect has: other benchmarks, floors, peers and soaks.
+
+They are the package ``kvconnect_bench`` in ``tests/benchmarks``, which is not installed.
+"""
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["require_checkout", "require_peer_python"]
+__all__ = ["from_checkout", "has_checkout"]
+
+_FOLDER = Path(__file__).resolve().parents[2] / "tests" / "benchmarks"
 
 
-def require_checkout(what: str) -> None:
-    """Return if `kvconnect.bench.peers` and `kvconnect.bench.servers` are there, for `what`.
+def has_checkout() -> bool:
+    """Returns whether this kvconnect is run from a checkout."""
+    return (_FOLDER / "kvconnect_bench").is_dir()
+
+
+def from_checkout(module: str, what: str) -> Any:
+    """Returns the module ``kvconnect_bench.MODULE``.
+
+    Args:
+        module: its name.
+        what: needs it, for the error.
 
     Raises:
-        ConfigurationError: kvconnect was installed without them.
+        ConfigurationError: kvconnect was installed without it.
     """
-    if not Path(__file__).with_name("peers").is_dir():
+    if not has_checkout():
         raise ConfigurationError(
-            f"{what}: needs a checkout of kvconnect; what it starts is not in the installed package"
+            f"{what}: needs a checkout of kvconnect, installed with pip install -e"
         )
-
-
-def require_peer_python(python: Path) -> None:
-    """Return if `python` may be an interpreter that a peer runs in.
-
-    Raises:
-        ConfigurationError: there is no such file, or kvconnect was installed without the peers.
-    """
-    require_checkout("--peer-python")
-    if not python.is_file():
-        raise ConfigurationError(
-            f"--peer-python: '{python}' is no file; give an environment's bin/python"
-        )
+    if str(_FOLDER) not in sys.path:
+        sys.path.append(str(_FOLDER))
+    return import_module(f"kvconnect_bench.{module}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.bench.store.floor_redis import RedisFloor
 from kvconnect.bench.store.payloads import Payloads
+from kvconnect_bench.store.floor_redis import RedisFloor
 
 
 def test_floor_moves_the_values_and_leaves_nothing_behind(redis_server):

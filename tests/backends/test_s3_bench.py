@@ -7,12 +7,12 @@ import re
 import pytest
 from s3_server import BUCKET, refusal
 
-from kvconnect.bench.peers.s3 import compare
-from kvconnect.bench.peers.s3_reads import bench_reads
 from kvconnect.bench.store.payloads import StorePlan
-from kvconnect.bench.store.peer import bench_peer
 from kvconnect.bench.store.run import bench_store
 from kvconnect.errors import BackendUnavailable
+from kvconnect_bench.peers.s3 import compare
+from kvconnect_bench.peers.s3_reads import bench_reads
+from kvconnect_bench.store.peer import bench_peer
 
 PLAN = StorePlan(sizes=(64 << 10,), total_nbytes=1 << 20, rounds=1, latencies=2)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvconnect.bench.blocks.peers import OWN, open_field
+from kvconnect_bench.blocks.peers import OWN, open_field
 
 TINY = ("--tokens", 256, "--requests", 20, "--cached-blocks", 1000, "--rounds", 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.bench.dead.run import Toll, figures_of
+from kvconnect_bench.dead.run import Toll, figures_of
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvconnect.bench.blocks.party import PartyFailed
-from kvconnect.bench.engines import run
-from kvconnect.bench.peers import vllm_connectors
-from kvconnect.bench.peers.vllm_connectors import Clock, Watch, connector_config
 from kvconnect.bench.restart import forget_files
 from kvconnect.cli.main import main
+from kvconnect_bench.blocks.party import PartyFailed
+from kvconnect_bench.engines import run
+from kvconnect_bench.peers import vllm_connectors
+from kvconnect_bench.peers.vllm_connectors import Clock, Watch, connector_config
 
 STEP_S = 0.01
 INSIDE_S = 20e-6

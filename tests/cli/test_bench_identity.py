@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from kvconnect.bench.blocks.party import PartyFailed
-from kvconnect.bench.engines import run as engines
-from kvconnect.bench.identity import run
 from kvconnect.bench.report import Figure
 from kvconnect.cli.main import main
+from kvconnect_bench.blocks.party import PartyFailed
+from kvconnect_bench.engines import run as engines
+from kvconnect_bench.identity import run
 
 STEP_S = 0.01
 LOOK_S = 50e-6

@@ -110,7 +110,7 @@ def test_a_disk_without_space_for_the_floor_is_an_error_that_leaves_nothing(
     def full(fd, offset, nbytes):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("kvconnect.bench.store.floor_disk.os.posix_fallocate", full)
+    monkeypatch.setattr("kvconnect_bench.store.floor_disk.os.posix_fallocate", full)
     code, _, err = kvconnect("bench", "store", f"disk:{tmp_path}/kv?capacity=32MiB", *SMALL)
     assert code == 2
     assert f"{tmp_path}/kv: no space for the 2097152 bytes" in err

@@ -13,12 +13,12 @@ from typing import Self
 
 import pytest
 
-from kvconnect.bench.transfer import link, pulls, run
-from kvconnect.bench.transfer.handover import Handover, figures_of
-from kvconnect.bench.transfer.link import LinkRefused, shaped_link
-from kvconnect.bench.transfer.pull_party import PullParty
-from kvconnect.bench.transfer.pulls import PullPair
 from kvconnect.transfer.tcp import peer, source, stream
+from kvconnect_bench.transfer import link, pulls, run
+from kvconnect_bench.transfer.handover import Handover, figures_of
+from kvconnect_bench.transfer.link import LinkRefused, shaped_link
+from kvconnect_bench.transfer.pull_party import PullParty
+from kvconnect_bench.transfer.pulls import PullPair
 
 _CLONE_NEWNET = 0x40000000
 SMALL = ("--total", "1MiB", "--piece", "4KiB", "--rounds", 1)

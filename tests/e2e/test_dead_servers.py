@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.bench.dead.run import DeadPlan, measure_death
-from kvconnect.bench.servers.mortal import SERVERS, Death
+from kvconnect_bench.dead.run import DeadPlan, measure_death
+from kvconnect_bench.servers.mortal import SERVERS, Death
 
 BUDGET_S = 0.5
 RECOVERY_S = 60.0

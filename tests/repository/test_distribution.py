@@ -18,9 +18,6 @@ from packaging.utils import canonicalize_name
 
 from kvconnect.backends import registry
 
-CHECKOUT_ONLY = ("kvconnect/bench/peers/", "kvconnect/bench/servers/")
-"""What benchmarks start: adapters of other engines, servers that die. No part of a library."""
-
 LINKS = {"kvconnect/backends", "kvconnect/kernels", ".ci/editable/kvconnect"}
 """For checkouts; a distribution holds what they point to at its own place."""
 
@@ -54,24 +51,53 @@ def test_the_wheel_holds_every_module_of_the_library_and_nothing_else(
         top = path.partition("/")[0]
         if top in {"backends", "kernels"}:
             expected.add(f"kvconnect/{path}")
-        elif path.startswith(CHECKOUT_ONLY):
-            continue
         elif top == "kvconnect" and path not in LINKS:
             expected.add(path)
     assert {name for name in wheel_names if ".dist-info/" not in name} == expected
 
 
-def test_a_benchmark_that_needs_a_checkout_says_so(built: Path, tmp_path: Path):
+@pytest.fixture(scope="session")
+def from_the_wheel(built: Path, tmp_path_factory):
+    """Runs the command of the wheel, unpacked where there is nothing else."""
     (wheel,) = built.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    command = [sys.executable, "-P", "-m", "kvconnect", "bench", "dead"]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode != 0
-    assert "bench dead: needs a checkout of kvconnect" in done.stderr
+    folder = tmp_path_factory.mktemp("unpacked")
+    zipfile.ZipFile(wheel).extractall(folder)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-P", "-m", "kvconnect", *arguments]
+        env = {**os.environ, "PYTHONPATH": str(folder)}
+        return subprocess.run(
+            command, env=env, cwd=folder, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("bench", "dead"), "bench dead"),
+        (("bench", "serve", "--url", "http://x", "--chats=3"), "bench serve"),
+        (("bench", "kernels", "--help"), "bench kernels"),
+        (("check", "memory:", "--soak"), "check --soak"),
+        (("bench", "store", "memory:", "--peer-python", "python3"), "--peer-python"),
+    ],
+)
+def test_what_needs_a_checkout_says_so(from_the_wheel, arguments, what):
+    small = ("--total", "1MiB", "--sizes", "4KiB") if "store" in arguments else ()
+    done = from_the_wheel(*arguments, *small)
+    assert done.returncode == 2
+    assert f"{what}: needs a checkout of kvconnect" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_store_is_measured_without_its_floor(from_the_wheel):
+    done = from_the_wheel(
+        *("bench", "store", "memory:", "--total", "1MiB", "--sizes", "64KiB", "--rounds", "1")
+    )
+    assert done.returncode == 0, done.stderr
+    assert "floors are left out" in done.stderr
+    assert "get" in done.stdout
 
 
 def test_the_sdist_holds_every_file(built: Path, tracked: list[Path]):

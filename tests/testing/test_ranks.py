@@ -10,9 +10,10 @@ from redis_server import RedisServer
 
 from kvconnect.backend import Backend
 from kvconnect.backends import open_backend
-from kvconnect.testing import Address, Subject, Violation, check_backend, rank_soak
-from kvconnect.testing.rank_soak import soak_ranks
+from kvconnect.testing import Address, Subject, Violation, check_backend
 from kvconnect.testing.subjects import DiskSubject, MemorySubject
+from kvconnect_bench.soaks import rank_soak
+from kvconnect_bench.soaks.rank_soak import soak_ranks
 
 
 class RedisSubject(Subject):

@@ -24,8 +24,8 @@ from kvconnect.testing import BackendConformance, Subject, Violation, check_back
 from kvconnect.testing.check import Check
 from kvconnect.testing.checks import all_checks
 from kvconnect.testing.runner import run_check, select
-from kvconnect.testing.soak import soak
 from kvconnect.testing.subjects import DiskSubject, MemorySubject, TieredSubject, subject_of
+from kvconnect_bench.soaks.soak import soak
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from kvconnect.backend import Backend
 from kvconnect.backends.registry import open_backend
 from kvconnect.backends.url import StoreUrl
+from kvconnect.bench.checkout import from_checkout, has_checkout
 from kvconnect.bench.report import median_ratio
 from kvconnect.bench.store.floor import Floor, checksum_seconds, fastest
-from kvconnect.bench.store.floors import make_floor
 from kvconnect.bench.store.payloads import Payloads, StorePlan
 from kvconnect.bench.store.report import StoreFigure, percentile
 from kvconnect.errors import ConfigurationError
@@ -85,9 +85,7 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
     found = {(how, what): _Rounds() for how in ways for what in _OPERATIONS}
     hashed: dict[str, list[list[float]]] = {"put": [], "get": []}
     try:
-        floor = make_floor(url, store.inner, payloads)
-        if floor is None:
-            tell(f"there is no floor to compare a store of this kind with: {StoreUrl.parse(url)}")
+        floor = _floor(url, store.inner, payloads, tell)
         # By turns first: a disk that has had a pause, or memory that was just read, is faster.
         turns = deque([_FLOOR, *ways])
         for number in range(plan.rounds + 1):
@@ -129,6 +127,16 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
                 )
             )
     return figures
+
+
+def _floor(url: str, store: Backend, payloads: Payloads, tell: Tell) -> Floor | None:
+    if not has_checkout():
+        tell("floors are left out: they need a checkout of kvconnect")
+        return None
+    floor: Floor | None = from_checkout("store.floors", "a floor").make_floor(url, store, payloads)
+    if floor is None:
+        tell(f"there is no floor to compare a store of this kind with: {StoreUrl.parse(url)}")
+    return floor
 
 
 async def _one_round(

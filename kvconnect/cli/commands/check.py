@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl
+from kvconnect.bench.checkout import from_checkout
 from kvconnect.cli.command import add_number
 from kvconnect.cli.progress import Progress
 from kvconnect.errors import ConfigurationError
@@ -121,10 +122,11 @@ def _check(arguments: argparse.Namespace, subject: Subject, seed: int) -> bool:
 
 def _soak(arguments: argparse.Namespace, subject: Subject, seed: int) -> bool:
     from kvconnect.testing.check import Violation
-    from kvconnect.testing.rank_soak import soak_ranks
-    from kvconnect.testing.soak import soak
 
-    run_soak = soak if subject.ranks == 1 else soak_ranks
+    if subject.ranks == 1:
+        run_soak = from_checkout("soaks.soak", "check --soak").soak
+    else:
+        run_soak = from_checkout("soaks.rank_soak", "check --soak").soak_ranks
     seconds = arguments.minutes * 60
     done = 0.0
     with Progress("soak", round(seconds), "s") as progress:

@@ -1,7 +1,0 @@
-"""Others that do the same work, measured beside kvconnect: vLLM, SGLang, LMCache and boto3.
-
-Part of a checkout, not of the wheel (`bench.checkout`). `vllm`, `sglang` and `lmcache` run
-in interpreters where kvconnect is not installed: they import NumPy, the standard library, their
-engine, and `kvconnect.bench.blocks.worker` and `traffic`. `python -m kvconnect.bench.peers.s3` is
-the comparison with boto3: begin there.
-"""

@@ -1,0 +1,35 @@
+"""The copies of blocks: what the machine can do first, then what they do of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvconnect.bench.report import Figure
+from kvconnect_bench.kernels.device import device_figures
+from kvconnect_bench.kernels.host import host_figures
+
+__all__ = ["SKIPPED", "kernels"]
+
+SKIPPED = (
+    "no CUDA device here: copies on a device and over the host link, quantising on a device, the "
+    "slowdown of GEMMs and compile times were skipped"
+)
+
+
+def kernels(
+    *, nbytes: int, repeats: int, tell: Callable[[str], None] = lambda _: None
+) -> list[Figure]:
+    """Measure the copies on the host, and on the current CUDA device if there is one. Blocks.
+
+    Args:
+        nbytes: copied in one measurement on the host; should be beyond the processor's caches.
+        repeats: of each; the median counts.
+        tell: is told what was skipped.
+    """
+    figures = host_figures(nbytes=nbytes, repeats=repeats)
+    if torch.cuda.is_available():
+        return figures + device_figures(torch.device("cuda"), repeats=repeats)
+    tell(SKIPPED)
+    return figures

@@ -1,0 +1,1 @@
+"""The options of benchmarks, and from them their plans."""

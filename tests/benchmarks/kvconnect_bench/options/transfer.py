@@ -1,0 +1,92 @@
+"""``kvconnect bench transfer``: its options, and from them its plan."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from pathlib import Path
+
+from kvconnect.backends.url import parse_size
+from kvconnect.cli.command import add_number, chosen, picked, require_at_least_one, tell
+from kvconnect.errors import ConfigurationError
+from kvconnect_bench.transfer.plan import PARTS, TRANSPORTS, TransferPlan
+
+__all__ = ["add_transfer_options", "run_transfer"]
+
+
+def add_transfer_options(parser: argparse.ArgumentParser) -> None:
+    """Describe ``bench transfer``."""
+    parser.description = """\
+Measure reads from the memory of another process: on one host against process_vm_readv, over the
+loopback against a plain socket, over links of a known rate (network namespaces, so as root only);
+then prompts from a prefill engine to a decode engine: what of the transfer is not hidden, the first
+token, and what two connected engines cost while they are idle."""
+    parts = ",".join(PARTS)
+    parser.add_argument("--parts", default=parts, metavar="PART,…", help=f"default: {parts}")
+    parser.add_argument(
+        "--transports", default="tcp,nixl", metavar="NAME,…", help="default: tcp,nixl"
+    )
+    pulls = parser.add_argument_group("pulls")
+    pulls.add_argument(
+        "--total", default="256MiB", metavar="SIZE", help="of one pull (default: 256MiB)"
+    )
+    pulls.add_argument(
+        "--piece", default="64KiB", metavar="SIZE", help="of its pieces (default: 64KiB)"
+    )
+    add_number(pulls, "--rounds", "medians of so many (default: 7)", default=7)
+    pulls.add_argument(
+        "--rates", default="1,8", metavar="GBIT,…", help="of the links, in Gbit/s (default: 1,8)"
+    )
+    handover = parser.add_argument_group("prefill to decode")
+    handover.add_argument("--model", type=Path, metavar="DIR", help="default: a random Llama")
+    handover.add_argument("--directory", type=Path, metavar="DIR", help="for scratch files")
+    add_number(handover, "--prompt-tokens", "(default: 512)", default=512)
+    add_number(handover, "--requests", "medians of so many (default: 20)", default=20)
+    add_number(
+        handover, "--idle-s", "of watching idle engines (default: 5)", default=5.0, type=float
+    )
+
+
+def run_transfer(arguments: argparse.Namespace) -> None:
+    """Measure transfers.
+
+    Raises:
+        ConfigurationError: names the option and what is right.
+    """
+    from kvconnect.bench.report import render
+    from kvconnect_bench.transfer.run import bench_transfer
+
+    require_at_least_one(arguments, "rounds", "prompt_tokens", "requests")
+    if not 0 < arguments.idle_s < math.inf:
+        raise ConfigurationError(f"--idle-s {arguments.idle_s}: must be > 0")
+    total = parse_size(arguments.total, field="--total")
+    piece = parse_size(arguments.piece, field="--piece")
+    if piece % 8 or total % piece:
+        raise ConfigurationError(
+            f"--piece {arguments.piece}: must be a multiple of 8 bytes that divides --total "
+            f"{arguments.total}"
+        )
+    plan = TransferPlan(
+        parts=chosen("--parts", arguments.parts, PARTS),
+        transports=chosen("--transports", arguments.transports, TRANSPORTS),
+        total_nbytes=total,
+        piece_nbytes=piece,
+        rates_gbit=_rates(arguments.rates),
+        **picked(arguments, "rounds", "prompt_tokens", "requests", "idle_s"),
+    )
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        figures = bench_transfer(arguments.model, Path(name), plan, tell)
+    if not figures:
+        raise ConfigurationError("bench transfer: nothing of what was asked for can be measured")
+    print(render("transfer", figures, as_json=arguments.json))
+
+
+def _rates(given: str) -> tuple[float, ...]:
+    try:
+        rates = tuple(float(rate) for rate in given.split(","))
+    except ValueError:
+        rates = ()
+    if not rates or not all(0 < rate < math.inf for rate in rates):
+        raise ConfigurationError(f"--rates {given}: give numbers > 0, in Gbit/s")
+    return rates

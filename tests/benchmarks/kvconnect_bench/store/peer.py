@@ -1,0 +1,89 @@
+"""A peer moving values of the same size to the same place: LMCache elsewhere, for S3 boto3 here."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvconnect.backends.url import StoreUrl
+from kvconnect.bench.store.payloads import StorePlan
+from kvconnect.bench.store.report import StoreFigure
+from kvconnect_bench.blocks.party import Party, PartyFailed
+from kvconnect_bench.peer_python import require_peer_python
+
+__all__ = ["bench_peer"]
+
+_MODULE = "kvconnect_bench.peers.lmcache"
+
+
+def bench_peer(
+    url: str, plan: StorePlan, python: Path | None, tell: Callable[[str], None]
+) -> list[StoreFigure]:
+    """What LMCache does; nothing, and a sentence, where it is not installed or has no such store.
+
+    Beside S3, which it has no counterpart of, boto3 is measured instead.
+
+    Its put and get check nothing, so they stand beside the bare figures as well as the guarded.
+
+    Raises:
+        ConfigurationError: there is no such interpreter.
+    """
+    if StoreUrl.parse(url).scheme == "s3":  # boto3 is here anyway; LMCache has no counterpart
+        from kvconnect_bench.peers.s3 import bench_boto3
+
+        return bench_boto3(url, plan, tell)
+    if python is None:
+        return []
+    require_peer_python(python)
+    kinds = _kinds(url)
+    if not kinds:
+        tell(f"LMCache is left out: it has no counterpart of '{StoreUrl.parse(url).scheme}' here")
+    figures: list[StoreFigure] = []
+    for kind, name in kinds:
+        for size in plan.sizes:
+            try:
+                figures += _measure(url, plan, python, kind, name, size)
+            except PartyFailed as error:
+                tell(f"{name} is left out at {size / 2**20:g} MiB ({error})")
+    return figures
+
+
+def _kinds(url: str) -> list[tuple[str, str]]:
+    scheme = StoreUrl.parse(url).scheme
+    return {
+        "memory": [("memory", "LMCache")],
+        "disk": [("disk", "LMCache")],
+        "redis": [("redis", "LMCache, Python"), ("resp", "LMCache, C++")],
+    }.get(scheme, [])
+
+
+def _measure(
+    url: str, plan: StorePlan, python: Path, kind: str, name: str, size: int
+) -> list[StoreFigure]:
+    count = max(2, plan.total_nbytes // size)
+    with (
+        tempfile.TemporaryDirectory(dir=_directory(url), prefix="bench-") as scratch,
+        Party(python, _MODULE) as party,
+    ):
+        place = urlsplit(url).netloc.rpartition("@")[2] if kind in {"redis", "resp"} else scratch
+        batch = max(1, plan.batch_nbytes // size)
+        party.ask("start", kind=kind, place=place, nbytes=size, count=count, batch=batch)
+        party.ask("round")  # touches memory, and does not count
+        rounds = [party.ask("round") for _ in range(plan.rounds)]
+        version = party.versions["version"]
+    store = StoreUrl.parse(url).scheme
+    figures = []
+    for what in ("put", "get", "lookup"):
+        seconds = statistics.median(one[what] for one in rounds)
+        amount = 1 if what == "lookup" else count * size
+        how = name.replace("LMCache", f"LMCache {version}")
+        figures.append(StoreFigure(store, what, how, size, amount / seconds))
+    return figures
+
+
+def _directory(url: str) -> str | None:
+    parsed = StoreUrl.parse(url)
+    return parsed.path if parsed.scheme == "disk" and Path(parsed.path).is_dir() else None

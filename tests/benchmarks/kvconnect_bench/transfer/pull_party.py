@@ -1,0 +1,143 @@
+"""The process of one side of a pull: memory of a known content, transports, and the floors."""
+
+from __future__ import annotations
+
+import base64
+import socket
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvconnect.transfer.tcp import peer, source
+from kvconnect.transfer.transport import PeerHandle, Reads, Transport
+from kvconnect_bench.blocks.worker import serve, take_stdout
+from kvconnect_bench.transfer.floors import (
+    BareStream,
+    NotAllowed,
+    PlainSocket,
+    plain_read,
+    process_read,
+)
+
+_DEADLINE_S = 60.0
+
+
+class PullParty:
+    """One side. Each method is a workload, called by its name."""
+
+    def __init__(self) -> None:
+        self._memory = torch.zeros(8, dtype=torch.uint8)
+        self._transports: dict[str, Transport] = {}
+        self._peers: dict[str, PeerHandle] = {}
+        self._listeners: list[PlainSocket] = []
+        self._plain: dict[tuple[str, int], socket.socket] = {}
+
+    def fill(self, nbytes: int) -> int:
+        """Has memory of `nbytes`, whose words of 8 bytes count up; returns its address."""
+        self._memory = torch.from_numpy(np.arange(nbytes // 8, dtype=np.int64).view(np.uint8))
+        return self._memory.data_ptr()
+
+    def open(self, name: str, settings: dict[str, Any]) -> str:
+        """Opens a transport of that `name`; returns what a peer's `connect` takes."""
+        self._transports[name] = transport = _transport(name, settings)
+        transport.register(self._memory)
+        transport.open()
+        return base64.b64encode(transport.local()).decode()
+
+    def connect(self, name: str, local: str) -> None:
+        """Connects to the other side's transport of that `name`."""
+        self._peers[name] = self._transports[name].connect(base64.b64decode(local))
+
+    def leave_checksums_out(self) -> None:
+        """Has connections of TCP that are made from now on carry bytes without checksums."""
+        for module in (peer, source):
+            vars(module)["Stream"] = BareStream
+
+    def listen(self, host: str) -> int:
+        """Sends its memory over a plain socket to all that ask; returns the port."""
+        self._listeners.append(PlainSocket(host, self._memory.numpy().data))
+        return self._listeners[-1].port
+
+    def pull(self, name: str, pieces: int, nbytes: int) -> float:
+        """Seconds that it takes to read so many pieces of `nbytes`, in another order than ours."""
+        remote, local = _order(self._memory.numel(), pieces, nbytes)
+        reads = Reads(0, remote, 0, local, nbytes)
+        start = time.perf_counter()
+        pull = self._transports[name].pull(self._peers[name], reads, deadline_s=_DEADLINE_S)
+        pull.done.result()
+        return time.perf_counter() - start
+
+    def refusal(self, pid: int, address: int) -> str:
+        """Why this process may not read the memory of `pid`; empty: it may."""
+        try:
+            here = np.array([self._memory.data_ptr()], np.int64)
+            process_read(pid, np.array([address], np.int64), here, 8)
+        except NotAllowed as error:
+            return str(error)
+        return ""
+
+    def process_read(self, pid: int, address: int, pieces: int, nbytes: int) -> float:
+        """As `pull`, with ``process_vm_readv``."""
+        remote, local = _order(self._memory.numel(), pieces, nbytes)
+        remote, local = remote + address, local + self._memory.data_ptr()
+        start = time.perf_counter()
+        process_read(pid, remote, local, nbytes)
+        return time.perf_counter() - start
+
+    def plain_read(self, host: str, port: int) -> float:
+        """Seconds that it takes to read all of the other side's memory over one plain socket."""
+        if (host, port) not in self._plain:
+            self._plain[host, port] = socket.create_connection((host, port))
+        start = time.perf_counter()
+        plain_read(self._plain[host, port], self._memory.numpy().data)
+        return time.perf_counter() - start
+
+    def forget(self) -> None:
+        """Clears its memory, so that `has_read` tells what was read since."""
+        self._memory.zero_()
+
+    def has_read(self, pieces: int, nbytes: int) -> bool:
+        """Whether the memory holds what a pull or `process_read` of these pieces leaves."""
+        remote, local = _order(self._memory.numel(), pieces, nbytes)
+        words = self._memory.numpy().view(np.int64)
+        last = nbytes // 8 - 1
+        return bool(
+            (words[local // 8] == remote // 8).all()
+            and (words[local // 8 + last] == remote // 8 + last).all()
+        )
+
+
+def _order(
+    total: int, pieces: int, nbytes: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Offsets there, in random order and the same one each time, and here, one after the other."""
+    there = np.random.default_rng(0).permutation(total // nbytes)[:pieces] * nbytes
+    return there, np.arange(pieces, dtype=np.int64) * nbytes
+
+
+def _transport(name: str, settings: dict[str, Any]) -> Transport:
+    if name == "tcp":
+        from kvconnect.transfer.secret import SharedSecret
+        from kvconnect.transfer.tcp import TcpTransport
+
+        secret = settings.get("secret")
+        secrets = {} if secret is None else {"secret": SharedSecret(secret)}
+        return TcpTransport(**settings | secrets)
+    from kvconnect.transfer.nixl import NixlTransport
+
+    return NixlTransport(**settings)
+
+
+def main() -> None:
+    """Answers until standard input ends."""
+    answers = take_stdout()
+    party = PullParty()
+    workloads = {name: getattr(party, name) for name in vars(PullParty) if not name.startswith("_")}
+    serve(answers, {"torch": torch.__version__}, workloads)
+
+
+if __name__ == "__main__":
+    main()
