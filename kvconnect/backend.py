@@ -7,15 +7,12 @@ checksums and no metrics of their own: the framework puts those around every bac
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvconnect.errors import ConfigurationError
 from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
@@ -122,7 +119,6 @@ class Capabilities:
     """What a store can do. Each default is the answer of a store with four methods.
 
     Attributes:
-        device_buffers: `load` and `save` take blocks of the pool itself, unframed (peer to peer).
         enumerable: `children` and `scan` tell what is stored.
         inline: loads run at memory speed: a request may wait for them in the step that needs them.
         durable: what `save` reported stored is there after the process was killed and the store
@@ -137,7 +133,6 @@ class Capabilities:
         seals_saves: `save_sealed` seals what it saves while it reads it anyway.
     """
 
-    device_buffers: bool = False
     enumerable: bool = False
     inline: bool = False
     durable: bool = False
@@ -177,17 +172,11 @@ class Backend(ABC):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        for name, refusal in _SAID_ONE_BY_ONE.items():
-            if (value := inspect.getattr_static(cls, name)) is not refusal:
-                refusal.refuse(cls, value)
         _see_all_calls(cls, "load", "load_hashed", "checks_frames", "hashes_loads")
         _see_all_calls(cls, "save", "save_sealed", "seals_saves")
-        _take_access(cls)
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
         """Connect or create; called once, before anything else, with one layout per pool group.
-
-        An override may leave `access` out: it is opened as a store then, whatever for.
 
         Raises:
             ConfigurationError: the store cannot hold such blocks (capacity below one block, …).
@@ -275,45 +264,10 @@ class Backend(ABC):
     def register(self, region: Tensor) -> None:
         """`region` is host memory that buffers will come from; a store may pin or register it."""
 
-    async def pin(self, keys: Sequence[BlockKey], ttl: float) -> int:
-        """Keep `keys` from eviction for `ttl` seconds; return how many leading ones (default 0)."""
-        return 0
-
 
 async def _nothing() -> AsyncIterator[StoredEntry]:
     return
     yield  # makes this an iterator
-
-
-class _SaidOneByOne:
-    """Stands where a capability was an attribute of its own, which would go unheard today."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, backend: Backend | None, owner: type[Backend]) -> object:
-        raise AttributeError(f"{owner.__name__}.{self._name}: read capabilities.{self._name}")
-
-    def __set__(self, backend: Backend, value: object) -> None:
-        self.refuse(type(backend), value)
-
-    def refuse(self, owner: type[Backend], value: object) -> None:
-        said = repr(value) if isinstance(value, bool | int) else "…"
-        raise ConfigurationError(
-            f"{owner.__name__}.{self._name}: is no attribute of its own; "
-            f"write capabilities = Capabilities({self._name}={said})"
-        )
-
-
-_SAID_ONE_BY_ONE = {
-    name: _SaidOneByOne(name)
-    for name in (
-        *("device_buffers", "enumerable", "inline", "durable", "shared", "expires"),
-        *("max_value_bytes", "variable_length"),
-    )
-}
-for _name, _refusal in _SAID_ONE_BY_ONE.items():
-    setattr(Backend, _name, _refusal)
 
 
 def _see_all_calls(cls: type[Backend], plain: str, special: str, *lost: str) -> None:
@@ -324,19 +278,3 @@ def _see_all_calls(cls: type[Backend], plain: str, special: str, *lost: str) -> 
     meant = specials[0] if len(specials) > 1 else plains[-2:][0]
     if plains[0] < meant:
         cls.capabilities = replace(cls.capabilities, **dict.fromkeys(lost, False))
-
-
-def _take_access(cls: type[Backend]) -> None:
-    """If `open` of `cls` takes no `access`: have one called that does."""
-    opens: Any = cls.open
-    try:
-        inspect.signature(opens, follow_wrapped=False).bind(None, (), access="store")
-    except TypeError:
-
-        @wraps(opens)
-        async def open_as_store(
-            self: Backend, layouts: Sequence[KvCacheLayout], access: Access = "store"
-        ) -> None:
-            await opens(self, layouts)
-
-        cls.open = open_as_store  # type: ignore[method-assign]

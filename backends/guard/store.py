@@ -93,7 +93,7 @@ class GuardedBackend(Backend):
         self.codecs = codecs or Codecs()
         self._check_codecs(raw=raw, verify_frames=verify_frames)
         self._framed: FramedStore | None = None
-        if not self.capabilities.device_buffers and not raw:
+        if not raw:
             framing = Framing(self.name, self.codecs, verify=verify_frames)
             self._framed = FramedStore(inner, framing, self.name)
             if not verify_frames:
@@ -110,8 +110,6 @@ class GuardedBackend(Backend):
         reason = ""
         if raw:
             reason = "raw access moves frames as they are, encoded or not; leave it out"
-        elif self.capabilities.device_buffers:
-            reason = f"{self.name} takes blocks of the device as they are; leave it out"
         elif self.codecs.compression and not self.capabilities.variable_length:
             reason = (
                 f"{self.name} loads values of known length only (variable_length is False); "
@@ -138,9 +136,8 @@ class GuardedBackend(Backend):
         self._take_labels()
         if self._framed is not None:
             self._framed.set_layouts(layouts)
-        what_for = {} if access == "store" else {"access": access}
         with self._trace("open"):
-            await self._calls.run_always("open", lambda _: self.inner.open(layouts, **what_for))
+            await self._calls.run_always("open", lambda _: self.inner.open(layouts, access=access))
         self._layouts = tuple(layouts)
         self._gauges.show(asyncio.get_running_loop(), self._labels)
 
@@ -296,12 +293,6 @@ class GuardedBackend(Backend):
         """Tell `inner` of memory that buffers will come from."""
         with mapped(self.name, "register"):
             self.inner.register(region)
-
-    async def pin(self, keys: Sequence[BlockKey], ttl: float) -> int:
-        """Keep `keys` from eviction for `ttl` seconds, within the deadline."""
-        self._opened()
-        answer = await self._calls.run("pin", lambda _: self.inner.pin(keys, ttl))
-        return counted(answer, len(keys), self.name, "pin")
 
     def _opened(self) -> tuple[KvCacheLayout, ...]:
         if self._layouts is None:

@@ -66,8 +66,6 @@ class TieredBackend(Backend):
     ) -> None:
         places = [tier.place if isinstance(tier, GuardedBackend) else "" for tier in tiers]
         stores = [tier.inner if isinstance(tier, GuardedBackend) else tier for tier in tiers]
-        if any(store.capabilities.device_buffers for store in stores):
-            raise ConfigurationError("tiers: a store of device buffers cannot be a tier")
         self._settings = settings = settings or TieredSettings()
         writes = settings.write_of_each(len(stores))
         names = names or [_short_name(store) for store in stores]
@@ -201,12 +199,6 @@ class TieredBackend(Backend):
         """Tell all tiers of memory that buffers will come from."""
         for tier in self.tiers:
             tier.guard.register(region)
-
-    async def pin(self, keys: Sequence[BlockKey], ttl: float) -> int:
-        """Keep `keys` in every tier; how many leading ones the best of them keeps."""
-        alive = [tier for tier in self.tiers if tier.alive]
-        kept = await asyncio.gather(*(tier.answer(tier.guard.pin(keys, ttl), 0) for tier in alive))
-        return max(kept, default=0)
 
     def _opened(self) -> None:
         if not self._is_open:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from kvconnect.backends import GuardedBackend
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.backends.tiered.settings import TieredSettings
 from kvconnect.backends.tiered.store import TieredBackend
-from kvconnect.errors import ConfigurationError
 
 
 class Loads:
@@ -26,26 +25,6 @@ class Loads:
 
 class Checked(MemoryBackend):
     capabilities = replace(MemoryBackend.capabilities, checks_frames=True)
-
-
-@pytest.mark.parametrize("name", [field.name for field in fields(Capabilities)][:8])
-@pytest.mark.parametrize("value", [True, 5, property(lambda self: True)])
-def test_a_capability_as_an_attribute_of_its_own_is_refused(name, value):
-    with pytest.raises(ConfigurationError, match=rf"write capabilities = Capabilities\({name}="):
-        type("Mine", (MemoryBackend,), {name: value})
-
-
-def test_neither_is_it_overheard_in_a_mixin_or_on_an_object():
-    class Durable:
-        durable = True
-
-    with pytest.raises(ConfigurationError, match=r"Mine.durable: .*Capabilities\(durable=True\)"):
-        type("Mine", (Durable, MemoryBackend), {})
-    store = MemoryBackend()
-    with pytest.raises(ConfigurationError, match=r"MemoryBackend.inline: .*\(inline=False\)"):
-        store.inline = False
-    with pytest.raises(AttributeError, match=r"read capabilities\.inline"):
-        _ = store.inline
 
 
 @pytest.mark.parametrize("bases", [(Checked,), (Loads, Checked)])
@@ -102,28 +81,6 @@ async def test_a_disk_hashes_blocks_where_it_reads_them(make_disk, kit):
     assert [one.left_nbytes for one in taken] == [0] * 6
     for buffer, key, one in zip(into, keys, taken, strict=True):
         frame.check(buffer, key, None, one)
-
-
-@pytest.mark.parametrize("access", ["store", "read", "maintain"])
-async def test_open_need_not_take_what_for(kit, access):
-    opened = []
-
-    class Mine(MemoryBackend):
-        async def open(self, layouts):
-            opened.append(layouts)
-            await super().open(layouts)
-
-    class Knows(MemoryBackend):
-        async def open(self, layouts, *, access="store"):
-            opened.append(access)
-            await super().open(layouts)
-
-    for made in (type("Next", (Mine,), {})(), Knows()):
-        store = GuardedBackend(made)
-        await store.open([kit.layout], access)
-        assert await store.save([kit.block(kit.key("x"))]) == 1
-        await store.close()
-    assert opened == [[kit.layout], access]
 
 
 async def test_what_tiers_that_are_looked_at_do_not_check_is_checked_around_them(kit):

@@ -12,7 +12,7 @@ import torch
 from own_process import own_process
 
 from kvconnect import frame
-from kvconnect.backend import Backend, Capabilities, StoredBlock
+from kvconnect.backend import Backend, StoredBlock
 from kvconnect.backends import GuardedBackend
 from kvconnect.backends.guard import breaker, pieces
 from kvconnect.backends.memory.store import MemoryBackend
@@ -214,9 +214,8 @@ async def test_check_that_is_switched_off_is_logged(kit, inner, caplog):
         assert await store.load([kit.key(1)], kit.buffers(1)) == 1
 
 
-async def test_blocks_of_the_device_pass_unframed(kit, inner, monkeypatch):
-    monkeypatch.setattr(Recording, "capabilities", Capabilities(device_buffers=True))
-    async with kit.opened(GuardedBackend(inner)) as store:
+async def test_raw_values_pass_unframed(kit, inner):
+    async with kit.opened(GuardedBackend(inner, raw=True)) as store:
         key = kit.key("raw")
         assert await store.save([StoredBlock(key, kit.content(key, 100))]) == 1
         into = kit.buffer(100)
@@ -276,7 +275,7 @@ async def test_a_backend_that_exits_ends_only_its_call(kit):
 class Unwieldy(Recording):
     """`before` runs at the start of what opens and closes it, too."""
 
-    async def open(self, layouts):
+    async def open(self, layouts, access="store"):
         await self._begin("open")
 
     async def close(self):
@@ -339,7 +338,7 @@ def test_what_is_no_ordinary_error_is_a_failed_call(kit, elsewhere, error):
 
 async def test_a_method_that_is_no_coroutine_fails_as_one(kit):
     class Plain(Recording):
-        def open(self, layouts):
+        def open(self, layouts, access="store"):
             raise KeyError(layouts)
 
     with pytest.raises(BackendUnavailable, match="open failed"):
@@ -367,7 +366,7 @@ async def test_call_before_open_is_a_bug_of_the_caller(kit, inner):
 
 async def test_failed_open_names_the_store_and_can_be_closed(kit):
     class Unreachable(Recording):
-        async def open(self, layouts):
+        async def open(self, layouts, access="store"):
             raise ConnectionRefusedError("nobody there")
 
     guarded = GuardedBackend(Unreachable())

@@ -52,7 +52,7 @@ class DictTier(Backend):
         if self.down:
             raise ConnectionError("the store is gone")
 
-    async def open(self, layouts):
+    async def open(self, layouts, access="store"):
         await self._begin("open")
         if self.open_error is not None:
             raise self.open_error

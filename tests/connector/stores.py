@@ -56,7 +56,7 @@ class DictStore(Backend):
         self.foster_children: list[Child] = []
         self.is_open = False
 
-    async def open(self, layouts: object) -> None:
+    async def open(self, layouts: object, access: str = "store") -> None:
         if self.open_error:
             raise self.open_error
         self.is_open = True

@@ -89,7 +89,6 @@ WRONG = {
     "capabilities.children": wrong.memory(wrong.MixesTokens),
     "capabilities.many_children": wrong.memory(wrong.ForgetsTheLast),
     "capabilities.stats": wrong.memory(wrong.NeverCountsDown),
-    "capabilities.pin": wrong.memory(wrong.PinsAnything),
     "keys.every_ingredient": wrong.memory(wrong.SaysYes),
     "keys.same_in_every_process": OtherHash,
     "keys.another_salt_never_hits": wrong.memory(wrong.SaysYes),

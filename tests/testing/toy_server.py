@@ -97,7 +97,7 @@ class ToyBackend(Backend):
         self.used = set()
         self.closed = False
 
-    async def open(self, layouts):
+    async def open(self, layouts, access="store"):
         await self.ask(b"L", b"\0" * 32)
 
     async def close(self):
@@ -176,7 +176,7 @@ class TakesPartOfAnAnswer(ToyBackend):
 
 
 class ConnectsLater(ToyBackend):
-    async def open(self, layouts):
+    async def open(self, layouts, access="store"):
         pass
 
 

@@ -159,7 +159,7 @@ class NeedsTokens(MemoryBackend):
 
 
 class NeedsLayouts(MemoryBackend):
-    async def open(self, layouts):
+    async def open(self, layouts, access="store"):
         await super().open([layouts[0]])
 
 
@@ -224,7 +224,7 @@ class CloseWaits(MemoryBackend):
 class OpensOnce(MemoryBackend):
     opened: ClassVar = []
 
-    async def open(self, layouts):
+    async def open(self, layouts, access="store"):
         self.opened.append(self)
         if len(self.opened) > 1:
             raise OSError("is open already")
@@ -232,13 +232,13 @@ class OpensOnce(MemoryBackend):
 
 
 class LeavesThread(MemoryBackend):
-    async def open(self, layouts):
+    async def open(self, layouts, access="store"):
         threading.Thread(target=time.sleep, args=[5], daemon=True, name="left").start()
         await super().open(layouts)
 
 
 class LeavesTask(MemoryBackend):
-    async def open(self, layouts):
+    async def open(self, layouts, access="store"):
         self.task = asyncio.create_task(asyncio.sleep(60))
         await super().open(layouts)
 
@@ -246,7 +246,7 @@ class LeavesTask(MemoryBackend):
 class LeavesFile(MemoryBackend):
     held: ClassVar = []
 
-    async def open(self, layouts):
+    async def open(self, layouts, access="store"):
         self.held.append(os.open("/dev/null", os.O_RDONLY))
         await super().open(layouts)
 
@@ -298,11 +298,6 @@ class NeverCountsDown(MemoryBackend):
         stats = await super().stats()
         self.most = max(self.most, stats["blocks"])
         return {**stats, "blocks": self.most}
-
-
-class PinsAnything(MemoryBackend):
-    async def pin(self, keys, ttl):
-        return len(keys)
 
 
 class RemembersLookups(MemoryBackend):

@@ -369,7 +369,6 @@ def _route(
     )
     store = OffloadStore.acquire(args)
     try:
-        _check_store(store)
         staging = StagingPool(settings.staging_bytes, layout.block_nbytes)
         pool = PagedKv.from_pool(rows.view(layout.flat_shape(len(rows))), layout)
         copier = HostCopier(pool, layout, staging)
@@ -377,11 +376,3 @@ def _route(
     except BaseException:
         store.release()
         raise
-
-
-def _check_store(store: OffloadStore) -> None:
-    if store.backend.capabilities.device_buffers:
-        raise ConfigurationError(
-            f"KvConnectTier.url: {store.backend.name} moves blocks of a device; give a store of "
-            "bytes: disk, redis, s3, memory or tiered"
-        )

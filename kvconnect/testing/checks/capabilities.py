@@ -7,7 +7,7 @@ from dataclasses import fields
 from kvconnect.backend import MAX_CHILDREN, Backend, Capabilities, Child, StoredBlock
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.keys import BlockKey
-from kvconnect.testing.check import Violation, check, demand
+from kvconnect.testing.check import check, demand
 from kvconnect.testing.checks.contract import expect_stored
 from kvconnect.testing.subject import Subject
 
@@ -147,15 +147,3 @@ async def stats(subject: Subject) -> None:
             demand(
                 after[name] == before[name], f"stats: {name} is {after[name]} after deleting all"
             )
-
-
-@check("capabilities")
-async def pin(subject: Subject) -> None:
-    """`pin` says how many leading blocks it keeps, and no more than there are."""
-    blocks = subject.blocks("pin")
-    keys = blocks.keys(count=3)
-    async with subject.opened() as store:
-        await store.save(blocks.chain(keys[:2]))
-        pinned = await store.pin(keys, 1.0)
-        if not 0 <= pinned <= 2:
-            raise Violation(f"pin of 3 keys of which 2 are stored said {pinned}")

@@ -137,10 +137,6 @@ class FaultyBackend(Backend):
         """As `inner`."""
         self.inner.register(region)
 
-    async def pin(self, keys: Sequence[BlockKey], ttl: float) -> int:
-        """As `inner`."""
-        return await self.inner.pin(keys, ttl)
-
     async def _begin(self, operation: str) -> BackendFault:
         if self.fault == "none" or operation not in self._operations:
             return "none"
