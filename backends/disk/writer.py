@@ -19,7 +19,6 @@ from kvconnect.backends.disk.format import IndexLog, connect, log_nbytes, make_i
 from kvconnect.backends.disk.path import identity, log_identity
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.slots import SlotAllocator, slot_size
-from kvconnect.backends.disk.use_clock import SANE, UseClock
 from kvconnect.keys import BlockKey
 
 __all__ = ["IndexWriter", "Reservation"]
@@ -33,6 +32,8 @@ _INSERT = (
     " parent, tokens, namespace, pool_group, model)"
     " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
+# Microseconds of the year 4253: a later stamp is damage, and nothing follows it.
+_SANE = 1 << 56
 
 
 @dataclass(slots=True)
@@ -102,7 +103,7 @@ class IndexWriter:
                 expect_sound(self._db)
             with self._transaction():
                 self._owner = Owner(directory)
-                newest = self._db.execute("SELECT max(used) FROM blocks WHERE used<?", (SANE,))
+                newest = self._db.execute("SELECT max(used) FROM blocks WHERE used<?", (_SANE,))
                 self.use_clock = UseClock(newest.fetchone()[0] or 0)
                 newest.close()
         except BaseException:
@@ -321,3 +322,24 @@ def _row(
         block.group,
         block.model,
     )
+
+
+class UseClock:
+    """Stamps of use, each newer than all before it.
+
+    A stamp is the Unix time in microseconds. Where that is not newer than the stamps before, since
+    the clock went back, stamps go on from those at the monotonic clock's rate.
+
+    Args:
+        newest: the newest stamp of the index below `_SANE`; 0: there is none.
+    """
+
+    def __init__(self, newest: int) -> None:
+        self._began_ns = time.monotonic_ns()
+        self._base = newest + 1
+
+    def now(self) -> int:
+        """Returns the stamp of what is used now."""
+        elapsed = (time.monotonic_ns() - self._began_ns) // 1000
+        self._base = max(self._base, microseconds() - elapsed)
+        return self._base + elapsed

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvconnect.backend import (
@@ -16,7 +17,6 @@ from kvconnect.backend import (
 )
 from kvconnect.backends.guard.calls import raise_any
 from kvconnect.backends.guard.store import GuardedBackend
-from kvconnect.backends.tiered.capabilities import capabilities_of, decisive
 from kvconnect.backends.tiered.find import TieredFinder
 from kvconnect.backends.tiered.load import TieredReader
 from kvconnect.backends.tiered.settings import TieredSettings, parse_tiered
@@ -75,8 +75,8 @@ class TieredBackend(Backend):
                 stores, _unique(names), writes, places, strict=True
             )
         )
-        self._decisive = decisive(self.tiers)
-        self.capabilities = capabilities_of(self.capabilities, self.tiers)
+        self._decisive = _decisive(self.tiers)
+        self.capabilities = _capabilities_of(self.capabilities, self.tiers)
         self._finder = TieredFinder(self.tiers, settings.patience_s)
         self._reader = TieredReader(self.tiers)
         self._is_open = False
@@ -98,7 +98,7 @@ class TieredBackend(Backend):
             opened = await asyncio.gather(
                 *(tier.open(layouts, access) for tier in self.tiers), return_exceptions=True
             )
-            self.capabilities = capabilities_of(self.capabilities, self.tiers)
+            self.capabilities = _capabilities_of(self.capabilities, self.tiers)
             self._check_opened(opened)
         except BaseException:
             await asyncio.gather(*(tier.abort() for tier in self.tiers))
@@ -224,3 +224,37 @@ def _unique(names: Sequence[str]) -> list[str]:
         f"{name}{names[:at].count(name) + 1}" if name in names[:at] else name
         for at, name in enumerate(names)
     ]
+
+
+def _capabilities_of(own: Capabilities, tiers: Sequence[Tier]) -> Capabilities:
+    """Returns `own`, as far as it holds whichever of `tiers` a block is in, or comes from."""
+    every = [tier.guard.capabilities for tier in tiers]
+    deciding = [tier.guard.capabilities for tier in _decisive(tiers)]
+    limits = [one.max_value_bytes for one in deciding]
+    bounded = [limit for limit in limits if limit is not None]
+    return replace(
+        own,
+        enumerable=all(one.enumerable for one in every),
+        inline=all(one.inline for one in every),
+        expires=all(one.expires for one in every),
+        variable_length=all(one.variable_length for one in every),
+        durable=all(one.durable for one in deciding),
+        shared=all(one.shared for one in deciding),
+        max_value_bytes=max(bounded) if len(bounded) == len(limits) else None,
+        checks_frames=own.checks_frames and all(tier.verify_frames for tier in tiers),
+    )
+
+
+def _decisive(tiers: Sequence[Tier]) -> list[Tier]:
+    """Returns the tiers that decide whether a save was one: they keep what the whole promises."""
+    through = [tier for tier in tiers if tier.write == "through"]
+    tests: tuple[Callable[[Capabilities], bool], ...] = (
+        lambda can: can.durable and can.shared,
+        lambda can: can.durable,
+        lambda can: can.shared,
+    )
+    for test in tests:
+        keeping = [tier for tier in through if test(tier.guard.capabilities)]
+        if keeping:
+            return keeping
+    return through
