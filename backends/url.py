@@ -204,6 +204,13 @@ class StoreUrl:
         text = self.query.get(name)
         return None if text is None else parse_duration(text, field=name)
 
+    def whole(self, name: str, default: int) -> int:
+        """Parameter `name`, a whole number; `default` if it is not given."""
+        text = self.query.get(name, str(default))
+        if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
+            raise ConfigurationError(f"{name}={text}: a whole number such as {default} is needed")
+        return int(text)
+
     def choice(self, name: str, *choices: str) -> str:
         """Parameter `name`, one of `choices`; the first of them if it is not given."""
         text = self.query.get(name, choices[0])

@@ -149,7 +149,7 @@ class RedisSettings:
         username, colon, password = userinfo.partition(":")
         # First, since what is no host may be a password that goes on in the path.
         hosts = (_socket(url, location),) if unix else _hosts(url, location, mode)
-        service, db = ("", _whole(url, "db", 0)) if unix else _path(url, mode)
+        service, db = ("", url.whole("db", 0)) if unix else _path(url, mode)
         encrypted = url.scheme == "rediss" or (more and url.choice("tls", "no", "yes") == "yes")
         if not encrypted:
             _refuse_tls(url)
@@ -164,7 +164,7 @@ class RedisSettings:
             sentinel_password=url.query.get("sentinel_password"),
             prefix=url.query.get("prefix", DEFAULT_PREFIX),
             ttl=url.duration("ttl"),
-            connections=_whole(url, "connections", DEFAULT_CONNECTIONS),
+            connections=url.whole("connections", DEFAULT_CONNECTIONS),
             timeout=url.duration("timeout") or DEFAULT_TIMEOUT,
             tls=_tls(url) if encrypted else None,
         )
@@ -221,13 +221,6 @@ def _path(url: StoreUrl, mode: Mode) -> tuple[str, int]:
     if mode is Mode.CLUSTER and db:
         raise ConfigurationError(f"{url}: path '{url.path}': a cluster has no database but 0")
     return service, db
-
-
-def _whole(url: StoreUrl, name: str, default: int) -> int:
-    text = url.query.get(name, str(default))
-    if not text.isdecimal():
-        raise ConfigurationError(f"{name}={text}: a whole number is needed")
-    return int(text)
 
 
 def _tls(url: StoreUrl) -> Tls:

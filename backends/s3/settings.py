@@ -117,9 +117,9 @@ class S3Settings:
             addressing_style=_addressing(url),
             ca_bundle=text("ca_bundle"),
             sign_payload=None if sign == "auto" else sign == "yes",
-            blocks_per_object=_number(url, "blocks_per_object", _BLOCKS_PER_OBJECT),
+            blocks_per_object=url.whole("blocks_per_object", _BLOCKS_PER_OBJECT),
             part_nbytes=url.size("part_size") or _PART_NBYTES,
-            concurrency=_number(url, "concurrency", _CONCURRENCY),
+            concurrency=url.whole("concurrency", _CONCURRENCY),
             timeout_s=url.duration("timeout") or _TIMEOUT_S,
             storage_class=text("storage_class"),
             sse=text("sse"),
@@ -134,15 +134,6 @@ def _addressing(url: StoreUrl) -> AddressingStyle:
     styles: tuple[AddressingStyle, ...] = ("auto", "path", "virtual")
     chosen = url.choice("addressing_style", *styles)
     return next(style for style in styles if style == chosen)
-
-
-def _number(url: StoreUrl, name: str, default: int) -> int:
-    text = url.query.get(name)
-    if text is None:
-        return default
-    if not re.fullmatch(r"\d{1,9}", text):
-        raise ConfigurationError(f"{name}={text}: a whole number such as {default} is needed")
-    return int(text)
 
 
 def _seconds(url: StoreUrl, name: str, default: float) -> float:

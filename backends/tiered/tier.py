@@ -8,6 +8,8 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from kvconnect.backend import Access, Backend, StoredBlock
+from kvconnect.backends.guard.codecs import Codecs
+from kvconnect.backends.guard.frames import Framing
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.tiered.backlog import Backlog
 from kvconnect.backends.tiered.settings import TieredSettings, Write
@@ -47,6 +49,7 @@ class Tier:
 
     Attributes:
         verify_frames: whether a value that is no sound frame of its key is deleted and not loaded.
+        framing: finds out which values are.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Tier:
         place: str,
     ) -> None:
         self.guard = GuardedBackend(store, deadline_s=settings.deadline_s, raw=True, place=place)
+        self.framing = Framing(name, Codecs(), verify=True)
         self.name = name
         self.write: Write = write
         self.verify_frames = settings.verify_frames
@@ -119,6 +123,7 @@ class Tier:
         await self.backlog.close(_DRAIN_S if self.alive else 0.0)
         self._alive.clear()
         await self.guard.close()
+        self.framing.close()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are here; none if the store fails. May take its deadline."""
