@@ -502,6 +502,21 @@ async def test_bad_frame_among_more_than_one_read_is_replaced(kit, monkeypatch):
     assert torch.equal(two.blocks[keys[4]].data, sealed(kit, keys[4]).data)
 
 
+async def test_encoded_frames_pass_and_one_that_is_bad_in_a_tier_comes_from_the_next(kit, tmp_path):
+    secret = tmp_path / "key"
+    secret.write_bytes(bytes(range(32)))
+    one, two = DictTier(), DictTier()
+    keys = kit.keys("encoded", count=4)
+    tiers = TieredBackend([one, two], TieredSettings(patience_s=5.0))
+    async with kit.opened(open_backend(tiers, codec="aes-gcm", key_file=str(secret))) as store:
+        assert await store.save(kit.chain(keys)) == 4
+        one.blocks[keys[2]].data[1000] ^= 1
+        into = kit.buffers(4)
+        assert await store.load(keys, into) == 4
+        assert all(kit.holds(b, key) for b, key in zip(into, keys, strict=True))
+        assert all(key in one.blocks for key in keys[:2])
+
+
 async def test_a_bad_frame_is_not_promoted(kit):
     one, two = DictTier(), DictTier()
     key = kit.key("not promoted")
