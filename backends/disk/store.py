@@ -161,15 +161,12 @@ class DiskBackend(Backend):
         Raises:
             BackendUnavailable: the disk failed; none of the new blocks is stored.
         """
-        return await self._save(blocks, ())
+        return await self.save_sealed(blocks, ())
 
     async def save_sealed(
         self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
     ) -> int:
         """The same; each block is sealed on the thread that writes it, while others write."""
-        return await self._save(blocks, checksums)
-
-    async def _save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
         if self._client is not None:
             self._client.retry_read_only()
         return await self._run("saves", lambda directory: save(directory, blocks, checksums))
