@@ -1,0 +1,15 @@
+"""Fixtures of the planted identities."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def caches_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
+    """Digests that an earlier run kept, perhaps with a planted fault, would hide what a test shows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        yield
