@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConnectorConfig
+from kvconnect.connector.communicator import Communicator, SingleProcess
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
-from kvconnect.engine.ranks.told_connector import ToldConnector
 from kvconnect.errors import ConfigurationError
 from kvconnect.request import LlmRequest, ScheduledBatch
 from kvconnect.text import shown
@@ -21,8 +21,14 @@ __all__ = ["Attachment", "Connector", "NoConnector", "config_of"]
 class NoConnector:
     """The part of `KvCacheConnectorManager` that the engine drives, where none is attached.
 
-    It does nothing, so that the engine need not ask.
+    It does nothing but begin the steps of the other ranks, so that the engine need not ask.
+
+    Args:
+        communicator: of all ranks; by default there is one.
     """
+
+    def __init__(self, communicator: Communicator | None = None) -> None:
+        self._communicator = communicator or SingleProcess()
 
     def on_new_request(self, request: LlmRequest) -> None:
         """Nothing."""
@@ -31,8 +37,12 @@ class NoConnector:
         """None."""
         return {}
 
-    def begin_step(self, batch: ScheduledBatch) -> None:
-        """Nothing."""
+    def begin_step(self, batch: ScheduledBatch, work: object = None) -> None:
+        """Sends `work` to the other ranks."""
+        self._communicator.broadcast(work)
+
+    def begin_idle_step(self, work: object = None) -> None:
+        """Nothing: no step is idle."""
 
     def wait_for_layer_load(self, layer_idx: int) -> None:
         """Nothing."""
@@ -77,7 +87,7 @@ class NoConnector:
         """Nothing."""
 
 
-Attachment: TypeAlias = KvCacheConnectorManager | ToldConnector | NoConnector
+Attachment: TypeAlias = KvCacheConnectorManager | NoConnector
 """What the engine drives."""
 
 Connector: TypeAlias = KvCacheConnectorConfig | Backend | str | Mapping[str, object]

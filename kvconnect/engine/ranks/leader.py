@@ -16,7 +16,6 @@ from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerFactory
 from kvconnect.config import KvCacheConfig
 from kvconnect.connector.communicator import Communicator
-from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.engine.checkpoint.loading import LoadedModel
 from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.engine.model.sharding import ModelRanks
@@ -26,9 +25,8 @@ from kvconnect.engine.ranks.group import CONNECT_S, RankGroup
 from kvconnect.engine.ranks.launch import FollowerProcesses
 from kvconnect.engine.ranks.meeting import Loaded, Meeting, rank_error, torchrun_rank
 from kvconnect.engine.ranks.memory import free_nbytes, limited
-from kvconnect.engine.ranks.messages import Close, LifeSign, PlanWriter, Setup, StepMessage
+from kvconnect.engine.ranks.messages import Close, LifeSign, PlanWriter, Setup, StepWork
 from kvconnect.engine.ranks.settings import RankSettings
-from kvconnect.engine.ranks.told_connector import ToldConnector
 from kvconnect.errors import ConfigurationError, KvConnectError, ModelChanged
 
 __all__ = ["Followers", "Leader", "NoFollowers", "start_followers"]
@@ -51,19 +49,20 @@ class Followers(Protocol):
     def process_ids(self) -> tuple[int, ...]:
         """Of the other ranks, by rank."""
 
-    def begin_step(self, plan: Sequence[SequenceStep], *, is_idle: bool) -> None:
-        """A step begins: have the others compute their part of `plan`.
+    def work(self, plan: Sequence[SequenceStep]) -> object:
+        """Returns what the others do in a step; the connector sends it when the step begins.
+
+        Call it once for each step.
 
         Args:
-            plan: what is computed.
-            is_idle: nothing was scheduled: the connector is only asked what ended.
+            plan: what is computed; nothing in an idle step.
 
         Raises:
             RankLost: a rank is lost; names it.
         """
 
     def wait(self) -> None:
-        """There is no work; raises as `begin_step` does."""
+        """Lets the others live on without work; raises as `work` does."""
 
     def close(self, *, failed: bool) -> None:
         """The engine ends: so do the others, which drain what they have staged, unless it failed.
@@ -84,8 +83,9 @@ class NoFollowers:
     longest_wait_s = None
     process_ids = ()
 
-    def begin_step(self, plan: Sequence[SequenceStep], *, is_idle: bool) -> None:
-        """Nothing."""
+    def work(self, plan: Sequence[SequenceStep]) -> object:
+        """Returns None."""
+        return None
 
     def wait(self) -> None:
         """Nothing."""
@@ -120,7 +120,6 @@ class Leader:
         self._processes = processes
         self._copies = CopyLog()
         self._plans = PlanWriter()
-        self._connector: ToldConnector | None = None
         self.process_ids: tuple[int, ...] = ()
         self.group = RankGroup(0, settings.size, load_timeout_s=settings.load_timeout_s)
 
@@ -181,13 +180,8 @@ class Leader:
         assert isinstance(kv, KVCacheManager)  # noqa: S101  of `cache_factory`
         self.group.broadcast(Setup(kv.sizes))
 
-    def attached(
-        self, manager: KvCacheConnectorManager | None, kv: BaseKVCacheManager
-    ) -> ToldConnector | None:
-        """The leader's connector is attached, if there is one: so are the others', then.
-
-        Returns:
-            What the engine drives in its place.
+    def wait_until_attached(self) -> None:
+        """Blocks until the others' connectors are attached; the leader's is.
 
         Raises:
             KvConnectError: what another rank raised instead.
@@ -195,9 +189,6 @@ class Leader:
         for rank, error in enumerate(self.group.allgather(None)):
             if error is not None:
                 raise rank_error(rank, error)
-        if manager is not None:
-            self._connector = ToldConnector(manager, kv)
-        return self._connector
 
     def on_lost(self, do: Callable[[], None]) -> None:
         """Call `do`, on another thread, when a follower's process ended: the next step raises."""
@@ -206,17 +197,10 @@ class Leader:
 
     # ------------------------------------------------------------------ steps
 
-    def begin_step(self, plan: Sequence[SequenceStep], *, is_idle: bool) -> None:
+    def work(self, plan: Sequence[SequenceStep]) -> StepWork:
         """See `Followers`."""
         self._check()
-        self.group.broadcast(
-            StepMessage(
-                events=() if self._connector is None else self._connector.take_events(),
-                copies=self._copies.take(),
-                sequences=self._plans.message(plan),
-                is_idle=is_idle,
-            )
-        )
+        return StepWork(self._copies.take(), self._plans.message(plan))
 
     def wait(self) -> None:
         """See `Followers`."""

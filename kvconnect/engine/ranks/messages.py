@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnect.cache.memory.sizing import PoolSizes
+from kvconnect.connector.communicator import Instructions
 from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.errors import RankDivergence
 from kvconnect.tokens import TokenArray
@@ -19,15 +20,13 @@ __all__ = [
     "BlockCopy",
     "Close",
     "CopyKind",
-    "EventKind",
     "LifeSign",
     "Message",
     "PlanReader",
     "PlanWriter",
-    "RequestEvent",
     "SequenceMessage",
     "Setup",
-    "StepMessage",
+    "StepWork",
 ]
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -61,31 +60,6 @@ class BlockCopy:
     from_host: bool = False
 
 
-class EventKind(Enum):
-    """What became of a request, for a connector."""
-
-    ARRIVED = "arrived"
-    ADMITTED = "admitted"
-    RESET = "reset"
-    FINISHED = "finished"
-    ABORTED = "aborted"
-
-
-@dataclass(frozen=True, slots=True)
-class RequestEvent:
-    """What became of a request.
-
-    Attributes:
-        kind: what.
-        request_id: whose.
-        num_computed_tokens: its leading tokens whose KV was valid then.
-    """
-
-    kind: EventKind
-    request_id: int
-    num_computed_tokens: int = 0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceMessage:
     """A `SequenceStep`, with what changed in its block tables since the step before.
@@ -107,20 +81,16 @@ class SequenceMessage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepMessage:
-    """One step.
+class StepWork:
+    """What a follower's model and memory do in one step.
 
     Attributes:
-        events: since the last step, in order.
-        copies: since the last step, in order; to be made before anything else in the step.
+        copies: since the last step, in order; to be made before anything is computed or loaded.
         sequences: what is computed; none if every request of the step is loading, or if it is idle.
-        is_idle: nothing is scheduled: the connector is only asked what ended.
     """
 
-    events: tuple[RequestEvent, ...]
     copies: tuple[BlockCopy, ...]
     sequences: tuple[SequenceMessage, ...]
-    is_idle: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +110,8 @@ class Close:
     """The engine was closed: drain what is staged, and end."""
 
 
-Message: TypeAlias = StepMessage | Setup | LifeSign | Close
+Message: TypeAlias = Instructions | StepWork | Setup | LifeSign | Close
+"""A step is `Instructions` with `StepWork` in them, or that alone where there is no connector."""
 
 
 class PlanWriter:
