@@ -75,7 +75,7 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
         dtype=options.dtype,
         device=rank_device(options.device, 0, options.tensor_parallel_size),
         revision=options.model_revision,
-        ranks=None if leader is None else leader.ranks,
+        ranks=None if leader is None else leader.group,
     )
     model, config, manager = loaded.model, options.cache_config, options.cache_factory
     _check_dtype(config, model)
@@ -157,7 +157,7 @@ def _attached(
     if leader is None:
         return NoConnector() if args is None else KvCacheConnectorManager(args, kv, wakeup=wakeup)
     leader.set_up(kv)
-    ranks = leader.communicator
+    ranks = leader.group.communicator
     connector: Attachment = (
         NoConnector(ranks)
         if args is None

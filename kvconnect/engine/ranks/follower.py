@@ -123,8 +123,8 @@ class Follower:
         self._shut_down()
 
     def _receive(self) -> Message:
-        message: Message = self._group.wait_for_leader(LifeSign())
-        return message
+        message: Message = LifeSign()  # the leader's counts; it may take any time while it lives
+        return self._group.communicator.broadcast(message, idle=True)
 
     def _set_up(self) -> None:
         setup = self._receive()
@@ -137,7 +137,9 @@ class Follower:
                 self._attach(self._settings.connector)
         except BaseException as caught:  # noqa: BLE001  the leader raises it
             error = caught
-        self._group.allgather(None if error is None else (type(error).__name__, str(error)))
+        self._group.communicator.allgather(
+            None if error is None else (type(error).__name__, str(error))
+        )
         if error is not None:
             self._shut_down()
             raise error
@@ -165,7 +167,9 @@ class Follower:
         )
         pools = map(KvCachePool, geometry.layouts, self._memory.pools)
         self._worker = build_worker(args, connector_classes(args)[1])
-        self._driver = RankDriver(self._worker, KvCachePools(pools), self._group, wakeup=_nothing)
+        self._driver = RankDriver(
+            self._worker, KvCachePools(pools), self._group.communicator, wakeup=_nothing
+        )
 
     def _make_copies(self, copies: Sequence[BlockCopy]) -> None:
         """Makes the copies that the leader's block manager ordered."""

@@ -15,10 +15,8 @@ import torch.distributed as dist
 from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerFactory
 from kvconnect.config import KvCacheConfig
-from kvconnect.connector.communicator import Communicator
 from kvconnect.engine.checkpoint.loading import LoadedModel
 from kvconnect.engine.model.sequence_step import SequenceStep
-from kvconnect.engine.model.sharding import ModelRanks
 from kvconnect.engine.ranks.copies import CopyLog
 from kvconnect.engine.ranks.follower import follow
 from kvconnect.engine.ranks.group import CONNECT_S, RankGroup
@@ -106,7 +104,7 @@ class Leader:
         processes: the followers', if the leader started them.
 
     Attributes:
-        group: of the ranks; connected by `meet`.
+        group: of the ranks, which the model is divided among; connected by `meet`.
         process_ids: of the followers, by rank; told by `meet`.
     """
 
@@ -122,16 +120,6 @@ class Leader:
         self._plans = PlanWriter()
         self.process_ids: tuple[int, ...] = ()
         self.group = RankGroup(0, settings.size, load_timeout_s=settings.load_timeout_s)
-
-    @property
-    def ranks(self) -> ModelRanks:
-        """Whom the model is divided among."""
-        return self.group
-
-    @property
-    def communicator(self) -> Communicator:
-        """What the connector's ranks agree by."""
-        return self.group
 
     # ------------------------------------------------------------------ start
 
@@ -178,7 +166,7 @@ class Leader:
     def set_up(self, kv: BaseKVCacheManager) -> None:
         """Tell the others how large the pools are; they attach their connectors now."""
         assert isinstance(kv, KVCacheManager)  # noqa: S101  of `cache_factory`
-        self.group.broadcast(Setup(kv.sizes))
+        self.group.communicator.broadcast(Setup(kv.sizes))
 
     def wait_until_attached(self) -> None:
         """Blocks until the others' connectors are attached; the leader's is.
@@ -186,7 +174,7 @@ class Leader:
         Raises:
             KvConnectError: what another rank raised instead.
         """
-        for rank, error in enumerate(self.group.allgather(None)):
+        for rank, error in enumerate(self.group.communicator.allgather(None)):
             if error is not None:
                 raise rank_error(rank, error)
 
@@ -205,7 +193,7 @@ class Leader:
     def wait(self) -> None:
         """See `Followers`."""
         self._check()
-        self.group.broadcast(LifeSign())
+        self.group.communicator.broadcast(LifeSign())
 
     # ------------------------------------------------------------------ end
 
@@ -218,7 +206,7 @@ class Leader:
             self._leave()
         else:
             with contextlib.suppress(KvConnectError):  # one is lost: the others end by that
-                self.group.broadcast(Close())
+                self.group.communicator.broadcast(Close())
 
     def end(self, wait_s: float | None) -> None:
         """See `Followers`."""
