@@ -19,7 +19,7 @@ from kvconnect.engine.model.sequence_step import (
     planned,
     sampled_rows,
 )
-from kvconnect.engine.ranks.leader import Followers, NoFollowers
+from kvconnect.engine.ranks.leader import Leader, NoFollowers
 from kvconnect.engine.request.live_request import LiveRequest, TokenRun
 from kvconnect.engine.request.logprobs import top_tokens
 from kvconnect.engine.sampling.sampler import Sampler
@@ -57,7 +57,7 @@ class Engine:
         connector: Attachment,
         scheduler: Scheduler,
         layers: Sequence[CachedLayer],
-        followers: Followers | None = None,
+        followers: Leader | None = None,
     ) -> None:
         self._model = model
         self._kv = kv

@@ -7,7 +7,6 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from kvconnect.engine.ranks.messages import Close, LifeSign, PlanWriter, Setup, 
 from kvconnect.engine.ranks.settings import RankSettings
 from kvconnect.errors import ConfigurationError, KvConnectError, ModelChanged
 
-__all__ = ["Followers", "Leader", "NoFollowers", "start_followers"]
+__all__ = ["Leader", "NoFollowers", "start_followers"]
 
 _LIFE_SIGN_S = 1.0
 _END_S = 1.5
@@ -36,47 +35,8 @@ _END_S = 1.5
 _number = itertools.count()
 
 
-class Followers(Protocol):
-    """The other ranks, as the engine sees them."""
-
-    @property
-    def longest_wait_s(self) -> float | None:
-        """An engine without work calls `wait` at least so often; ``None``: it need not."""
-
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        """Of the other ranks, by rank."""
-
-    def work(self, plan: Sequence[SequenceStep]) -> object:
-        """Returns what the others do in a step; the connector sends it when the step begins.
-
-        Call it once for each step.
-
-        Args:
-            plan: what is computed; nothing in an idle step.
-
-        Raises:
-            RankLost: a rank is lost; names it.
-        """
-
-    def wait(self) -> None:
-        """Lets the others live on without work; raises as `work` does."""
-
-    def close(self, *, failed: bool) -> None:
-        """The engine ends: so do the others, which drain what they have staged, unless it failed.
-
-        Does not block.
-        """
-
-    def end(self, wait_s: float | None) -> None:
-        """Wait for the others for so long (``None``: while they may drain), and kill the rest.
-
-        Idempotent; on any thread.
-        """
-
-
 class NoFollowers:
-    """There is one rank."""
+    """Stands for the `Leader` in an engine of one rank, whose step so needs no condition."""
 
     longest_wait_s = None
     process_ids = ()
@@ -96,7 +56,7 @@ class NoFollowers:
 
 
 class Leader:
-    """`Followers` in processes of their own, from their start on.
+    """The other ranks, in processes of their own, as the engine sees them; from their start on.
 
     Args:
         settings: of all ranks.
@@ -106,6 +66,7 @@ class Leader:
     Attributes:
         group: of the ranks, which the model is divided among; connected by `meet`.
         process_ids: of the followers, by rank; told by `meet`.
+        longest_wait_s: an engine without work calls `wait` at least so often.
     """
 
     longest_wait_s = _LIFE_SIGN_S
@@ -186,19 +147,35 @@ class Leader:
     # ------------------------------------------------------------------ steps
 
     def work(self, plan: Sequence[SequenceStep]) -> StepWork:
-        """See `Followers`."""
+        """Returns what the others do in a step; the connector sends it when the step begins.
+
+        Call it once for each step.
+
+        Args:
+            plan: what is computed; nothing in an idle step.
+
+        Raises:
+            RankLost: a rank is lost; names it.
+        """
         self._check()
         return StepWork(self._copies.take(), self._plans.message(plan))
 
     def wait(self) -> None:
-        """See `Followers`."""
+        """Lets the others live on without work.
+
+        Raises:
+            RankLost: as `work`.
+        """
         self._check()
         self.group.communicator.broadcast(LifeSign())
 
     # ------------------------------------------------------------------ end
 
     def close(self, *, failed: bool) -> None:
-        """See `Followers`."""
+        """Ends the others, which drain what they have staged unless the engine `failed`.
+
+        Does not block.
+        """
         if failed:
             self._meeting.call_off("the leader ended")
             if self._processes is not None:
@@ -209,7 +186,10 @@ class Leader:
                 self.group.communicator.broadcast(Close())
 
     def end(self, wait_s: float | None) -> None:
-        """See `Followers`."""
+        """Waits for the others for so long (``None``: while they may drain), and kills the rest.
+
+        Idempotent; on any thread.
+        """
         if self._processes is not None:
             connector = self._settings.connector
             drain_s = 0.0 if connector is None else connector.save_timeout_s
