@@ -225,19 +225,20 @@ def test_a_load_is_cancelled_on_those_ranks_that_have_not_ended_it() -> None:
         assert [script.named("cancel") for script in ranks.scripts] == [[], [(request.request_id,)]]
 
 
-def test_a_rank_has_read_the_blocks_of_a_request_that_is_reset_before_a_step_begins() -> None:
+def test_workers_have_read_the_blocks_of_a_request_that_is_reset_before_a_step_begins() -> None:
     with Ranks() as ranks:
         request = ranks.leader.submit(PROMPT, 3)
         ranks.step()
-        order: list[tuple[object, ...]] = []
-        worker = ranks.scripts[1].worker
-        assert worker is not None
-        worker.request_reset = lambda *args: order.append(args)  # type: ignore[method-assign]
-        worker.bind_connector_meta = lambda _: order.append(("bound",))  # type: ignore[method-assign]
+        orders: list[list[object]] = [[], []]
+        for script, order in zip(ranks.scripts, orders, strict=True):
+            assert script.worker is not None
+            script.worker.request_reset = lambda *args, order=order: order.append(args)  # type: ignore[method-assign]
+            script.worker.bind_connector_meta = order.append  # type: ignore[method-assign]
         ranks.leader.preempt(request)
-        assert order == []  # it hears of it with the next step
+        reset = (request.request_id, len(PROMPT))
+        assert orders == [[reset], []]  # the other one hears of it with the next step
         ranks.step()
-        assert order == [(request.request_id, len(PROMPT)), ("bound",)]
+        assert orders == [[reset, "meta"]] * 2
 
 
 def test_reports_of_different_steps_are_refused() -> None:
