@@ -1,4 +1,4 @@
-"""A follower: computes its part of every step that the leader tells it of."""
+"""A follower: computes its part of every step that the leader sends."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ __all__ = ["follow"]
 
 
 def follow(settings: RankSettings, meeting: Meeting, rank: int) -> None:
-    """Be a follower until the leader closes its engine; blocks until then.
+    """Follows until the leader closes its engine; blocks until then.
 
     Raises:
         RankLost: a rank is lost; names it.
-        BaseException: whatever went wrong on this rank; the other ranks are told.
+        BaseException: whatever went wrong on this rank; the other ranks hear of it.
     """
     group = RankGroup(rank, settings.size, load_timeout_s=settings.load_timeout_s)
     try:

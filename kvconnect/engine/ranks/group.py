@@ -1,4 +1,4 @@
-"""The ranks of one engine, connected: what they tell each other, and the model's sums."""
+"""The ranks of one engine, connected: their exchanges, and the model's sums."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RankGroup:
         return self._size
 
     def connect(self, store: Store, device: torch.device) -> None:
-        """Connect to the others, over the loopback; collective.
+        """Connects to the others, over the loopback; collective.
 
         Blocks for `CONNECT_S` at most in each of three groups, and only for a rank that is stopped:
         one that dies ends it at once.
@@ -115,7 +115,7 @@ class RankGroup:
 
     @property
     def communicator(self) -> DistributedCommunicator:
-        """What the ranks exchange over.
+        """The connection of all ranks.
 
         Raises:
             EngineClosed: they are not connected.
@@ -130,7 +130,7 @@ class RankGroup:
             self._communicator.fail(error)
 
     def close(self) -> None:
-        """Leave the group, and end what waits in it. Idempotent."""
+        """Leaves the group, and ends what waits in it. Idempotent."""
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.close()

@@ -46,13 +46,13 @@ class NoFollowers:
         return None
 
     def wait(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def close(self, *, failed: bool) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def end(self, wait_s: float | None) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class Leader:
@@ -65,7 +65,7 @@ class Leader:
 
     Attributes:
         group: of the ranks, which the model is divided among; connected by `meet`.
-        process_ids: of the followers, by rank; told by `meet`.
+        process_ids: of the followers, by rank; set by `meet`.
         longest_wait_s: an engine without work calls `wait` at least so often.
     """
 
@@ -85,7 +85,7 @@ class Leader:
     # ------------------------------------------------------------------ start
 
     def meet(self, loaded: LoadedModel) -> KvCacheConfig:
-        """Wait until the others have loaded the model, and connect.
+        """Waits until the others have loaded the model, and connects.
 
         Returns:
             The cache's configuration, limited to the memory that every rank has.
@@ -125,7 +125,7 @@ class Leader:
         return partial(KVCacheManager, make_copier=self._copies.copier)
 
     def set_up(self, kv: BaseKVCacheManager) -> None:
-        """Tell the others how large the pools are; they attach their connectors now."""
+        """Sends the others the sizes of the pools; they attach their connectors now."""
         assert isinstance(kv, KVCacheManager)  # noqa: S101  of `cache_factory`
         self.group.communicator.broadcast(Setup(kv.sizes))
 
@@ -140,7 +140,7 @@ class Leader:
                 raise rank_error(rank, error)
 
     def on_lost(self, do: Callable[[], None]) -> None:
-        """Call `do`, on another thread, when a follower's process ended: the next step raises."""
+        """Calls `do`, on another thread, when a follower's process ended: the next step raises."""
         if self._processes is not None:
             self._processes.on_lost(do)
 
@@ -207,7 +207,7 @@ class Leader:
 
 
 def start_followers(settings: RankSettings) -> Leader:
-    """Start the other ranks of an engine.
+    """Starts the other ranks of an engine.
 
     Under ``torchrun`` they are started already: this is one of them, perhaps. It then follows until
     the leader closes its engine, and ends its process, so that a script goes on in the leader's

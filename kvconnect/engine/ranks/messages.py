@@ -1,4 +1,4 @@
-"""What the leader tells the followers."""
+"""The messages of the leader to its followers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class SequenceMessage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepWork:
-    """What a follower's model and memory do in one step.
+    """The work of a follower's model and memory in one step.
 
     Attributes:
         copies: since the last step, in order; to be made before anything is computed or loaded.
@@ -95,19 +95,19 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How the leader sized the pools: every rank has as many blocks."""
+    """The sizes of the leader's pools: every rank has as many blocks."""
 
     sizes: PoolSizes
 
 
 @dataclass(frozen=True, slots=True)
 class LifeSign:
-    """There is nothing to do."""
+    """A message without work: the leader lives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The engine was closed: drain what is staged, and end."""
+    """The end of the engine: a follower drains what is staged, and ends."""
 
 
 Message: TypeAlias = Instructions | StepWork | Setup | LifeSign | Close
@@ -124,7 +124,7 @@ class PlanWriter:
         self._tables: dict[int, tuple[Int32Array, ...]] = {}
 
     def message(self, plan: Sequence[SequenceStep]) -> tuple[SequenceMessage, ...]:
-        """`plan` as it is sent."""
+        """Returns `plan` as it is sent."""
         tables = {one.request_id: tuple(map(_int32, one.tables)) for one in plan}
         made = tuple(self._sequence(one, tables[one.request_id]) for one in plan)
         self._tables = tables
@@ -153,10 +153,10 @@ class PlanReader:
         self._tables: dict[int, tuple[npt.NDArray[np.int64], ...]] = {}
 
     def plan(self, sequences: Sequence[SequenceMessage]) -> tuple[SequenceStep, ...]:
-        """What was sent.
+        """Returns the plan that was sent.
 
         Raises:
-            RankDivergence: a table has places of which no message told what is there.
+            RankDivergence: a table has places for which no message named a block.
         """
         plan = tuple(map(self._sequence, sequences))
         self._tables = {one.request_id: one.tables for one in plan}
@@ -198,5 +198,5 @@ def _patched(
     table[:both] = before[:both]
     table[places] = blocks
     if length and table.min() < -1:
-        raise RankDivergence(f"request {request_id}: blocks of its table were never told")
+        raise RankDivergence(f"request {request_id}: blocks of its table were never sent")
     return table
