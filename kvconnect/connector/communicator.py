@@ -1,4 +1,4 @@
-"""How the ranks of one engine agree on a step: two exchanges, before and after the forward pass."""
+"""The two exchanges of a step between the ranks of one engine, around the forward pass."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class SingleProcess:
         return [value]
 
     def fail(self, error: BaseException) -> None:
-        """Nothing: there is no other rank."""
+        """Does nothing: there is no other rank."""
 
 
 @dataclass(frozen=True, slots=True)

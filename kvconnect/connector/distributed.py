@@ -200,7 +200,7 @@ class DistributedCommunicator:
             raise verdict.error()
 
     def close(self) -> None:
-        """Tell the others that this rank leaves, and let go of the group. Idempotent.
+        """Tells the others that this rank leaves, and releases the group. Idempotent.
 
         Blocks for some milliseconds, a few seconds at most. It is no exchange: ranks may leave at
         different times, and one that waits for a rank that left raises `RankLost`.

@@ -133,7 +133,7 @@ def _leader(options: EngineOptions) -> Leader | None:
 def _connector_args(
     options: EngineOptions, config: KvCacheConfig, geometry: CacheGeometry, digest: bytes
 ) -> LlmArgs | None:
-    """What the leader's connector is made with; ``None``: there is none."""
+    """Returns the arguments of the leader's connector; ``None``: there is none."""
     if options.connector_config is None:
         return None
     return LlmArgs(

@@ -31,10 +31,10 @@ class NoConnector:
         self._communicator = communicator or SingleProcess()
 
     def on_new_request(self, request: LlmRequest) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def take_errors(self) -> dict[int, Exception]:
-        """None."""
+        """Returns none."""
         return {}
 
     def begin_step(self, batch: ScheduledBatch, work: object = None) -> None:
@@ -42,56 +42,56 @@ class NoConnector:
         self._communicator.broadcast(work)
 
     def begin_idle_step(self, work: object = None) -> None:
-        """Nothing: no step is idle."""
+        """Does nothing: no step is idle."""
 
     def wait_for_layer_load(self, layer_idx: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def save_kv_layer(self, layer_idx: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def end_forward(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def agree(self) -> dict[int, int]:
         """Returns nothing: no load failed."""
         return {}
 
     def end_step(self) -> StepOutcome:
-        """Nothing ended."""
+        """Returns an outcome in which nothing ended."""
         return StepOutcome()
 
     def request_finished(self, request: LlmRequest, *, aborted: bool = False) -> bool:
-        """The blocks may go."""
+        """Returns False: the blocks may go."""
         return False
 
     def request_reset(self, request: LlmRequest) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def on_rewind(self, request: LlmRequest) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
-        """Nothing travels."""
+        """Returns None: nothing travels."""
         return None
 
     def expects_news(self) -> bool:
-        """Nothing is in flight."""
+        """Returns False: nothing is in flight."""
         return False
 
     def wait_seconds(self) -> float | None:
-        """Nothing is in flight."""
+        """Returns None: nothing is in flight."""
         return None
 
     def shutdown(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 Attachment: TypeAlias = KvCacheConnectorManager | NoConnector
-"""What the engine drives."""
+"""The connector as the engine drives it."""
 
 Connector: TypeAlias = KvCacheConnectorConfig | Backend | str | Mapping[str, object]
-"""What a user attaches: a configuration (or its fields as a dict), a store, or a store's URL."""
+"""The connector as a user gives it: a configuration, its fields, a store, or a store's URL."""
 
 
 def config_of(connector: Connector | None) -> KvCacheConnectorConfig | None:

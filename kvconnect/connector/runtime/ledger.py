@@ -29,7 +29,7 @@ _GRACE_S = 10.0
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What ended in a step, on all ranks.
+    """The transfers that ended in a step, on all ranks.
 
     Attributes:
         loaded: request id to its number of leading valid tokens: loads that succeeded in the
@@ -49,7 +49,7 @@ class StepOutcome:
 
 
 class BlockFate(Enum):
-    """What became of a request's blocks past the valid position when its load failed."""
+    """The fate of a request's blocks past the valid position when its load failed."""
 
     KEPT = "kept"
     EXCHANGED = "exchanged"  # for fresh ones; the old ones are in the quarantine
@@ -57,7 +57,7 @@ class BlockFate(Enum):
 
 
 LoadFailed = Callable[[RequestRecord, int, BlockFate], None]
-"""Told of a request and its valid tokens."""
+"""Called with a request and its valid tokens."""
 
 
 class TransferLedger:
@@ -100,7 +100,7 @@ class TransferLedger:
         self.loads.start(request_id, deadline, start, end)
 
     def loading_records(self) -> list[RequestRecord]:
-        """The requests with a load in the background."""
+        """Returns the requests with a load in the background."""
         return [
             self._records[load.request_id]
             for load in self.loads
@@ -108,7 +108,7 @@ class TransferLedger:
         ]
 
     def may_save(self, request: LlmRequest, others: Iterable[int] = ()) -> bool:
-        """Whether the blocks of `request`, which ended, may be kept for a save.
+        """Returns True if the blocks of `request`, which ended, may be kept for a save.
 
         So may those of `others`, whose saves start with the next step.
 
@@ -127,11 +127,11 @@ class TransferLedger:
         return late + sum(map(self._num_held, [*saving, request])) <= self._max_saving
 
     def start_save(self, request_id: int) -> None:
-        """The save of an ended request starts now."""
+        """Starts the save of an ended request now."""
         self.saves.start(request_id, time.monotonic() + self._config.save_timeout_s)
 
     def cancel_load(self, record: RequestRecord) -> None:
-        """The blocks of `record` are about to be let go: hold those that its load still writes."""
+        """Holds the blocks of `record`, which it is about to release and its load still writes."""
         request = record.request
         load = self.loads.get(request.request_id)
         if load is None:
@@ -166,7 +166,7 @@ class TransferLedger:
             self._settle_save(save, now, outcome)
 
     def next_deadline(self) -> float | None:
-        """When something happens at the latest, on the monotonic clock; ``None``: perhaps never.
+        """Returns when something happens at the latest, on the monotonic clock, or None.
 
         Blocks in quarantine have a grace period as long as their transfer may take, of some seconds
         at least. A request that still waits for them then fails.

@@ -297,11 +297,11 @@ class KvCacheConnectorManager:
         return left if told else min(self._poll_s, left)
 
     def has_pending(self) -> bool:
-        """Whether a transfer is in flight."""
+        """Returns True if a transfer is in flight."""
         return bool(self._saves or self._ledger.loads or self._ledger.saves)
 
     def expects_news(self) -> bool:
-        """Whether an idle step may bring anything, if only blocks of a transfer given up."""
+        """Returns True if an idle step may end a transfer, or return blocks of one given up."""
         return self.has_pending() or bool(self._ledger.quarantine)
 
     def shutdown(self) -> None:

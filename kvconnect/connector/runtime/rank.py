@@ -73,7 +73,7 @@ class RankDriver:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the step is between its exchanges."""
+        """True while a step is between its exchanges."""
         return self._begun is not None
 
     def carry_out(self, order: RequestOrder) -> None:
@@ -212,7 +212,7 @@ class _Telling:
         self._communicator = communicator
 
     def __enter__(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Reports `error` to the other ranks, also one that asks this process to end."""

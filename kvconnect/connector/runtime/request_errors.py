@@ -1,4 +1,4 @@
-"""What a connector raises for one request: it ends that request, no other."""
+"""Errors that a connector raises for one request: each ends that request, no other."""
 
 from __future__ import annotations
 

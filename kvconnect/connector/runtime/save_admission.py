@@ -1,4 +1,4 @@
-"""Which requests keep their blocks for a save when they end."""
+"""The choice of requests that keep their blocks for a save when they end."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class SaveAdmission:
         self._saving: list[int] = []
 
     def __bool__(self) -> bool:
-        """Whether a request keeps its blocks for a save that has not started."""
+        """True if a request keeps its blocks for a save that has not started."""
         return bool(self._saving)
 
     def ended(self, request: LlmRequest) -> bool:
-        """Whether `request`, which ended and holds blocks, is to keep them for a save.
+        """Returns True if `request`, which ended and holds blocks, is to keep them for a save.
 
         What the connector raises, or answers wrongly, is kept and ends the request.
         """

@@ -13,7 +13,7 @@ __all__ = ["Transfer", "TransferState", "Transfers"]
 
 
 class TransferState(Enum):
-    """Of a transfer; every one but ``ACTIVE`` is final."""
+    """The state of a transfer; every one but ``ACTIVE`` is final."""
 
     ACTIVE = "active"
     COMPLETED = "completed"
@@ -51,26 +51,26 @@ class Transfer:
 
     @property
     def is_async(self) -> bool:
-        """Whether it runs in the background."""
+        """True if it runs in the background."""
         return self.deadline is not None
 
     @property
     def failed(self) -> bool:
-        """Whether a rank reported failure."""
+        """True if a rank reported failure."""
         return bool(self.failed_ranks)
 
     def is_late(self, now: float) -> bool:
-        """Whether its deadline has passed."""
+        """Returns True if its deadline has passed."""
         return self.deadline is not None and self.deadline <= now
 
     def fail(self, rank: int, failure: TransferFailure) -> None:
-        """`rank` cannot finish it."""
+        """Notes that `rank` cannot finish it."""
         self.num_valid = min(self.num_valid, max(failure.num_valid_tokens, self.start))
         self.reason = self.reason or failure.reason
         self.failed_ranks.add(rank)
 
     def finish(self, state: TransferState) -> None:
-        """Enter a final state, once."""
+        """Enters a final state, once."""
         if self.state is not TransferState.ACTIVE or state is TransferState.ACTIVE:
             raise AssertionError(f"{self} cannot become {state}")
         self.state = state
