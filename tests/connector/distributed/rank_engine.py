@@ -121,7 +121,6 @@ class RankEngine(BenchEngine):
 
     def __init__(self, args: LlmArgs, communicator: DistributedCommunicator, part: Part) -> None:
         self.communicator = communicator
-        self.own_exchanges = 0
         self._ids = itertools.count()  # type: ignore[misc]
         super().__init__(args, kv=PlainKv(layout=part.layout), communicator=communicator)
         self.model = PartModel(part, self.kv.pool)
@@ -137,7 +136,6 @@ class RankEngine(BenchEngine):
             self.manager.save_kv_layer(place)
         self.manager.end_forward()
         seen = self.model.digests(shares)
-        self.own_exchanges += 1
         ranks: list[Mapping[int, int]] = self.communicator.allgather(seen)
         return {each: next_token([one[each] for one in ranks]) for each in seen}
 
@@ -295,14 +293,6 @@ def diverge(host: Host) -> None:
     """This rank, not the leader, believes to be a step further."""
     assert isinstance(host.bench, PartRank)
     host.bench.driver.number += 1
-
-
-def exchanges_of(host: Host, number: int) -> int:
-    """How many exchanges the runtime makes in so many steps, without the engine's own."""
-    ranks, leader = host.communicator, host.leader
-    before, own = ranks._number, leader.own_exchanges
-    step(host, number)
-    return ranks._number - before - (leader.own_exchanges - own)
 
 
 def calls(host: Host, *names: str) -> list[tuple[Any, ...]]:

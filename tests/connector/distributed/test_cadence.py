@@ -40,16 +40,6 @@ def test_simple(tmp_path: Path, size: int) -> None:
     assert [dict(one) for one in seen[1:]] == [EVERY_RANK] * (size - 1)
 
 
-def test_a_step_has_two_exchanges_with_or_without_a_batch(tmp_path: Path) -> None:
-    with Job(2, tmp_path) as job:
-        job(rank.attach_recorder, parts(2), {})
-        job(rank.submit, PROMPT, 3, ranks=[0])
-        for number in (3, 2):
-            job.begin(rank.step, number, ranks=[1])
-            assert job(rank.exchanges_of, number, ranks=[0]) == [2 * number]
-            job.answers([1])
-
-
 def test_a_load_is_over_when_the_last_rank_reports_it(tmp_path: Path) -> None:
     with Job(2, tmp_path) as job:
         job(rank.attach_recorder, parts(2), {})
@@ -68,19 +58,3 @@ def test_a_load_is_over_when_the_last_rank_reports_it(tmp_path: Path) -> None:
         assert others == [(("get_finished", [], []),) * 2] * 3
         job(rank.script, {"finished": ([], [])})
         job(rank.drain)
-
-
-def test_blocks_stay_until_the_last_rank_has_saved_them(tmp_path: Path) -> None:
-    with Job(2, tmp_path) as job:
-        job(rank.attach_recorder, parts(2), {})
-        job(rank.script, {"keep": True, "finished": ([], [])})
-        [request] = job(rank.submit, PROMPT, 1, ranks=[0])
-        job(rank.step, 2)
-        job(rank.script, {"finished": ([request], [])}, ranks=[0])
-        assert job(rank.step)[0][0].saved == []
-        job(rank.script, {"finished": ([], [])}, ranks=[0])
-        assert job(rank.step)[0][0].saved == []
-        assert job(rank.blocks_held, ranks=[0]) == [5]
-        job(rank.script, {"finished": ([request], [])}, ranks=[1])
-        assert job(rank.step)[0][0].saved == [request]
-        assert job(rank.blocks_held, ranks=[0]) == [0]
