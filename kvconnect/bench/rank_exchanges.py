@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from kvconnect.bench.report import Figure
-from kvconnect.connector.communicator import Communicator, Instructions, Report, agreed
-from kvconnect.connector.distributed import DistributedCommunicator
+from kvconnect.connector.ranks.communicator import Communicator, Instructions, Report, agreed
+from kvconnect.connector.ranks.distributed import DistributedCommunicator
 
 __all__ = ["rank_exchanges"]
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConnectorConfig
-from kvconnect.connector.communicator import Communicator, SingleProcess
+from kvconnect.connector.ranks.communicator import Communicator, SingleProcess
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.errors import ConfigurationError

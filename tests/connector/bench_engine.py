@@ -24,8 +24,8 @@ from torch import Tensor
 from kvconnect.backend import Backend
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
-from kvconnect.connector.communicator import Communicator
 from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.ranks.communicator import Communicator
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.errors import ConnectorContractError, OutOfBlocks

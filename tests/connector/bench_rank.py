@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvconnect.connector.communicator import Communicator
 from kvconnect.connector.data import KvCachePool, KvCachePools, LlmArgs
+from kvconnect.connector.ranks.communicator import Communicator
 from kvconnect.connector.runtime.loading import build_worker, connector_classes
 from kvconnect.connector.runtime.rank import RankDriver
 from kvconnect.layout import KvCacheLayout

@@ -12,7 +12,7 @@ import torch
 from kvconnect import KvCacheConfig
 from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.cache.memory.copier import TensorCopier
-from kvconnect.connector.communicator import CancelLoad, Instructions, Report, ResetRequest
+from kvconnect.connector.ranks.communicator import CancelLoad, Instructions, Report, ResetRequest
 from kvconnect.engine.checkpoint.loading import load_model
 from kvconnect.engine.model.pool_groups import CacheGeometry
 from kvconnect.engine.ranks.follower import Follower

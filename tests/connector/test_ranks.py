@@ -14,8 +14,8 @@ from bench_rank import BenchRank
 from ranks import PROMPT, Meeting, Rank
 from recording import Recorder, RecordingWorker
 
-from kvconnect.connector.communicator import Report, SingleProcess, agreed
 from kvconnect.connector.data import Direction, TransferFailure
+from kvconnect.connector.ranks.communicator import Report, SingleProcess, agreed
 from kvconnect.connector.runtime.ledger import StepOutcome, TransferLedger
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.connector.runtime.rank_orders import RankOrders

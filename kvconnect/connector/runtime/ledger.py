@@ -10,8 +10,8 @@ from enum import Enum
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.config import KvCacheConnectorConfig
-from kvconnect.connector.communicator import Report
 from kvconnect.connector.data import Direction, TransferFailure
+from kvconnect.connector.ranks.communicator import Report
 from kvconnect.connector.runtime.quarantine import Quarantine, Quarantined
 from kvconnect.connector.runtime.rank_orders import RankOrders
 from kvconnect.connector.runtime.reporting import RequestRecord

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
-from kvconnect.connector.communicator import Communicator, Instructions, Report, SingleProcess
 from kvconnect.connector.data import Direction, LlmArgs
+from kvconnect.connector.ranks.communicator import Communicator, Instructions, Report, SingleProcess
 from kvconnect.connector.runtime.ledger import BlockFate, StepOutcome, TransferLedger
 from kvconnect.connector.runtime.load_admission import LoadAdmission
 from kvconnect.connector.runtime.loading import build_pair, connector_classes

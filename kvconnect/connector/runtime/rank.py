@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from kvconnect.connector.communicator import (
+from kvconnect.connector.data import KvCachePools
+from kvconnect.connector.ranks.communicator import (
     CancelLoad,
     Communicator,
     Instructions,
@@ -17,7 +18,6 @@ from kvconnect.connector.communicator import (
     ResetRequest,
     agreed,
 )
-from kvconnect.connector.data import KvCachePools
 from kvconnect.connector.runtime.answers import checked_failures, checked_finished
 from kvconnect.connector.stream import CpuStream, ForwardStream
 from kvconnect.connector.worker import KvCacheConnectorWorker

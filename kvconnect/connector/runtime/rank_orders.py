@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconnect.connector.communicator import CancelLoad, RequestOrder, ResetRequest
+from kvconnect.connector.ranks.communicator import CancelLoad, RequestOrder, ResetRequest
 from kvconnect.connector.runtime.rank import RankDriver
 from kvconnect.connector.runtime.request_errors import RequestErrors
 from kvconnect.request import LlmRequest

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvconnect.connector.communicator import Report
+from kvconnect.connector.ranks.communicator import Report
 from kvconnect.errors import ConnectorContractError
 from kvconnect.request import LlmRequest
 from kvconnect.trace import count

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from kvconnect.connector.distributed import DistributedCommunicator
-from kvconnect.connector.rank_watch import END_S, do_within
+from kvconnect.connector.ranks.distributed import DistributedCommunicator
+from kvconnect.connector.ranks.watch import END_S, do_within
 from kvconnect.engine.ranks.sums import ModelSums
 from kvconnect.errors import ConfigurationError, EngineClosed
 

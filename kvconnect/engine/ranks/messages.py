@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnect.cache.memory.sizing import PoolSizes
-from kvconnect.connector.communicator import Instructions
+from kvconnect.connector.ranks.communicator import Instructions
 from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.errors import RankDivergence
 from kvconnect.tokens import TokenArray

@@ -28,7 +28,7 @@ from torch import Tensor
 from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.distributed import DistributedCommunicator
+from kvconnect.connector.ranks.distributed import DistributedCommunicator
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import Namespace, Shard, root_key, store_key

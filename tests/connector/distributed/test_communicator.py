@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from job import Job, Raised
 
-from kvconnect.connector.distributed import DistributedCommunicator
+from kvconnect.connector.ranks.distributed import DistributedCommunicator
 from kvconnect.errors import ConfigurationError
 
 SILENCE_S = 1.2  # of what tests stop; the default is 4 s

@@ -9,10 +9,10 @@ from typing import Any, Self, TypeVar, cast
 
 import torch.distributed as dist
 
-from kvconnect.connector.rank_link import Message, RankLink
-from kvconnect.connector.rank_pickle import pickled, unpickled
-from kvconnect.connector.rank_sockets import connect_ranks
-from kvconnect.connector.rank_watch import END_S, RankWatch, VerdictKind, do_within, end_group
+from kvconnect.connector.ranks.link import Message, RankLink
+from kvconnect.connector.ranks.pickling import pickled, unpickled
+from kvconnect.connector.ranks.sockets import connect_ranks
+from kvconnect.connector.ranks.watch import END_S, RankWatch, VerdictKind, do_within, end_group
 from kvconnect.errors import (
     ConfigurationError,
     ConnectorContractError,
