@@ -35,7 +35,7 @@ FORKED = (
     *("torch", "torch.distributed", "nixl", "kvconnect.testing"),
     *("transformers", "transformers.models.llama.modeling_llama", "kvconnect.engine.llm"),
     *("kvconnect.backends.disk", "kvconnect.backends.nixl"),
-    *("kvconnect.connector.distributed", "kvconnect.connector.offload"),
+    *("kvconnect.connector.ranks.distributed", "kvconnect.connector.offload"),
     *("kvconnect.connector.runtime.manager", "kvconnect.transfer.nixl", "kvconnect.transfer.tcp"),
     *("kvconnect.cli.main", "kvconnect.server.run", "kvconnect.server.route.run"),
 )
@@ -93,7 +93,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
 @pytest.fixture(autouse=True)
 def what_ranks_exchange_is_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with one rank, so that no connector works only where it is alone."""
-    from kvconnect.connector.communicator import SingleProcess  # torch: seconds
+    from kvconnect.connector.ranks.communicator import SingleProcess  # torch: seconds
 
     def through_pickle(value: object) -> object:
         return pickle.loads(pickle.dumps(value))

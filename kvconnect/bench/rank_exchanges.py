@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from kvconnect.bench.report import Figure
-from kvconnect.connector.communicator import Communicator, Instructions, Report, agreed, obeyed
-from kvconnect.connector.distributed import DistributedCommunicator
+from kvconnect.connector.ranks.communicator import Communicator, Instructions, Report, agreed
+from kvconnect.connector.ranks.distributed import DistributedCommunicator
 
 __all__ = ["rank_exchanges"]
 
@@ -84,7 +84,7 @@ def _timed(do: Callable[[], None], repeats: int) -> list[float]:
 
 
 def _step(communicator: Communicator) -> None:
-    obeyed(communicator, Instructions(1))
+    communicator.broadcast(Instructions(1))
     agreed(communicator, Report(1))
 
 

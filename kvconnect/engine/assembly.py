@@ -75,7 +75,7 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
         dtype=options.dtype,
         device=rank_device(options.device, 0, options.tensor_parallel_size),
         revision=options.model_revision,
-        ranks=None if leader is None else leader.ranks,
+        ranks=None if leader is None else leader.group,
     )
     model, config, manager = loaded.model, options.cache_config, options.cache_factory
     _check_dtype(config, model)
@@ -84,7 +84,7 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
     if leader is not None:
         config, manager = leader.meet(loaded), leader.cache_factory
     kv = manager(config, geometry.layouts, model.device)
-    layers = geometry.cached_layers(kv, model.dtype)
+    layers = geometry.cached_layers(kv.get_buffers, kv.get_max_resource_count(), model.dtype)
     scheduler = Scheduler(
         kv,
         max_num_tokens=options.max_num_tokens,
@@ -133,7 +133,7 @@ def _leader(options: EngineOptions) -> Leader | None:
 def _connector_args(
     options: EngineOptions, config: KvCacheConfig, geometry: CacheGeometry, digest: bytes
 ) -> LlmArgs | None:
-    """What the leader's connector is made with; ``None``: there is none."""
+    """Returns the arguments of the leader's connector; ``None``: there is none."""
     if options.connector_config is None:
         return None
     return LlmArgs(
@@ -157,17 +157,19 @@ def _attached(
     if leader is None:
         return NoConnector() if args is None else KvCacheConnectorManager(args, kv, wakeup=wakeup)
     leader.set_up(kv)
-    manager = None
-    if args is not None:
-        manager = KvCacheConnectorManager(args, kv, wakeup=wakeup, communicator=leader.communicator)
+    ranks = leader.group.communicator
+    connector: Attachment = (
+        NoConnector(ranks)
+        if args is None
+        else KvCacheConnectorManager(args, kv, wakeup=wakeup, communicator=ranks)
+    )
     try:
-        attached = leader.attached(manager, kv)
+        leader.wait_until_attached()
     except BaseException:
-        if manager is not None:
-            manager.shutdown()
+        connector.shutdown()
         raise
     leader.on_lost(wakeup)
-    return attached or NoConnector()
+    return connector
 
 
 def _check_dtype(config: KvCacheConfig, model: Model) -> None:

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConnectorConfig
+from kvconnect.connector.ranks.communicator import Communicator, SingleProcess
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
-from kvconnect.engine.ranks.told_connector import ToldConnector
 from kvconnect.errors import ConfigurationError
 from kvconnect.request import LlmRequest, ScheduledBatch
 from kvconnect.text import shown
@@ -21,67 +21,77 @@ __all__ = ["Attachment", "Connector", "NoConnector", "config_of"]
 class NoConnector:
     """The part of `KvCacheConnectorManager` that the engine drives, where none is attached.
 
-    It does nothing, so that the engine need not ask.
+    It does nothing but begin the steps of the other ranks, so that the engine need not ask.
+
+    Args:
+        communicator: of all ranks; by default there is one.
     """
 
+    def __init__(self, communicator: Communicator | None = None) -> None:
+        self._communicator = communicator or SingleProcess()
+
     def on_new_request(self, request: LlmRequest) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def take_errors(self) -> dict[int, Exception]:
-        """None."""
+        """Returns none."""
         return {}
 
-    def begin_step(self, batch: ScheduledBatch) -> None:
-        """Nothing."""
+    def begin_step(self, batch: ScheduledBatch, work: object = None) -> None:
+        """Sends `work` to the other ranks."""
+        self._communicator.broadcast(work)
+
+    def begin_idle_step(self, work: object = None) -> None:
+        """Does nothing: no step is idle."""
 
     def wait_for_layer_load(self, layer_idx: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def save_kv_layer(self, layer_idx: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def end_forward(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def agree(self) -> dict[int, int]:
         """Returns nothing: no load failed."""
         return {}
 
     def end_step(self) -> StepOutcome:
-        """Nothing ended."""
+        """Returns an outcome in which nothing ended."""
         return StepOutcome()
 
     def request_finished(self, request: LlmRequest, *, aborted: bool = False) -> bool:
-        """The blocks may go."""
+        """Returns False: the blocks may go."""
         return False
 
     def request_reset(self, request: LlmRequest) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def on_rewind(self, request: LlmRequest) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
-        """Nothing travels."""
+        """Returns None: nothing travels."""
         return None
 
     def expects_news(self) -> bool:
-        """Nothing is in flight."""
+        """Returns False: nothing is in flight."""
         return False
 
     def wait_seconds(self) -> float | None:
-        """Nothing is in flight."""
+        """Returns None: nothing is in flight."""
         return None
 
     def shutdown(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
-Attachment: TypeAlias = KvCacheConnectorManager | ToldConnector | NoConnector
-"""What the engine drives."""
+Attachment: TypeAlias = KvCacheConnectorManager | NoConnector
+"""The connector as the engine drives it."""
 
 Connector: TypeAlias = KvCacheConnectorConfig | Backend | str | Mapping[str, object]
-"""What a user attaches: a configuration (or its fields as a dict), a store, or a store's URL."""
+"""The connector as a user gives it: a configuration, its fields, a store, or a store's URL."""
 
 
 def config_of(connector: Connector | None) -> KvCacheConnectorConfig | None:

@@ -19,7 +19,7 @@ from kvconnect.engine.model.sequence_step import (
     planned,
     sampled_rows,
 )
-from kvconnect.engine.ranks.leader import Followers, NoFollowers
+from kvconnect.engine.ranks.leader import Leader, NoFollowers
 from kvconnect.engine.request.live_request import LiveRequest, TokenRun
 from kvconnect.engine.request.logprobs import top_tokens
 from kvconnect.engine.sampling.sampler import Sampler
@@ -57,7 +57,7 @@ class Engine:
         connector: Attachment,
         scheduler: Scheduler,
         layers: Sequence[CachedLayer],
-        followers: Followers | None = None,
+        followers: Leader | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -85,10 +85,9 @@ class Engine:
         # connect: tell the other ranks and the connector, start its loads
         scheduled = bool(batch.requests or batch.loading_requests)
         if scheduled:
-            self._followers.begin_step(plan, is_idle=False)
-            self._connector.begin_step(batch)
+            self._connector.begin_step(batch, self._followers.work(plan))
         elif self._connector.expects_news():
-            self._followers.begin_step((), is_idle=True)
+            self._connector.begin_idle_step(self._followers.work(()))
         else:
             self._followers.wait()
             self._live.recount_blocks()  # those of requests that were aborted are free
@@ -134,7 +133,7 @@ class Engine:
         for live in self._live:
             self.abort(live.request.request_id)
         if self._connector.expects_news():  # tell the workers what these have left to save
-            self._followers.begin_step((), is_idle=True)
+            self._connector.begin_idle_step(self._followers.work(()))
             self._settle(self._connector.end_step())
 
     def reset_cache(self) -> bool:

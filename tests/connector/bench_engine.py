@@ -18,13 +18,14 @@ from typing import Self
 
 import numpy as np
 import torch
+from bench_rank import Share, Work
 from torch import Tensor
 
 from kvconnect.backend import Backend
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
-from kvconnect.connector.communicator import Communicator
 from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.ranks.communicator import Communicator
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.errors import ConnectorContractError, OutOfBlocks
@@ -199,6 +200,8 @@ class BenchEngine:
         self.manager = KvCacheConnectorManager(
             args, self.kv, wakeup=self.woken.set, communicator=communicator
         )
+        self.has_other_ranks = communicator is not None and communicator.size > 1
+        self.overwritten: list[int] = []  # blocks that other ranks are to fill with other content
         self.chunk = chunk
         self.queue: list[LlmRequest] = []
         self.running: list[LlmRequest] = []
@@ -282,7 +285,7 @@ class BenchEngine:
         self._raise_first()
         scheduled = bool(batch.requests or batch.loading_requests)
         if scheduled:
-            self.manager.begin_step(batch)
+            self.manager.begin_step(batch, self.work(batch))
         logits = self.forward(batch)
         self._advance(batch, self.manager.agree() if scheduled else {}, logits)
         outcome = self.manager.end_step()
@@ -290,6 +293,28 @@ class BenchEngine:
         self._settle(outcome)
         self._raise_first()
         return bool(batch.requests or outcome.loaded or outcome.failed or outcome.saved)
+
+    def work(self, batch: ScheduledBatch) -> Work | None:
+        """What the other ranks do in a step; ``None``: there are none."""
+        if not self.has_other_ranks:
+            return None
+        overwritten, self.overwritten = self.overwritten, []
+        return Work([self.share(one) for one in batch.requests], overwritten)
+
+    def share(self, request: LlmRequest) -> Share:
+        first = self._first(request)
+        return Share(
+            request.request_id,
+            first,
+            first + request.num_scheduled_tokens,
+            request.tokens.view.tolist(),
+            list(self.kv.blocks[request.request_id]),
+        )
+
+    def idle_step(self) -> StepOutcome:
+        """A step without a batch, whatever waits."""
+        self.manager.begin_idle_step(self.work(ScheduledBatch()))
+        return self.manager.end_step()
 
     def _raise_first(self) -> None:
         """What a real engine ends a request by."""

@@ -6,17 +6,18 @@ import itertools
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import Any, Self
 
 from bench_engine import BenchEngine, T, llm_args
+from bench_rank import BenchRank
 from stores import DictStore
+from torch import Tensor
 
+from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.errors import ConnectorContractError, RankDivergence
 from kvconnect.keys import Shard, store_key
-from kvconnect.request import ExternalMatch, LlmRequest
 
 PROMPT = list(range(1, 4 * T + 2))  # four blocks and a token
 
@@ -71,44 +72,22 @@ class Rank:
         self._meeting.fail(self.rank, error)
 
 
-class Relay:
-    """Hands what the leader's connector matched to the followers, as its scheduler would."""
-
-    def __init__(
-        self, bench: BenchEngine, queues: Sequence[SimpleQueue[ExternalMatch]], rank: int
-    ) -> None:
-        self._manager, self._queues, self._rank = bench.manager, queues, rank
-        self._leads = bench.manager._scheduler is not None
-        bench.kv.set_external_matcher(self)
-
-    def match_external(self, request: LlmRequest, num_device_tokens: int) -> ExternalMatch:
-        if not self._leads:
-            return self._queues[self._rank].get(timeout=60)
-        match = self._manager.match_external(request, num_device_tokens)
-        for queue in self._queues[1:]:
-            queue.put(match)
-        return match
-
-    def blocks_allocated(self, request: LlmRequest, block_ids: list[int]) -> None:
-        self._manager.blocks_allocated(request, block_ids)
-
-
 class Pair:
-    """Ranks with a store each, mostly two. What is called here happens on all of them at once."""
+    """Ranks with a store each, mostly two: an engine on the first, which the others follow."""
 
     def __init__(self, stores: list[DictStore], *settings: dict[str, Any], **common: Any) -> None:
         self.stores = stores
         size = len(stores)
         self._threads = ThreadPoolExecutor(size)
-        meeting, matches = Meeting(size), [SimpleQueue[ExternalMatch]() for _ in stores]
-        self.benches: list[BenchEngine] = []
+        meeting = Meeting(size)
         common = {"lookup_timeout_ms": 60_000} | common
-        for rank, own in enumerate(settings or [{}] * size):
-            args = llm_args(stores[rank], shard=Shard(rank, size), **(common | own))
-            bench = BenchEngine(args, communicator=Rank(meeting, rank))
-            bench._ids = itertools.count()
-            Relay(bench, matches, rank)
-            self.benches.append(bench)
+        args = [
+            llm_args(stores[rank], shard=Shard(rank, size), **(common | own))
+            for rank, own in enumerate(settings or [{}] * size)
+        ]
+        self.leader = BenchEngine(args[0], communicator=Rank(meeting, 0))
+        self.leader._ids = itertools.count()
+        self.others = [BenchRank(args[rank], Rank(meeting, rank)) for rank in range(1, size)]
 
     def __enter__(self) -> Self:
         return self
@@ -116,39 +95,58 @@ class Pair:
     def __exit__(self, *_: object) -> None:
         for store in self.stores:
             store.open_doors()
-        self.both(lambda bench: bench.manager.end_step())  # what just ended is known to the workers
-        self.both(lambda bench: bench.manager.shutdown())
+        self.idle_step()  # what just ended is known to the workers
+        for worker in self.workers:
+            self._threads.submit(worker.shutdown)
         self._threads.shutdown()
+        self.leader.manager.shutdown()
 
     @property
-    def leader(self) -> BenchEngine:
-        return self.benches[0]
+    def workers(self) -> list[Any]:
+        return [self.leader.manager._worker, *(one.worker for one in self.others)]
 
-    def both(self, do: Callable[[BenchEngine], Any]) -> list[Any]:
-        return [one.result(60) for one in [self._threads.submit(do, b) for b in self.benches]]
+    @property
+    def pools(self) -> list[Tensor]:
+        return [self.leader.kv.pool, *(one.pool for one in self.others)]
+
+    def _together(self, lead: Callable[[], Any]) -> Any:
+        others = [self._threads.submit(one.step) for one in self.others]
+        outcome = self._threads.submit(lead).result(60)
+        for one in others:
+            one.result(60)
+        return outcome
 
     def submit(self, prompt: list[int] = PROMPT, max_tokens: int = 1) -> int:
-        """The id of a request that all ranks have."""
-        requests = [bench.submit(prompt, max_tokens) for bench in self.benches]
-        return requests[0].request_id
+        return self.leader.submit(prompt, max_tokens).request_id
 
     def step(self, number: int = 1) -> None:
         for _ in range(number):
-            self.both(BenchEngine.step)
+            self._together(self.leader.step)
+
+    def idle_step(self) -> StepOutcome:
+        outcome: StepOutcome = self._together(self.leader.idle_step)
+        return outcome
+
+    def abort(self, request_id: int) -> None:
+        self.leader.abort(self.leader.requests[request_id])
 
     def preempt(self, request_id: int) -> None:
-        self.both(lambda bench: bench.preempt(bench.requests[request_id]))
+        """The blocks of the request, and all that are free, get other content at once."""
+        leader = self.leader
+        leader.preempt(leader.requests[request_id])
+        leader.overwritten = leader.kv.free_ids()
+        leader.kv.pool[leader.overwritten] = 9.0
 
     def run(self) -> None:
-        deadline = time.monotonic() + 60
-        while any(one.queue or one.running or one.loading or one.saving for one in self.benches):
+        deadline, leader = time.monotonic() + 60, self.leader
+        while leader.queue or leader.running or leader.loading or leader.saving:
             assert time.monotonic() < deadline, "the ranks hang"
             self.step()
             time.sleep(0.001)
 
     def flush(self) -> None:
         """Until what is staged is written or lost."""
-        assert all(self.both(lambda bench: bench.manager._worker._queue.flush(60)))
+        assert all(worker._queue.flush(60) for worker in self.workers)
 
     def store_keys(self, rank: int) -> list[bytes]:
         """What the store of `rank` knows the blocks of the first request by."""
@@ -172,13 +170,15 @@ class Pair:
         return counts
 
     def answer(self, request_id: int) -> list[list[int]]:
-        requests = [bench.requests[request_id] for bench in self.benches]
-        return [one.tokens.view[one.prompt_len :].tolist() for one in requests]
+        """What was generated, and what the KV of each other rank says that it should have been."""
+        request = self.leader.requests[request_id]
+        positions = range(request.prompt_len, request.num_tokens)
+        others = [[one.sampled[request_id][at] for at in positions] for one in self.others]
+        return [request.tokens.view[request.prompt_len :].tolist(), *others]
 
     def nothing_is_left(self) -> None:
         assert not self.leader.manager._scheduler._states
-        for bench in self.benches:
-            worker = bench.manager._worker
-            assert bench.kv.get_num_free_blocks() == len(bench.kv.pool)
+        assert self.leader.kv.get_num_free_blocks() == len(self.leader.kv.pool)
+        for worker in self.workers:
             assert not worker._leaving
             assert not worker._held

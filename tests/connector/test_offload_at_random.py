@@ -6,7 +6,7 @@ import random
 import time
 
 import pytest
-from bench_engine import LAYOUT, BenchEngine, T, reference
+from bench_engine import LAYOUT, T, reference
 from ranks import Pair
 from stores import DictStore
 
@@ -49,18 +49,17 @@ class Weather:
         leader = self.pair.leader
         if live := [*leader.queue, *leader.running, *leader.loading.values()]:
             request_id = self.random.choice(live).request_id
-            self.pair.both(lambda bench: bench.abort(bench.requests[request_id]))
+            self.pair.abort(request_id)
             self.ended_early.add(request_id)
 
     def preempt(self) -> None:
         if running := self.pair.leader.running:
             self.pair.preempt(self.random.choice(running).request_id)
-            for bench in self.pair.benches:
-                bench.kv.pool[bench.kv.free_ids()] = 9.0  # handed on at once
 
     def rewind(self) -> None:
         """Some tokens back, from where it goes on with others, as far as its blocks reach."""
-        running = self.pair.leader.running
+        leader = self.pair.leader
+        running = leader.running
         if not (able := [one for one in running if one.state is RequestState.GENERATION]):
             return
         chosen: LlmRequest = self.random.choice(able)
@@ -68,17 +67,12 @@ class Weather:
         others = self.random.sample(range(50, 99), max(1, -kept % T))
         if (kept + len(others) - 1) // T > (kept - 1) // T:
             return
-
-        def rewind(bench: BenchEngine) -> None:
-            request = bench.requests[chosen.request_id]
-            request.rewind(kept)
-            bench.kv.rewind(request, 0)
-            bench.manager.on_rewind(request)
-            request.tokens.extend(others)
-            request.num_computed_tokens = kept
-            request.state = RequestState.CONTEXT
-
-        self.pair.both(rewind)
+        chosen.rewind(kept)
+        leader.kv.rewind(chosen, 0)
+        leader.manager.on_rewind(chosen)
+        chosen.tokens.extend(others)
+        chosen.num_computed_tokens = kept
+        chosen.state = RequestState.CONTEXT
         self.ended_early.add(chosen.request_id)
 
     def stall(self) -> None:
@@ -101,7 +95,7 @@ class Weather:
             store.save_error = store.load_error = None
         self.pair.run()
         deadline = time.monotonic() + 60
-        while any(self.pair.both(lambda bench: bench.manager.expects_news())):
+        while self.pair.leader.manager.expects_news():
             assert time.monotonic() < deadline, "news is expected that never comes"
             self.pair.step()
         self.pair.step()
@@ -120,10 +114,10 @@ def test_no_token_is_wrong_and_nothing_is_left(seed: int) -> None:
         for request_id, prompt in weather.asked.items():
             if request_id not in weather.ended_early:
                 number = pair.leader.requests[request_id].num_generated_tokens
-                assert pair.answer(request_id) == [reference(prompt, number)] * len(pair.benches)
+                assert pair.answer(request_id) == [reference(prompt, number)] * len(pair.stores)
         pair.nothing_is_left()
         for request in list(pair.leader.requests.values()):  # what is stored is what its keys say
             tokens = request.tokens.view.tolist()[:60]
             again = pair.submit(tokens, 2)
             pair.run()
-            assert pair.answer(again) == [reference(tokens, 2)] * len(pair.benches)
+            assert pair.answer(again) == [reference(tokens, 2)] * len(pair.stores)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_engine import LAYOUT, BenchEngine, T, reference
+from bench_engine import LAYOUT, T, reference
 from ranks import PROMPT, Pair
 from stores import DictStore
 
@@ -43,7 +43,7 @@ def test_every_rank_saves_every_block_and_loads_it_again(
         again = pair.submit(max_tokens=3)
         pair.run()
         assert pair.answer(again) == [reference(PROMPT, 3)] * 2
-        assert [bench.store_tokens[again] for bench in pair.benches] == [4 * T, 4 * T]
+        assert pair.leader.store_tokens[again] == 4 * T
 
 
 @BOTH
@@ -72,8 +72,7 @@ def test_every_rank_saves_a_preempted_request_before_its_blocks_go(
         request = pair.submit(max_tokens=3)
         pair.step()
         pair.preempt(request)
-        for bench in pair.benches:
-            bench.kv.pool.fill_(9.0)  # handed on at once
+        pair.idle_step()
         pair.flush()
         assert pair.saved(request) == [4, 4]
         pair.run()
@@ -138,7 +137,7 @@ def test_behind_a_backlog_of_any_rank_no_blocks_are_kept(rank: int, save_on: str
         pair.step(2)
         assert first in pair.leader.saving
         other = pair.submit([9, *PROMPT])
-        pair.step(2)  # in the second one all ranks hear that they need not keep it
+        pair.step()
         assert other not in pair.leader.saving
         stores[rank].at_save.open()
         pair.run()
@@ -153,7 +152,7 @@ def test_an_aborted_request_leaves_nothing_behind(stores: list[DictStore], save_
     with Pair(stores, save_on=save_on) as pair:
         request = pair.submit(max_tokens=9)
         pair.step(2)
-        pair.both(lambda bench: bench.abort(bench.requests[request]))
+        pair.abort(request)
         pair.run()
         pair.flush()
         assert pair.saved(request) == [4, 4]
@@ -162,7 +161,7 @@ def test_an_aborted_request_leaves_nothing_behind(stores: list[DictStore], save_
 
 @BOTH
 @pytest.mark.parametrize("max_tokens", [1, 4])
-def test_ranks_hold_the_same_blocks_when_a_request_follows_another(
+def test_ranks_use_the_leaders_blocks_when_a_request_follows_another(
     save_on: str, max_tokens: int
 ) -> None:
     """The leader's ids are what every rank loads into and saves from."""
@@ -173,16 +172,12 @@ def test_ranks_hold_the_same_blocks_when_a_request_follows_another(
         if save_on == "full":
             pair.flush()
         again = pair.submit(max_tokens=3)
-        pair.step()
-        held = [bench.kv.blocks[again] for bench in pair.benches]
-        assert held[0] == held[1]
         pair.run()
         assert pair.answer(again) == [reference(PROMPT, 3)] * 2
         pair.nothing_is_left()
 
 
-def test_a_rank_that_has_nothing_in_flight_expects_no_news() -> None:
-    """Or it would wait in an exchange for ranks that sleep."""
+def test_nothing_in_flight_brings_no_news() -> None:
     stores = [DictStore(enumerable=False), DictStore(enumerable=False)]
     with Pair(stores) as pair:
         pair.submit()
@@ -191,16 +186,15 @@ def test_a_rank_that_has_nothing_in_flight_expects_no_news() -> None:
         stores[1].at_load.shut()
         loading = pair.submit(max_tokens=3)
         pair.step()
-        pair.both(lambda bench: bench.abort(bench.requests[loading]))
-        assert [bench.manager.expects_news() for bench in pair.benches] == [True, True]
+        pair.abort(loading)
+        assert pair.leader.manager.expects_news()
         for store in stores:
             store.open_doors()
         deadline = time.monotonic() + 60
         while pair.leader.manager.expects_news():
             assert time.monotonic() < deadline
             pair.step()
-        assert [bench.manager.expects_news() for bench in pair.benches] == [False, False]
-        assert [bench.manager.wait_seconds() for bench in pair.benches] == [None, None]
+        assert pair.leader.manager.wait_seconds() is None
         pair.nothing_is_left()
 
 
@@ -232,17 +226,14 @@ def test_what_was_ordered_before_a_rewind_is_not_saved_with_what_came_after(
         request = pair.submit(max_tokens=6)
         pair.step()
 
-        def rewind(bench: BenchEngine) -> None:
-            """To the middle of the third block, from where it goes on with other tokens."""
-            one = bench.requests[request]
-            one.rewind(2 * T + 1)
-            bench.kv.rewind(one, 0)
-            bench.manager.on_rewind(one)
-            one.append_tokens(np.arange(50, 49 + T, dtype=np.int32))
-            one.num_computed_tokens = 2 * T + 1
-            one.state = RequestState.CONTEXT
-
-        pair.both(rewind)
+        # To the middle of the third block, from where it goes on with other tokens.
+        one = pair.leader.requests[request]
+        one.rewind(2 * T + 1)
+        pair.leader.kv.rewind(one, 0)
+        pair.leader.manager.on_rewind(one)
+        one.append_tokens(np.arange(50, 49 + T, dtype=np.int32))
+        one.num_computed_tokens = 2 * T + 1
+        one.state = RequestState.CONTEXT
         pair.step()
         if ends == "preempted":
             pair.preempt(request)
@@ -267,8 +258,8 @@ def test_a_load_that_fails_on_one_rank_is_computed_where_the_other_has_not_come_
             buffer.zero_() if key == pair.store_keys(rank)[2] else None
         )
         stores[1 - rank].at_load.shut()
-        for bench in pair.benches:
-            bench.kv.pool.fill_(9.0)
+        for pool in pair.pools:
+            pool.fill_(9.0)
         again = pair.submit(max_tokens=3)
         deadline = time.monotonic() + 60
         while again in pair.leader.loading or pair.leader.queue:

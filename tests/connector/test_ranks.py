@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
@@ -9,126 +10,57 @@ from typing import Any, Self
 import pytest
 import recording
 from bench_engine import BenchEngine, PlainKv, T, llm_args
+from bench_rank import BenchRank
 from ranks import PROMPT, Meeting, Rank
-from recording import Recorder, RecordingWorker, Script
+from recording import Recorder, RecordingWorker
 
-from kvconnect.connector.communicator import LoadOrder, Report, SingleProcess, agreed
 from kvconnect.connector.data import Direction, TransferFailure
+from kvconnect.connector.ranks.communicator import Report, SingleProcess, agreed
 from kvconnect.connector.runtime.ledger import StepOutcome, TransferLedger
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
+from kvconnect.connector.runtime.rank_orders import RankOrders
 from kvconnect.connector.runtime.reporting import RequestRecord
 from kvconnect.connector.runtime.request_errors import RequestErrors
-from kvconnect.errors import ConnectorContractError, RankDivergence, UsageError
+from kvconnect.connector.runtime.transfers import Transfers
+from kvconnect.errors import ConnectorContractError, RankDivergence
 from kvconnect.request import LlmRequest
 
 
 class Ranks:
-    """Two managers in two threads, each with its own cache and worker."""
+    """An engine on the leader and a rank beside it, in two threads, each with its own worker."""
 
     def __init__(self, **settings: object) -> None:
         self.meeting = Meeting(2)
         self.scripts = [recording.fresh_script() for _ in range(2)]
         self.threads = ThreadPoolExecutor(2)
-        self.benches: list[BenchEngine] = []
-        for rank in range(2):
-            recording.script = self.scripts[rank]
-            args = llm_args(recording.config(**settings))
-            self.benches.append(BenchEngine(args, communicator=Rank(self.meeting, rank)))
+        args = llm_args(recording.config(**settings))
+        recording.script = self.scripts[0]
+        self.leader = BenchEngine(args, communicator=Rank(self.meeting, 0))
+        recording.script = self.scripts[1]
+        self.other = BenchRank(args, Rank(self.meeting, 1))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for bench in self.benches:
-            bench.manager.shutdown()
+        self.leader.manager.shutdown()
         self.threads.shutdown()
 
-    def both(self, do: Callable[[BenchEngine], Any]) -> list[Any]:
-        """`do` on both ranks at once."""
-        return [one.result(60) for one in [self.threads.submit(do, b) for b in self.benches]]
+    def _together(self, lead: Callable[[], Any]) -> list[Any]:
+        return [one.result(60) for one in [*map(self.threads.submit, (lead, self.other.step))]]
 
-    def submit(self) -> list[LlmRequest]:
-        """The same request, under the same id, on both."""
-        first = self.benches[0].submit(PROMPT)
-        BenchEngine._ids = iter([first.request_id, *range(first.request_id + 1, 10**6)])
-        return [first, self.benches[1].submit(PROMPT)]
+    def step(self) -> StepOutcome:
+        self._together(self.leader.step)
+        return self.leader.outcomes[-1]
 
-    def idle_step(self) -> list[StepOutcome]:
-        return self.both(lambda bench: bench.manager.end_step())
+    def idle_step(self) -> StepOutcome:
+        outcome: StepOutcome = self._together(self.leader.idle_step)[0]
+        return outcome
 
-
-def compute(bench: BenchEngine) -> None:
-    """One step in which the only request is computed to its end."""
-    bench.kv.set_external_matcher(None)  # followers do not ask
-    [request] = bench.queue
-    bench.manager.blocks_allocated(request, [])
-    bench.step()
-
-
-def never(*_: object) -> tuple[list[int], list[int]]:
-    return [], []
-
-
-def test_blocks_stay_until_the_last_rank_has_saved_them() -> None:
-    with Ranks() as ranks:
-        requests = ranks.submit()
-        request_id = requests[0].request_id
-        for script in ranks.scripts:
-            script.keep = lambda _: True
-            script.finished = never
-        ranks.both(compute)
-        assert all(bench.kv.blocks for bench in ranks.benches)
-        ranks.idle_step()
-        ranks.scripts[0].finished = lambda *_: ([request_id], [])
-        assert [one.saved for one in ranks.idle_step()] == [[], []]
-        ranks.scripts[0].finished = never
-        assert [one.saved for one in ranks.idle_step()] == [[], []]
-        ranks.scripts[1].finished = lambda *_: ([request_id], [])
-        assert [one.saved for one in ranks.idle_step()] == [[request_id], [request_id]]
-
-
-def test_a_step_has_two_exchanges_with_or_without_a_batch() -> None:
-    with Ranks() as ranks:
-        ranks.submit()
-        for script in ranks.scripts:
-            script.keep = lambda _: True
-        barriers_per_exchange = 2
-        ranks.both(compute)
-        assert ranks.meeting.exchanges == 2 * barriers_per_exchange
-        ranks.idle_step()
-        assert ranks.meeting.exchanges == 4 * barriers_per_exchange
-
-
-def test_what_the_leader_does_not_keep_all_ranks_free_a_step_later() -> None:
-    with Ranks() as ranks:
-        request_id = ranks.submit()[0].request_id
-        ranks.both(compute)
-        assert all(bench.kv.blocks for bench in ranks.benches)
-        assert [bench.manager.wait_seconds() for bench in ranks.benches] == [0.0, 0.0]
-        assert [one.saved for one in ranks.idle_step()] == [[request_id], [request_id]]
-        assert [script.named("get_finished")[-1] for script in ranks.scripts] == [([], [])] * 2
-
-
-def test_only_the_leader_has_a_scheduler() -> None:
-    with Ranks() as ranks:
-        assert isinstance(ranks.scripts[0].scheduler, Recorder)
-        assert ranks.scripts[1].scheduler is None
-        assert isinstance(ranks.scripts[1].worker, RecordingWorker)
-        request = ranks.submit()[1]
-        with pytest.raises(UsageError, match="rank 1 is not the leader"):
-            ranks.benches[1].manager.match_external(request, 0)
-
-
-def test_a_broken_contract_on_one_rank_is_raised_on_all() -> None:
-    with Ranks() as ranks:
-        ranks.scripts[1].finished = lambda *_: ([], [4711])
-
-        def raises(bench: BenchEngine) -> str:
-            with pytest.raises(ConnectorContractError) as caught:
-                bench.manager.end_step()
-            return str(caught.value)
-
-        assert len(set(ranks.both(raises))) == 1
+    def errors(self, lead: Callable[[], Any] | None = None) -> list[Exception | None]:
+        """What each rank raises in a step."""
+        calls = (lead or self.leader.step, self.other.step)
+        return [one.result(60) for one in [self.threads.submit(raised_by, do) for do in calls]]
 
 
 def raised_by(run: Callable[[], object]) -> Exception | None:
@@ -139,11 +71,70 @@ def raised_by(run: Callable[[], object]) -> Exception | None:
     return None
 
 
+def never(*_: object) -> tuple[list[int], list[int]]:
+    return [], []
+
+
+def test_blocks_stay_until_the_last_rank_has_saved_them() -> None:
+    with Ranks() as ranks:
+        request_id = ranks.leader.submit(PROMPT).request_id
+        for script in ranks.scripts:
+            script.keep = lambda _: True
+            script.finished = never
+        ranks.step()
+        assert ranks.leader.kv.blocks
+        ranks.idle_step()
+        ranks.scripts[0].finished = lambda *_: ([request_id], [])
+        assert ranks.idle_step().saved == []
+        ranks.scripts[0].finished = never
+        assert ranks.idle_step().saved == []
+        ranks.scripts[1].finished = lambda *_: ([request_id], [])
+        assert ranks.idle_step().saved == [request_id]
+
+
+def test_a_step_has_two_exchanges_with_or_without_a_batch() -> None:
+    with Ranks() as ranks:
+        ranks.leader.submit(PROMPT)
+        ranks.scripts[0].keep = lambda _: True
+        barriers_per_exchange = 2
+        ranks.step()
+        assert ranks.meeting.exchanges == 2 * barriers_per_exchange
+        ranks.idle_step()
+        assert ranks.meeting.exchanges == 4 * barriers_per_exchange
+
+
+def test_what_the_leader_does_not_keep_is_free_at_once() -> None:
+    with Ranks() as ranks:
+        ranks.leader.submit(PROMPT)
+        ranks.step()
+        assert not ranks.leader.kv.blocks
+        assert ranks.leader.manager.wait_seconds() is None
+        assert [script.named("get_finished") for script in ranks.scripts] == [[([], [])]] * 2
+
+
+def test_only_the_leader_has_a_scheduler() -> None:
+    with Ranks() as ranks:
+        assert isinstance(ranks.scripts[0].scheduler, Recorder)
+        assert ranks.scripts[1].scheduler is None
+        assert isinstance(ranks.scripts[1].worker, RecordingWorker)
+
+
+def test_a_contract_that_any_rank_broke_ends_all() -> None:
+    with Ranks() as ranks:
+        ranks.scripts[1].finished = lambda *_: ([], [4711])
+        broken, _ = ranks.errors(ranks.leader.idle_step)
+        assert isinstance(broken, ConnectorContractError)
+        assert "RecordingWorker.get_finished returned request 4711 as loaded" in str(broken)
+        _, told = ranks.errors(lambda: None)
+        assert isinstance(told, ConnectorContractError)
+        assert str(told) == f"rank 0: ConnectorContractError: {broken}"
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_ranks_in_different_steps_all_raise_at_once(ahead: int) -> None:
     with Ranks() as ranks:
-        ranks.benches[ahead].manager._steps.number += 1
-        errors = ranks.both(lambda bench: raised_by(bench.manager.end_step))
+        [ranks.leader.manager._rank, ranks.other.driver][ahead].number += 1
+        errors = ranks.errors(ranks.leader.idle_step)
         assert [type(one) for one in errors] == [RankDivergence, RankDivergence]
 
 
@@ -159,9 +150,9 @@ def planted(*_: object) -> None:
 @pytest.mark.parametrize("method", STEP_METHODS)
 def test_what_a_worker_raises_ends_the_step_on_all_ranks(method: str, rank: int) -> None:
     with Ranks() as ranks:
-        ranks.submit()
+        ranks.leader.submit(PROMPT)
         setattr(ranks.scripts[rank].worker, method, planted)
-        errors = ranks.both(lambda bench: raised_by(lambda: compute(bench)))
+        errors = ranks.errors()
         assert str(errors[rank]) == "planted"
         other = errors[1 - rank]
         assert isinstance(other, ConnectorContractError)
@@ -171,11 +162,10 @@ def test_what_a_worker_raises_ends_the_step_on_all_ranks(method: str, rank: int)
 @pytest.mark.parametrize("idle", [False, True])
 def test_what_the_leaders_scheduler_raises_ends_the_step_on_all_ranks(idle: bool) -> None:
     with Ranks() as ranks:
-        ranks.submit()
+        ranks.leader.submit(PROMPT)
         ranks.scripts[0].meta = planted
         ranks.scripts[0].scheduler.build_idle_meta = planted  # type: ignore[union-attr]
-        step = (lambda bench: bench.manager.end_step()) if idle else compute
-        errors = ranks.both(lambda bench: raised_by(lambda: step(bench)))
+        errors = ranks.errors(ranks.leader.idle_step if idle else ranks.leader.step)
         assert str(errors[0]) == "planted"
         assert isinstance(errors[1], ConnectorContractError)
         assert str(errors[1]) == "rank 0: RuntimeError: planted"
@@ -183,25 +173,18 @@ def test_what_the_leaders_scheduler_raises_ends_the_step_on_all_ranks(idle: bool
 
 def after_a_failed_load(ranks: Ranks, rank: int, method: str) -> list[Exception | None]:
     """Two steps, in the first of which `method` of `rank` raises; what each rank raises."""
-    requests = ranks.submit()
+    request = ranks.leader.submit(PROMPT)
     broken = ranks.scripts[rank]
     setattr(broken.worker if method == "cancel" else broken.scheduler, method, planted)
     ranks.scripts[0].match = lambda *_: (2 * T, False)
     for script in ranks.scripts:
-        failure = TransferFailure(requests[0].request_id, Direction.LOAD, writes_ended=False)
+        failure = TransferFailure(request.request_id, Direction.LOAD, writes_ended=False)
         script.failures = [failure]
-
-    def two_steps(bench: BenchEngine) -> None:
-        [request] = bench.queue
-        if bench is ranks.benches[1]:
-            compute(bench)
-        else:
-            bench._raise_first = lambda: None  # type: ignore[method-assign]
-            bench.step()
-        assert request.num_tokens == len(PROMPT)
-        bench.manager.end_step()
-
-    return ranks.both(lambda bench: raised_by(lambda: two_steps(bench)))
+    ranks.leader._raise_first = lambda: None  # type: ignore[method-assign]
+    first = ranks.errors()
+    assert request.num_tokens == len(PROMPT)
+    second = ranks.errors(ranks.leader.idle_step if first[0] is None else lambda: None)
+    return [one or other for one, other in zip(first, second, strict=True)]
 
 
 def test_what_is_raised_after_the_second_exchange_ends_all_ranks_in_the_next() -> None:
@@ -219,16 +202,43 @@ def test_what_is_raised_after_the_second_exchange_ends_all_ranks_in_the_next() -
 def test_what_any_rank_raises_for_one_request_the_leader_takes(rank: int, method: str) -> None:
     with Ranks() as ranks:
         assert after_a_failed_load(ranks, rank, method) == [None, None]
-        errors, none = ranks.both(lambda bench: bench.manager.take_errors())
-        assert none == {}
-        [error] = errors.values()
+        [error] = ranks.leader.manager.take_errors().values()
         if rank == 0:
             assert str(error) == "planted"
         else:
             assert isinstance(error, ConnectorContractError)
             assert str(error) == "rank 1: RuntimeError: planted"
         ranks.idle_step()  # each is told once
-        assert ranks.both(lambda bench: bench.manager.take_errors()) == [{}, {}]
+        assert ranks.leader.manager.take_errors() == {}
+
+
+def test_a_load_is_cancelled_on_those_ranks_that_have_not_ended_it() -> None:
+    with Ranks() as ranks:
+        request = ranks.leader.submit(PROMPT, 3)
+        ranks.scripts[0].match = lambda *_: (2 * T, True)
+        ranks.scripts[1].finished = never
+        ranks.step()
+        failure = TransferFailure(request.request_id, Direction.LOAD, writes_ended=False)
+        ranks.scripts[1].failures = [failure]
+        assert ranks.idle_step().failed == {request.request_id: 0}
+        ranks.idle_step()
+        assert [script.named("cancel") for script in ranks.scripts] == [[], [(request.request_id,)]]
+
+
+def test_workers_have_read_the_blocks_of_a_request_that_is_reset_before_a_step_begins() -> None:
+    with Ranks() as ranks:
+        request = ranks.leader.submit(PROMPT, 3)
+        ranks.step()
+        orders: list[list[object]] = [[], []]
+        for script, order in zip(ranks.scripts, orders, strict=True):
+            assert script.worker is not None
+            script.worker.request_reset = lambda *args, order=order: order.append(args)  # type: ignore[method-assign]
+            script.worker.bind_connector_meta = order.append  # type: ignore[method-assign]
+        ranks.leader.preempt(request)
+        reset = (request.request_id, len(PROMPT))
+        assert orders == [[reset], []]  # the other one hears of it with the next step
+        ranks.step()
+        assert orders == [[reset, "meta"]] * 2
 
 
 def test_reports_of_different_steps_are_refused() -> None:
@@ -253,34 +263,34 @@ def bench() -> Any:
 
 
 def loading(bench: BenchEngine, *, num_ranks: int = 3) -> tuple[TransferLedger, LlmRequest]:
-    """A ledger over `num_ranks` with one load in flight, as rank 0 sees it."""
+    """A ledger over `num_ranks` with one load in flight."""
     request = bench.submit(PROMPT)
     bench.kv.blocks[request.request_id] = bench.kv._take(5)
-    script = Script()
     ledger = TransferLedger(
         bench.kv,
-        bench.manager._worker,
+        RankOrders(bench.manager._rank, RequestErrors(), num_ranks=num_ranks),
         {request.request_id: RequestRecord(request, holds_blocks=True)},
-        RequestErrors(rank=0),
         recording.config(),
-        rank=0,
+        worker_name="Worker",
         num_ranks=num_ranks,
         tokens_per_block=T,
     )
-    ledger.start_load(LoadOrder(request.request_id, 0, 4 * T, is_async=True))
-    assert script.calls == []
+    ledger.start_load(request.request_id, 0, 4 * T, is_async=True)
     return ledger, request
 
 
 def settle(ledger: TransferLedger, *reports: Report) -> StepOutcome:
     outcome = StepOutcome()
-    ledger.settle(list(reports), lambda *_: None, outcome)
+    ledger.settle(reports, lambda *_: None, outcome, time.monotonic())
     return outcome
 
 
+def failure_of(request_id: int, valid: int, *, ended: bool = True) -> TransferFailure:
+    return TransferFailure(request_id, Direction.LOAD, valid, "planted", ended)
+
+
 def failed(request: LlmRequest, valid: int, *, ended: bool = True) -> Report:
-    failure = TransferFailure(request.request_id, Direction.LOAD, valid, "planted", ended)
-    return Report(1, failures=(failure,))
+    return Report(1, failures=(failure_of(request.request_id, valid, ended=ended),))
 
 
 def test_loaded_is_what_all_ranks_loaded(bench: BenchEngine) -> None:
@@ -332,18 +342,33 @@ def test_what_every_rank_calls_valid_is_though_one_may_still_write_behind_it(
     assert set(bench.kv.blocks[request.request_id][2:]).isdisjoint(before)
 
 
-def test_a_rank_past_its_deadline_times_out_for_all(bench: BenchEngine) -> None:
+def late(transfers: Transfers, request: LlmRequest) -> None:
+    """The deadline of its transfer has passed."""
+    transfer = transfers.get(request.request_id)
+    assert transfer is not None
+    transfer.deadline = 0.0
+
+
+def test_a_load_that_one_rank_has_not_ended_in_time_is_over_for_all(bench: BenchEngine) -> None:
     ledger, request = loading(bench)
+    late(ledger.loads, request)
     done = Report(1, loaded=(request.request_id,))
-    late = Report(1, expired_loads=(request.request_id,))
-    assert settle(ledger, done, done, late).failed == {request.request_id: 0}
+    assert settle(ledger, done, done, Report(1)).failed == {request.request_id: 0}
     assert ledger.quarantine.num_blocks == 5  # all that the request held
 
 
-def test_a_save_that_one_rank_gives_up_waiting_for_is_over_on_all(bench: BenchEngine) -> None:
+def test_a_load_that_all_ranks_end_with_its_deadline_has_succeeded(bench: BenchEngine) -> None:
+    ledger, request = loading(bench)
+    late(ledger.loads, request)
+    done = Report(1, loaded=(request.request_id,))
+    assert settle(ledger, done, done, done).loaded == {request.request_id: 4 * T}
+
+
+def test_a_save_that_one_rank_does_not_end_in_time_is_over_for_all(bench: BenchEngine) -> None:
     ledger, request = loading(bench)
     ledger.start_save(request.request_id)
-    settle(ledger, Report(1, expired_saves=(request.request_id,)), Report(1), Report(1))
+    late(ledger.saves, request)
+    assert settle(ledger, Report(1), Report(1), Report(1)).saved == [request.request_id]
     bench.kv.free_resources(request)
     assert bench.kv.get_num_free_blocks() < len(bench.kv.pool)
     done = Report(2, saved=(request.request_id,))
@@ -352,6 +377,37 @@ def test_a_save_that_one_rank_gives_up_waiting_for_is_over_on_all(bench: BenchEn
     settle(ledger, Report(3), Report(3), Report(3, saved=(request.request_id,)))
     assert not ledger.quarantine
     assert bench.kv.get_num_free_blocks() == len(bench.kv.pool)
+
+
+@pytest.mark.parametrize(
+    ("report", "problem"),
+    [
+        (lambda one: Report(1, saved=(one,)), "as saved, which was never passed in"),
+        (lambda one: Report(1, loaded=(one, one)), "as loaded, twice"),
+        (lambda one: Report(1, loaded=(one + 1,)), "as loaded, which was never passed in"),
+        (lambda one: Report(1, failures=(failure_of(one, 17),)), "the load ends at 16"),
+        (lambda one: Report(1, failures=(failure_of(one + 1, 0),)), "which has none"),
+    ],
+)
+def test_an_answer_that_breaks_the_contract_is_refused_on_any_rank(
+    report: Callable[[int], Report], problem: str, bench: BenchEngine
+) -> None:
+    ledger, request = loading(bench)
+    ledger.check([Report(1)] * 3)
+    for rank in range(3):
+        reports = [Report(1)] * 3
+        reports[rank] = report(request.request_id)
+        with pytest.raises(ConnectorContractError, match=rf"Worker\..*{problem}"):
+            ledger.check(reports)
+
+
+def test_a_rank_may_return_a_load_once(bench: BenchEngine) -> None:
+    ledger, request = loading(bench)
+    done = Report(1, loaded=(request.request_id,))
+    settle(ledger, done, Report(1), Report(1))
+    ledger.check([Report(2), done, done])
+    with pytest.raises(ConnectorContractError, match="as loaded, twice"):
+        ledger.check([done, Report(2), Report(2)])
 
 
 def test_the_manager_runs_alone_by_default() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
@@ -247,6 +248,41 @@ def test_a_load_that_never_ends_times_out_and_late_writes_do_no_harm(script: Scr
         script.finished = lambda *_: ([], [request.request_id])
         bench.manager.end_step()
         assert kv.get_num_free_blocks() == 20
+
+
+def test_a_load_that_ends_in_the_step_in_which_its_deadline_passes_has_succeeded(
+    script: Script,
+) -> None:
+    """The worker is asked what ended before a deadline counts, also beside other requests."""
+    answers = iter([(5 * T, True), (0, False)])
+    script.match, script.finished = (lambda *_: next(answers)), never
+    with engine() as bench:
+        request, other = bench.submit(PROMPT, 3), bench.submit([9, *PROMPT], 3)
+        bench.step()
+        load = bench.manager._ledger.loads.get(request.request_id)
+        assert load is not None
+        load.deadline = 0.0
+        script.finished = lambda *_: ([], [request.request_id])
+        bench.step()
+        assert bench.outcomes[-1].loaded == {request.request_id: 5 * T}
+        script.finished = never
+        bench.abort(request)
+        bench.run()
+        assert tokens(other) == reference([9, *PROMPT], 3)
+
+
+def test_a_scheduler_hears_of_its_workers_once_a_step(script: Script) -> None:
+    heard: list[object] = []
+    with engine() as bench:
+        assert script.scheduler is not None
+        assert script.worker is not None
+        script.scheduler.update_from_workers = heard.append  # type: ignore[method-assign]
+        numbers = itertools.count()
+        script.worker.build_worker_meta = numbers.__next__  # type: ignore[method-assign]
+        bench.submit(PROMPT, 3)
+        bench.step()
+        bench.idle_step()
+    assert heard == [[0], [1]]
 
 
 def test_a_late_return_of_a_failed_load_is_ignored(

@@ -94,7 +94,7 @@ def test_a_follower_that_missed_a_message_does_not_guess():
     )
     writer = PlanWriter()
     writer.message([sequence])
-    with pytest.raises(RankDivergence, match="request 1: blocks of its table were never told"):
+    with pytest.raises(RankDivergence, match="request 1: blocks of its table were never sent"):
         PlanReader().plan(writer.message([sequence]))
 
 

@@ -329,7 +329,7 @@ def test_a_leader_that_was_stopped_and_goes_on_ends_with_an_error(model_of):
             try:
                 pids = json.loads(process.stdout.readline())
                 process.send_signal(signal.SIGSTOP)
-                wait_until_gone(pids, 60)
+                wait_until_gone(pids)
                 process.send_signal(signal.SIGCONT)
                 _, errors = process.communicate(timeout=60)
             finally:

@@ -28,9 +28,7 @@ APART = {("engine", "backends"), ("transfer", "cache")}
 """Layers that must not know each other although one stands above the other."""
 
 STORE = "backends.url backends.lanes backends.entries"
-CONTRACT = (
-    "connector.scheduler connector.worker connector.data connector.stream connector.communicator"
-)
+CONTRACT = "connector.scheduler connector.worker connector.data connector.stream"
 TRANSFER = (
     "transfer.transport transfer.pull transfer.reads transfer.regions transfer.local"
     " transfer.deadlines"
@@ -45,7 +43,8 @@ DOORS = {
     "backends.redis": STORE,
     "backends.s3": STORE,
     "backends.tiered": "backends.url backends.guard backends.registry",
-    "connector.runtime": f"{CONTRACT} cache.resource_manager",
+    "connector.ranks": "connector.data",
+    "connector.runtime": f"{CONTRACT} connector.ranks.communicator cache.resource_manager",
     "connector.disagg": f"{CONTRACT} connector.disagg.fetch connector.offload transfer",
     "connector.disagg.fetch": (
         f"{CONTRACT} connector.disagg.messages connector.offload.lookup transfer"

@@ -22,7 +22,7 @@ from kvconnect.backends.guard.labels import place_of
 from kvconnect.backends.registry import codecs_of
 from kvconnect.cli.main import main
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.runtime.loading import build_pair, connector_classes
+from kvconnect.connector.runtime.loading import build_worker, connector_classes
 from kvconnect.errors import BackendUnavailable, ConfigurationError, KvConnectError, nearest
 from kvconnect.redaction import text_without_passwords, without_passwords
 from kvconnect.text import shown
@@ -189,7 +189,7 @@ def test_what_a_connectors_constructor_raises_shows_no_password(
         return
     seen: list[str] = []
     with shown_to(seen):
-        build_pair(LlmArgs("model", KvCacheConfig(), None, (), b""), None, _broken(kind, url))
+        build_worker(LlmArgs("model", KvCacheConfig(), None, (), b""), _broken(kind, url))
     assert seen[0].startswith("Broken could not be built: ")
     assert "no answer from '" in seen[0]
     assert not [piece for piece in PIECES for text in seen if piece in text], seen

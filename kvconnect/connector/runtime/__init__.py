@@ -1,7 +1,7 @@
-"""What calls a connector, in the order its contract promises, and trusts nothing it answers.
+"""Calls a connector in the order that its contract promises, and trusts none of its answers.
 
-Imports the contract beside it, `kvconnect.cache.resource_manager` and the vocabulary; never the
-built-in pairs. Begin with `manager`, then `steps` (what the ranks exchange), `ledger`
-(which transfers are in flight), `load_admission` and `save_admission` (which begin) and
-`quarantine`.
+The leader has all state of requests and transfers; every rank has a driver of its worker. Imports
+the contract beside it, `kvconnect.cache.resource_manager` and the vocabulary; never the built-in
+pairs. Begin with `manager` (the leader's) and `rank` (every rank's), then `ledger` (which transfers
+are in flight), `load_admission` and `save_admission` (which begin) and `quarantine`.
 """

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.config import KvCacheConnectorConfig
-from kvconnect.connector.communicator import LoadOrder, Report
 from kvconnect.connector.data import Direction, TransferFailure
-from kvconnect.connector.runtime.answers import checked_failures, checked_finished
+from kvconnect.connector.ranks.communicator import Report
 from kvconnect.connector.runtime.quarantine import Quarantine, Quarantined
+from kvconnect.connector.runtime.rank_orders import RankOrders
 from kvconnect.connector.runtime.reporting import RequestRecord
-from kvconnect.connector.runtime.request_errors import RequestErrors
 from kvconnect.connector.runtime.transfers import Transfer, Transfers, TransferState
-from kvconnect.connector.worker import KvCacheConnectorWorker
-from kvconnect.errors import OutOfBlocks
+from kvconnect.errors import ConnectorContractError, OutOfBlocks
 from kvconnect.request import LlmRequest
 from kvconnect.trace import warn_once
 
@@ -31,7 +29,7 @@ _GRACE_S = 10.0
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What ended in a step, on all ranks.
+    """The transfers that ended in a step, on all ranks.
 
     Attributes:
         loaded: request id to its number of leading valid tokens: loads that succeeded in the
@@ -51,7 +49,7 @@ class StepOutcome:
 
 
 class BlockFate(Enum):
-    """What became of a request's blocks past the valid position when its load failed."""
+    """The fate of a request's blocks past the valid position when its load failed."""
 
     KEPT = "kept"
     EXCHANGED = "exchanged"  # for fresh ones; the old ones are in the quarantine
@@ -59,7 +57,7 @@ class BlockFate(Enum):
 
 
 LoadFailed = Callable[[RequestRecord, int, BlockFate], None]
-"""Told of a request and its valid tokens."""
+"""Called with a request and its valid tokens."""
 
 
 class TransferLedger:
@@ -73,12 +71,11 @@ class TransferLedger:
     def __init__(
         self,
         kv: BaseKVCacheManager,
-        worker: KvCacheConnectorWorker,
+        orders: RankOrders,
         records: dict[int, RequestRecord],
-        errors: RequestErrors,
         config: KvCacheConnectorConfig,
         *,
-        rank: int,
+        worker_name: str,
         num_ranks: int,
         tokens_per_block: int,
         divisible: bool = True,
@@ -89,22 +86,21 @@ class TransferLedger:
         self.quarantine = Quarantine(kv, int(pool_blocks * config.max_quarantined_fraction))
         self._max_saving = int(pool_blocks * config.max_loading_fraction)
         self._kv = kv
-        self._worker = worker
+        self._orders = orders
         self._records = records
-        self._errors = errors
         self._config = config
-        self._rank = rank
+        self._worker_name = worker_name
         self._ranks = frozenset(range(num_ranks))
         self._tokens_per_block = tokens_per_block
         self._divisible = divisible
 
-    def start_load(self, order: LoadOrder) -> None:
-        """The load of `order` starts now."""
-        deadline = time.monotonic() + self._config.load_timeout_s if order.is_async else None
-        self.loads.start(order.request_id, deadline, order.start, order.end)
+    def start_load(self, request_id: int, start: int, end: int, *, is_async: bool) -> None:
+        """Starts a load now that makes the tokens ``start..end`` of a request valid."""
+        deadline = time.monotonic() + self._config.load_timeout_s if is_async else None
+        self.loads.start(request_id, deadline, start, end)
 
     def loading_records(self) -> list[RequestRecord]:
-        """The requests with a load in the background."""
+        """Returns the requests with a load in the background."""
         return [
             self._records[load.request_id]
             for load in self.loads
@@ -112,7 +108,7 @@ class TransferLedger:
         ]
 
     def may_save(self, request: LlmRequest, others: Iterable[int] = ()) -> bool:
-        """Whether the blocks of `request`, which ended, may be kept for a save.
+        """Returns True if the blocks of `request`, which ended, may be kept for a save.
 
         So may those of `others`, whose saves start with the next step.
 
@@ -131,75 +127,46 @@ class TransferLedger:
         return late + sum(map(self._num_held, [*saving, request])) <= self._max_saving
 
     def start_save(self, request_id: int) -> None:
-        """The save of an ended request starts now."""
+        """Starts the save of an ended request now."""
         self.saves.start(request_id, time.monotonic() + self._config.save_timeout_s)
 
     def cancel_load(self, record: RequestRecord) -> None:
-        """The blocks of `record` are about to be let go: hold those that its load still writes."""
+        """Holds the blocks of `record`, which it is about to release and its load still writes."""
         request = record.request
         load = self.loads.get(request.request_id)
         if load is None:
             return
         self.loads.finish(load, TransferState.CANCELLED)
         self._hold(load, self._kv.pin(request), self._num_held(request))
-        self._cancel(request)
+        self._orders.cancel(request, self._ranks)
 
-    def collect_failed(self, step: int) -> Report:
-        """Asks this rank's worker what failed, before anything of the step is sampled."""
-        failures = checked_failures(self._worker, self._worker.get_failed())
-        return Report(
-            step,
-            failures=tuple(failures),
-            worker_meta=self._worker.build_worker_meta(),
-            request_errors=self._errors.take_report(),
-            error=self._unexpected_failure(failures),
-        )
+    def check(self, reports: Sequence[Report]) -> None:
+        """Returns if the workers' answers in `reports`, by rank, keep the contract.
 
-    def collect(
-        self, step: int, saving: tuple[int, ...], loading: tuple[int, ...], *, is_first: bool = True
-    ) -> Report:
-        """Asks this rank's worker what ended, once a step; `saving` and `loading` began in it.
-
-        Without `is_first`, `collect_failed` was called before in the step.
+        Raises:
+            ConnectorContractError: one does not; names the class.
         """
-        worker = self._worker
-        saved, loaded = checked_finished(worker, worker.get_finished(list(saving), list(loading)))
-        failures = checked_failures(worker, worker.get_failed())
-        meta = worker.build_worker_meta() if is_first else None
-        request_errors = self._errors.take_report()
-        if not (saved or loaded or failures or self.loads or self.saves or self.quarantine):
-            return Report(step, worker_meta=meta, request_errors=request_errors)
-        now = time.monotonic()
-        error = (
-            self._unexpected(self.saves, saved)
-            or self._unexpected(self.loads, loaded)
-            or self._unexpected_failure(failures)
-        )
-        return Report(
-            step,
-            saved=tuple(saved),
-            loaded=tuple(loaded),
-            failures=tuple(failures),
-            expired_loads=self._expired(self.loads, loaded, now),
-            expired_saves=self._expired(self.saves, saved, now),
-            worker_meta=meta,
-            request_errors=request_errors,
-            error=error,
-        )
+        for rank, report in enumerate(reports):
+            self._check_returned(rank, self.saves, report.saved)
+            self._check_returned(rank, self.loads, report.loaded)
+            for failure in report.failures:
+                self._check_failure(failure)
 
-    def settle(self, reports: list[Report], load_failed: LoadFailed, outcome: StepOutcome) -> None:
-        """Adds what `reports`, by rank, say to `outcome`: the same on every rank."""
+    def settle(
+        self, reports: Sequence[Report], load_failed: LoadFailed, outcome: StepOutcome, now: float
+    ) -> None:
+        """Adds what `reports`, by rank, say to `outcome`; deadlines before `now` have passed."""
         if not (self.loads or self.saves or self.quarantine):
             return
         for rank, report in enumerate(reports):
             self._enter(rank, report)
         for load in self.loads:
-            self._settle_load(load, outcome, load_failed)
+            self._settle_load(load, now, outcome, load_failed)
         for save in self.saves:
-            self._settle_save(save, outcome)
+            self._settle_save(save, now, outcome)
 
     def next_deadline(self) -> float | None:
-        """When something happens at the latest, on the monotonic clock; ``None``: perhaps never.
+        """Returns when something happens at the latest, on the monotonic clock, or None.
 
         Blocks in quarantine have a grace period as long as their transfer may take, of some seconds
         at least. A request that still waits for them then fails.
@@ -210,9 +177,9 @@ class TransferLedger:
         deadlines = (self.loads.next_deadline(), self.saves.next_deadline(), grace)
         return min((one for one in deadlines if one is not None), default=None)
 
-    # ------------------------------------------------------------------ what one rank reports
+    # ------------------------------------------------------------------ what is legal to report
 
-    def _unexpected(self, transfers: Transfers, returned: list[int]) -> str | None:
+    def _check_returned(self, rank: int, transfers: Transfers, returned: Sequence[int]) -> None:
         direction = transfers.direction
         for request_id in returned:
             transfer = transfers.get(request_id)
@@ -220,42 +187,29 @@ class TransferLedger:
                 if self.quarantine.expects(direction, request_id):
                     continue
                 problem = "which was never passed in, or was returned before"
-            elif self._rank in transfer.done_ranks or returned.count(request_id) > 1:
+            elif rank in transfer.done_ranks or returned.count(request_id) > 1:
                 problem = "twice"
             else:
                 continue
-            return (
-                f"{type(self._worker).__name__}.get_finished returned request {request_id} as "
+            raise ConnectorContractError(
+                f"{self._worker_name}.get_finished returned request {request_id} as "
                 f"{'saved' if direction is Direction.SAVE else 'loaded'}, {problem}"
             )
-        return None
 
-    def _unexpected_failure(self, failures: list[TransferFailure]) -> str | None:
-        for failure in failures:
-            direction, request_id = failure.direction, failure.request_id
-            reported = (
-                f"{type(self._worker).__name__}.get_failed reported a {direction.value} of request "
-                f"{request_id}"
-            )
-            transfer = self._transfers(direction).get(request_id)
-            if transfer is None:
-                if not self.quarantine.expects(direction, request_id):
-                    return f"{reported}, which has none"
-            elif direction is Direction.LOAD and failure.num_valid_tokens > transfer.end:
-                return (
-                    f"{reported} with num_valid_tokens={failure.num_valid_tokens}; the load ends "
-                    f"at {transfer.end}"
-                )
-        return None
-
-    def _expired(self, transfers: Transfers, returned: list[int], now: float) -> tuple[int, ...]:
-        return tuple(
-            request_id
-            for request_id in transfers.expired(now)
-            if request_id not in returned
-            and (one := transfers.get(request_id)) is not None
-            and self._rank not in one.done_ranks
+    def _check_failure(self, failure: TransferFailure) -> None:
+        direction, request_id = failure.direction, failure.request_id
+        reported = (
+            f"{self._worker_name}.get_failed reported a {direction.value} of request {request_id}"
         )
+        transfer = self._transfers(direction).get(request_id)
+        if transfer is None:
+            if not self.quarantine.expects(direction, request_id):
+                raise ConnectorContractError(f"{reported}, which has none")
+        elif direction is Direction.LOAD and failure.num_valid_tokens > transfer.end:
+            raise ConnectorContractError(
+                f"{reported} with num_valid_tokens={failure.num_valid_tokens}; the load ends "
+                f"at {transfer.end}"
+            )
 
     # ------------------------------------------------------------------ what all ranks reported
 
@@ -268,10 +222,6 @@ class TransferLedger:
         for request_id in report.saved:
             self._done(rank, Direction.SAVE, request_id)
         self._enter_failures(rank, report.failures)
-        for request_id in report.expired_loads:
-            self.loads.expire(request_id)
-        for request_id in report.expired_saves:
-            self.saves.expire(request_id)
 
     def _enter_failures(self, rank: int, failures: tuple[TransferFailure, ...]) -> None:
         failed_loads = set()
@@ -297,17 +247,21 @@ class TransferLedger:
         else:
             warn_once(
                 "connector.late",
-                f"{type(self._worker).__name__} returned request {request_id} after its "
+                f"{self._worker_name} returned request {request_id} after its "
                 f"{direction.value} had ended; ignored",
             )
 
-    def _settle_load(self, load: Transfer, outcome: StepOutcome, load_failed: LoadFailed) -> None:
-        if load.failed or load.timed_out:
+    def _settle_load(
+        self, load: Transfer, now: float, outcome: StepOutcome, load_failed: LoadFailed
+    ) -> None:
+        if load.failed:
             self._fail_load(load, outcome, load_failed)
         elif load.done_ranks >= self._ranks:
             self.loads.finish(load, TransferState.COMPLETED)
             if load.is_async:
                 outcome.loaded[load.request_id] = load.end
+        elif load.is_late(now):
+            self._fail_load(load, outcome, load_failed)
 
     def _fail_load(self, load: Transfer, outcome: StepOutcome, load_failed: LoadFailed) -> None:
         request_id = load.request_id
@@ -337,8 +291,7 @@ class TransferLedger:
 
     def _exchange_blocks(self, load: Transfer, record: RequestRecord, num_valid: int) -> BlockFate:
         request = record.request
-        if self._rank not in load.done_ranks:
-            self._cancel(request)
+        self._orders.cancel(request, self._ranks - load.done_ranks)
         num_held, first = self._num_held(request), num_valid // self._tokens_per_block
         if self._divisible:
             with suppress(OutOfBlocks):
@@ -347,13 +300,9 @@ class TransferLedger:
         self._hold(load, self._kv.pin(request), num_held)
         return BlockFate.LOST
 
-    def _cancel(self, request: LlmRequest) -> None:
-        with self._errors.kept(request):
-            self._worker.cancel(request.request_id)
-
-    def _settle_save(self, save: Transfer, outcome: StepOutcome) -> None:
+    def _settle_save(self, save: Transfer, now: float, outcome: StepOutcome) -> None:
         done = save.done_ranks >= self._ranks
-        if not (save.failed or save.timed_out or done):
+        if not (save.failed or done or save.is_late(now)):
             return
         if save.failed:
             self.saves.finish(save, TransferState.FAILED)

@@ -18,7 +18,7 @@ from kvconnect.errors import ConfigurationError, ConnectorContractError, RetryLa
 from kvconnect.redaction import as_cause, text_without_passwords
 from kvconnect.text import shown
 
-__all__ = ["build_pair", "connector_classes"]
+__all__ = ["build_pair", "build_worker", "connector_classes"]
 
 T = TypeVar("T")
 SchedulerClass = type[KvCacheConnectorScheduler]
@@ -112,22 +112,32 @@ def _grouped(found: type, missing: Sequence[str]) -> str:
 
 
 def build_pair(
-    llm_args: LlmArgs, scheduler: SchedulerClass | None, worker: WorkerClass
-) -> tuple[KvCacheConnectorScheduler | None, KvCacheConnectorWorker]:
-    """Both objects, built concurrently: either constructor may wait for the other.
+    llm_args: LlmArgs, scheduler: SchedulerClass, worker: WorkerClass
+) -> tuple[KvCacheConnectorScheduler, KvCacheConnectorWorker]:
+    """Returns both objects, built concurrently: either constructor may wait for the other.
 
     Blocks until both are built, or one failed; then the other is shut down as soon as it is built.
 
     Raises:
         ConfigurationError: a constructor failed; the message names its class.
     """
-    first = None if scheduler is None else _started(scheduler, llm_args)
-    second = _started(worker, llm_args)
-    building: list[Future[Any]] = [second] if first is None else [first, second]
+    first, second = _started(scheduler, llm_args), _started(worker, llm_args)
+    _wait_for([first, second])
+    return first.result(), second.result()
+
+
+def build_worker(llm_args: LlmArgs, worker: WorkerClass) -> KvCacheConnectorWorker:
+    """Returns the worker of a rank that has no scheduler; see `build_pair`."""
+    building = _started(worker, llm_args)
+    _wait_for([building])
+    return building.result()
+
+
+def _wait_for(building: Sequence[Future[Any]]) -> None:
     done, _ = wait(building, return_when=FIRST_EXCEPTION)
     failures = [error for one in done if (error := one.exception()) is not None]
     if not failures:
-        return (None if first is None else first.result()), second.result()
+        return
     for one in building:
         one.add_done_callback(_shut_down)
     # What the configuration got wrong tells more than what broke because of it.

@@ -1,45 +1,47 @@
-"""The runtime between an engine and a connector: one per rank."""
+"""The runtime between an engine and a connector: one, on the leader."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from kvconnect.cache.resource_manager import BaseKVCacheManager
-from kvconnect.connector.communicator import Communicator, LoadOrder, SingleProcess
 from kvconnect.connector.data import Direction, LlmArgs
+from kvconnect.connector.ranks.communicator import Communicator, Instructions, Report, SingleProcess
 from kvconnect.connector.runtime.ledger import BlockFate, StepOutcome, TransferLedger
 from kvconnect.connector.runtime.load_admission import LoadAdmission
 from kvconnect.connector.runtime.loading import build_pair, connector_classes
 from kvconnect.connector.runtime.pools import check_attachable, checked_pools
+from kvconnect.connector.runtime.rank import RankDriver
+from kvconnect.connector.runtime.rank_orders import RankOrders
 from kvconnect.connector.runtime.reporting import RequestRecord, StepReporter
 from kvconnect.connector.runtime.request_errors import RequestErrors
 from kvconnect.connector.runtime.save_admission import SaveAdmission
-from kvconnect.connector.runtime.step_end import StepEnd
-from kvconnect.connector.runtime.steps import RankSteps
-from kvconnect.connector.scheduler import KvCacheConnectorScheduler
-from kvconnect.connector.stream import CpuStream, ForwardStream
 from kvconnect.errors import DuplicateRequest, UsageError
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 
 __all__ = ["KvCacheConnectorManager", "StepOutcome"]
 
+_FIRST_POLL_S = 0.001
+_LAST_POLL_S = 0.010
+
 
 class KvCacheConnectorManager:
     """Calls a connector in the order its contract promises, and trusts nothing it answers.
 
+    All state of requests and transfers is here. Every other rank has a `RankDriver` alone, and so
+    has the leader's own worker.
+
     One step of the engine is `begin_step`, for each layer `wait_for_layer_load` and
-    `save_kv_layer`, `end_forward`, `agree`, `end_step`; an idle step is `end_step` alone. All
-    methods run on the engine's thread. Every step makes exactly two exchanges with the other ranks,
-    whatever happens in it.
+    `save_kv_layer`, `end_forward`, `agree`, `end_step`; an idle step is `begin_idle_step`,
+    `end_step`. All methods run on the engine's thread. Every step makes exactly two exchanges with
+    the other ranks, whatever happens in it.
 
     What the connector raises for one request, or answers wrongly for it, is kept for `take_errors`
-    of the leader and ends that request, on whichever rank it is raised; the connector is not asked
-    to load or to place anything of that request any more. What it raises for a step is raised, on
-    all ranks.
+    and ends that request, on whichever rank it is raised; the connector is not asked to load or to
+    place anything of that request any more. What it raises for a step is raised, on all ranks.
 
     A load that did not succeed leaves its request with fewer valid tokens, and where its writes may
     still come, with fresh blocks: those are told with `blocks_replaced`, and the request is in
@@ -61,32 +63,34 @@ class KvCacheConnectorManager:
         communicator: Communicator | None = None,
     ) -> None:
         check_attachable(llm_args, kv)
-        self._kv = kv
         self._communicator = communicator or SingleProcess()
-        leads = self._communicator.rank == 0
-        scheduler_class, worker_class = connector_classes(llm_args)
-        self._scheduler, self._worker = build_pair(
-            llm_args, scheduler_class if leads else None, worker_class
-        )
+        self._scheduler, self._worker = build_pair(llm_args, *connector_classes(llm_args))
         self._closed = False
         try:
-            self._attach(llm_args, wakeup)
+            self._rank = RankDriver(
+                self._worker,
+                checked_pools(kv, llm_args.layouts),
+                self._communicator,
+                wakeup=wakeup,
+            )
+            self._scheduler.wait_for_initialization()
         except BaseException:
             self._shut_down_pair()
             raise
         tokens_per_block = llm_args.kv_cache_config.tokens_per_block
+        num_ranks = self._communicator.size
         self._records: dict[int, RequestRecord] = {}
-        self._errors = RequestErrors(rank=self._communicator.rank)
+        self._errors = RequestErrors()
+        self._orders = RankOrders(self._rank, self._errors, num_ranks=num_ranks)
         self._reporter = StepReporter(kv, tokens_per_block, len(llm_args.layouts))
         divisible = [layout.window for layout in llm_args.layouts] == [None]
         self._ledger = TransferLedger(
             kv,
-            self._worker,
+            self._orders,
             self._records,
-            self._errors,
             llm_args.kv_connector_config,
-            rank=self._communicator.rank,
-            num_ranks=self._communicator.size,
+            worker_name=type(self._worker).__name__,
+            num_ranks=num_ranks,
             tokens_per_block=tokens_per_block,
             divisible=divisible,
         )
@@ -98,36 +102,11 @@ class KvCacheConnectorManager:
             tokens_per_block=tokens_per_block,
             divisible=divisible,
         )
-        self._saves = SaveAdmission(
-            self._ledger,
-            self._reporter,
-            errors=self._errors,
-            num_ranks=self._communicator.size,
-        )
+        self._saves = SaveAdmission(self._scheduler, self._ledger, self._reporter, self._errors)
         self._tokens_per_block = tokens_per_block
-        self._steps = RankSteps(self._communicator)
-        self._end = StepEnd(
-            self._worker,
-            self._scheduler,
-            self._records,
-            communicator=self._communicator,
-            steps=self._steps,
-            ledger=self._ledger,
-            saves=self._saves,
-            errors=self._errors,
-            load_failed=self._load_failed,
-        )
-        self._stream: ForwardStream = CpuStream()
+        self._outcome: StepOutcome | None = None
+        self._poll_s = _FIRST_POLL_S
         kv.set_external_matcher(self)
-
-    def _attach(self, llm_args: LlmArgs, wakeup: Callable[[], None]) -> None:
-        pools = checked_pools(self._kv, llm_args.layouts)
-        self._device = pools[0].tensor.device
-        self._worker.register_kv_cache_layout(pools)
-        self._after_forward = self._worker.register_forward_pass_callable()
-        self._worker.set_wakeup(wakeup)
-        if self._scheduler is not None:
-            self._scheduler.wait_for_initialization()
 
     # ------------------------------------------------------------------ requests
 
@@ -141,38 +120,33 @@ class KvCacheConnectorManager:
         if request_id in self._records or self._ledger.quarantine.knows(request_id):
             raise DuplicateRequest(f"request {request_id}: the connector has a request of this id")
         self._records[request_id] = RequestRecord(request)
-        if self._scheduler is not None:
-            with self._errors.kept(request):
-                self._scheduler.on_new_request(request)
+        with self._errors.kept(request):
+            self._scheduler.on_new_request(request)
 
     def take_errors(self) -> dict[int, Exception]:
-        """What the connector raised for single requests since the last call, by request id.
+        """Returns what the connector raised for single requests since the last call, by request id.
 
-        The leader's engine ends these requests on all ranks, `request_finished` included, before
-        the next step begins; some may have ended already. What another rank raised comes with the
-        report of its step, as a `ConnectorContractError` that names the rank; other ranks have none
-        to take.
+        The engine ends these requests, `request_finished` included, before the next step begins;
+        some may have ended already. What another rank raised comes with the report of its step, as
+        a `ConnectorContractError` that names the rank.
         """
         return self._errors.take()
 
     def match_external(self, request: LlmRequest, num_device_tokens: int) -> ExternalMatch:
-        """What is to be loaded beyond the device match; see `LoadAdmission.match`."""
-        scheduler = self._leader("match_external")
-        return self._loads.match(scheduler, self._record(request), num_device_tokens)
+        """Returns what is to be loaded beyond the device match; see `LoadAdmission.match`."""
+        return self._loads.match(self._scheduler, self._record(request), num_device_tokens)
 
     def blocks_allocated(
         self, request: LlmRequest, block_ids: list[int], by_group: Sequence[list[int]] = ()
     ) -> None:
         """`request` was admitted and holds `block_ids`."""
         self._loads.admitted(self._record(request))
-        if self._scheduler is not None and request not in self._errors:
+        if request not in self._errors:
             with self._errors.kept(request):
                 self._scheduler.update_state_after_alloc(request, list(map(int, block_ids)))
 
     def request_finished(self, request: LlmRequest, *, aborted: bool = False) -> bool:
         """Generation ended; the request's blocks are still there.
-
-        Which of several ranks keep them, and until when, is in `SaveAdmission`.
 
         Returns:
             True: keep the blocks until `end_step` lists the request as saved. Blocks that a
@@ -182,13 +156,12 @@ class KvCacheConnectorManager:
         record = self._records.get(request.request_id)
         if record is None:
             return False
-        scheduler = self._scheduler
-        if aborted and scheduler is not None:
+        if aborted:
             with self._errors.kept(request):
-                scheduler.request_aborted(request)
+                self._scheduler.request_aborted(request)
         self._ledger.cancel_load(record)
         record.match = None  # if it ends before its load starts
-        if record.holds_blocks and self._saves.ended(scheduler, request):
+        if record.holds_blocks and self._saves.ended(request):
             return True
         del self._records[request.request_id]
         return False
@@ -199,13 +172,9 @@ class KvCacheConnectorManager:
         if record is None or not record.holds_blocks:
             return
         self._ledger.cancel_load(record)
+        self._orders.reset(request)
         with self._errors.kept(request):
-            self._worker.request_reset(request.request_id, request.num_computed_tokens)
-        if request in self._errors and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # nothing may read the blocks any more
-        if self._scheduler is not None:
-            with self._errors.kept(request):
-                self._scheduler.request_reset(request)
+            self._scheduler.request_reset(request)
         record.evicted()
 
     def on_rewind(self, request: LlmRequest) -> None:
@@ -214,88 +183,106 @@ class KvCacheConnectorManager:
         block_ids = self._reporter.block_ids(request)
         record.num_tokens = min(record.num_tokens, request.num_tokens)
         record.num_blocks = [min(reported, len(block_ids)) for reported in record.num_blocks]
-        if self._scheduler is not None:
-            with self._errors.kept(request):
-                self._scheduler.on_rewind(request, block_ids)
+        with self._errors.kept(request):
+            self._scheduler.on_rewind(request, block_ids)
 
     def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
-        """What travels to the client with the result of `request`."""
-        if self._scheduler is not None:
-            with self._errors.kept(request):
-                return self._scheduler.get_kv_transfer_params(request)
+        """Returns what travels to the client with the result of `request`."""
+        with self._errors.kept(request):
+            if (params := self._scheduler.get_kv_transfer_params(request)) is not None:
+                return params
         return None
 
     def take_events(self) -> Sequence[object]:
-        """The connector's events since the last call."""
-        return self._scheduler.take_events() if self._scheduler else ()
+        """Returns the connector's events since the last call."""
+        return self._scheduler.take_events()
 
     # ------------------------------------------------------------------ one step
 
-    def begin_step(self, batch: ScheduledBatch) -> None:
-        """After admission and chunking: tell the connector what the step computes, start its loads.
+    def begin_step(self, batch: ScheduledBatch, work: object = None) -> None:
+        """Tells the connector what the step computes, and starts its loads, on every rank.
 
-        Call it for every step with a batch, also if every request of it is loading.
+        Call it after admission and chunking, for every step with a batch, also if every request of
+        it is loading.
+
+        Args:
+            batch: what the step computes.
+            work: what the engine has for the other ranks; they get it with the instructions.
 
         Raises:
             RankDivergence: ranks are in different steps.
         """
-        loads: list[LoadOrder] = []
-        metadata: object = None
-        if self._scheduler is not None:
-            loading = [one for one in batch.loading_requests if self._record(one).match is not None]
-            for requests in (loading, batch.context_requests):
-                loads += [load for one in requests if (load := self._order(one)) is not None]
-            output = self._reporter.report(batch, self._records, loading)
-            with self._steps.telling:
-                metadata = self._scheduler.build_connector_meta(output)
-        self._exchange(metadata, tuple(loads))
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.current_stream(self._device)
-        with self._steps.telling:
-            self._worker.bind_connector_meta(self._steps.begun.metadata)
-            self._worker.start_load_kv(self._stream)
+        loading = [one for one in batch.loading_requests if self._record(one).match is not None]
+        in_background = [
+            request.request_id
+            for requests in (loading, batch.context_requests)
+            for request in requests
+            if self._start_load(request)
+        ]
+        output = self._reporter.report(batch, self._records, loading)
+        with self._rank.telling:
+            metadata = self._scheduler.build_connector_meta(output)
+        self._begin(metadata, work, loading=tuple(in_background))
+
+    def begin_idle_step(self, work: object = None) -> None:
+        """Begins a step without a batch, in which the workers are asked what ended.
+
+        Raises:
+            RankDivergence: ranks are in different steps.
+        """
+        with self._rank.telling:
+            metadata = self._scheduler.build_idle_meta()
+        self._begin(metadata, work, is_idle=True)
 
     def wait_for_layer_load(self, layer_idx: int) -> None:
         """Before the layer's work is enqueued: what is loaded of it may be read afterwards."""
-        with self._steps.telling:
-            self._worker.wait_for_layer_load(layer_idx, self._stream)
+        self._rank.wait_for_layer_load(layer_idx)
 
     def save_kv_layer(self, layer_idx: int) -> None:
         """After the layer's work was enqueued."""
-        with self._steps.telling:
-            self._worker.save_kv_layer(layer_idx, self._stream)
+        self._rank.save_kv_layer(layer_idx)
 
     def end_forward(self) -> None:
         """At the end of a forward pass, before anything is sampled."""
-        with self._steps.telling:
-            if self._after_forward is not None:
-                self._after_forward()
-            self._worker.wait_for_save(self._stream)
-            self._worker.clear_connector_meta()
+        self._rank.end_forward()
 
     def agree(self) -> dict[int, int]:
         """Returns the loads that failed: request id to leading valid tokens, as in `StepOutcome`.
 
         Called after the forward pass, before anything of it is sampled; not in an idle step.
         Several ranks exchange all that ended in the step here. One rank alone asks its worker what
-        ended in `end_step`, by when it knows which requests the step has ended.
+        ended in `end_step`, as TensorRT-LLM does: by then it knows which requests the step has
+        ended.
 
         Raises:
             ConnectorContractError: a worker broke its contract; names the class. Another rank
                 raised.
             RankDivergence: ranks are in different steps.
         """
-        return self._end.agree().failed
+        self._outcome = outcome = StepOutcome()
+        is_alone = self._communicator.size == 1
+        reports = self._rank.report_failures() if is_alone else self._rank.end()
+        self._settle(reports, outcome, is_first=True)
+        return outcome.failed
 
     def end_step(self) -> StepOutcome:
-        """Returns what ended in the step; called once a step, idle steps too.
+        """Returns what ended in the step; call it once a step, idle steps too.
+
+        A step that was not begun is an idle one.
 
         Raises:
             ConnectorContractError, RankDivergence: as `agree`.
         """
-        if not (self._steps.has_begun or self._end.has_agreed):
-            self._begin_idle_step()
-        return self._end.end()
+        outcome, self._outcome = self._outcome, None
+        is_first = outcome is None
+        if outcome is None:
+            outcome = StepOutcome()
+            if not self._rank.has_begun:
+                self.begin_idle_step()
+        if self._rank.has_begun:
+            ended = self._saves.start() if self._communicator.size == 1 else ()
+            self._settle(self._rank.end(ended), outcome, is_first=is_first)
+        return outcome
 
     def wait_seconds(self) -> float | None:
         """How long to sleep after an idle step; ``None``: until something arrives."""
@@ -307,28 +294,23 @@ class KvCacheConnectorManager:
         left = max(0.0, deadline - time.monotonic())
         # What ends on another rank wakes that one alone.
         told = self._worker.wakes and self._communicator.size == 1
-        return left if told else min(self._end.poll_s, left)
+        return left if told else min(self._poll_s, left)
 
     def has_pending(self) -> bool:
-        """Whether a transfer is in flight."""
+        """Returns True if a transfer is in flight."""
         return bool(self._saves or self._ledger.loads or self._ledger.saves)
 
     def expects_news(self) -> bool:
-        """Whether an idle `end_step` may bring anything, if only blocks of a transfer given up."""
+        """Returns True if an idle step may end a transfer, or return blocks of one given up."""
         return self.has_pending() or bool(self._ledger.quarantine)
 
     def shutdown(self) -> None:
-        """Drain what is staged up to ``save_timeout_s`` and end the connector; idempotent."""
+        """Drains what is staged up to ``save_timeout_s`` and ends the connector; idempotent."""
         if not self._closed:
             self._shut_down_pair()
             self._ledger.quarantine.release_all()
 
     # ------------------------------------------------------------------ inside
-
-    def _leader(self, method: str) -> KvCacheConnectorScheduler:
-        if self._scheduler is None:
-            raise UsageError(f"{method}: rank {self._communicator.rank} is not the leader")
-        return self._scheduler
 
     def _record(self, request: LlmRequest) -> RequestRecord:
         record = self._records.get(request.request_id)
@@ -336,54 +318,75 @@ class KvCacheConnectorManager:
             raise UsageError(f"request {request.request_id}: on_new_request was not called")
         return record
 
-    def _order(self, request: LlmRequest) -> LoadOrder | None:
-        """The load that was matched for this admission, to be started now."""
+    def _start_load(self, request: LlmRequest) -> bool:
+        """Starts the load that was matched for this admission; whether one in the background."""
         record = self._record(request)
         match, record.match = record.match, None
         if match is None:
-            return None
+            return False
         # With windows a match may be cut to before the position that was asked for.
         start = min(match.position, request.num_computed_tokens)
         start -= start % self._tokens_per_block
-        return LoadOrder(request.request_id, start, match.end, match.is_async)
+        self._ledger.start_load(request.request_id, start, match.end, is_async=match.is_async)
+        return match.is_async
 
-    def _begin_idle_step(self) -> None:
-        metadata: object = None
-        if self._scheduler is not None:
-            with self._steps.telling:
-                metadata = self._scheduler.build_idle_meta()
-        self._exchange(metadata, ())
-        if self._steps.begun.metadata is not None:
-            with self._steps.telling:
-                self._worker.bind_connector_meta(self._steps.begun.metadata)
-
-    def _exchange(self, metadata: object, loads: tuple[LoadOrder, ...]) -> None:
-        dropped = self._loads.take_dropped()
-        begun = self._steps.begin(metadata, loads, saving=self._saves.saving, dropped=dropped)
-        for request_id in begun.dropped:
+    def _begin(
+        self,
+        metadata: object,
+        work: object,
+        *,
+        loading: tuple[int, ...] = (),
+        is_idle: bool = False,
+    ) -> None:
+        for request_id in self._loads.take_dropped():
+            # A connector that did not see that its offer was dropped may return the id.
             self._ledger.quarantine.note_ended(Direction.LOAD, request_id)
-        for load in begun.loads:
-            self._ledger.start_load(load)
-        self._saves.begin(begun.saving)
+        step = Instructions(
+            self._rank.number,
+            metadata,
+            is_idle=is_idle,
+            saving=self._saves.start(),
+            loading=loading,
+            orders=self._orders.take(),
+            work=work,
+        )
+        self._rank.accept(self._communicator.broadcast(step))
+        self._rank.start()
 
     def _load_failed(self, record: RequestRecord, num_valid: int, fate: BlockFate) -> None:
         request = record.request
         record.failed_loads += 1
-        if self._scheduler is not None:
-            with self._errors.kept(request):
-                self._scheduler.load_failed(request, num_valid)
+        with self._errors.kept(request):
+            self._scheduler.load_failed(request, num_valid)
         if fate is BlockFate.EXCHANGED:
             record.forget_reports()
-            if self._scheduler is not None:
-                with self._errors.kept(request):
-                    self._scheduler.blocks_replaced(request, self._reporter.block_ids(request))
+            with self._errors.kept(request):
+                self._scheduler.blocks_replaced(request, self._reporter.block_ids(request))
         elif fate is BlockFate.LOST:
             self.request_reset(request)
+
+    def _settle(self, reports: list[Report], outcome: StepOutcome, *, is_first: bool) -> None:
+        """Adds `reports` to `outcome`; `is_first`: they are the first ones of the step."""
+        # No deadline has passed before every worker was asked what ended.
+        now = -math.inf if self._rank.has_begun else time.monotonic()
+        with self._rank.telling:
+            self._ledger.check(reports)
+            self._errors.enter(reports)
+            if is_first:
+                metas = [one.worker_meta for one in reports if one.worker_meta is not None]
+                self._scheduler.update_from_workers(metas)
+            self._ledger.settle(reports, self._load_failed, outcome, now)
+        for request_id in outcome.saved:
+            self._records.pop(request_id, None)
+        if not self._rank.has_begun:
+            has_news = bool(outcome.failed) or any(
+                one.saved or one.loaded or one.failures for one in reports
+            )
+            self._poll_s = _FIRST_POLL_S if has_news else min(2 * self._poll_s, _LAST_POLL_S)
 
     def _shut_down_pair(self) -> None:
         self._closed = True
         try:
             self._worker.shutdown()
         finally:
-            if self._scheduler is not None:
-                self._scheduler.shutdown()
+            self._scheduler.shutdown()

@@ -13,7 +13,7 @@ __all__ = ["Transfer", "TransferState", "Transfers"]
 
 
 class TransferState(Enum):
-    """Of a transfer; every one but ``ACTIVE`` is final."""
+    """The state of a transfer; every one but ``ACTIVE`` is final."""
 
     ACTIVE = "active"
     COMPLETED = "completed"
@@ -35,7 +35,6 @@ class Transfer:
         num_valid: the smallest number of leading tokens that a rank called valid.
         done_ranks: ranks whose worker touches the blocks no more.
         failed_ranks: ranks that reported failure.
-        timed_out: whether a rank saw the deadline pass.
         reason: the first one, for the log.
     """
 
@@ -47,28 +46,31 @@ class Transfer:
     num_valid: int = 0
     done_ranks: set[int] = field(default_factory=set)
     failed_ranks: set[int] = field(default_factory=set)
-    timed_out: bool = False
     reason: str = ""
     state: TransferState = TransferState.ACTIVE
 
     @property
     def is_async(self) -> bool:
-        """Whether it runs in the background."""
+        """True if it runs in the background."""
         return self.deadline is not None
 
     @property
     def failed(self) -> bool:
-        """Whether a rank reported failure."""
+        """True if a rank reported failure."""
         return bool(self.failed_ranks)
 
+    def is_late(self, now: float) -> bool:
+        """Returns True if its deadline has passed."""
+        return self.deadline is not None and self.deadline <= now
+
     def fail(self, rank: int, failure: TransferFailure) -> None:
-        """`rank` cannot finish it."""
+        """Notes that `rank` cannot finish it."""
         self.num_valid = min(self.num_valid, max(failure.num_valid_tokens, self.start))
         self.reason = self.reason or failure.reason
         self.failed_ranks.add(rank)
 
     def finish(self, state: TransferState) -> None:
-        """Enter a final state, once."""
+        """Enters a final state, once."""
         if self.state is not TransferState.ACTIVE or state is TransferState.ACTIVE:
             raise AssertionError(f"{self} cannot become {state}")
         self.state = state
@@ -86,7 +88,7 @@ class Transfers:
         return len(self._active)
 
     def __iter__(self) -> Iterator[Transfer]:
-        """By request id: the same order on every rank."""
+        """By request id."""
         return iter([self._active[key] for key in sorted(self._active)])
 
     def get(self, request_id: int) -> Transfer | None:
@@ -103,24 +105,10 @@ class Transfers:
         self._active[request_id] = transfer
         return transfer
 
-    def expire(self, request_id: int) -> None:
-        """A rank saw the deadline of this request's transfer pass."""
-        transfer = self._active.get(request_id)
-        if transfer is not None:
-            transfer.timed_out = True
-
     def finish(self, transfer: Transfer, state: TransferState) -> None:
         """`transfer` ends in `state`."""
         transfer.finish(state)
         del self._active[transfer.request_id]
-
-    def expired(self, now: float) -> tuple[int, ...]:
-        """Requests whose transfer is past its deadline."""
-        return tuple(
-            transfer.request_id
-            for transfer in self._active.values()
-            if transfer.deadline is not None and transfer.deadline <= now
-        )
 
     def next_deadline(self) -> float | None:
         """The earliest deadline."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.config import KvCacheConfig
 from kvconnect.engine.model.forward_step import CachedLayer
 from kvconnect.engine.model.model import Model
@@ -93,17 +93,27 @@ class CacheGeometry:
             digest = _with(digest, f"computes in {self.computes_in}")
         return digest
 
-    def cached_layers(self, kv: BaseKVCacheManager, dtype: torch.dtype) -> list[CachedLayer]:
-        """The memory of each layer of the model, which computes in `dtype`.
+    def cached_layers(
+        self,
+        buffers: Callable[[int], Tensor | tuple[Tensor, Tensor]],
+        num_blocks: int,
+        dtype: torch.dtype,
+    ) -> list[CachedLayer]:
+        """Returns the memory of each layer of the model, which computes in `dtype`.
+
+        Args:
+            buffers: returns a layer's memory; see `BaseKVCacheManager.get_buffers`.
+            num_blocks: of group 0.
+            dtype: of what is computed.
 
         Raises:
             ConfigurationError: it is not of the layout's shape.
         """
-        num_blocks = kv.get_max_resource_count() if len(self.layouts) == 1 else None
+        expected = num_blocks if len(self.layouts) == 1 else None
         layers: dict[int, CachedLayer] = {}
         for group, layout in enumerate(self.layouts):
             for number in layout.layer_numbers:
-                pages = LayerPages(kv.get_buffers(number), layout, num_blocks, dtype)
+                pages = LayerPages(buffers(number), layout, expected, dtype)
                 layers[number] = CachedLayer(pages, group, self.windows[number])
         return [layers[number] for number in sorted(layers)]
 

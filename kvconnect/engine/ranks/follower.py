@@ -1,45 +1,52 @@
-"""A follower: computes its part of every step that the leader tells it of."""
+"""A follower: computes its part of every step that the leader sends."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+
 import torch
 
-from kvconnect.connector.data import LlmArgs
+from kvconnect.cache.memory.cache_memory import CacheMemory
+from kvconnect.cache.memory.copier import TensorCopier
+from kvconnect.cache.memory.sizing import PoolSizes
+from kvconnect.config import KvCacheConnectorConfig
+from kvconnect.connector.data import KvCachePool, KvCachePools, LlmArgs
 from kvconnect.connector.offload.store import stored_as
-from kvconnect.connector.runtime.manager import KvCacheConnectorManager
-from kvconnect.engine.attachment import Attachment, NoConnector
+from kvconnect.connector.ranks.communicator import Instructions
+from kvconnect.connector.runtime.loading import build_worker, connector_classes
+from kvconnect.connector.runtime.rank import RankDriver
+from kvconnect.connector.worker import KvCacheConnectorWorker
+from kvconnect.engine.attachment import NoConnector
 from kvconnect.engine.checkpoint.loading import LoadedModel, load_model
-from kvconnect.engine.model.forward_step import ForwardStep
+from kvconnect.engine.model.forward_step import ForwardStep, LayerHooks
 from kvconnect.engine.model.pool_groups import CacheGeometry
-from kvconnect.engine.ranks.follower_cache import FollowerCache
+from kvconnect.engine.ranks.copies import make_copies
 from kvconnect.engine.ranks.group import RankGroup
 from kvconnect.engine.ranks.meeting import Loaded, Meeting
 from kvconnect.engine.ranks.memory import free_nbytes
 from kvconnect.engine.ranks.messages import (
+    BlockCopy,
     Close,
-    EventKind,
     LifeSign,
     Message,
     PlanReader,
-    RequestEvent,
+    SequenceMessage,
     Setup,
-    StepMessage,
+    StepWork,
 )
 from kvconnect.engine.ranks.settings import RankSettings, rank_device
 from kvconnect.errors import UsageError
-from kvconnect.keys import BlockKey, Shard
-from kvconnect.request import LlmRequest, ScheduledBatch
+from kvconnect.keys import Shard
 
 __all__ = ["follow"]
 
 
 def follow(settings: RankSettings, meeting: Meeting, rank: int) -> None:
-    """Be a follower until the leader closes its engine; blocks until then.
+    """Follows until the leader closes its engine; blocks until then.
 
     Raises:
         RankLost: a rank is lost; names it.
-        BaseException: whatever went wrong on this rank; the other ranks are told.
+        BaseException: whatever went wrong on this rank; the other ranks hear of it.
     """
     group = RankGroup(rank, settings.size, load_timeout_s=settings.load_timeout_s)
     try:
@@ -77,7 +84,7 @@ def _load(settings: RankSettings, meeting: Meeting, group: RankGroup) -> LoadedM
 
 
 class Follower:
-    """The part of an engine that every rank but the leader has.
+    """The part of an engine that every rank but the leader has; holds no request.
 
     Args:
         settings: of all ranks.
@@ -90,27 +97,34 @@ class Follower:
         self._model = loaded.model
         self._group = group
         self._plans = PlanReader()
-        self._requests: dict[int, LlmRequest] = {}
         self._geometry = CacheGeometry.of(loaded.model, settings.kv_cache, window_pools=True)
         self._digest = loaded.digest
-        self._connector: Attachment = NoConnector()
+        self._worker: KvCacheConnectorWorker | None = None
 
     def run(self) -> None:
-        """Take part until the leader says `Close`; then drain what is staged."""
+        """Takes part until the leader says `Close`; then drains what is staged."""
         self._set_up()
         while not isinstance(message := self._receive(), Close):
             match message:
-                case StepMessage():
-                    self._step(message)
+                case Instructions(work=StepWork() as work):
+                    self._driver.accept(message)
+                    self._make_copies(work.copies)
+                    self._driver.start()
+                    if self._forward(work.sequences, self._driver):
+                        self._driver.end_forward()
+                    self._driver.end()
+                case StepWork():
+                    self._make_copies(message.copies)
+                    self._forward(message.sequences, NoConnector())
                 case LifeSign():
                     pass
-                case Setup():
-                    raise UsageError("the leader set its ranks up twice")
-        self._connector.shutdown()
+                case _:
+                    raise UsageError(f"the leader sent {type(message).__name__} amid its steps")
+        self._shut_down()
 
     def _receive(self) -> Message:
-        message: Message = self._group.wait_for_leader(LifeSign())
-        return message
+        message: Message = LifeSign()  # the leader's counts; it may take any time while it lives
+        return self._group.communicator.broadcast(message, idle=True)
 
     def _set_up(self) -> None:
         setup = self._receive()
@@ -118,70 +132,61 @@ class Follower:
             raise UsageError(f"the leader began with {type(setup).__name__}, not with Setup")
         error: BaseException | None = None
         try:
-            self._attach(setup)
+            self._allocate(setup.sizes)
+            if self._settings.connector is not None:
+                self._attach(self._settings.connector)
         except BaseException as caught:  # noqa: BLE001  the leader raises it
             error = caught
-        self._group.allgather(None if error is None else (type(error).__name__, str(error)))
+        self._group.communicator.allgather(
+            None if error is None else (type(error).__name__, str(error))
+        )
         if error is not None:
+            self._shut_down()
             raise error
 
-    def _attach(self, setup: Setup) -> None:
+    def _allocate(self, sizes: PoolSizes) -> None:
+        layouts = self._geometry.layouts
+        if sizes.layouts != layouts:
+            raise UsageError(f"the leader's pools are {sizes.layouts}, this rank's {layouts}")
+        self._memory = memory = CacheMemory(sizes, self._model.device)
+        self._copier = TensorCopier(memory.pools, memory.host_pools, layouts)
+        self._layers = self._geometry.cached_layers(
+            memory.buffers, sizes.num_blocks[0], self._model.dtype
+        )
+
+    def _attach(self, connector: KvCacheConnectorConfig) -> None:
         geometry, settings = self._geometry, self._settings
-        self._kv = FollowerCache(setup.sizes, geometry.layouts, self._model.device)
-        self._layers = geometry.cached_layers(self._kv, self._model.dtype)
-        if settings.connector is None:
-            return
         args = LlmArgs(
             str(settings.directory),
             settings.kv_cache,
-            settings.connector,
+            connector,
             layouts=geometry.layouts,
-            model_digest=stored_as(geometry.digest(self._digest), settings.connector),
+            model_digest=stored_as(geometry.digest(self._digest), connector),
             place=Shard(self._group.rank, self._group.size),
             num_kv_heads=geometry.num_kv_heads,
         )
-        self._connector = KvCacheConnectorManager(
-            args, self._kv, wakeup=_nothing, communicator=self._group
+        pools = map(KvCachePool, geometry.layouts, self._memory.pools)
+        self._worker = build_worker(args, connector_classes(args)[1])
+        self._driver = RankDriver(
+            self._worker, KvCachePools(pools), self._group.communicator, wakeup=_nothing
         )
 
-    def _step(self, message: StepMessage) -> None:
-        for event in message.events:
-            self._note(event)
-        self._kv.make_copies(message.copies)
-        plan = self._plans.plan(message.sequences)
-        if not message.is_idle:
-            self._connector.begin_step(ScheduledBatch())
+    def _make_copies(self, copies: Sequence[BlockCopy]) -> None:
+        """Makes the copies that the leader's block manager ordered."""
+        with self._copier.together():
+            make_copies(self._copier, copies)
+
+    def _forward(self, sequences: Sequence[SequenceMessage], hooks: LayerHooks) -> bool:
+        """Computes this rank's part of `sequences`; False if there are none."""
+        plan = self._plans.plan(sequences)
         if plan:
-            step = ForwardStep(plan, self._layers, self._connector, device=self._model.device)
-            self._model.forward(step)
-            self._connector.end_forward()
-        self._connector.end_step()
+            self._model.forward(ForwardStep(plan, self._layers, hooks, device=self._model.device))
+        return bool(plan)
 
-    def _note(self, event: RequestEvent) -> None:
-        connector = self._connector
-        if event.kind is EventKind.ARRIVED:
-            self._requests[event.request_id] = request = _request(event.request_id)
-            connector.on_new_request(request)
-            return
-        request = self._requests[event.request_id]
-        request.num_computed_tokens = event.num_computed_tokens
-        match event.kind:
-            case EventKind.ADMITTED:
-                if isinstance(connector, KvCacheConnectorManager):
-                    connector.blocks_allocated(request, [])
-            case EventKind.RESET:
-                connector.request_reset(request)
-            case EventKind.FINISHED | EventKind.ABORTED:
-                connector.request_finished(request, aborted=event.kind is EventKind.ABORTED)
-                del self._requests[event.request_id]
-
-
-def _request(request_id: int) -> LlmRequest:
-    """Stands for the leader's request: its tokens are told step by step, and not kept."""
-    return LlmRequest(
-        request_id, np.zeros(1, np.int32), chain_root=BlockKey(bytes(32)), tokens_per_block=2
-    )
+    def _shut_down(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
 
 
 def _nothing() -> None:
-    """The leader asks in time."""
+    """Does nothing: the leader asks in time."""

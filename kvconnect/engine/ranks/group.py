@@ -1,4 +1,4 @@
-"""The ranks of one engine, connected: what they tell each other, and the model's sums."""
+"""The ranks of one engine, connected: their exchanges, and the model's sums."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from kvconnect.connector.distributed import DistributedCommunicator
-from kvconnect.connector.rank_watch import END_S, do_within
+from kvconnect.connector.ranks.distributed import DistributedCommunicator
+from kvconnect.connector.ranks.watch import END_S, do_within
 from kvconnect.engine.ranks.sums import ModelSums
 from kvconnect.errors import ConfigurationError, EngineClosed
 
 __all__ = ["CONNECT_S", "RankGroup"]
-
-T = TypeVar("T")
 
 CONNECT_S = 30.0
 """So long a rank may let the others wait when they connect: all have loaded their models then."""
@@ -36,7 +33,7 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class RankGroup:
-    """A `Communicator`, and the `ModelRanks` of a model; used by one thread at a time.
+    """The `ModelRanks` of a model, and their `Communicator`; used by one thread at a time.
 
     It is made before the model is loaded, for which its sums are none, and connected afterwards.
 
@@ -64,7 +61,7 @@ class RankGroup:
         return self._size
 
     def connect(self, store: Store, device: torch.device) -> None:
-        """Connect to the others, over the loopback; collective.
+        """Connects to the others, over the loopback; collective.
 
         Blocks for `CONNECT_S` at most in each of three groups, and only for a rank that is stopped:
         one that dies ends it at once.
@@ -116,27 +113,24 @@ class RankGroup:
         if self._sums is not None:
             self._sums.all_reduce(tensor)
 
-    # ------------------------------------------------------------------ exchanges
+    @property
+    def communicator(self) -> DistributedCommunicator:
+        """The connection of all ranks.
 
-    def broadcast(self, value: T) -> T:
-        """See `Communicator`."""
-        return self._connected().broadcast(value)
-
-    def wait_for_leader(self, value: T) -> T:
-        """As `broadcast`, on a follower; the leader may take any time, as long as it lives."""
-        return self._connected().broadcast(value, idle=True)
-
-    def allgather(self, value: T) -> list[T]:
-        """See `Communicator`."""
-        return self._connected().allgather(value)
+        Raises:
+            EngineClosed: they are not connected.
+        """
+        if self._communicator is None:
+            raise EngineClosed("the ranks are not connected")
+        return self._communicator
 
     def fail(self, error: BaseException) -> None:
-        """See `Communicator`. Nothing before the ranks are connected."""
+        """Lets the other ranks know of `error`, see `Communicator`, if they are connected."""
         if self._communicator is not None:
             self._communicator.fail(error)
 
     def close(self) -> None:
-        """Leave the group, and end what waits in it. Idempotent."""
+        """Leaves the group, and ends what waits in it. Idempotent."""
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.close()
@@ -146,11 +140,6 @@ class RankGroup:
         del group  # its end is the end of the last reference, which this thread must not have
         owns_default, self._owns_default = self._owns_default, False
         do_within(END_S, lambda: _destroy(left, with_default=owns_default))
-
-    def _connected(self) -> DistributedCommunicator:
-        if self._communicator is None:
-            raise EngineClosed("the ranks are not connected")
-        return self._communicator
 
 
 def _destroy(groups: list[dist.ProcessGroup], *, with_default: bool) -> None:

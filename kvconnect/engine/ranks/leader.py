@@ -7,7 +7,6 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,23 +14,19 @@ import torch.distributed as dist
 from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerFactory
 from kvconnect.config import KvCacheConfig
-from kvconnect.connector.communicator import Communicator
-from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.engine.checkpoint.loading import LoadedModel
 from kvconnect.engine.model.sequence_step import SequenceStep
-from kvconnect.engine.model.sharding import ModelRanks
 from kvconnect.engine.ranks.copies import CopyLog
 from kvconnect.engine.ranks.follower import follow
 from kvconnect.engine.ranks.group import CONNECT_S, RankGroup
 from kvconnect.engine.ranks.launch import FollowerProcesses
 from kvconnect.engine.ranks.meeting import Loaded, Meeting, rank_error, torchrun_rank
 from kvconnect.engine.ranks.memory import free_nbytes, limited
-from kvconnect.engine.ranks.messages import Close, LifeSign, PlanWriter, Setup, StepMessage
+from kvconnect.engine.ranks.messages import Close, LifeSign, PlanWriter, Setup, StepWork
 from kvconnect.engine.ranks.settings import RankSettings
-from kvconnect.engine.ranks.told_connector import ToldConnector
 from kvconnect.errors import ConfigurationError, KvConnectError, ModelChanged
 
-__all__ = ["Followers", "Leader", "NoFollowers", "start_followers"]
+__all__ = ["Leader", "NoFollowers", "start_followers"]
 
 _LIFE_SIGN_S = 1.0
 _END_S = 1.5
@@ -40,65 +35,28 @@ _END_S = 1.5
 _number = itertools.count()
 
 
-class Followers(Protocol):
-    """The other ranks, as the engine sees them."""
-
-    @property
-    def longest_wait_s(self) -> float | None:
-        """An engine without work calls `wait` at least so often; ``None``: it need not."""
-
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        """Of the other ranks, by rank."""
-
-    def begin_step(self, plan: Sequence[SequenceStep], *, is_idle: bool) -> None:
-        """A step begins: have the others compute their part of `plan`.
-
-        Args:
-            plan: what is computed.
-            is_idle: nothing was scheduled: the connector is only asked what ended.
-
-        Raises:
-            RankLost: a rank is lost; names it.
-        """
-
-    def wait(self) -> None:
-        """There is no work; raises as `begin_step` does."""
-
-    def close(self, *, failed: bool) -> None:
-        """The engine ends: so do the others, which drain what they have staged, unless it failed.
-
-        Does not block.
-        """
-
-    def end(self, wait_s: float | None) -> None:
-        """Wait for the others for so long (``None``: while they may drain), and kill the rest.
-
-        Idempotent; on any thread.
-        """
-
-
 class NoFollowers:
-    """There is one rank."""
+    """Stands for the `Leader` in an engine of one rank, whose step so needs no condition."""
 
     longest_wait_s = None
     process_ids = ()
 
-    def begin_step(self, plan: Sequence[SequenceStep], *, is_idle: bool) -> None:
-        """Nothing."""
+    def work(self, plan: Sequence[SequenceStep]) -> object:
+        """Returns None."""
+        return None
 
     def wait(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def close(self, *, failed: bool) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def end(self, wait_s: float | None) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class Leader:
-    """`Followers` in processes of their own, from their start on.
+    """The other ranks, in processes of their own, as the engine sees them; from their start on.
 
     Args:
         settings: of all ranks.
@@ -106,8 +64,9 @@ class Leader:
         processes: the followers', if the leader started them.
 
     Attributes:
-        group: of the ranks; connected by `meet`.
-        process_ids: of the followers, by rank; told by `meet`.
+        group: of the ranks, which the model is divided among; connected by `meet`.
+        process_ids: of the followers, by rank; set by `meet`.
+        longest_wait_s: an engine without work calls `wait` at least so often.
     """
 
     longest_wait_s = _LIFE_SIGN_S
@@ -120,24 +79,13 @@ class Leader:
         self._processes = processes
         self._copies = CopyLog()
         self._plans = PlanWriter()
-        self._connector: ToldConnector | None = None
         self.process_ids: tuple[int, ...] = ()
         self.group = RankGroup(0, settings.size, load_timeout_s=settings.load_timeout_s)
-
-    @property
-    def ranks(self) -> ModelRanks:
-        """Whom the model is divided among."""
-        return self.group
-
-    @property
-    def communicator(self) -> Communicator:
-        """What the connector's ranks agree by."""
-        return self.group
 
     # ------------------------------------------------------------------ start
 
     def meet(self, loaded: LoadedModel) -> KvCacheConfig:
-        """Wait until the others have loaded the model, and connect.
+        """Waits until the others have loaded the model, and connects.
 
         Returns:
             The cache's configuration, limited to the memory that every rank has.
@@ -177,56 +125,57 @@ class Leader:
         return partial(KVCacheManager, make_copier=self._copies.copier)
 
     def set_up(self, kv: BaseKVCacheManager) -> None:
-        """Tell the others how large the pools are; they attach their connectors now."""
+        """Sends the others the sizes of the pools; they attach their connectors now."""
         assert isinstance(kv, KVCacheManager)  # noqa: S101  of `cache_factory`
-        self.group.broadcast(Setup(kv.sizes))
+        self.group.communicator.broadcast(Setup(kv.sizes))
 
-    def attached(
-        self, manager: KvCacheConnectorManager | None, kv: BaseKVCacheManager
-    ) -> ToldConnector | None:
-        """The leader's connector is attached, if there is one: so are the others', then.
-
-        Returns:
-            What the engine drives in its place.
+    def wait_until_attached(self) -> None:
+        """Blocks until the others' connectors are attached; the leader's is.
 
         Raises:
             KvConnectError: what another rank raised instead.
         """
-        for rank, error in enumerate(self.group.allgather(None)):
+        for rank, error in enumerate(self.group.communicator.allgather(None)):
             if error is not None:
                 raise rank_error(rank, error)
-        if manager is not None:
-            self._connector = ToldConnector(manager, kv)
-        return self._connector
 
     def on_lost(self, do: Callable[[], None]) -> None:
-        """Call `do`, on another thread, when a follower's process ended: the next step raises."""
+        """Calls `do`, on another thread, when a follower's process ended: the next step raises."""
         if self._processes is not None:
             self._processes.on_lost(do)
 
     # ------------------------------------------------------------------ steps
 
-    def begin_step(self, plan: Sequence[SequenceStep], *, is_idle: bool) -> None:
-        """See `Followers`."""
+    def work(self, plan: Sequence[SequenceStep]) -> StepWork:
+        """Returns what the others do in a step; the connector sends it when the step begins.
+
+        Call it once for each step.
+
+        Args:
+            plan: what is computed; nothing in an idle step.
+
+        Raises:
+            RankLost: a rank is lost; names it.
+        """
         self._check()
-        self.group.broadcast(
-            StepMessage(
-                events=() if self._connector is None else self._connector.take_events(),
-                copies=self._copies.take(),
-                sequences=self._plans.message(plan),
-                is_idle=is_idle,
-            )
-        )
+        return StepWork(self._copies.take(), self._plans.message(plan))
 
     def wait(self) -> None:
-        """See `Followers`."""
+        """Lets the others live on without work.
+
+        Raises:
+            RankLost: as `work`.
+        """
         self._check()
-        self.group.broadcast(LifeSign())
+        self.group.communicator.broadcast(LifeSign())
 
     # ------------------------------------------------------------------ end
 
     def close(self, *, failed: bool) -> None:
-        """See `Followers`."""
+        """Ends the others, which drain what they have staged unless the engine `failed`.
+
+        Does not block.
+        """
         if failed:
             self._meeting.call_off("the leader ended")
             if self._processes is not None:
@@ -234,10 +183,13 @@ class Leader:
             self._leave()
         else:
             with contextlib.suppress(KvConnectError):  # one is lost: the others end by that
-                self.group.broadcast(Close())
+                self.group.communicator.broadcast(Close())
 
     def end(self, wait_s: float | None) -> None:
-        """See `Followers`."""
+        """Waits for the others for so long (``None``: while they may drain), and kills the rest.
+
+        Idempotent; on any thread.
+        """
         if self._processes is not None:
             connector = self._settings.connector
             drain_s = 0.0 if connector is None else connector.save_timeout_s
@@ -255,7 +207,7 @@ class Leader:
 
 
 def start_followers(settings: RankSettings) -> Leader:
-    """Start the other ranks of an engine.
+    """Starts the other ranks of an engine.
 
     Under ``torchrun`` they are started already: this is one of them, perhaps. It then follows until
     the leader closes its engine, and ends its process, so that a script goes on in the leader's

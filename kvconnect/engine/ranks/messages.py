@@ -1,4 +1,4 @@
-"""What the leader tells the followers."""
+"""The messages of the leader to its followers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnect.cache.memory.sizing import PoolSizes
+from kvconnect.connector.ranks.communicator import Instructions
 from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.errors import RankDivergence
 from kvconnect.tokens import TokenArray
@@ -19,15 +20,13 @@ __all__ = [
     "BlockCopy",
     "Close",
     "CopyKind",
-    "EventKind",
     "LifeSign",
     "Message",
     "PlanReader",
     "PlanWriter",
-    "RequestEvent",
     "SequenceMessage",
     "Setup",
-    "StepMessage",
+    "StepWork",
 ]
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -61,31 +60,6 @@ class BlockCopy:
     from_host: bool = False
 
 
-class EventKind(Enum):
-    """What became of a request, for a connector."""
-
-    ARRIVED = "arrived"
-    ADMITTED = "admitted"
-    RESET = "reset"
-    FINISHED = "finished"
-    ABORTED = "aborted"
-
-
-@dataclass(frozen=True, slots=True)
-class RequestEvent:
-    """What became of a request.
-
-    Attributes:
-        kind: what.
-        request_id: whose.
-        num_computed_tokens: its leading tokens whose KV was valid then.
-    """
-
-    kind: EventKind
-    request_id: int
-    num_computed_tokens: int = 0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceMessage:
     """A `SequenceStep`, with what changed in its block tables since the step before.
@@ -107,40 +81,37 @@ class SequenceMessage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepMessage:
-    """One step.
+class StepWork:
+    """The work of a follower's model and memory in one step.
 
     Attributes:
-        events: since the last step, in order.
-        copies: since the last step, in order; to be made before anything else in the step.
+        copies: since the last step, in order; to be made before anything is computed or loaded.
         sequences: what is computed; none if every request of the step is loading, or if it is idle.
-        is_idle: nothing is scheduled: the connector is only asked what ended.
     """
 
-    events: tuple[RequestEvent, ...]
     copies: tuple[BlockCopy, ...]
     sequences: tuple[SequenceMessage, ...]
-    is_idle: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How the leader sized the pools: every rank has as many blocks."""
+    """The sizes of the leader's pools: every rank has as many blocks."""
 
     sizes: PoolSizes
 
 
 @dataclass(frozen=True, slots=True)
 class LifeSign:
-    """There is nothing to do."""
+    """A message without work: the leader lives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The engine was closed: drain what is staged, and end."""
+    """The end of the engine: a follower drains what is staged, and ends."""
 
 
-Message: TypeAlias = StepMessage | Setup | LifeSign | Close
+Message: TypeAlias = Instructions | StepWork | Setup | LifeSign | Close
+"""A step is `Instructions` with `StepWork` in them, or that alone where there is no connector."""
 
 
 class PlanWriter:
@@ -153,7 +124,7 @@ class PlanWriter:
         self._tables: dict[int, tuple[Int32Array, ...]] = {}
 
     def message(self, plan: Sequence[SequenceStep]) -> tuple[SequenceMessage, ...]:
-        """`plan` as it is sent."""
+        """Returns `plan` as it is sent."""
         tables = {one.request_id: tuple(map(_int32, one.tables)) for one in plan}
         made = tuple(self._sequence(one, tables[one.request_id]) for one in plan)
         self._tables = tables
@@ -182,10 +153,10 @@ class PlanReader:
         self._tables: dict[int, tuple[npt.NDArray[np.int64], ...]] = {}
 
     def plan(self, sequences: Sequence[SequenceMessage]) -> tuple[SequenceStep, ...]:
-        """What was sent.
+        """Returns the plan that was sent.
 
         Raises:
-            RankDivergence: a table has places of which no message told what is there.
+            RankDivergence: a table has places for which no message named a block.
         """
         plan = tuple(map(self._sequence, sequences))
         self._tables = {one.request_id: one.tables for one in plan}
@@ -227,5 +198,5 @@ def _patched(
     table[:both] = before[:both]
     table[places] = blocks
     if length and table.min() < -1:
-        raise RankDivergence(f"request {request_id}: blocks of its table were never told")
+        raise RankDivergence(f"request {request_id}: blocks of its table were never sent")
     return table

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from kvconnect.connector.distributed import DistributedCommunicator
+from kvconnect.connector.ranks.distributed import DistributedCommunicator
 from kvconnect.errors import RankLost
 
 __all__ = ["ModelSums"]

@@ -39,7 +39,7 @@ def _serve(
     import torch.distributed as dist
     from rank_engine import Host
 
-    from kvconnect.connector.distributed import DistributedCommunicator
+    from kvconnect.connector.ranks.distributed import DistributedCommunicator
 
     torch.set_num_threads(1)
     where = dist.FileStore(meeting, size)

@@ -20,17 +20,20 @@ import numpy as np
 import recording
 import torch
 from bench_engine import DIGEST, LAYERS, LAYOUT, BenchEngine, PlainKv, T, llm_args
+from bench_rank import BenchModel, BenchRank, Share
 from numpy.typing import NDArray
 from recording import Script
+from torch import Tensor
 
 from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConnectorConfig
-from kvconnect.connector.distributed import DistributedCommunicator
+from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.ranks.distributed import DistributedCommunicator
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import Namespace, Shard, root_key, store_key
 from kvconnect.layout import KvCacheLayout
-from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
+from kvconnect.request import LlmRequest, ScheduledBatch
 
 PROMPT = list(range(1, 4 * T + 2))  # four blocks and a token
 
@@ -87,63 +90,63 @@ def next_token(digests: Sequence[int]) -> int:
     return zlib.crc32(struct.pack(f"<{len(digests)}I", *digests)) % 97
 
 
+class PartModel(BenchModel):
+    """A rank's layers of a model that is divided among ranks."""
+
+    def __init__(self, part: Part, pool: Tensor | None = None) -> None:
+        super().__init__(part.layout, pool)
+        self.part = part
+
+    def kv(self, before: float, token: int, place: int) -> float:
+        return self.part.kv(before, token, self.part.layers[place])
+
+
+class PartRank(BenchRank):
+    """Any rank but the leader; the token behind a sequence is what the KV of all ranks says."""
+
+    def __init__(self, args: LlmArgs, communicator: DistributedCommunicator, part: Part) -> None:
+        super().__init__(args, communicator, PartModel(part))
+
+    def sample(self, shares: Sequence[Share]) -> None:
+        self.communicator.allgather(self.model.digests(shares))
+
+    def drain(self) -> None:
+        """Take part until the leader has nothing left to do."""
+        while any(self.communicator.allgather(False)):
+            self.step()
+
+
 class RankEngine(BenchEngine):
-    """One rank. Everything but `Part` is the same on all of them, so that they stay in step."""
+    """The leader: it computes its own part as every rank does."""
 
-    def __init__(
-        self, communicator: DistributedCommunicator, config: KvCacheConnectorConfig, part: Part
-    ) -> None:
-        self.part, self.communicator = part, communicator
-        self.own_exchanges = 0
+    def __init__(self, args: LlmArgs, communicator: DistributedCommunicator, part: Part) -> None:
+        self.communicator = communicator
         self._ids = itertools.count()  # type: ignore[misc]
-        args = replace(llm_args(config), layouts=(part.layout,), place=part.shard)
         super().__init__(args, kv=PlainKv(layout=part.layout), communicator=communicator)
-        self.kv.set_external_matcher(self)
-
-    def match_external(self, request: LlmRequest, num_device_tokens: int) -> ExternalMatch:
-        """The leader's connector answers for all."""
-        match = None
-        if self.communicator.rank == 0:
-            match = self.manager.match_external(request, num_device_tokens)
-        self.own_exchanges += 1
-        answer = self.communicator.broadcast(match)
-        assert answer is not None
-        return answer
-
-    def blocks_allocated(
-        self, request: LlmRequest, block_ids: list[int], by_group: Sequence[list[int]] = ()
-    ) -> None:
-        self.manager.blocks_allocated(request, block_ids)
+        self.model = PartModel(part, self.kv.pool)
 
     def forward(self, batch: ScheduledBatch) -> dict[int, int]:
         if not batch.requests:
             return {}
-        for place, layer in enumerate(self.part.layers):
+        shares = [self.share(one) for one in batch.requests]
+        for place in range(self.model.layout.num_layers):
             self.manager.wait_for_layer_load(place)
-            for request in batch.requests:
-                self._compute(request, place, layer)
+            for share in shares:
+                self.model.compute(share, place)
             self.manager.save_kv_layer(place)
         self.manager.end_forward()
-        seen = {one.request_id: self._digest(one) for one in batch.requests if self._ends(one)}
-        self.own_exchanges += 1
+        seen = self.model.digests(shares)
         ranks: list[Mapping[int, int]] = self.communicator.allgather(seen)
         return {each: next_token([one[each] for one in ranks]) for each in seen}
 
-    def _ends(self, request: LlmRequest) -> bool:
-        return self._first(request) + request.num_scheduled_tokens >= request.num_tokens
+    def drain(self) -> None:
+        deadline = time.monotonic() + 60
+        while any(self.communicator.allgather(self._busy())):
+            assert time.monotonic() < deadline, "the ranks hang"
+            self.step()
 
-    def _compute(self, request: LlmRequest, place: int, layer: int) -> None:
-        first, ids = self._first(request), self.kv.blocks[request.request_id]
-        pool, tokens = self.kv.pool[:, place], request.tokens.view
-        before = 0.0 if first == 0 else float(pool[ids[(first - 1) // T], 0, (first - 1) % T])
-        for position in range(first, min(first + request.num_scheduled_tokens, len(tokens))):
-            before = self.part.kv(before, int(tokens[position]), layer)
-            pool[ids[position // T], :, position % T] = before
-
-    def _digest(self, request: LlmRequest) -> int:
-        pool = self.kv.pool[self.kv.blocks[request.request_id]]
-        seen = pool.permute(1, 2, 0, 3).reshape(len(self.part.layers), 2, -1)
-        return digest(seen[:, :, : request.num_tokens].numpy())
+    def _busy(self) -> bool:
+        return bool(self.queue or self.running or self.loading or self.saving)
 
 
 class Host:
@@ -151,87 +154,103 @@ class Host:
 
     def __init__(self, communicator: DistributedCommunicator) -> None:
         self.communicator = communicator
-        self.engine: RankEngine | None = None
+        self.engine: RankEngine | PartRank | None = None
         self.store: Backend | None = None
         self.script: Script | None = None
 
     @property
-    def bench(self) -> RankEngine:
+    def bench(self) -> RankEngine | PartRank:
         assert self.engine is not None
         return self.engine
 
+    @property
+    def leader(self) -> RankEngine:
+        """The engine, on the first rank."""
+        assert isinstance(self.engine, RankEngine)
+        return self.engine
+
+    @property
+    def worker(self) -> Any:
+        """The connector's, on this rank."""
+        bench = self.bench
+        return bench.worker if isinstance(bench, PartRank) else bench.manager._worker
+
     def close(self) -> None:
-        if self.engine is not None:
+        if isinstance(self.engine, RankEngine):
             self.engine.manager.shutdown()
+        elif self.engine is not None:
+            self.worker.shutdown()
         self.communicator.close()
 
 
 # ---------------------------------------------------------------------- what a test calls on a rank
 
 
-def attach(host: Host, ranks: Sequence[Part], **settings: Any) -> None:
-    """An engine with the built-in pair and its store."""
-    settings = {"lookup_timeout_ms": 60_000} | settings
+def attach(host: Host, ranks: Sequence[Part], config: KvCacheConnectorConfig) -> None:
+    """An engine with a connector, or a rank that follows it."""
     part = ranks[host.communicator.rank]
-    host.engine = RankEngine(host.communicator, KvCacheConnectorConfig(**settings), part)
+    args = replace(llm_args(config), layouts=(part.layout,), place=part.shard)
+    kind = PartRank if host.communicator.rank else RankEngine
+    host.engine = kind(args, host.communicator, part)
 
 
 def attach_disk(host: Host, ranks: Sequence[Part], url: str, settings: dict[str, Any]) -> None:
-    attach(host, ranks, url=url, **settings)
+    settings = {"lookup_timeout_ms": 60_000} | settings
+    attach(host, ranks, KvCacheConnectorConfig(url=url, **settings))
 
 
 def attach_recorder(host: Host, ranks: Sequence[Part], settings: dict[str, Any]) -> None:
     """An engine with the connector that writes down every call."""
     host.script = recording.fresh_script()
-    part = ranks[host.communicator.rank]
-    host.engine = RankEngine(host.communicator, recording.config(**settings), part)
+    attach(host, ranks, recording.config(**settings))
 
 
 def detach(host: Host) -> None:
     """The engine's end."""
-    host.bench.manager.end_step()
-    host.bench.manager.shutdown()
+    if isinstance(host.bench, RankEngine):
+        host.bench.idle_step()
+        host.bench.manager.shutdown()
+    else:
+        host.bench.step()
+        host.worker.shutdown()
     host.engine = None
 
 
 def submit(host: Host, prompt: list[int], max_tokens: int) -> int:
-    return host.bench.submit(prompt, max_tokens).request_id
+    """On the leader: the id of a new request."""
+    return host.leader.submit(prompt, max_tokens).request_id
 
 
 def step(host: Host, number: int = 1) -> list[StepOutcome]:
+    """What the steps brought, on the leader; other ranks hear nothing of it."""
     for _ in range(number):
         host.bench.step()
-    return host.bench.outcomes[-number:]
+    return host.leader.outcomes[-number:] if host.communicator.rank == 0 else []
 
 
-def answer(host: Host, prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
-    """What is generated, and how many tokens of the prompt came from the store."""
-    request = host.bench.submit(prompt, max_tokens)
+def answer(host: Host, prompt: list[int], max_tokens: int) -> tuple[list[int], int] | None:
+    """What is generated, and how many tokens of the prompt came from the store, on the leader."""
+    if host.communicator.rank:
+        return drain(host)
+    request = host.leader.submit(prompt, max_tokens)
     drain(host)
     generated = request.tokens.view[len(prompt) :].tolist()
-    return generated, host.bench.store_tokens[request.request_id]
+    return generated, host.leader.store_tokens[request.request_id]
 
 
 def drain(host: Host) -> None:
-    """Step until nothing is left to do. All ranks agree on that, so they end in the same step."""
-    bench, deadline = host.bench, time.monotonic() + 60
-    while any(host.communicator.allgather(_busy(bench))):
-        assert time.monotonic() < deadline, "the ranks hang"
-        bench.step()
-
-
-def _busy(bench: RankEngine) -> bool:
-    return bool(bench.queue or bench.running or bench.loading or bench.saving)
+    """Step until nothing is left to do."""
+    host.bench.drain()
 
 
 def flush(host: Host) -> None:
     """Until what is staged is written or lost."""
-    assert host.bench.manager._worker._queue.flush(60)  # type: ignore[attr-defined]
+    assert host.worker._queue.flush(60)
 
 
 def plant(host: Host, fault: str, seconds: float = 0.0) -> None:
     """From now on every load of this rank's store ``fails`` or is ``slow``, or saves are slow."""
-    store = host.bench.manager._worker._store.backend  # type: ignore[attr-defined]
+    store = host.worker._store.backend
     load, save = store.load, store.save
 
     async def failing(*_: Any) -> int:
@@ -255,34 +274,25 @@ def plant(host: Host, fault: str, seconds: float = 0.0) -> None:
 
 def lose_block(host: Host, prompt: list[int], number: int) -> None:
     """This rank's block of a prompt goes from the store."""
-    bench = host.bench
-    worker = bench.manager._worker
     request = LlmRequest(
         -1,
         np.array(prompt, np.int32),
         chain_root=root_key(DIGEST, (LAYOUT,), Namespace()),
         tokens_per_block=T,
     )
-    key = store_key(request.block_keys()[number], 0, bench.part.shard)
-    store = worker._store  # type: ignore[attr-defined]
+    key = store_key(request.block_keys()[number], 0, host.worker._llm_args.place)
+    store = host.worker._store
     store.io.submit(store.backend.delete([key])).result(60)
 
 
 def failed_loads(host: Host) -> int:
-    return sum(len(one.failed) for one in host.bench.outcomes)
+    return sum(len(one.failed) for one in host.leader.outcomes)
 
 
 def diverge(host: Host) -> None:
-    """This rank believes to be a step further."""
-    host.bench.manager._steps.number += 1
-
-
-def exchanges_of(host: Host, number: int) -> int:
-    """How many exchanges the runtime makes in so many steps, without the engine's own."""
-    ranks = host.communicator
-    before, own = ranks._number, host.bench.own_exchanges
-    step(host, number)
-    return ranks._number - before - (host.bench.own_exchanges - own)
+    """This rank, not the leader, believes to be a step further."""
+    assert isinstance(host.bench, PartRank)
+    host.bench.driver.number += 1
 
 
 def calls(host: Host, *names: str) -> list[tuple[Any, ...]]:
@@ -303,7 +313,7 @@ def script(host: Host, answers: dict[str, Any]) -> None:
 
 
 def blocks_held(host: Host) -> int:
-    kv = host.bench.kv
+    kv = host.leader.kv
     return len(kv.pool) - kv.get_num_free_blocks()
 
 
@@ -321,4 +331,4 @@ def attach_folder(host: Host, ranks: Sequence[Part], folder: Path) -> None:
         connector_scheduler_class="FolderScheduler",
         connector_worker_class="FolderWorker",
     )
-    host.engine = RankEngine(host.communicator, config, ranks[host.communicator.rank])
+    attach(host, ranks, config)

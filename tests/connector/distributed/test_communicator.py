@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from job import Job, Raised
 
-from kvconnect.connector.distributed import DistributedCommunicator
+from kvconnect.connector.ranks.distributed import DistributedCommunicator
 from kvconnect.errors import ConfigurationError
 
 SILENCE_S = 1.2  # of what tests stop; the default is 4 s
@@ -197,9 +197,6 @@ def test_a_job_is_needed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ranks": [1]}, "below 1"),
-        ({"ranks": []}, "below 1"),
-        ({"ranks": [0, 0]}, "different"),
         ({"timeout_s": 0.0}, "timeout_s: 0.0 must be above 0"),
         ({"silence_s": 1.0}, "silence_s: 1.0 must be above 1"),
     ],

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvconnect.connector.rank_link import Message, RankLink
+from kvconnect.connector.ranks.link import Message, RankLink
 
 LARGE = 30_000_000  # no connection takes so much at once
 

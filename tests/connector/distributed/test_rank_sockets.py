@@ -14,8 +14,8 @@ from datetime import timedelta
 import pytest
 from torch import Tensor
 
-from kvconnect.connector import rank_sockets
-from kvconnect.connector.rank_sockets import connect_ranks
+from kvconnect.connector.ranks import sockets as rank_sockets
+from kvconnect.connector.ranks.sockets import connect_ranks
 from kvconnect.errors import RankLost
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvconnect.connector import rank_watch
-from kvconnect.connector.rank_watch import RankWatch, VerdictKind
+from kvconnect.connector.ranks import watch as rank_watch
+from kvconnect.connector.ranks.watch import RankWatch, VerdictKind
 
 SILENCE_S = 4.0
 BEAT_S = 0.25

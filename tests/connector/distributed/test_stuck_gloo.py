@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from kvconnect.connector import rank_watch
-from kvconnect.connector.rank_watch import RankWatch, end_group
+from kvconnect.connector.ranks import watch as rank_watch
+from kvconnect.connector.ranks.watch import RankWatch, end_group
 from kvconnect.engine.ranks.sums import ModelSums
 from kvconnect.errors import RankLost
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from kvconnect.connector.rank_link import MOST_NBYTES
+from kvconnect.connector.ranks.link import MOST_NBYTES
 
 __all__ = ["pickled", "unpickled"]
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Self, TypeVar, cast
 
 import torch.distributed as dist
 
-from kvconnect.connector.rank_link import Message, RankLink
-from kvconnect.connector.rank_pickle import pickled, unpickled
-from kvconnect.connector.rank_sockets import connect_ranks
-from kvconnect.connector.rank_watch import END_S, RankWatch, VerdictKind, do_within, end_group
+from kvconnect.connector.ranks.link import Message, RankLink
+from kvconnect.connector.ranks.pickling import pickled, unpickled
+from kvconnect.connector.ranks.sockets import connect_ranks
+from kvconnect.connector.ranks.watch import END_S, RankWatch, VerdictKind, do_within, end_group
 from kvconnect.errors import (
     ConfigurationError,
     ConnectorContractError,
@@ -59,10 +58,6 @@ class DistributedCommunicator:
     Methods run on the engine's thread.
 
     Args:
-        ranks: numbers in the default group of this engine's ranks, ascending; all by default. Here
-            they are numbered by their place in this list, and the first is the leader. Collective
-            over the whole default group, as ``torch.distributed.new_group`` is: a rank that is not
-            in `ranks` calls `take_part` instead.
         timeout_s: so long a rank may let the others wait in an exchange; longer than a step takes,
             and than ``load_timeout_s``.
         connect_timeout_s: so long a rank may let the others wait here; `timeout_s` by default.
@@ -76,7 +71,6 @@ class DistributedCommunicator:
 
     def __init__(
         self,
-        ranks: Sequence[int] | None = None,
         *,
         timeout_s: float = 120.0,
         silence_s: float = 4.0,
@@ -85,15 +79,15 @@ class DistributedCommunicator:
         for field, value, least in (("timeout_s", timeout_s, 0.0), ("silence_s", silence_s, 1.0)):
             if not value > least:
                 raise ConfigurationError(f"{field}: {value!r} must be above {least:g}")
-        members = _members(ranks)
-        if dist.get_rank() not in members:
+        if not (dist.is_available() and dist.is_initialized()):
             raise ConfigurationError(
-                f"ranks: {members} are without this rank, {dist.get_rank()}; it calls take_part"
+                "DistributedCommunicator: torch.distributed is not initialized; call "
+                "torch.distributed.init_process_group first, on every rank"
             )
         self._timeout_s = timeout_s
         connect_s = timeout_s if connect_timeout_s is None else connect_timeout_s
         group = dist.new_group(
-            members, timeout=timedelta(seconds=connect_s), backend="gloo", group_desc="kvconnect"
+            timeout=timedelta(seconds=connect_s), backend="gloo", group_desc="kvconnect"
         )
         self._group: dist.ProcessGroup | None = group
         self._rank = int(group.rank())
@@ -111,11 +105,6 @@ class DistributedCommunicator:
         self._watch = RankWatch(group, silence_s=silence_s)
         for link in self._links.values():
             self._watch.on_over(link.end)
-
-    @staticmethod
-    def take_part(ranks: Sequence[int], *, timeout_s: float = 120.0) -> None:
-        """What a rank of the default group calls that is not in `ranks`, in place of making one."""
-        dist.new_group(_members(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
 
     def __enter__(self) -> Self:
         return self
@@ -211,7 +200,7 @@ class DistributedCommunicator:
             raise verdict.error()
 
     def close(self) -> None:
-        """Tell the others that this rank leaves, and let go of the group. Idempotent.
+        """Tells the others that this rank leaves, and releases the group. Idempotent.
 
         Blocks for some milliseconds, a few seconds at most. It is no exchange: ranks may leave at
         different times, and one that waits for a rank that left raises `RankLost`.
@@ -299,23 +288,3 @@ class DistributedCommunicator:
         if isinstance(error, TimeoutError) and timeout_s is not None:
             return self._watch.judge_late(peer, timeout_s).error()
         return self._watch.wait_for_verdict(peer, str(error)).error()
-
-
-def _members(ranks: Sequence[int] | None) -> list[int]:
-    """The ranks of the default group that are meant.
-
-    Raises:
-        ConfigurationError: torch.distributed is not initialized, or `ranks` are not its.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ConfigurationError(
-            "DistributedCommunicator: torch.distributed is not initialized; call "
-            "torch.distributed.init_process_group first, on every rank"
-        )
-    world = dist.get_world_size()
-    members = [*range(world)] if ranks is None else list(ranks)
-    if not members or members != sorted(set(members)) or not set(members) <= {*range(world)}:
-        raise ConfigurationError(
-            f"ranks: {members} must be ascending, different numbers below {world}"
-        )
-    return members

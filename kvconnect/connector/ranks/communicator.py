@@ -1,22 +1,23 @@
-"""How the ranks of one engine agree on a step: two exchanges, before and after the forward pass."""
+"""The two exchanges of a step between the ranks of one engine, around the forward pass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from kvconnect.connector.data import TransferFailure
-from kvconnect.errors import ConnectorContractError, RankDivergence
+from kvconnect.errors import RankDivergence
 
 __all__ = [
+    "CancelLoad",
     "Communicator",
     "Instructions",
-    "LoadOrder",
     "Report",
     "RequestError",
+    "RequestOrder",
+    "ResetRequest",
     "SingleProcess",
     "agreed",
-    "obeyed",
 ]
 
 T = TypeVar("T")
@@ -67,42 +68,64 @@ class SingleProcess:
         return [value]
 
     def fail(self, error: BaseException) -> None:
-        """Nothing: there is no other rank."""
+        """Does nothing: there is no other rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOrder:
-    """A load that starts in this step and makes the tokens ``start..end`` of a request valid."""
+class CancelLoad:
+    """An order to cancel a load in the background: its request does not wait for it any more.
+
+    Attributes:
+        request_id: of the request.
+        ranks: whose workers are called.
+    """
 
     request_id: int
-    start: int
-    end: int
-    is_async: bool
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ResetRequest:
+    """An order to finish reading a request's blocks, which the request is about to lose.
+
+    Attributes:
+        request_id: of the request.
+        num_committed: its leading tokens whose KV is valid.
+    """
+
+    request_id: int
+    num_committed: int
+
+
+RequestOrder: TypeAlias = CancelLoad | ResetRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Instructions:
-    """The first exchange: what the leader wants of every rank in this step.
+    """The first exchange: all that a rank needs to run its worker, and its model, for one step.
 
     Attributes:
         step: its number.
-        metadata: for the workers, from `build_connector_meta`.
-        loads: that start now.
+        metadata: for the workers, from `build_connector_meta` or `build_idle_meta`.
+        is_idle: no request computes or starts to load: there is no forward pass.
         saving: requests that ended and whose blocks are kept for a save that starts now.
-        dropped: requests whose offered load in the background was not taken; a connector that did
-            not see that may return their ids all the same.
+        loading: requests whose load in the background starts now.
+        orders: for single requests, in order; carried out before anything else in the step.
+        work: for the engine's part of the rank; the connector's part hands it on unread.
     """
 
     step: int
     metadata: object = None
-    loads: tuple[LoadOrder, ...] = ()
+    is_idle: bool = False
     saving: tuple[int, ...] = ()
-    dropped: tuple[int, ...] = ()
+    loading: tuple[int, ...] = ()
+    orders: tuple[RequestOrder, ...] = ()
+    work: object = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """What a rank's worker raised for one request: class and text."""
+    """A text that names class and message of what a rank's worker raised for one request."""
 
     request_id: int
     text: str
@@ -110,59 +133,33 @@ class RequestError:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The second exchange: what one rank saw of its transfers in this step.
+    """The second exchange: what one rank's worker answered in a step.
 
     Attributes:
         step: its number.
-        saved, loaded: requests whose transfer ended with success on this rank.
+        saved, loaded: requests whose transfer the worker returned.
         failures: transfers that will not finish on this rank.
-        expired_loads, expired_saves: past their deadline by this rank's clock.
         worker_meta: for the scheduler, from `build_worker_meta`.
         request_errors: what this rank's worker raised for single requests; of the leader's none.
-        error: how this rank's worker broke its contract. It travels here, so that all ranks raise
-            together.
     """
 
     step: int
     saved: tuple[int, ...] = ()
     loaded: tuple[int, ...] = ()
     failures: tuple[TransferFailure, ...] = ()
-    expired_loads: tuple[int, ...] = ()
-    expired_saves: tuple[int, ...] = ()
     worker_meta: object = None
     request_errors: tuple[RequestError, ...] = ()
-    error: str | None = None
-
-
-def obeyed(communicator: Communicator, mine: Instructions) -> Instructions:
-    """The first exchange of a step: the leader's instructions.
-
-    Raises:
-        RankDivergence: a rank is in another step than the leader.
-        ConnectorContractError: another rank has failed.
-    """
-    leaders = communicator.broadcast(mine)
-    if leaders.step != mine.step:
-        error = RankDivergence(
-            f"rank {communicator.rank} is in step {mine.step}, the leader in step {leaders.step}"
-        )
-        communicator.fail(error)
-        raise error
-    return leaders
 
 
 def agreed(communicator: Communicator, mine: Report) -> list[Report]:
-    """The second exchange of a step: every rank's report.
+    """Makes the second exchange of a step, and returns every rank's report.
 
     Raises:
         RankDivergence: a rank is in another step.
-        ConnectorContractError: a rank's worker broke its contract, or another rank has failed.
+        ConnectorContractError: another rank has failed.
     """
     reports = communicator.allgather(mine)
     steps = [report.step for report in reports]
     if any(step != mine.step for step in steps) or len(steps) != communicator.size:
         raise RankDivergence(f"rank {communicator.rank} is in step {mine.step}, all ranks: {steps}")
-    for report in reports:
-        if report.error is not None:
-            raise ConnectorContractError(report.error)
     return reports

@@ -1,0 +1,220 @@
+"""One rank's part of a connector: its worker, driven through the leader's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from kvconnect.connector.data import KvCachePools
+from kvconnect.connector.ranks.communicator import (
+    CancelLoad,
+    Communicator,
+    Instructions,
+    Report,
+    RequestError,
+    RequestOrder,
+    ResetRequest,
+    agreed,
+)
+from kvconnect.connector.runtime.answers import checked_failures, checked_finished
+from kvconnect.connector.stream import CpuStream, ForwardStream
+from kvconnect.connector.worker import KvCacheConnectorWorker
+from kvconnect.errors import RankDivergence, UsageError
+from kvconnect.trace import count
+
+__all__ = ["RankDriver"]
+
+
+class RankDriver:
+    """Calls a worker in the order that its contract promises; holds no state of any request.
+
+    One step is `accept`, `start`, for each layer `wait_for_layer_load` and `save_kv_layer`,
+    `end_forward`, `end`; an idle step is `accept`, `start`, `end`. A rank alone calls
+    `report_failures` behind `end_forward`. All methods run on the engine's thread. The leader has a
+    driver of its own worker.
+
+    What the worker raises for a step is raised, after the other ranks heard of it. What it raises
+    for one request is in the rank's next report.
+
+    Args:
+        worker: is given its pools here. The caller shuts the worker down if that raises.
+        pools: of this rank.
+        communicator: of all ranks.
+        wakeup: the worker may call it, from any thread, when a transfer ended.
+
+    Attributes:
+        number: of the step that has begun or is next; the first is 1.
+        telling: ``with driver.telling:`` around what may raise in a step. The other ranks hear of
+            the error before it goes on, and raise, too, wherever they wait for this rank.
+    """
+
+    def __init__(
+        self,
+        worker: KvCacheConnectorWorker,
+        pools: KvCachePools,
+        communicator: Communicator,
+        *,
+        wakeup: Callable[[], None],
+    ) -> None:
+        self._worker = worker
+        self._communicator = communicator
+        self._device = pools[0].tensor.device
+        self._stream: ForwardStream = CpuStream()
+        self._begun: Instructions | None = None
+        self._has_told = False  # this step's worker metadata is reported
+        self._request_errors: dict[int, str] = {}
+        self.number = 1
+        self.telling = _Telling(communicator)
+        worker.register_kv_cache_layout(pools)
+        self._after_forward = worker.register_forward_pass_callable()
+        worker.set_wakeup(wakeup)
+
+    @property
+    def has_begun(self) -> bool:
+        """True while a step is between its exchanges."""
+        return self._begun is not None
+
+    def carry_out(self, order: RequestOrder) -> None:
+        """Calls the worker for one request, between two forward passes.
+
+        The blocks of a request that was reset may be handed on afterwards, also if this raises.
+
+        Raises:
+            Exception: what the worker raises; it concerns that request alone.
+        """
+        match order:
+            case CancelLoad(request_id, ranks):
+                if self._communicator.rank in ranks:
+                    self._worker.cancel(request_id)
+            case ResetRequest(request_id, num_committed):
+                try:
+                    self._worker.request_reset(request_id, num_committed)
+                except Exception:
+                    if self._device.type == "cuda":
+                        torch.cuda.synchronize(self._device)  # nothing reads the blocks any more
+                    raise
+
+    def accept(self, step: Instructions) -> None:
+        """Begins a step with the leader's instructions, and carries out its orders.
+
+        The leader has carried out its own orders when it gave them.
+
+        Raises:
+            RankDivergence: the leader is in another step.
+        """
+        if step.step != self.number:
+            error = RankDivergence(
+                f"rank {self._communicator.rank} is in step {self.number}, "
+                f"the leader in step {step.step}"
+            )
+            self._communicator.fail(error)
+            raise error
+        self._begun = step
+        if self._communicator.rank == 0:
+            return
+        for order in step.orders:
+            try:
+                self.carry_out(order)
+            except Exception as error:  # noqa: BLE001  of a user's code; it ends the request
+                count("connector.request_error")
+                text = f"{type(error).__name__}: {error}"
+                self._request_errors.setdefault(order.request_id, text)
+
+    def start(self) -> None:
+        """Binds the step's metadata, and starts its loads unless the step is idle."""
+        step = self._step()
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
+        with self.telling:
+            if not step.is_idle or step.metadata is not None:
+                self._worker.bind_connector_meta(step.metadata)
+            if not step.is_idle:
+                self._worker.start_load_kv(self._stream)
+
+    def wait_for_layer_load(self, layer_idx: int) -> None:
+        """Returns when what is loaded of the layer may be read by work that is enqueued next."""
+        with self.telling:
+            self._worker.wait_for_layer_load(layer_idx, self._stream)
+
+    def save_kv_layer(self, layer_idx: int) -> None:
+        """Lets the worker save the layer, whose work was enqueued."""
+        with self.telling:
+            self._worker.save_kv_layer(layer_idx, self._stream)
+
+    def end_forward(self) -> None:
+        """Ends a forward pass, before anything is sampled."""
+        with self.telling:
+            if self._after_forward is not None:
+                self._after_forward()
+            self._worker.wait_for_save(self._stream)
+            self._worker.clear_connector_meta()
+
+    def report_failures(self) -> list[Report]:
+        """Asks the worker what failed, for a rank alone, which ends the step later.
+
+        Raises:
+            ConnectorContractError: as `end`.
+        """
+        with self.telling:
+            report = self._report_failures(self._step(), with_meta=True)
+        self._has_told = True
+        return agreed(self._communicator, report)
+
+    def end(self, ended: Sequence[int] = ()) -> list[Report]:
+        """Asks the worker what ended, and returns every rank's report; the step is over.
+
+        Args:
+            ended: requests that began to save since the step began; of a rank alone.
+
+        Raises:
+            ConnectorContractError: an answer of the worker has a wrong form; names the class.
+                Another rank raised.
+            RankDivergence: a rank is in another step.
+        """
+        with self.telling:
+            report = self._report(self._step(), ended)
+            self._worker.clear_connector_meta()
+        reports = agreed(self._communicator, report)
+        self._begun, self._has_told = None, False
+        self.number += 1
+        return reports
+
+    # ------------------------------------------------------------------ inside
+
+    def _step(self) -> Instructions:
+        if self._begun is None:
+            raise UsageError("no step has begun")
+        return self._begun
+
+    def _report(self, step: Instructions, ended: Sequence[int]) -> Report:
+        finished = self._worker.get_finished([*step.saving, *ended], list(step.loading))
+        saved, loaded = checked_finished(self._worker, finished)
+        report = self._report_failures(step, with_meta=not self._has_told)
+        return replace(report, saved=tuple(saved), loaded=tuple(loaded))
+
+    def _report_failures(self, step: Instructions, *, with_meta: bool) -> Report:
+        failures = checked_failures(self._worker, self._worker.get_failed())
+        errors, self._request_errors = self._request_errors, {}
+        return Report(
+            step.step,
+            failures=tuple(failures),
+            worker_meta=self._worker.build_worker_meta() if with_meta else None,
+            request_errors=tuple(RequestError(*one) for one in errors.items()),
+        )
+
+
+class _Telling:
+    """Lets the other ranks know of an error in a step, before it goes on."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def __enter__(self) -> None:
+        """Does nothing."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Reports `error` to the other ranks, also one that asks this process to end."""
+        if error is not None:
+            self._communicator.fail(error)
