@@ -120,7 +120,7 @@ class Capabilities:
 
     Attributes:
         enumerable: `children` and `scan` tell what is stored.
-        inline: loads run at memory speed: a request may wait for them in the step that needs them.
+        inline: loads run at memory speed.
         durable: what `save` reported stored is there after the process was killed and the store
             opened anew.
         shared: several processes may have the store open at once and see each other's blocks.

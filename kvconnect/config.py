@@ -313,7 +313,7 @@ class KvCacheConnectorConfig(Settings):
         on_backlog: when the store is slower than the model, ``drop`` blocks or ``wait``.
         staging_bytes: host memory for blocks on their way.
         save_partial_tails: also save the last, partly filled block of a request.
-        layerwise: copy loaded blocks to the device layer by layer, so that layer 0 can start early.
+        layerwise: has no effect any more: blocks are loaded in the background, whole.
         verify_frames: check every loaded block; off is for measuring only, and is logged.
         max_quarantined_fraction: no new load starts while more of the pool than this is held back
             for transfers that timed out.

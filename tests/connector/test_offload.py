@@ -20,9 +20,9 @@ ANSWER = reference(PROMPT, GENERATE)
 SLOT = frame.frame_nbytes(LAYOUT.block_nbytes)
 
 
-@pytest.fixture(params=[False, True], ids=["background", "in-step"])
-def store(request: pytest.FixtureRequest) -> Iterator[DictStore]:
-    store = DictStore(inline=request.param)
+@pytest.fixture
+def store() -> Iterator[DictStore]:
+    store = DictStore()
     yield store
     store.open_doors()
 

@@ -21,17 +21,17 @@ SLOT = frame.frame_nbytes(LAYOUT.block_nbytes)
 HASTY = {"load_timeout_s": 0.3, "save_timeout_s": 0.3, "lookup_timeout_ms": 60_000}
 
 
-def filled(*, inline: bool) -> DictStore:
+def filled() -> DictStore:
     """A store that has the prompt."""
-    store = DictStore(inline=inline)
+    store = DictStore()
     with BenchEngine(llm_args(store)) as bench:
         bench.answer(PROMPT, 3)
     return store
 
 
-@pytest.fixture(params=[False, True], ids=["background", "in-step"])
-def store(request: pytest.FixtureRequest) -> Iterator[DictStore]:
-    store = filled(inline=request.param)
+@pytest.fixture
+def store() -> Iterator[DictStore]:
+    store = filled()
     yield store
     store.open_doors()
 
@@ -129,7 +129,7 @@ def test_a_load_past_its_deadline_is_computed_and_its_late_bytes_hit_no_block(
 
 
 def test_part_of_a_load_that_came_in_time_counts() -> None:
-    store = filled(inline=False)
+    store = filled()
     keys = list(store.frames)
     real_load = store.load
 
@@ -146,7 +146,7 @@ def test_part_of_a_load_that_came_in_time_counts() -> None:
 
 
 def test_aborting_a_loading_request_returns_its_blocks_at_once() -> None:
-    store = filled(inline=False)
+    store = filled()
     store.at_load.shut()
     kv = PlainKv()
     with BenchEngine(llm_args(store), kv=kv) as bench:
@@ -167,7 +167,7 @@ def test_aborting_a_loading_request_returns_its_blocks_at_once() -> None:
 
 
 def test_other_requests_run_while_one_loads() -> None:
-    store = filled(inline=False)
+    store = filled()
     store.at_load.shut()
     with BenchEngine(llm_args(store)) as bench:
         slow = bench.submit(PROMPT, 3)
@@ -180,7 +180,7 @@ def test_other_requests_run_while_one_loads() -> None:
 
 
 def test_the_end_of_a_load_wakes_the_engine() -> None:
-    store = filled(inline=False)
+    store = filled()
     store.at_load.shut()
     with BenchEngine(llm_args(store)) as bench:
         bench.submit(PROMPT, 3)
@@ -197,7 +197,7 @@ def test_the_end_of_a_load_wakes_the_engine() -> None:
 
 
 def test_all_requests_of_a_step_share_one_lookup_budget() -> None:
-    store = filled(inline=False)
+    store = filled()
     store.at_lookup.shut()
     with BenchEngine(llm_args(store, lookup_timeout_ms=1000.0), kv=PlainKv(200)) as bench:
         requests = [bench.submit(PROMPT, 1) for _ in range(10)]
@@ -212,7 +212,7 @@ def test_all_requests_of_a_step_share_one_lookup_budget() -> None:
 
 
 def test_a_late_answer_serves_the_next_admission() -> None:
-    store = filled(inline=False)
+    store = filled()
     store.at_lookup.shut()
     with BenchEngine(llm_args(store, lookup_timeout_ms=1.0)) as bench:
         request = bench.submit(PROMPT, 3)
@@ -377,28 +377,13 @@ def test_all_requests_of_a_step_wait_for_room_together() -> None:
 
 
 def test_what_fails_to_load_is_offered_to_the_store_again() -> None:
-    store = filled(inline=False)
+    store = filled()
     bad = list(store.frames)[3]
     store.frames[bad][frame.HEADER_NBYTES] ^= 1
     with BenchEngine(llm_args(store)) as bench:
         assert checked(bench) == 3 * T
     with BenchEngine(llm_args(store)) as bench:
         assert checked(bench) == len(PROMPT) - 1
-
-
-@pytest.mark.parametrize("save_on", ["full", "finish"])
-def test_nothing_is_saved_from_a_step_whose_load_failed(save_on: str) -> None:
-    """Its KV is wrong, and would be stored under a right key."""
-    store = filled(inline=True)
-    # So much is new that the step fills blocks beyond those the store has.
-    prompt = PROMPT + list(range(100, 100 + 14 * T))
-    bad = next(iter(store.frames))
-    store.frames[bad][frame.HEADER_NBYTES] ^= 1
-    with BenchEngine(llm_args(store, save_on=save_on)) as bench:
-        assert bench.answer(prompt, 3) == reference(prompt, 3)
-    with BenchEngine(llm_args(store)) as bench:
-        assert bench.answer(prompt, 3) == reference(prompt, 3)
-        assert bench.store_tokens[max(bench.requests)] == len(prompt) - 1
 
 
 # ---------------------------------------------------------------------- start and end
@@ -441,7 +426,7 @@ def test_shutdown_with_a_store_that_hangs_ends_within_its_deadlines() -> None:
 
 
 def test_shutdown_during_a_load_ends() -> None:
-    store = filled(inline=False)
+    store = filled()
     store.at_load.shut()
     bench = BenchEngine(llm_args(store, **HASTY))
     bench.submit(PROMPT)
@@ -493,7 +478,7 @@ def test_a_store_that_never_opens_is_an_error_within_the_deadline() -> None:
 
 
 def test_a_load_under_way_is_given_up_when_the_store_is_left_alone() -> None:
-    store = filled(inline=False)
+    store = filled()
     with BenchEngine(llm_args(store, lookup_timeout_ms=60_000, load_timeout_s=100)) as bench:
         request = bench.submit(PROMPT, 3)
         store.at_load.shut()
@@ -516,7 +501,7 @@ def test_a_load_under_way_is_given_up_when_the_store_is_left_alone() -> None:
 def test_a_load_of_which_nothing_arrives_makes_one_ask(monkeypatch) -> None:
     monkeypatch.setattr("kvconnect.connector.offload.background_load._STALL_S", 0.05)
     monkeypatch.setattr("kvconnect.connector.offload.background_load._PROBE_S", 0.1)
-    store = filled(inline=False)
+    store = filled()
     with BenchEngine(llm_args(store, lookup_timeout_ms=60_000, load_timeout_s=100)) as bench:
         request = bench.submit(PROMPT, 3)
         store.at_load.shut()
@@ -532,7 +517,7 @@ def test_a_load_of_which_nothing_arrives_makes_one_ask(monkeypatch) -> None:
 
 def test_a_slow_load_from_a_store_that_answers_is_waited_for(monkeypatch) -> None:
     monkeypatch.setattr("kvconnect.connector.offload.background_load._STALL_S", 0.01)
-    store = filled(inline=False)
+    store = filled()
     with BenchEngine(llm_args(store, lookup_timeout_ms=60_000, load_timeout_s=100)) as bench:
         request = bench.submit(PROMPT, 3)
         store.at_load.shut()

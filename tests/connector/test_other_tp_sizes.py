@@ -30,9 +30,9 @@ MODELS = {
 SIZES = [(1, 2), (2, 1), (4, 1), (2, 4)]
 
 
-def shared_store(*, inline: bool = False, enumerable: bool = True) -> DictStore:
+def shared_store(*, enumerable: bool = True) -> DictStore:
     store = DictStore(enumerable=enumerable)
-    store.capabilities = Capabilities(inline=inline, enumerable=enumerable, shared=True)
+    store.capabilities = Capabilities(enumerable=enumerable, shared=True)
     return store
 
 
@@ -55,9 +55,8 @@ def test_all_but_the_last_token_comes_back(
     assert len(store.frames) <= num_frames + len(wholes) * loaded_by
 
 
-@pytest.mark.parametrize("inline", [False, True], ids=["background", "in-step"])
-def test_parts_of_a_prompt_that_different_sizes_saved_are_loaded_together(inline: bool) -> None:
-    store = shared_store(inline=inline)
+def test_parts_of_a_prompt_that_different_sizes_saved_are_loaded_together() -> None:
+    store = shared_store()
     whole = (layout(4),)
     for length, tp_size in ((2 * T, 1), (3 * T, 2), (4 * T, 4)):
         run(store, whole, tp_size, PROMPT[:length])
@@ -189,9 +188,7 @@ def test_after_a_restart_from_disk(tmp_path: Path, url: str, saved_by: int, load
 def test_whatever_was_saved_by_whom_and_lost_again_nothing_wrong_is_loaded(
     data: st.DataObject,
 ) -> None:
-    store = shared_store(
-        inline=data.draw(st.booleans()), enumerable=data.draw(st.booleans(), "enumerable")
-    )
+    store = shared_store(enumerable=data.draw(st.booleans(), "enumerable"))
     wholes = data.draw(st.sampled_from(list(MODELS.values())))
     for _ in range(data.draw(st.integers(2, 4))):
         length = data.draw(st.integers(1, 9 * T))

@@ -30,7 +30,7 @@ from window_runs import GENERATE, PROMPT, is_sound, keys_of, run
 from kvconnect import frame
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.connector.offload.lookup import blocks_needed
-from kvconnect.keys import Namespace, Shard, chain_key, root_key, store_key
+from kvconnect.keys import Namespace, chain_key, root_key, store_key
 from kvconnect.request import LlmRequest
 
 
@@ -39,9 +39,9 @@ def layouts(request: pytest.FixtureRequest) -> Layouts:
     return request.param
 
 
-@pytest.fixture(params=[False, True], ids=["background", "in-step"])
-def store(request: pytest.FixtureRequest) -> Iterator[DictStore]:
-    store = DictStore(inline=request.param)
+@pytest.fixture
+def store() -> Iterator[DictStore]:
+    store = DictStore()
     yield store
     store.open_doors()
 
@@ -260,34 +260,6 @@ def test_a_preempted_request_is_saved_before_its_blocks_go(
     assert run(store, layouts, [*PROMPT, *answer], 1)[1] == len(PROMPT) + GENERATE - 1
 
 
-def test_in_the_step_no_layer_waits_for_one_of_another_group() -> None:
-    store = DictStore(inline=True)
-    run(store, FULL_AND_WINDOW)
-    with WindowEngine(llm_args(store, FULL_AND_WINDOW)) as bench:
-        request = bench.submit(PROMPT, 1)
-        batch = bench.schedule()
-        bench.manager.begin_step(batch)
-        for layer in range(6):
-            bench.manager.wait_for_layer_load(layer)
-            bench.write(request, layer)  # reads what was loaded of this layer
-        bench.manager.end_forward()
-        assert bench.manager.end_step().failed == {}
-        assert bench.token(request) == reference(PROMPT, FULL_AND_WINDOW)[0]
-
-
-def test_several_ranks_load_in_the_background() -> None:
-    """What is computed behind a load in the step could be saved too late, or wrongly."""
-    store = DictStore(inline=True)
-    shard = Shard(tp_rank=0, tp_size=2)
-    for expected in (0, len(PROMPT) - 1):
-        args = llm_args(store, FULL_AND_WINDOW, shard=shard)
-        with WindowEngine(args) as bench:
-            request = bench.submit(PROMPT, 1)
-            bench.run()
-            assert bench.store_tokens[request.request_id] == expected
-            assert any(outcome.loaded for outcome in bench.outcomes) is bool(expected)
-
-
 def test_with_blocks_in_host_memory(layouts: Layouts) -> None:
     answer = reference(PROMPT, layouts, GENERATE)
     with WindowEngine(llm_args(MemoryBackend(16 << 20), layouts), chunk=7) as bench:
@@ -336,7 +308,7 @@ def test_whatever_the_store_has_lost_no_token_is_wrong(
     world: tuple[Layouts, list[list[int]]], data: st.DataObject
 ) -> None:
     layouts, prompts = world
-    store = DictStore(inline=data.draw(st.booleans()), enumerable=data.draw(st.booleans()))
+    store = DictStore(enumerable=data.draw(st.booleans()))
     for prompt in prompts:
         chunk = data.draw(st.integers(1, 30))
         slots = data.draw(st.sampled_from([1, 3, 100])) * frame.frame_nbytes(64)

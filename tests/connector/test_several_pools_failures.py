@@ -29,10 +29,10 @@ ANSWER = reference(PROMPT, FULL_AND_WINDOW, GENERATE)
 HASTY = {"load_timeout_s": 0.3, "save_timeout_s": 0.3}
 
 
-@pytest.fixture(params=[False, True], ids=["background", "in-step"])
-def store(request: pytest.FixtureRequest) -> Iterator[DictStore]:
+@pytest.fixture
+def store() -> Iterator[DictStore]:
     """A store that has the prompt, in whole blocks."""
-    store = DictStore(inline=request.param, enumerable=False)
+    store = DictStore(enumerable=False)
     run(store, FULL_AND_WINDOW)
     yield store
     store.open_doors()
@@ -101,27 +101,8 @@ def test_a_store_that_raises_on_lookup_is_a_miss(store: DictStore) -> None:
     assert run(store, FULL_AND_WINDOW) == (ANSWER, 0)
 
 
-@pytest.mark.parametrize("save_on", ["full", "finish"])
-def test_what_is_computed_behind_a_load_that_fails_is_not_saved(save_on: str) -> None:
-    """In the step of the load, as windows may give it up after it."""
-    store = DictStore(inline=True, enumerable=False)
-    half = PROMPT[: 5 * T + 1]
-    run(store, FULL_AND_WINDOW, half, 1)
-    flipped(store, store_key(keys_of(PROMPT, FULL_AND_WINDOW)[4], 1))
-    saves = len(store.saves)
-    with WindowEngine(llm_args(store, FULL_AND_WINDOW, save_on=save_on)) as bench:
-        request = bench.submit(PROMPT, GENERATE)
-        bench.step()
-        assert bench.outcomes[-1].requeue == {request.request_id}
-        bench.manager._worker._queue.flush(60)
-        assert len(store.saves) == saves
-        bench.run()
-    assert request.tokens.view[len(PROMPT) :].tolist() == ANSWER
-    assert is_sound(store, PROMPT, FULL_AND_WINDOW)
-
-
-def test_what_is_computed_behind_a_load_is_saved_in_its_step() -> None:
-    store = DictStore(inline=True, enumerable=False)
+def test_what_is_computed_behind_a_load_is_saved() -> None:
+    store = DictStore(enumerable=False)
     run(store, FULL_AND_WINDOW, PROMPT[: T + 1], 1)
     answer, loaded = run(store, FULL_AND_WINDOW)
     assert (answer, loaded) == (ANSWER, T)

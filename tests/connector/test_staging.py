@@ -7,11 +7,13 @@ import sys
 import threading
 
 import pytest
+import torch
 
 from kvconnect import frame
 from kvconnect.connector.data import Direction
-from kvconnect.connector.offload.staging import StagingPool
+from kvconnect.connector.offload.staging import StagingPool, clear_beyond
 from kvconnect.errors import ConfigurationError
+from kvconnect.layout import KvCacheLayout
 
 PAYLOAD = 5000
 SLOT = frame.frame_nbytes(PAYLOAD)
@@ -114,3 +116,24 @@ def test_slots_that_are_touched_stay_free_and_those_in_use_as_they_are() -> None
 def test_less_than_one_slot_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=f"one block takes {SLOT} bytes"):
         StagingPool(SLOT - 1, PAYLOAD)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [KvCacheLayout(2, 2, 3, 3, 4, torch.float32), KvCacheLayout(2, 2, 5, 3, 4, torch.float64),
+     KvCacheLayout(3, 1, 4, 0, 8, torch.bfloat16)],
+)  # fmt: skip
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_clearing_spares_the_tokens_that_count(layout: KvCacheLayout, num_tokens: int) -> None:
+    payload = torch.full((layout.block_nbytes,), 1, dtype=torch.uint8)
+    clear_beyond(payload, layout, num_tokens)
+    kept = layout.token_nbytes * num_tokens
+    assert int(payload.sum()) == kept
+    planes = payload.view(layout.dtype).view(layout.num_layers * layout.kv_factor, -1)
+    if layout.value_dim in (0, layout.key_dim):
+        assert (planes[:, : planes.shape[1] * num_tokens // layout.tokens_per_block] != 0).all()
+    else:
+        keys = planes[:, : layout.tokens_per_block * layout.num_kv_heads * layout.key_dim]
+        values = planes[:, keys.shape[1] :]
+        for part in (keys, values):
+            assert (part[:, : part.shape[1] * num_tokens // layout.tokens_per_block] != 0).all()

@@ -36,8 +36,7 @@ def test_a_prompt_from_the_store_is_handed_out(open_one, answer_of, tmp_path):
     leaks_nothing(prefill, decode)
 
 
-def test_in_step_loads_are_handed_out_once_they_are_sure(open_one, answer_of):
-    # The memory store loads in the step that computes behind it.
+def test_a_prompt_that_the_device_lost_is_handed_out(open_one, answer_of):
     prefill = open_one("prefill", max_tokens=160, connector={"url": "memory:?capacity=32MiB"})
     decode = open_one("decode")
     prefill.generate([PROMPT], PREFILL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,7 +95,6 @@ def _small_engine(model: Path, store: Backend | str, dice: random.Random) -> LLM
         on_backlog=dice.choice(["drop", "wait"]),
         save_on=dice.choice(["full", "finish"]),
         staging_bytes=dice.choice([1 << 20, 1 << 17]),
-        layerwise=dice.choice([True, False]),
     )
     return LLM(
         model,
@@ -118,16 +116,6 @@ def test_on_a_moody_store(model: Path, seed: int) -> None:
     _run(model, Moody(seed), seed)
 
 
-def _inline(seed: int) -> Moody:
-    backend = Moody(seed)
-    backend.capabilities = replace(backend.capabilities, inline=True)
-    return backend
-
-
-def test_inline(model: Path) -> None:
-    _run(model, _inline(0), 0)
-
-
 def test_on_a_small_disk_store(model: Path, tmp_path: Path) -> None:
     _run(model, disk_url(tmp_path / "store", "256KiB"), 0)
 
@@ -136,5 +124,4 @@ def test_on_a_small_disk_store(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(100, 200))
 def test_many_of_them(model: Path, tmp_path: Path, seed: int) -> None:
     _run(model, Moody(seed), seed)
-    _run(model, _inline(seed), seed)
     _run(model, disk_url(tmp_path / "store", "256KiB"), seed)

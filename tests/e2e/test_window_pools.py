@@ -161,10 +161,10 @@ def test_without_one_of_the_windows_blocks_less_is_reused_and_no_token_wrong(
 
 
 @pytest.mark.parametrize(
-    ("arch", "inline"), [("gemma", False), ("gemma", True), ("mistral", False)]
+    ("arch", "in_memory"), [("gemma", False), ("gemma", True), ("mistral", False)]
 )
 def test_many_requests_in_little_memory_are_all_right(
-    request: pytest.FixtureRequest, tmp_path: Path, arch: str, *, inline: bool
+    request: pytest.FixtureRequest, tmp_path: Path, arch: str, *, in_memory: bool
 ) -> None:
     """Prefixes in common, chunks, a device that forgets, and a memory store that forgets, too."""
     model = request.getfixturevalue(arch)
@@ -178,7 +178,7 @@ def test_many_requests_in_little_memory_are_all_right(
         expected = [output.output_token_ids for output in llm.generate(prompts, params)]
     reused = 0
     for _ in range(2):
-        store = MemoryBackend(4 << 20) if inline else CountingDisk(tmp_path)
+        store = MemoryBackend(4 << 20) if in_memory else CountingDisk(tmp_path)
         with open_llm(model, store, cache={"max_tokens": 320}, max_num_tokens=48) as llm:
             for _ in range(2):
                 outputs = llm.generate(prompts, params)

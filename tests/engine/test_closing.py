@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 import pytest
 
@@ -46,10 +45,6 @@ class Blocking(MemoryBackend):
         await super().close()
 
 
-class BlockingInBackground(Blocking):
-    capabilities = replace(MemoryBackend.capabilities, inline=False)
-
-
 def close_in_time(llm) -> bool:
     closer = threading.Thread(target=llm.close)
     closer.start()
@@ -57,20 +52,19 @@ def close_in_time(llm) -> bool:
     return not closer.is_alive()
 
 
-@pytest.mark.parametrize("kind", [Blocking, BlockingInBackground])
 @pytest.mark.parametrize("method", ["save", "lookup", "load", "close"])
-def test_a_store_that_blocks_its_loop(open_llm, llama, monkeypatch, method, kind):
+def test_a_store_that_blocks_its_loop(open_llm, llama, monkeypatch, method):
     monkeypatch.setattr("kvconnect.engine.llm._CLOSE_S", SOON_S)
-    check_close(open_llm, llama, method, kind)
+    check_close(open_llm, llama, method)
 
 
 def test_it_takes_no_longer_than_promised(open_llm, llama):
-    check_close(open_llm, llama, "load", BlockingInBackground)
+    check_close(open_llm, llama, "load")
 
 
-def check_close(open_llm, llama, method: str, kind: type[Blocking]) -> None:
+def check_close(open_llm, llama, method: str) -> None:
     """Close an engine whose store blocks in `method`: what runs has ended, soon."""
-    backend = kind(method)
+    backend = Blocking(method)
     config = KvCacheConnectorConfig(
         backend=backend, save_timeout_s=SAVE_TIMEOUT_S, lookup_timeout_ms=60_000
     )

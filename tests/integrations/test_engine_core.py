@@ -369,11 +369,8 @@ def test_rows_that_are_not_contiguous_are_stored_as_others_are():
     for view in strided.views:
         view.fill_(0)
     copiers[1].copy_in(slots[1], [2, 3, 4])
-    copiers[1].copy_in(slots[1][:1], [8], range(1, 2))
     for view, expected in zip(strided.views, plain.views, strict=True):
         assert torch.equal(view[[2, 3, 4]], expected[[5, 1, 7]])
-    assert not strided.views[0][8].any()
-    assert torch.equal(strided.views[2][8], plain.views[2][5])
 
 
 @pytest.mark.parametrize("gap", [0, 24], ids=["evenly apart", "unevenly apart"])

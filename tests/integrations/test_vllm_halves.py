@@ -32,10 +32,9 @@ from kvconnect.trace import count, metrics
 # ------------------------------------------------------------------ saved, and loaded
 
 
-@pytest.mark.parametrize("in_step", [True, False])
 @pytest.mark.parametrize("chunk", [100, 6])
-def test_what_was_computed_is_loaded(open_engine: Open, in_step, chunk):
-    engine = open_engine(Roles(loads_in_step=in_step), chunk=chunk)
+def test_what_was_computed_is_loaded(open_engine: Open, chunk):
+    engine = open_engine(chunk=chunk)
     first = engine.answer(PROMPT)
     engine.flush()
     second = engine.answer(PROMPT)
@@ -44,15 +43,14 @@ def test_what_was_computed_is_loaded(open_engine: Open, in_step, chunk):
     engine.check_empty()
 
 
-@pytest.mark.parametrize(("in_step", "cached"), [(True, 3 * T), (False, 4 * T)])
-def test_of_a_prompt_of_whole_blocks_a_token_is_computed(open_engine: Open, in_step, cached):
-    """What is loaded in the background may hold the last token, which vLLM computes again."""
-    engine = open_engine(Roles(loads_in_step=in_step))
+def test_of_a_prompt_of_whole_blocks_a_token_is_computed(open_engine: Open):
+    """What is loaded may hold the last token, which vLLM computes again."""
+    engine = open_engine()
     prompt = PROMPT[: 4 * T]
     engine.answer(prompt)
     engine.flush()
     again = engine.answer(prompt)
-    assert (again.cached, again.answer) == (cached, told(engine, prompt))
+    assert (again.cached, again.answer) == (4 * T, told(engine, prompt))
     engine.check_empty()
 
 
@@ -126,12 +124,9 @@ def test_nothing_is_asked_twice_for_one_answer(open_engine: Open, store):
 # ------------------------------------------------------------------ what goes wrong
 
 
-@pytest.mark.parametrize("in_step", [True, False])
 @pytest.mark.parametrize("fault", [one for one in BACKEND_FAULTS if one not in {"none", "late"}])
-def test_no_fault_changes_an_answer(open_engine: Open, store, fault, in_step):
-    engine = open_engine(
-        Roles(loads_in_step=in_step), lookup_timeout_ms=50, load_timeout_s=0.2, save_timeout_s=0.2
-    )
+def test_no_fault_changes_an_answer(open_engine: Open, store, fault):
+    engine = open_engine(lookup_timeout_ms=50, load_timeout_s=0.2, save_timeout_s=0.2)
     engine.answer(PROMPT)
     engine.flush()
     store.set(fault)
@@ -624,9 +619,8 @@ def test_counters_are_told_once():
     assert "late_lookups" not in steps.take()
 
 
-@pytest.mark.parametrize("in_step", [True, False])
-def test_every_load_is_counted(open_engine: Open, in_step):
-    engine = open_engine(Roles(loads_in_step=in_step))
+def test_every_load_is_counted(open_engine: Open):
+    engine = open_engine()
     steps = CounterSteps()
     engine.answer(PROMPT)
     engine.flush()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from vllm_stand_in import PROMPT, Model, Open, StandIn, T, poll, told
 
-from kvconnect.integrations.vllm.scheduler import Roles
 from kvconnect.trace import metrics
 
 WHOLE = 5 * T
@@ -74,10 +73,9 @@ def check(engine: StandIn, *, cached: int, prompt: list[int] = PROMPT) -> None:
     assert (answer.answer, answer.cached) == (told(engine, prompt), cached)
 
 
-@pytest.mark.parametrize("in_step", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_nothing_is_loaded_or_saved_from_a_change_on(open_engine: Open, shared, change, in_step):
-    engine = open_engine(Roles(loads_in_step=in_step), url=shared)
+def test_nothing_is_loaded_or_saved_from_a_change_on(open_engine: Open, shared, change):
+    engine = open_engine(url=shared)
     check(engine, cached=0)
     check(engine, cached=WHOLE)
     change(engine)

@@ -49,7 +49,6 @@ class LoadBlocks:
         start: leading tokens that are valid already, a multiple of tokens_per_block.
         end: leading tokens that are valid when all of `blocks` are there; perhaps inside the last.
         blocks: what to fetch, group by group, each in order of its tokens.
-        is_async: in the background, or in the step it is ordered in.
         divisible: without its last blocks it still makes the tokens before them valid. False with
             windows or several pools: one missing block makes all of it useless.
     """
@@ -58,7 +57,6 @@ class LoadBlocks:
     start: int
     end: int
     blocks: tuple[BlockLoad, ...]
-    is_async: bool = True
     divisible: bool = True
 
     def num_valid(self, num_blocks: int, tokens_per_block: int) -> int:

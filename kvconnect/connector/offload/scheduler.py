@@ -63,7 +63,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     Lookups start when a request arrives. At admission, all requests of one step together wait at
     most ``lookup_timeout_ms`` for answers: what is late is a miss, and may serve a later admission.
     After that no request waits until the store answers in time again.
-    Loads run in the background unless the backend is ``inline``.
+    Loads run in the background.
 
     A block is ordered into the store in the step that fills it; with ``save_on="finish"`` the
     workers stage it at its request's end, or when that is preempted. A block that is dropped or
@@ -89,8 +89,6 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._has_windows = any(window is not None for window in self._windows)
         # Without windows, in one pool: a load serves as far as it comes.
         self._divisible = self._windows == (None,)
-        shard = llm_args.place
-        self._alone = shard.tp_size * shard.pp_size == 1
         self._states: dict[int, _State] = {}
         self._ended: list[RequestEnd] = []  # and the next are for the next step's metadata
         self._forgotten: list[int] = []
@@ -151,7 +149,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         if num_tokens < self._min_tokens:
             return 0, False
         state.promised = (num_computed_tokens, end)
-        return num_tokens, not self._loads_in_step
+        return num_tokens, True
 
     def _usable(self, request: LlmRequest, hit: Hit, num_computed_tokens: int) -> int:
         """How far of `hit` is loaded: all of it, or up to its last block, or nothing."""
@@ -160,18 +158,10 @@ class OffloadScheduler(KvCacheConnectorScheduler):
             return end
         if end > num_tokens or not self.whole_blocks or self._has_windows:
             return 0  # since then it was rewound: windows were looked up for just this end
-        # Only in the background may a load bring the last token, too, which the engine computes
-        # again. Of what the device has all but the last block of, that block is computed.
+        # A load may bring the last token, too, which the engine computes again. Of what the device
+        # has all but the last block of, that block is computed.
         size = self._tokens_per_block
-        is_short = end - size <= num_computed_tokens
-        return end - size if is_short or self._loads_in_step else end
-
-    @property
-    def _loads_in_step(self) -> bool:
-        # What a step computes behind a load can be saved only once every rank's load is known to
-        # have succeeded. That is in the next step, and then a window may have given it up: several
-        # ranks load in the background.
-        return self._store.inline and (self._divisible or self._alone)
+        return end - size if end - size <= num_computed_tokens else end
 
     def _hit(self, state: _State) -> Hit | None:
         """The store's answer; empty if it failed, ``None`` if it is late. Never waits."""
@@ -266,21 +256,17 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMeta | None:
         """The loads and saves of this step; ``None`` if there are none."""
         self._budget.start_step()
-        loads: list[LoadBlocks] = []
         saves: list[SaveOrder] = []
-        for data in scheduler_output.loading_requests:
-            self._order_load(data, loads, is_async=True)
+        loads = [
+            load
+            for data in scheduler_output.loading_requests
+            if (load := self._load_of(data)) is not None
+        ]
         for data in scheduler_output.new_requests:
             plan = self._states[data.request_id].saves
             plan.forget_blocks()
             plan.extend(_by_group(data), data.priorities)
-            load = self._order_load(data, loads, is_async=False)
-            # Should the load fail, what this step computes is wrong: it is saved in the next one.
-            # Where a window may have given it up by then, the worker sees to that.
-            if load is None:
-                self._order_save(data, saves, data.computed_position)
-            elif not self._divisible:
-                self._order_save(data, saves, load.end)
+            self._order_save(data, saves, data.computed_position)
         for data in scheduler_output.cached_requests:
             if any(_by_group(data)):
                 plan = self._states[data.request_id].saves
@@ -311,9 +297,8 @@ class OffloadScheduler(KvCacheConnectorScheduler):
                 if (state := self._states.get(request_id)) is not None:
                     state.saves.note_missing(block, until_end=True)
 
-    def _order_load(
-        self, data: RequestData, loads: list[LoadBlocks], *, is_async: bool
-    ) -> LoadBlocks | None:
+    def _load_of(self, data: RequestData) -> LoadBlocks | None:
+        """The load of a request that was told of one; ``None``: it is of no use any more."""
         state = self._states[data.request_id]
         promised, state.promised = state.promised, None
         # What reaches no further than what the device has was not taken.
@@ -323,9 +308,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         held = data.computed_position - data.computed_position % self._tokens_per_block
         start, end = min(promised[0], held), promised[1]
         blocks = tuple(self._blocks_to_load(data, state.hit, start, end))
-        load = LoadBlocks(data.request_id, start, end, blocks, is_async, self._divisible)
-        loads.append(load)
-        return load
+        return LoadBlocks(data.request_id, start, end, blocks, self._divisible)
 
     def _blocks_to_load(
         self, data: RequestData, hit: Hit, start: int, end: int

@@ -224,10 +224,8 @@ class PoolCopier:
         if self._in is not None and stream is not None:
             self._in.wait_stream(stream)
 
-    def copy_in(
-        self, slots: Sequence[Slot], block_ids: Sequence[int], layers: range | None = None
-    ) -> None:
-        """Each slot's payload, or only `layers` of it, to its block.
+    def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
+        """Copies each slot's payload to its block.
 
         The slots stay as they are until the copies are over, see `mark_copies_in`.
         """
@@ -236,7 +234,6 @@ class PoolCopier:
             self._blocks,
             [slot.index for slot in slots],
             block_ids,
-            layers=slice(None) if layers is None else layers,
             stream=self._in,
             stable_source=True,
         )

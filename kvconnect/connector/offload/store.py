@@ -59,7 +59,7 @@ class OffloadStore:
         llm_args: whose.
         backend: guarded; to be used on the loop only.
         heads: of each pool group, which of the model's KV heads the rank has.
-        inline, enumerable: as the backend says.
+        enumerable: as the backend says.
         io: the loop.
         copying: threads that copy into the pool.
     """
@@ -81,7 +81,6 @@ class OffloadStore:
             codec=config.codec,
             key_file=config.key_file,
         )
-        self.inline = self.backend.capabilities.inline
         self.enumerable = self.backend.capabilities.enumerable
         self._drain_until: float | None = None
         self.copying = Lane("kvconnect-copy", 2)

@@ -60,13 +60,11 @@ class HostCopier(PoolCopier):
 
     def __init__(self, blocks: PagedKv, layout: KvCacheLayout, staging: StagingPool) -> None:
         super().__init__(blocks, layout, staging)
-        self._host = _HostPlanes(blocks.views, self._slots.views, blocks.per_layer)
+        self._host = _HostPlanes(blocks.views, self._slots.views)
 
-    def copy_in(
-        self, slots: Sequence[Slot], block_ids: Sequence[int], layers: range | None = None
-    ) -> None:
-        """Each slot's payload, or only `layers` of it, to its block."""
-        self._host.copy_in(slots, block_ids, layers)
+    def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
+        """Copies each slot's payload to its block."""
+        self._host.copy_in(slots, block_ids)
 
 
 class StridedCopier(PoolCopier):
@@ -76,7 +74,7 @@ class StridedCopier(PoolCopier):
         self.layout = layout
         self._planes = tuple(view.detach() for view in blocks.views)
         self._slots = staging.paged(layout)
-        self._host = _HostPlanes(self._planes, self._slots.views, blocks.per_layer)
+        self._host = _HostPlanes(self._planes, self._slots.views)
         self._in = None
         self._out = None
 
@@ -90,11 +88,9 @@ class StridedCopier(PoolCopier):
             slot.index_copy_(0, rooms, plane.index_select(0, blocks))
         return DONE
 
-    def copy_in(
-        self, slots: Sequence[Slot], block_ids: Sequence[int], layers: range | None = None
-    ) -> None:
-        """Each slot's payload, or only `layers` of it, to its block."""
-        self._host.copy_in(slots, block_ids, layers)
+    def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
+        """Copies each slot's payload to its block."""
+        self._host.copy_in(slots, block_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,33 +111,28 @@ class _HostPlanes:
     Args:
         pool: planes ``[blocks, T, heads, dim]``, layer by layer.
         slots: as many of the staging memory.
-        per_layer: planes of a layer.
     """
 
-    def __init__(self, pool: Sequence[Tensor], slots: Sequence[Tensor], per_layer: int) -> None:
-        self._per_layer = per_layer
-        self._pairs = [
-            _Planes(_words(one)[None], _words(other)[None])
-            for one, other in zip(pool, slots, strict=True)
-        ]
-        self._joined = _joined(self._pairs)
+    def __init__(self, pool: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
+        self._planes = _joined(
+            [
+                _Planes(_words(one)[None], _words(other)[None])
+                for one, other in zip(pool, slots, strict=True)
+            ]
+        )
+        self._num_blocks = len(pool[0])
 
-    def copy_in(
-        self, slots: Sequence[Slot], block_ids: Sequence[int], layers: range | None
-    ) -> None:
+    def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
         """See `PoolCopier.copy_in`; over when it returns.
 
         Raises:
             IndexError: a block is none of the pool's; nothing was copied.
         """
         targets = np.array(block_ids, np.intp)
-        if len(targets) and not 0 <= targets.min() <= targets.max() < self._pairs[0].pool.shape[1]:
+        if len(targets) and not 0 <= targets.min() <= targets.max() < self._num_blocks:
             raise IndexError(f"block_ids: {list(block_ids)} are not all of the pool")
         runs = list(_runs([slot.index for slot in slots]))
-        pairs = self._joined
-        if layers is not None:
-            pairs = self._pairs[layers.start * self._per_layer : layers.stop * self._per_layer]
-        for pair in pairs:
+        for pair in self._planes:
             for some, rooms in runs:
                 pair.pool[:, targets[some]] = pair.slots[:, rooms]
 

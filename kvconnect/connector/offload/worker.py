@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from kvconnect.connector.offload.background_load import BackgroundLoads
 from kvconnect.connector.offload.messages import OffloadMeta, SaveOrder, WorkerMeta
 from kvconnect.connector.offload.save_queue import HeldSaves, SaveQueue
 from kvconnect.connector.offload.staging import PoolCopier, StagingPool
-from kvconnect.connector.offload.step_load import StepLoad
 from kvconnect.connector.offload.store import BlockRoute, OffloadStore
 from kvconnect.connector.offload.strided import StridedCopier, StridedPlanes
 from kvconnect.connector.stream import ForwardStream, cuda_stream
@@ -64,7 +62,6 @@ class OffloadWorker(KvCacheConnectorWorker):
     """
 
     wakes = True
-    copier_class: ClassVar[type[PoolCopier]] = PoolCopier
 
     def __init__(self, llm_args: LlmArgs) -> None:
         super().__init__(llm_args)
@@ -76,7 +73,6 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._saved: list[int] = []
         self._missing: dict[int, int] = {}
         self._held = HeldSaves(llm_args.layouts)
-        self._step_load: StepLoad | None = None
         self._saves: SaveQueue | None = None
         self._hide_gauges: Callable[[], None] = _silent
         self._open_store: OffloadStore | None = OffloadStore.acquire(llm_args)
@@ -115,7 +111,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         copiers = tuple(
             StridedCopier(one, layout, staging)
             if isinstance(one, StridedPlanes)
-            else self.copier_class(one, layout, staging)
+            else PoolCopier(one, layout, staging)
             for one, layout in zip(pools, layouts, strict=True)
         )
         self._staging = staging
@@ -156,21 +152,10 @@ class OffloadWorker(KvCacheConnectorWorker):
         for copier in self._route.copiers:
             copier.order_copies_in(cuda_stream(stream))
         for order in meta.loads:
-            if order.is_async:
-                self._loads.start(order)
-        if in_step := [order for order in meta.loads if not order.is_async]:
-            self._step_load = StepLoad(
-                in_step,
-                self._route,
-                timeout_s=self._config.load_timeout_s,
-                layerwise=self._config.layerwise,
-            )
-            self._step_load.start()
+            self._loads.start(order)
 
     def wait_for_layer_load(self, layer_idx: int, stream: ForwardStream) -> None:
-        """Wait for this layer of the step's own loads, no further."""
-        if self._step_load is not None:
-            self._step_load.wait_layer(layer_idx, cuda_stream(stream))
+        """Does nothing: no request computes before its load has ended."""
 
     def cancel(self, request_id: int) -> None:
         """Copy nothing more of this load into the pool."""
@@ -187,21 +172,12 @@ class OffloadWorker(KvCacheConnectorWorker):
         """Nothing: whole blocks are copied at the end of the forward pass."""
 
     def wait_for_save(self, stream: ForwardStream) -> None:
-        """Stage or hold what the step filled, behind its work; wait for its loads to be over."""
-        wrong: set[int] = set()
-        if self._step_load is not None:
-            failures = self._step_load.finish()
-            self._failed += failures
-            wrong = {failure.request_id for failure in failures}
-            self._step_load = None
+        """Stages or holds what the step filled, behind its work."""
         meta = self._metadata
         if isinstance(meta, OffloadMeta) and meta.saves:
             timeout_s = self._config.save_timeout_s if self._config.on_backlog == "wait" else 0.0
             deadline = time.monotonic() + timeout_s  # of all of them together
             for order in filter(None, map(self._own, meta.saves)):
-                # What was computed behind a load that failed is not what its keys say.
-                if order.request_id in wrong:
-                    continue
                 if self._config.save_on == "finish":
                     self._held.add(order)
                 else:

@@ -72,9 +72,7 @@ class AttachedCopier(PoolCopier):
         transfer.wait_on(before)
         return transfer
 
-    def copy_in(
-        self, slots: Sequence[Slot], block_ids: Sequence[int], layers: range | None = None
-    ) -> None:
+    def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
         """As `PoolCopier.copy_in`; all of `block_ids` are of one memory."""
         memory = self._memories.get(block_ids[0] >> _BITS)
         if memory is None:
@@ -84,7 +82,6 @@ class AttachedCopier(PoolCopier):
             memory,
             [slot.index for slot in slots],
             [block_id & _INDEX for block_id in block_ids],
-            layers=slice(None) if layers is None else layers,
             stream=self._in,
             stable_source=True,
         )

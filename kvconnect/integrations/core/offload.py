@@ -16,19 +16,12 @@ __all__ = ["EngineScheduler"]
 
 
 class EngineScheduler(OffloadScheduler):
-    """`OffloadScheduler` for an engine that takes up whole blocks.
-
-    Args:
-        llm_args: of the pair.
-        loads_in_step: whether the engine can load in the step that computes; otherwise all loads
-            are in the background.
-    """
+    """`OffloadScheduler` for an engine that takes up whole blocks."""
 
     whole_blocks: ClassVar[bool] = True
     hashes_at_once: ClassVar[bool] = False
 
-    def __init__(self, llm_args: LlmArgs, *, loads_in_step: bool) -> None:
-        self._engine_loads_in_step = loads_in_step
+    def __init__(self, llm_args: LlmArgs) -> None:
         self._unanswered: Reply[Any] | None = None
         super().__init__(llm_args)
 
@@ -64,7 +57,3 @@ class EngineScheduler(OffloadScheduler):
         if unanswered is not None:
             with suppress(TimeoutError, CancelledError):
                 unanswered.exception(timeout_s)
-
-    @property
-    def _loads_in_step(self) -> bool:
-        return self._engine_loads_in_step and super()._loads_in_step

@@ -95,7 +95,7 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
             if is_scheduler:
                 _warn_of_policy(transfer)
                 extra_key = extra_key_of(settings, variant)
-                roles = _roles(settings, vllm_config, self._groups)
+                roles = _roles(settings, vllm_config)
                 self._scheduler = half = SchedulerHalf(self._args, extra_key, roles)
                 if (executor := executor_of_caller()) is not None:
                     calls = WeightCalls(executor, half.weights_changed, reports_unknown=False)
@@ -309,14 +309,11 @@ def _shard(vllm_config: Any, *, is_scheduler: bool) -> Shard:
     return Shard(get_tensor_model_parallel_rank(), size)
 
 
-def _roles(settings: EngineSettings, vllm_config: Any, groups: tuple[CacheGroup, ...]) -> Roles:
+def _roles(settings: EngineSettings, vllm_config: Any) -> Roles:
     transfer = vllm_config.kv_transfer_config
-    # Two steps at once: what is computed behind a load that fails cannot be taken back.
-    overlaps = bool(vllm_config.scheduler_config.async_scheduling)
     return Roles(
         saves=transfer.is_kv_producer,
         loads=transfer.is_kv_consumer,
-        loads_in_step=len(groups) == 1 and groups[0].layout.window is None and not overlaps,
         tells=transfer.is_kv_producer and not transfer.is_kv_consumer,
         base_is_apart=base_is_apart(vllm_config),
         features_are_own=getattr(vllm_config, "ec_transfer_config", None) is None,

@@ -39,7 +39,6 @@ class Roles:
 
     Attributes:
         saves, loads: a ``kv_consumer`` does not save, a ``kv_producer`` does not load.
-        loads_in_step: the engine takes loads in the step that computes.
         tells: results say in ``kv_transfer_params`` how far the prompt is saved.
         base_is_apart: see `kvconnect.integrations.vllm.lora`; if not, requests without an adapter
             are not cached.
@@ -50,7 +49,6 @@ class Roles:
 
     saves: bool = True
     loads: bool = True
-    loads_in_step: bool = False
     tells: bool = False
     base_is_apart: bool = True
     features_are_own: bool = True
@@ -72,7 +70,7 @@ class SchedulerHalf:
         self._holds = llm_args.kv_connector_config.save_on == "finish"
         # Below the lowest priority of `EngineSettings.without_saves`, a consumer's.
         self._steps = StepReader(self._size, PRIORITY if roles.saves else 0)
-        self._scheduler = EngineScheduler(llm_args, loads_in_step=roles.loads_in_step)
+        self._scheduler = EngineScheduler(llm_args)
         self._request_names = RequestNames(
             llm_args,
             extra_key,
@@ -117,7 +115,6 @@ class SchedulerHalf:
             # Waited for all the same: only what the store lacks is saved, and a request of one
             # token may have no other step to order that in.
             return None if found is None else 0, False
-        tracked.in_step = bool(found) and not is_async
         if found is not None and self._is_to_come(tracked, num_computed_tokens + found):
             return None, False
         return found, is_async
@@ -198,7 +195,7 @@ class SchedulerHalf:
             return
         llm.num_connector_matched_tokens = tracked.external = num_external_tokens
         self._scheduler.update_state_after_alloc(llm, [])
-        if num_external_tokens and not tracked.in_step:
+        if num_external_tokens:
             tracked.loading = True
             tracked.computed = tracked.offered_at + num_external_tokens
             self._starting.append((tracked, blocks.get_block_ids()))

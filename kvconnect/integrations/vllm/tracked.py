@@ -32,7 +32,6 @@ class Tracked:
         preemptions: those of `request` that the pair knows of.
         offered_at: its local tokens when it was asked for last.
         external: tokens beyond `offered_at` that vLLM took, until their load is ordered.
-        in_step: they are loaded in the step that computes.
         loading: a load in the background is under way.
         computed: leading tokens that have KV after the last step it was in.
         num_full: full blocks of them that the pair was told of.
@@ -50,7 +49,6 @@ class Tracked:
     preemptions: int = 0
     offered_at: int = 0
     external: int = 0
-    in_step: bool = False
     loading: bool = False
     computed: int = 0
     num_full: int = 0

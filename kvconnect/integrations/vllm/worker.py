@@ -53,7 +53,6 @@ class WorkerHalf:
 
     def __init__(self, llm_args: LlmArgs) -> None:
         self._worker = OffloadWorker(llm_args)
-        self._layers = sorted(n for one in llm_args.layouts for n in one.layer_numbers)
         self._layouts = llm_args.layouts
         self._stream: ForwardStream = CpuStream()
         self._on_cuda = False
@@ -108,15 +107,11 @@ class WorkerHalf:
         self._meta = StepMeta()
 
     def start_load(self) -> None:
-        """Start this step's loads; waits for those that the step itself needs."""
+        """Starts this step's loads; does not block."""
         offload = self._meta.offload
         if offload is None or not offload.loads:
             return
-        stream = self._current_stream()
-        self._worker.start_load_kv(stream)
-        if any(not load.is_async for load in offload.loads):
-            for number in self._layers:
-                self._worker.wait_for_layer_load(number, stream)
+        self._worker.start_load_kv(self._current_stream())
 
     def wait_for_save(self) -> None:
         """Stage what the step filled, behind its work.
@@ -167,12 +162,6 @@ class WorkerHalf:
             results.loaded.add(self._names.pop(request_id))
         for failure in self._worker.get_failed():
             self._take_failure(failure, results)
-        for load in [one for one in self._loads.values() if not one.is_async]:
-            # Over with the step that it was for.
-            if load.request_id in self._void:
-                self._fail(load, results)
-            del self._loads[load.request_id]
-            del self._names[load.request_id]
         return results
 
     def _fail(self, load: LoadBlocks, results: StepResults) -> None:
@@ -186,7 +175,7 @@ class WorkerHalf:
         if failure.direction is Direction.SAVE:
             results.saved.add(self._names.pop(request_id))
             return
-        load, name = self._loads[request_id], self._names[request_id]
+        load, name = self._loads.pop(request_id), self._names.pop(request_id)
         if request_id in self._void:
             self._void.discard(request_id)
             failure = replace(failure, num_valid_tokens=load.start)
@@ -195,10 +184,7 @@ class WorkerHalf:
             f"a load failed, its tokens are computed: {failure.reason}",
         )
         self._failed[request_id] = failure.num_valid_tokens
-        if load.is_async:
-            del self._loads[request_id]
-            del self._names[request_id]
-            results.loaded.add(name)
+        results.loaded.add(name)
         if load.divisible:
             size = self._layouts[0].tokens_per_block
             first = max(0, failure.num_valid_tokens - load.start) // size

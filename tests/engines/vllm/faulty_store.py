@@ -1,12 +1,10 @@
 """Stores whose faults a test sets: ``faulty://NAME`` in memory, ``faulty://NAME/PATH`` on disk.
 
-They are known where this module was imported. One whose name begins with ``background`` is too slow
-to load in the step that computes, it says.
+They are known where this module was imported.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from kvconnect.backends import registry
@@ -26,8 +24,6 @@ def from_url(url: Any) -> FaultyBackend:
     if url.path:
         inner = disk(StoreUrl.parse(f"disk://{url.path}?{SIZE}"))
     made = STORES[url.location] = FaultyBackend(inner)
-    if url.location.startswith("background"):
-        made.capabilities = replace(made.capabilities, inline=False)
     return made
 
 

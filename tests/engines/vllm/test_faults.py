@@ -22,16 +22,16 @@ LIMITS = {"lookup_timeout_ms": 200.0, "load_timeout_s": 1.0, "save_timeout_s": 1
 
 @pytest.fixture(
     scope="module",
-    params=[("background", False), ("one-step", False), ("background", True)],
-    ids=["background", "one-step", "core-process"],
+    params=[False, True],
+    ids=["one-process", "core-process"],
 )
 def served(request, make_vllm_model, tmp_path_factory) -> Iterator[tuple[Engine, str]]:
-    """On a faulty store; with loads in the background, or in the step that computes."""
-    loads, core_process = request.param
+    """On a faulty store."""
+    core_process = request.param
     directory = tmp_path_factory.mktemp("store") if core_process else ""
-    transfer = connector(f"faulty://{loads}{directory}", **LIMITS)
+    transfer = connector(f"faulty://one{directory}", **LIMITS)
     with engine(make_vllm_model(), transfer, core_process=core_process) as made:
-        yield made, loads
+        yield made, "one"
 
 
 @pytest.fixture

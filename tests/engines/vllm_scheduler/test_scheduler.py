@@ -26,22 +26,12 @@ LOADING = "WAITING_FOR_REMOTE_KVS"
 OPERATIONS = frozenset({"lookup", "load", "save", "delete", "children"})
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        (mode, loads)
-        for mode in MODES
-        for loads in ("background", "one-step")
-        if loads == "background" or "overlapping" not in mode
-    ],
-    ids=lambda one: f"{one[0]}-{one[1]}",
-)
+@pytest.fixture(scope="module", params=MODES)
 def served(request, starter) -> Iterator[tuple[StandInEngine, FaultyBackend]]:
-    """On a faulty store; with loads in the background, or in the step that computes."""
-    mode, loads = request.param
-    with starter(mode)(connector(f"faulty://{loads}", **LIMITS)) as made:
+    """On a faulty store."""
+    with starter(request.param)(connector("faulty://one", **LIMITS)) as made:
         made.poison_what_fails()
-        yield made, faulty_store.STORES[loads]
+        yield made, faulty_store.STORES["one"]
 
 
 @pytest.fixture
@@ -91,8 +81,7 @@ def test_a_wrong_element_would_be_noticed(healthy):
 
 def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(healthy):
     """Behind a load in the background that token is computed again; a block alone is not loaded."""
-    made, store = healthy
-    in_step = made.connector._scheduler._roles.loads_in_step and store.capabilities.inline
+    made, _ = healthy
     prompts = prompts_of(4 * SIZE, SIZE, seed=5)
     wanted = made.wanted(prompts)
     assert made.tokens(prompts) == wanted
@@ -100,7 +89,7 @@ def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(healthy):
     made.forget_device()
     loaded = made.answer(prompts)
     assert [one.tokens for one in loaded] == wanted
-    assert [one.cached for one in loaded] == [(3 if in_step else 4) * SIZE, 0]
+    assert [one.cached for one in loaded] == [4 * SIZE, 0]
 
 
 def test_what_the_device_has_is_not_loaded_and_what_follows_is(healthy):
@@ -114,8 +103,6 @@ def test_what_the_device_has_is_not_loaded_and_what_follows_is(healthy):
 def test_an_abort_during_a_load_gives_the_blocks_back(healthy, fault):
     made, store = healthy
     half = made.connector._scheduler
-    if half._roles.loads_in_step and store.capabilities.inline:
-        pytest.skip("loads end with the step that they are in")
     store._operations = frozenset({"load"})
     store.delay_s = 0.5
     store.set(fault)
