@@ -15,10 +15,9 @@ from kvconnect.connector.disagg.fetch.load import Load, Part
 from kvconnect.connector.disagg.fetch.sources import Source
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.layout import KvCacheLayout
-from kvconnect.transfer.control.messages import Unknown
+from kvconnect.transfer.control.messages import Unknown, Watermark
 from kvconnect.transfer.leases.client import Claimed
 from kvconnect.transfer.leases.held import HeldLease
-from kvconnect.transfer.leases.table import Mark
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.reads import Reads
@@ -161,6 +160,39 @@ def test_a_request_that_waits_goes_on_before_the_other_side_hears_of_it(fetcher)
     assert not fetcher._fetches
 
 
+class OnePart:
+    """A part that still writes until it is stopped."""
+
+    order, nbytes = ORDER, 0
+
+    def __init__(self):
+        self.over, self.failed, self.writes_ended = False, None, False
+
+    def fail(self, reason):
+        self.over, self.failed, self.writes_ended = True, self.failed or reason, True
+
+    def release(self, client):
+        pass
+
+
+def test_a_part_that_fails_stops_the_others_before_that_is_reported(fetcher):
+    """Or the load's blocks would be kept for reads that are over."""
+    first, second = parts = [OnePart(), OnePart()]
+    fetcher._fetches[7] = Load(ORDER, parts)
+    second.over = second.writes_ended = True  # a success that counts for nothing
+    first.fail("planted")
+    fetcher._step(first, lambda: None)
+    [failure] = fetcher.take_failed()
+    assert (failure.reason, failure.writes_ended) == ("planted", True)
+    first, second = parts = [OnePart(), OnePart()]
+    fetcher._fetches[7] = Load(ORDER, parts)
+    fetcher._step(second, lambda: second.fail("planted"))
+    [failure] = fetcher.take_failed()
+    assert (failure.reason, failure.writes_ended, first.failed) == ("planted", True, "planted")
+    assert fetcher.take_ended() == []
+    assert not fetcher._fetches
+
+
 @pytest.mark.parametrize("in_time", [True, False])
 def test_what_was_read_in_time_is_valid_before_the_other_side_is_told(links, in_time):
     """And the claim is dropped after that, or the other side would hear that it was aborted."""
@@ -192,7 +224,7 @@ def test_what_was_read_in_time_is_valid_before_the_other_side_is_told(links, in_
     part.advance()
     part.release(Client())
     assert not happened  # its blocks may still go
-    claimed.mark = Mark(kept=True)
+    claimed.mark = Watermark(tokens=0, layers=0, kept=True)
     clock.now = 5.0 if in_time else 11.0
     part.advance()
     assert (part.over, part.failed, happened) == (in_time, None, [])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 from kvconnect.errors import DuplicateRequest
 from kvconnect.transfer.control.fields import MAX_ENTRIES
 from kvconnect.transfer.control.keyed import ClaimKeys, GrantKeys, Verify
 from kvconnect.transfer.control.messages import (
+    NOTHING_COMPUTED,
     Abort,
     Claim,
     Expired,
@@ -29,7 +30,7 @@ from kvconnect.transfer.control.messages import (
 from kvconnect.transfer.leases.clock import Clock, lease_clock
 from kvconnect.transfer.leases.held import HeldLease, Outcome
 from kvconnect.transfer.leases.server import Send
-from kvconnect.transfer.leases.table import Blocks, Mark
+from kvconnect.transfer.leases.table import Blocks
 from kvconnect.transfer.leases.timer import Timer
 
 __all__ = ["Claimed", "LeaseClient"]
@@ -58,7 +59,7 @@ class Claimed:
     readers: int = 1
     tokens: int = 0
     blocks: Blocks = ()
-    mark: Mark = field(default_factory=Mark)
+    mark: Watermark = NOTHING_COMPUTED
     keys: tuple[bytes, ...] = ()
     verify: Verify = "none"
     granted: GrantKeys | None = None
@@ -330,7 +331,7 @@ class LeaseClient:
                 lease.epoch = message.epoch
                 claimed.tokens = message.tokens
                 claimed.blocks = message.blocks
-                claimed.mark = _mark(message.watermark)
+                claimed.mark = message.watermark
         elif isinstance(message, Expired):
             lease.refused(message.seq, "the lease has expired")
         elif isinstance(message, Unknown):
@@ -353,7 +354,7 @@ class LeaseClient:
         for group, (at, ids) in enumerate(zip(message.first, message.blocks, strict=True)):
             blocks[group] = (*blocks[group][:at], *ids)
         claimed.blocks = tuple(blocks)
-        claimed.mark = max(claimed.mark, _mark(message.watermark))
+        claimed.mark = max(claimed.mark, message.watermark)
 
     def _renewed(self, message: Renewed, peer: str) -> list[Claimed]:
         changed = []
@@ -363,7 +364,7 @@ class LeaseClient:
                 continue
             if claimed.lease.granted(message.seq, one.lease_s):
                 changed.append(claimed)
-                if _mark(one.watermark) > claimed.mark:
+                if one.watermark > claimed.mark:
                     self._send_claim(claimed)  # a watermark was lost, perhaps with blocks
         for lost, why in (
             (message.expired, "the lease has expired"),
@@ -375,7 +376,3 @@ class LeaseClient:
                     claimed.lease.refused(message.seq, why)
                     changed.append(claimed)
         return changed
-
-
-def _mark(watermark: Watermark) -> Mark:
-    return Mark(watermark.tokens, watermark.layers, watermark.before, watermark.kept)

@@ -28,13 +28,13 @@ from kvconnect.transfer.control.messages import (
     Ping,
     Release,
     Unknown,
+    Watermark,
 )
 from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.leases.clock import lease_clock
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.leases.server import LeaseServer
-from kvconnect.transfer.leases.table import Mark
 from kvconnect.transfer.leases.timer import Timer
 
 HERE = Path(__file__).parent
@@ -112,8 +112,8 @@ def test_what_is_read_and_released_is_valid_and_unpinned_at_once(p, d):
     claimed = client.claim("P", "r")
     until(claimed.lease.may_read)
     assert claimed.blocks == ((1, 2),)
-    server.advance(key, Mark(tokens=64, layers=1), ((3,),))
-    until(lambda: claimed.mark == Mark(tokens=64, layers=1))
+    server.advance(key, Watermark(tokens=64, layers=1), ((3,),))
+    until(lambda: claimed.mark == Watermark(tokens=64, layers=1))
     assert claimed.blocks == ((1, 2, 3),)
     assert client.release(claimed) is Outcome.VALID
     assert len(client) == 0
@@ -173,8 +173,8 @@ def test_what_was_lost_with_a_connection_is_told_again(p, d):
     until(claimed.lease.may_read)
     peer.reconnect()
     until(lambda: not server._senders)
-    server.advance(key, Mark(tokens=64, layers=2), ((2,),))
-    until(lambda: claimed.mark == Mark(tokens=64, layers=2))
+    server.advance(key, Watermark(tokens=64, layers=2), ((2,),))
+    until(lambda: claimed.mark == Watermark(tokens=64, layers=2))
     assert claimed.blocks == ((1, 2),)
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 
 from kvconnect.connector.disagg.fetch.claims import Claim
 from kvconnect.connector.disagg.fetch.links import Link
-from kvconnect.connector.disagg.fetch.pieces import Coverage, FetchPlan, RemoteBlocks, cut_reads
+from kvconnect.connector.disagg.fetch.pieces import FetchPlan, RemoteBlocks, cut_reads
 from kvconnect.connector.disagg.fetch.sources import Source
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.offload.lookup import blocks_needed
 from kvconnect.layout import KvCacheLayout
-from kvconnect.transfer.control.messages import Hello
+from kvconnect.transfer.control.messages import NOTHING_COMPUTED, Hello
 from kvconnect.transfer.leases.client import Claimed, LeaseClient
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.pull import Pull
@@ -123,7 +123,7 @@ class Part:
         self._source = source
         self._plan = FetchPlan(order, layouts, regions, source.heads)
         self._told: tuple[Hello, list[KvCacheLayout]] | None = None
-        self._coverage = Coverage()
+        self._computed = NOTHING_COMPUTED
         self._remote = [RemoteBlocks() for _ in layouts]
         self._ready: deque[Reads] = deque()
         self._pulls: set[Pull] = set()  # not terminal
@@ -219,7 +219,7 @@ class Part:
                 return
         while len(self._reading) < _PULLS_IN_FLIGHT and not self.over:
             if not self._ready and not self._plan.complete:
-                for reads in self._plan.take(self._coverage, self._remote):
+                for reads in self._plan.take(self._computed, self._remote):
                     leased = replace(reads, epoch=claimed.lease.epoch or 0)
                     self._ready += cut_reads(leased, _PULL_NBYTES)
             if not self._ready:
@@ -281,7 +281,10 @@ class Part:
             needed = blocks_needed(layout.window, claimed.tokens, layout.tokens_per_block)
             # Of a window only these are told, of the others all from the first on.
             self._remote[group] = RemoteBlocks(hello.pools[group].region, needed.start, ids, layout)
-        return self._coverage.advance(mark)
+        if not self._computed < mark:
+            return False
+        self._computed = mark.after(self._computed)
+        return True
 
     def _their_layouts(self, hello: Hello) -> list[KvCacheLayout]:
         """Of the other side's pools; `Links` has checked them."""
