@@ -52,6 +52,8 @@ class Claimed:
         keys: what is claimed, if that is blocks by key; empty: a request.
         verify: which of their digests are asked for.
         granted: where those blocks are; ``None`` before the grant.
+        listener: called when any of this changed, was decided, or the peer was disconnected. It is
+            called on the thread that heard of that, and must neither block nor call the client.
     """
 
     peer: str
@@ -63,6 +65,7 @@ class Claimed:
     keys: tuple[bytes, ...] = ()
     verify: Verify = "none"
     granted: GrantKeys | None = None
+    listener: Callable[[], object] | None = None
 
 
 class LeaseClient:
@@ -75,18 +78,10 @@ class LeaseClient:
     connected again, they are claimed again, and releases without an answer are sent again.
 
     Args:
-        changed: called with what was granted, got further, or was decided; on the thread on which
-            that was heard of. It must not block, nor call this object.
         clock: see `lease_clock`.
     """
 
-    def __init__(
-        self,
-        changed: Callable[[Claimed], object] = lambda _: None,
-        *,
-        clock: Clock = lease_clock,
-    ) -> None:
-        self._changed = changed
+    def __init__(self, *, clock: Clock = lease_clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -201,10 +196,12 @@ class LeaseClient:
                     self._send_claim(claimed)
 
     def disconnected(self, peer: str, send: Send) -> None:
-        """`send` reaches `peer` no more."""
+        """Forgets `send`, which reaches `peer` no more."""
         with self._lock:
             if self._senders.get(peer) == send:
                 del self._senders[peer]
+            concerned = self._of(peer)
+        _notify(concerned)
 
     def handle(self, message: Message, peer: str) -> bool:
         """Takes what `peer` says; False if it is none about leases."""
@@ -221,8 +218,7 @@ class LeaseClient:
                 return False
             for claimed in changed:
                 self._forget_if_decided(claimed)
-        for claimed in changed:
-            self._changed(claimed)
+        _notify(changed)
         if changed and self._timer is not None:
             self._timer.wake()
         return True
@@ -376,3 +372,9 @@ class LeaseClient:
                     claimed.lease.refused(message.seq, why)
                     changed.append(claimed)
         return changed
+
+
+def _notify(several: Sequence[Claimed]) -> None:
+    for claimed in several:
+        if claimed.listener is not None:
+            claimed.listener()

@@ -61,12 +61,16 @@ def p(port: str, lease_s: str, *requests: str) -> None:
             time.sleep(60)
 
 
+def listen(claimed) -> None:
+    claimed.listener = lambda: print(claimed.lease.outcome.value, flush=True)
+
+
 def d(port: str, *requests: str) -> None:
-    with LeaseClient(lambda one: print(one.lease.outcome.value, flush=True)) as client:
+    with LeaseClient() as client:
         side = Side("D", deliver=read(client), timing=QUICK)
+        for request in requests:
+            listen(client.claim("P", request))  # sent when it is connected
         with Peer(side.endpoint, "127.0.0.1", int(port)):
-            for request in requests:
-                client.claim("P", request)
             time.sleep(60)
 
 

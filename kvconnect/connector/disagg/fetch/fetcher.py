@@ -27,7 +27,7 @@ from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import StoredHeads, stored_heads
 from kvconnect.trace import count, warn_once
 from kvconnect.transfer.digests import digest_of_pieces
-from kvconnect.transfer.leases.client import Claimed, LeaseClient
+from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.reads import Reads
@@ -94,7 +94,7 @@ class Fetcher:
         self._min_bytes_per_s = min_bytes_per_s
         self._quarantine = quarantine
         self._wakeup = wakeup
-        self.client = LeaseClient(self._lease_changed)
+        self.client = LeaseClient()
         self.client.start()
         self.claims = ClaimBook(self.client, self._heads)
         self._mine: set[int] = set()  # the engine's thread: loads that are not reported yet
@@ -155,10 +155,6 @@ class Fetcher:
         self._thread.join()
         self.claims.drop_all()
         self.client.close()
-
-    def lost(self, link: Link, reason: str) -> None:
-        """The connection to an engine has ended; on any thread."""
-        self._post(partial(self._lost, link, reason))
 
     # ------------------------------------------------------------------ the thread
 
@@ -257,6 +253,8 @@ class Fetcher:
             raise
         self._fetches[order.request_id] = load
         for part in load.parts:
+            if part.claim.claimed is not None:
+                part.claim.claimed.listener = partial(self._post_step, part, part.advance)
             self._step(part, part.advance)
 
     def _part(self, order: FetchOrder, source: Source) -> Part:
@@ -285,21 +283,6 @@ class Fetcher:
         elif order := self._expected.pop(request_id, None):
             self.claims.drop(order)
             self._end(order)
-
-    def _lost(self, link: Link, reason: str) -> None:
-        self.claims.lost(link, reason)
-        for part in self._parts():
-            if part.link is link:
-                self._guarded(partial(self._step, part, part.advance))
-
-    def _lease_changed(self, claimed: Claimed) -> None:
-        """On a channel's thread."""
-        self._post(partial(self._advance_lease, claimed))
-
-    def _advance_lease(self, claimed: Claimed) -> None:
-        for part in self._parts():
-            if part.claim.claimed is claimed:
-                self._step(part, part.advance)
 
     # ------------------------------------------------------------------ for parts
 
