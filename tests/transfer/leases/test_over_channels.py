@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -473,3 +474,12 @@ def test_a_request_is_claimed_once_at_a_time():
         client.claim("P", "r")
     client.abort(claimed)
     client.claim("P", "r")
+
+
+def test_a_peer_that_is_disconnected_wakes_who_waits_for_it():
+    """Its answers will not come by that way: a reader need not wait for its deadline."""
+    client, heard = LeaseClient(), []
+    for peer in ("P", "Q"):
+        client.claim(peer, "r").listener = partial(heard.append, peer)
+    client.disconnected("P", lambda _: True)
+    assert heard == ["P"]
