@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvconnect.backends.lanes import Lane
-from kvconnect.backends.nixl.digests import digest_of
 from kvconnect.backends.nixl.links import Link
 from kvconnect.backends.nixl.pieces import Portion, portions
 from kvconnect.backends.nixl.pulls import Pulls
@@ -21,6 +20,7 @@ from kvconnect.backends.nixl.staging import Staging
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count
 from kvconnect.transfer.control.keyed import GrantKeys, Verify, digested
+from kvconnect.transfer.digests import digest_of
 from kvconnect.transfer.leases.client import Claimed, LeaseClient
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.transport import PeerHandle

@@ -12,7 +12,6 @@ import numpy as np
 from kvconnect.backend import Child
 from kvconnect.backends.host.blocks import HostBlocks
 from kvconnect.backends.host.index import MemoryBlock
-from kvconnect.backends.nixl.digests import digest_of
 from kvconnect.errors import OutOfBlocks
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count
@@ -30,6 +29,7 @@ from kvconnect.transfer.control.keyed import (
     digested,
 )
 from kvconnect.transfer.control.messages import Claim, LeaseId, Message, Unknown
+from kvconnect.transfer.digests import digest_of
 from kvconnect.transfer.leases.server import LeaseServer, Send
 from kvconnect.transfer.leases.table import Ended
 

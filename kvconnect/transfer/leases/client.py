@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from kvconnect.errors import DuplicateRequest
 from kvconnect.transfer.control.fields import MAX_ENTRIES
@@ -88,13 +87,6 @@ class LeaseClient:
         self._senders: dict[str, Send] = {}
         self._claimed: dict[tuple[str, str], Claimed] = {}
         self._timer: Timer | None = None
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __len__(self) -> int:
         """How many are claimed and neither decided nor given up."""

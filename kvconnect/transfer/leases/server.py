@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 from kvconnect.trace import count
 from kvconnect.transfer.control.keyed import ClaimKeys, GrantKeys
@@ -96,13 +96,6 @@ class LeaseServer:
             clock=clock,
             changed=self._wake,
         )
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def start(self) -> None:
         """Calls `reap` from now on when it is due; once."""

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -82,7 +83,8 @@ def p(lease_s):
         for one in ended:
             unpinned.put(one)
 
-    with LeaseServer(unpin, max_lease_total=1000, lease_s=lease_s) as server:
+    with closing(LeaseServer(unpin, max_lease_total=1000, lease_s=lease_s)) as server:
+        server.start()
         side = Side("P", deliver=serve(server))
         with Listener(side.endpoint) as listening:
             yield server, listening.port, unpinned
@@ -91,7 +93,8 @@ def p(lease_s):
 @pytest.fixture
 def d():
     """D in this process: its client, and how to connect it."""
-    with LeaseClient() as client:
+    with closing(LeaseClient()) as client:
+        client.start()
         side = Side("D", deliver=read(client))
         peers = []
 
