@@ -255,7 +255,8 @@ def test_two_thousand_requests_leave_nothing(llama, transport):
             for prompt, output, _ in answers[::10]:
                 if output.finish_reason != "abort":
                     assert (
-                        output.output_token_ids == alone.generate(prompt, ANSWER).output_token_ids
+                        output.output_token_ids
+                        == alone.generate([prompt], ANSWER)[0].output_token_ids
                     )
             nothing_is_left(prefill, decode)
         after = _inventory()
