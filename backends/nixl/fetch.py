@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvconnect.backends.lanes import Lane
-from kvconnect.backends.nixl.digests import digest_of
 from kvconnect.backends.nixl.links import Link
 from kvconnect.backends.nixl.pieces import Portion, portions
 from kvconnect.backends.nixl.pulls import Pulls
@@ -22,6 +20,7 @@ from kvconnect.backends.nixl.staging import Staging
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count
 from kvconnect.transfer.control.keyed import GrantKeys, Verify, digested
+from kvconnect.transfer.digests import digest_of
 from kvconnect.transfer.leases.client import Claimed, LeaseClient
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.transport import PeerHandle
@@ -29,48 +28,9 @@ from kvconnect.transfer.transport import PeerHandle
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Fetcher", "LeaseNews"]
+__all__ = ["Fetcher"]
 
 _PORTIONS_IN_FLIGHT = 4
-
-
-class LeaseNews:
-    """Wakes those on the event loop that wait for what peers say about a lease. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: dict[Claimed, Callable[[], None]] = {}
-
-    def listen(self, claimed: Claimed) -> asyncio.Event:
-        """Returns what is set whenever something of `claimed` changed; on the event loop."""
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(changed.set)
-
-        with self._lock:
-            self._waiting[claimed] = wake
-        return changed
-
-    def forget(self, claimed: Claimed) -> None:
-        """It is over."""
-        with self._lock:
-            self._waiting.pop(claimed, None)
-
-    def changed(self, claimed: Claimed) -> None:
-        """On a channel's thread."""
-        with self._lock:
-            wake = self._waiting.get(claimed)
-        if wake is not None:
-            wake()
-
-    def lost(self, link: Link) -> None:
-        """The connection to a peer has ended; on any thread."""
-        with self._lock:
-            wakes = [wake for one, wake in self._waiting.items() if one.peer == link.address]
-        for wake in wakes:
-            wake()
 
 
 class Fetcher:
@@ -79,7 +39,6 @@ class Fetcher:
     Args:
         name: of this instance; what it calls its claims begins with it.
         client: of the leases.
-        news: that `client` tells of changes.
         pulls: reads from peers.
         staging: where blocks arrive.
         lane: of threads that copy and hash.
@@ -91,7 +50,6 @@ class Fetcher:
         self,
         name: str,
         client: LeaseClient,
-        news: LeaseNews,
         *,
         pulls: Pulls,
         staging: Staging,
@@ -102,7 +60,6 @@ class Fetcher:
         self._name = name
         self._numbers = itertools.count(1)
         self._client = client
-        self._news = news
         self._pulls = pulls
         self._staging = staging
         self._lane = lane
@@ -121,7 +78,7 @@ class Fetcher:
             return 0
         name = f"{self._name}/{next(self._numbers)}"
         claimed = self._client.claim_keys(link.address, name, keys, verify=self._verify)
-        changed = self._news.listen(claimed)
+        changed = _listen(claimed)
         try:
             granted = await self._granted(link, handle, claimed, changed)
             if granted is None:
@@ -140,7 +97,6 @@ class Fetcher:
             count("store.nixl.fetched", blocks=fitting, bytes=sum(granted.sizes[:fitting]))
             return fitting
         finally:
-            self._news.forget(claimed)
             self._client.abort(claimed, "not needed")
 
     async def _granted(
@@ -237,6 +193,18 @@ class Fetcher:
             return True
         finally:
             self._staging.give_back(slot)
+
+
+def _listen(claimed: Claimed) -> asyncio.Event:
+    """Returns an event of this loop that is set whenever something of `claimed` changes."""
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(changed.set)
+
+    claimed.listener = wake
+    return changed
 
 
 def _copy(sources: Sequence[np.ndarray], targets: Sequence[Tensor]) -> None:

@@ -104,7 +104,6 @@ class Links:
         hello: what this instance says of itself.
         transport: that blocks travel by.
         client: of the leases; told of what peers say.
-        lost: called on a channel's thread when a connection has ended; must not block.
         secret: of the control channels.
     """
 
@@ -114,13 +113,11 @@ class Links:
         transport: Transport,
         client: LeaseClient,
         *,
-        lost: Callable[[Link], None],
         secret: SharedSecret | None,
     ) -> None:
         self._hello = hello
         self._transport = transport
         self._client = client
-        self._lost = lost
         self._secret = secret
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -290,11 +287,10 @@ class Links:
         elif isinstance(event, Disconnected):
             handle, link.handle, link.channel = link.handle, None, None
             link.is_connected = False
-            self._client.disconnected(link.address, channel.send)
             self._drop_answers(link)
             if handle is not None:
                 self._transport.disconnect(handle)
-            self._lost(link)
+            self._client.disconnected(link.address, channel.send)  # whose listeners look at it
         elif isinstance(event, (FoundKeys, ForgotKeys, FoundChildren)):
             link.late = False
             with self._lock:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from kvconnect.address import host_and_port
 from kvconnect.backends.host.blocks import HostBlocks
 from kvconnect.backends.nixl.directory import Directory
-from kvconnect.backends.nixl.fetch import LeaseNews
 from kvconnect.backends.nixl.links import Links
 from kvconnect.backends.nixl.publish import Publisher
 from kvconnect.backends.nixl.settings import NixlSettings
@@ -42,14 +41,12 @@ class NixlNode:
     Attributes:
         name: of this incarnation of this instance.
         client: leases of peers' blocks.
-        news: that it tells of changes.
         transport: reads from peers.
     """
 
     def __init__(self, settings: NixlSettings, blocks: HostBlocks, staging: Staging) -> None:
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self.news = LeaseNews()
-        self.client = LeaseClient(self.news.changed)
+        self.client = LeaseClient()
         self.transport = _transport(settings, self.name)
         self._settings = settings
         self._blocks = blocks
@@ -60,7 +57,6 @@ class NixlNode:
             self._hello,
             self.transport,
             self.client,
-            lost=self.news.lost,
             secret=self._secret,
         )
         self._publisher: Publisher | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, takewhile
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from kvconnect.backend import Child
 from kvconnect.backends.host.blocks import HostBlocks
 from kvconnect.backends.host.index import MemoryBlock
-from kvconnect.backends.nixl.digests import digest_of
 from kvconnect.errors import OutOfBlocks
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count
@@ -26,11 +25,13 @@ from kvconnect.transfer.control.keyed import (
     ForgotKeys,
     FoundChildren,
     FoundKeys,
+    GrantKeys,
     digested,
 )
-from kvconnect.transfer.control.messages import Claim, Message, Unknown
-from kvconnect.transfer.leases.server import KeyedBlocks, LeaseServer, Send
-from kvconnect.transfer.leases.table import Ended, LeaseKey
+from kvconnect.transfer.control.messages import Claim, LeaseId, Message, Unknown
+from kvconnect.transfer.digests import digest_of
+from kvconnect.transfer.leases.server import LeaseServer, Send
+from kvconnect.transfer.leases.table import Ended
 
 __all__ = ["Publisher"]
 
@@ -58,7 +59,7 @@ class Publisher:
         self._blocks = blocks
         self._region = region
         self._lock = threading.Lock()
-        self._held: dict[LeaseKey, list[MemoryBlock]] = {}
+        self._held: dict[LeaseId, list[MemoryBlock]] = {}
         self._ways: dict[Sender, tuple[str, Send]] = {}
         self.server = LeaseServer(
             self._unpin,
@@ -112,9 +113,10 @@ class Publisher:
             send(Unknown(seq=claim.seq, request=claim.request))
             return
         try:
-            place = self._place(blocks, claim)
+            grant = self._place(blocks, claim)
+            nbytes = self._blocks.region.unit * sum(len(block.units) for block in blocks)
             with self._lock:  # before which the lease cannot be ended by `_unpin`
-                key = self.server.grant_keys(claim, holder, send, place)
+                key = self.server.grant_keys(claim, holder, send, grant, nbytes=nbytes)
                 self._held[key] = blocks
         except OutOfBlocks as error:
             self._blocks.release(blocks)
@@ -131,15 +133,23 @@ class Publisher:
         self._blocks.release(blocks[fitting:])
         return blocks[:fitting]
 
-    def _place(self, blocks: Sequence[MemoryBlock], claim: ClaimKeys) -> KeyedBlocks:
+    def _place(
+        self, blocks: Sequence[MemoryBlock], claim: ClaimKeys
+    ) -> Callable[[int, float], GrantKeys]:
+        """Returns what makes the grant of `blocks`, from the epoch and seconds of its lease."""
         region = self._blocks.region
-        told = [blocks[index] for index in digested(claim.verify, len(blocks))]
-        return KeyedBlocks(
+        checked = [blocks[index] for index in digested(claim.verify, len(blocks))]
+        digests = tuple(digest_of(region.views(block.units, block.nbytes)) for block in checked)
+        return lambda epoch, lease_s: GrantKeys(
+            seq=claim.seq,
+            request=claim.request,
+            epoch=epoch,
+            lease_s=lease_s,
             region=self._region,
             unit=region.unit,
             sizes=tuple(block.nbytes for block in blocks),
             units=tuple(chain.from_iterable(block.units for block in blocks)),
-            digests=tuple(digest_of(region.views(block.units, block.nbytes)) for block in told),
+            digests=digests,
         )
 
     def _unpin(self, ended: Sequence[Ended]) -> None:

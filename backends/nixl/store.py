@@ -93,7 +93,6 @@ class NixlBackend(Backend):
         fetcher = Fetcher(
             node.name,
             node.client,
-            node.news,
             pulls=pulls,
             staging=staging,
             lane=lanes["copy"],

@@ -20,6 +20,7 @@ from kvconnect.backend import Backend, Capabilities, StoredBlock
 from kvconnect.backends import open_backend
 from kvconnect.keys import BlockKey
 from kvconnect.testing import BlockMaker
+from kvconnect.transfer.control.keyed import GrantKeys
 from kvconnect.transfer.control.messages import Hello
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -80,18 +81,21 @@ class _Instance:
         right = publisher._place
 
         def place(blocks: Any, claim: Any) -> Any:
-            from dataclasses import replace
+            grant = right(blocks, claim)
 
-            told = right(blocks, claim)
-            if kind == "digests":
-                return replace(told, digests=tuple(one ^ 1 for one in told.digests))
-            if kind == "no digests":
-                return replace(told, digests=())
-            if kind == "units":  # of other blocks, or of none
-                return replace(told, units=tuple(reversed(told.units)))
-            if kind == "outside":
-                return replace(told, units=tuple(one + (1 << 20) for one in told.units))
-            return replace(told, region=7)
+            def lying(epoch: int, lease_s: float) -> GrantKeys:
+                told = grant(epoch, lease_s)
+                lies = {
+                    "digests": {"digests": tuple(one ^ 1 for one in told.digests)},
+                    "no digests": {"digests": ()},
+                    # Of other blocks, or of none.
+                    "units": {"units": tuple(reversed(told.units))},
+                    "outside": {"units": tuple(one + (1 << 20) for one in told.units)},
+                    "region": {"region": 7},
+                }
+                return told.model_copy(update=lies[kind])
+
+            return lying
 
         publisher._place = place
 

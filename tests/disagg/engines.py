@@ -110,7 +110,7 @@ def held_by(llm: LLM) -> dict[str, int]:
         held |= {"waiting claims": len(server._waiting), "kept": len(node.offers._kept)}
     if (fetcher := node.fetcher) is not None:
         held |= {"claims": len(fetcher.claims), "fetches": len(fetcher._fetches)}
-        held |= {"expected": len(fetcher._expected), "by lease": len(fetcher._by_lease)}
+        held |= {"expected": len(fetcher._expected)}
         held |= {"quarantined": fetcher._quarantine.quarantined, "leases held": len(fetcher.client)}
         held |= {"handles": len(fetcher._handles), "flying bytes": fetcher._flying_nbytes}
         links = node._links._links.values() if node._links is not None else ()

@@ -28,7 +28,7 @@ from engines import (
 from own_process import own_process
 
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
-from kvconnect.connector.disagg.fetch.load import Fetch
+from kvconnect.connector.disagg.fetch.load import Part
 from kvconnect.errors import PullFailed
 from kvconnect.testing.processes.usage import descriptors
 from kvconnect.transfer.control.channel import Channel
@@ -50,11 +50,11 @@ class Dice:
         self._changed = threading.Condition()
         self._ended = False
         for cls, name, odds in (
-            (Fetch, "_advance", 0.004),
-            (Fetch, "_learn", 0.005),
-            (Fetch, "pull_done", 0.02),
+            (Part, "advance", 0.004),
+            (Part, "_learn", 0.005),
+            (Part, "pull_done", 0.02),
             (Quarantine, "hold", 0.2),
-            (Fetch, "__init__", 0.03),
+            (Part, "__init__", 0.03),
             (Fetcher, "_start", 0.03),
             (LeaseClient, "handle", 0.02),
             (LeaseServer, "handle", 0.02),
@@ -190,7 +190,6 @@ def nothing_is_left(prefill, decode):
     until(lambda: not len(offers.server.table))
     until(lambda: not (offers._kept or offers._offered or offers.server._waiting or offers._ended))
     assert not fetcher._mine
-    assert not fetcher._by_lease
     assert fetcher._flying_nbytes == 0
     assert fetcher._quarantine.quarantined == 0
     assert [one.users for one in theirs._links._links.values() if one.users] == []
@@ -256,13 +255,14 @@ def test_two_thousand_requests_leave_nothing(llama, transport):
             for prompt, output, _ in answers[::10]:
                 if output.finish_reason != "abort":
                     assert (
-                        output.output_token_ids == alone.generate(prompt, ANSWER).output_token_ids
+                        output.output_token_ids
+                        == alone.generate([prompt], ANSWER)[0].output_token_ids
                     )
             nothing_is_left(prefill, decode)
         after = _inventory()
     assert after["threads"] <= before["threads"] + 4
     assert after["files"] <= before["files"] + 8
-    for name in ("Claim", "Claimed", "Fetch", "TcpPull", "LlmRequest", "Lease", "Channel"):
+    for name in ("Claim", "Claimed", "Load", "Part", "TcpPull", "LlmRequest", "Lease", "Channel"):
         assert after[name] <= before[name] + 8, (name, before[name], after[name])
 
 

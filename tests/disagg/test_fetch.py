@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.connector.disagg.fetch.pieces import Coverage, FetchPlan, RemoteBlocks, cut_reads
+from kvconnect.connector.disagg.fetch.pieces import FetchPlan, RemoteBlocks, cut_reads
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.offload.lookup import blocks_needed
 from kvconnect.layout import KvCacheLayout
-from kvconnect.transfer.leases.table import Mark
+from kvconnect.transfer.control.messages import NOTHING_COMPUTED, Watermark
 
 T = 16
 LAYERS = 4
@@ -40,14 +42,14 @@ def test_every_byte_is_read_once_and_never_before_it_is_computed(end, skipped, c
         remote.append(RemoteBlocks(10 + group, needed.start, ids))
     order = FetchOrder(1, "name", "host:1", start, end, tuple(firsts), tuple(blocks))
     plan = FetchPlan(order, (FULL, WINDOW), (20, 21))
-    coverage, seen, computed = Coverage(), [], 0
+    known, seen, computed = NOTHING_COMPUTED, [], 0
     ends = sorted({min(end, sum(chunks[: n + 1])) for n in range(len(chunks))} | {end})
     for tokens in ends:
         for layers in range(1, LAYERS + 1):
             if data.draw(st.booleans()) and not (tokens == end and layers == LAYERS):
                 continue  # a watermark may be lost: a later one says it, too
-            coverage.advance(Mark(tokens, layers))
-            for reads in plan.take(coverage, remote):
+            known = Watermark(tokens=tokens, layers=layers).after(known)
+            for reads in plan.take(known, remote):
                 for part in cut_reads(reads, 1000):
                     seen += bytes_of(part)
                     for far in part.remote_offsets:
@@ -69,18 +71,27 @@ def test_every_byte_is_read_once_and_never_before_it_is_computed(end, skipped, c
 
 
 def test_a_watermark_of_a_later_chunk_says_that_the_one_before_is_whole():
-    coverage = Coverage()
-    assert coverage.advance(Mark(16, 1))
-    assert [coverage[layer] for layer in range(3)] == [16, 0, 0]
-    assert coverage.advance(Mark(32, 1))
-    assert [coverage[layer] for layer in range(3)] == [32, 16, 16]
-    assert not coverage.advance(Mark(16, 3))
+    first = Watermark(tokens=16, layers=1)
+    assert [first.tokens_of(layer) for layer in range(3)] == [16, 0, 0]
+    then = Watermark(tokens=32, layers=1).after(first)
+    assert [then.tokens_of(layer) for layer in range(3)] == [32, 16, 16]
 
 
 def test_a_watermark_that_is_heard_first_says_what_was_computed_before():
-    coverage = Coverage()
-    assert coverage.advance(Mark(48, 2, before=32))
-    assert [coverage[layer] for layer in range(3)] == [48, 48, 32]
-    assert not coverage.advance(Mark(48, 2))
-    assert coverage.advance(Mark(64, 1, before=48))
-    assert [coverage[layer] for layer in range(3)] == [64, 48, 48]
+    first = Watermark(tokens=48, layers=2, before=32).after(NOTHING_COMPUTED)
+    assert [first.tokens_of(layer) for layer in range(3)] == [48, 48, 32]
+    # One of the same chunk that says less of what was before takes nothing back.
+    assert Watermark(tokens=48, layers=3).after(first).before == 32
+    then = Watermark(tokens=64, layers=1, before=48).after(first)
+    assert [then.tokens_of(layer) for layer in range(3)] == [64, 48, 48]
+
+
+def test_watermarks_are_ordered_by_tokens_then_layers_then_what_was_before_then_kept():
+    said = [(16, 3, 9, True), (32, 1, 0, False), (32, 2, 0, True), (32, 2, 5, False)]
+    said = [*said, (32, 2, 5, True)]
+    marks = [
+        Watermark(tokens=tokens, layers=layers, before=before, kept=kept)
+        for tokens, layers, before, kept in said
+    ]
+    assert all(one < two and not two < one for one, two in pairwise(marks))
+    assert not marks[0] < marks[0]

@@ -11,14 +11,13 @@ from engines import T, until
 from kvconnect.connector.disagg.fetch import fetcher as module
 from kvconnect.connector.disagg.fetch.claims import Claim
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
-from kvconnect.connector.disagg.fetch.load import Fetch
+from kvconnect.connector.disagg.fetch.load import Load, Part
 from kvconnect.connector.disagg.fetch.sources import Source
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.layout import KvCacheLayout
-from kvconnect.transfer.control.messages import Unknown
+from kvconnect.transfer.control.messages import Unknown, Watermark
 from kvconnect.transfer.leases.client import Claimed
 from kvconnect.transfer.leases.held import HeldLease
-from kvconnect.transfer.leases.table import Mark
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.reads import Reads
@@ -69,7 +68,7 @@ def fetcher(links):
 def ends_nowhere(fetcher, links):
     """Nothing of any load is left."""
     until(lambda: not (fetcher._fetches or fetcher._expected or fetcher.claims))
-    assert (links.link.users, len(fetcher.client), fetcher._by_lease) == (0, 0, {})
+    assert (links.link.users, len(fetcher.client)) == (0, 0)
 
 
 def test_a_prompt_is_claimed_for_one_request_until_that_lets_go_of_it(fetcher, links):
@@ -90,13 +89,13 @@ def test_a_prompt_is_claimed_for_one_request_until_that_lets_go_of_it(fetcher, l
     ends_nowhere(fetcher, links)
 
 
-@pytest.mark.parametrize("what", ["Fetch", "FetchPlan"])
+@pytest.mark.parametrize("what", ["Part", "FetchPlan"])
 def test_a_load_that_cannot_begin_has_failed(fetcher, links, monkeypatch, what):
     def planted(*args, **more):
         raise ValueError("planted")
 
-    place = module if what == "Fetch" else "kvconnect.connector.disagg.fetch.load"
-    monkeypatch.setattr(*((place, what) if what == "Fetch" else (f"{place}.{what}",)), planted)
+    place = module if what == "Part" else "kvconnect.connector.disagg.fetch.load"
+    monkeypatch.setattr(*((place, what) if what == "Part" else (f"{place}.{what}",)), planted)
     fetcher.claims.claim("host:1", "name")
     fetcher.expect(ORDER)
     fetcher.begin(ORDER)
@@ -128,15 +127,70 @@ def test_an_end_of_a_read_that_cannot_be_noted_fails_its_load(fetcher):
         raise ValueError("planted")
 
     reasons: list[str] = []
-    fetch = SimpleNamespace(fail=reasons.append, pull_done=planted, pull_terminal=planted)
+    link = SimpleNamespace(address="host:1", handle=PeerHandle("host", "0" * 32, ()))
+    part = SimpleNamespace(
+        order=ORDER,
+        link=link,
+        fail=reasons.append,
+        pull_done=planted,
+        pull_terminal=lambda _: None,
+        release=lambda _: None,
+    )
     transport = SimpleNamespace(pull=lambda *_, **__: pull)
     pull, fetcher._transport = Pull(1), transport
-    link = SimpleNamespace(address="host:1", handle=PeerHandle("host", "0" * 32, ()))
-    fetcher.pull(fetch, link, Reads(0, [0], 0, [0], 1))
+    fetcher.pull(part, Reads(0, [0], 0, [0], 1))
     pull.finish()
     until(lambda: reasons)
     assert reasons == ["ValueError('planted')"]
     assert fetcher._flying_nbytes == 0
+
+
+def test_a_request_that_waits_goes_on_before_the_other_side_hears_of_it(fetcher):
+    ended = []
+    part = SimpleNamespace(
+        order=ORDER,
+        over=True,
+        failed=None,
+        nbytes=0,
+        release=lambda _: ended.extend(fetcher.take_ended()),
+    )
+    fetcher._fetches[7] = Load(ORDER, [part])
+    fetcher._step(part, lambda: None)
+    assert ended == [7]
+    assert not fetcher._fetches
+
+
+class OnePart:
+    """A part that still writes until it is stopped."""
+
+    order, nbytes = ORDER, 0
+
+    def __init__(self):
+        self.over, self.failed, self.writes_ended = False, None, False
+
+    def fail(self, reason):
+        self.over, self.failed, self.writes_ended = True, self.failed or reason, True
+
+    def release(self, client):
+        pass
+
+
+def test_a_part_that_fails_stops_the_others_before_that_is_reported(fetcher):
+    """Or the load's blocks would be kept for reads that are over."""
+    first, second = parts = [OnePart(), OnePart()]
+    fetcher._fetches[7] = Load(ORDER, parts)
+    second.over = second.writes_ended = True  # a success that counts for nothing
+    first.fail("planted")
+    fetcher._step(first, lambda: None)
+    [failure] = fetcher.take_failed()
+    assert (failure.reason, failure.writes_ended) == ("planted", True)
+    first, second = parts = [OnePart(), OnePart()]
+    fetcher._fetches[7] = Load(ORDER, parts)
+    fetcher._step(second, lambda: second.fail("planted"))
+    [failure] = fetcher.take_failed()
+    assert (failure.reason, failure.writes_ended, first.failed) == ("planted", True, "planted")
+    assert fetcher.take_ended() == []
+    assert not fetcher._fetches
 
 
 @pytest.mark.parametrize("in_time", [True, False])
@@ -149,30 +203,31 @@ def test_what_was_read_in_time_is_valid_before_the_other_side_is_told(links, in_
     claimed = Claimed("host:1", lease)
     happened = []
 
-    class Host:
+    class Client:
         def release(self, claimed):
             happened.append("told")
             return claimed.lease.outcome
 
-        def ended(self, fetch, reason):
-            happened.append(("ended", reason))
-
     dropped = Claim("host:1", "name", claimed=claimed, on_drop=lambda _: happened.append("dropped"))
-    fetch = Fetch(
+    part = Part(
         FetchOrder(7, "name", "host:1", 0, 0, (0,), ([],)),
         dropped,
         links.link,
-        Host(),
+        pull=None,
+        compare=None,
         layouts=(LAYOUT,),
         regions=(0,),
         source=Source(0, 1, {}),
         idle_s=20.0,
         deadline=float("inf"),
     )
-    fetch.advance()
+    part.advance()
+    part.release(Client())
     assert not happened  # its blocks may still go
-    claimed.mark = Mark(kept=True)
+    claimed.mark = Watermark(tokens=0, layers=0, kept=True)
     clock.now = 5.0 if in_time else 11.0
-    fetch.advance()
-    assert happened == ([("ended", None), "told", "dropped"] if in_time else ["told"])
-    assert fetch.over == in_time
+    part.advance()
+    assert (part.over, part.failed, happened) == (in_time, None, [])
+    part.release(Client())
+    assert happened == (["told", "dropped"] if in_time else ["told"])
+    assert (part.over, part.failed) == (in_time, None)

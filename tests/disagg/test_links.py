@@ -73,7 +73,7 @@ def real_links():
     links = Links(
         lambda: None,
         None,
-        LeaseClient(lambda _: None),
+        LeaseClient(),
         lost=lambda *_: None,
         secret=None,
         timing=QUICK,

@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from kvconnect.connector.disagg.offers import Offers
-from kvconnect.transfer.control.messages import Abort, Claim, Grant, Unknown
-from kvconnect.transfer.leases.table import Mark
+from kvconnect.transfer.control.messages import Abort, Claim, Grant, Unknown, Watermark
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def test_a_refusal_hides_no_prompt_of_that_name_that_is_handed_out(offers, why):
         offers.refuse("name")
     assert not offers.is_gone("name")
     assert isinstance(answer(offers), Grant)
-    assert offers.advance(key, Mark(16, 2), ((1,),))
+    assert offers.advance(key, Watermark(tokens=16, layers=2), ((1,),))
 
 
 def test_what_was_handed_out_and_withdrawn_is_gone(offers):

@@ -9,10 +9,10 @@ import torch
 from kvconnect.connector.disagg.messages import EndOrder, PublishOrder
 from kvconnect.connector.disagg.publisher import Publisher
 from kvconnect.layout import KvCacheLayout
-from kvconnect.transfer.leases.table import LeaseKey
+from kvconnect.transfer.control.messages import LeaseId
 
 LAYOUT = KvCacheLayout(2, 1, 4, 4, 16, torch.float32)
-KEY = LeaseKey("name", 1)
+KEY = LeaseId(request="name", epoch=1)
 
 
 class EndedOffers:

@@ -148,7 +148,7 @@ class TransferNode:
                 self._hello,
                 transport,
                 fetcher.client,
-                lost=fetcher.lost,
+                lost=fetcher.claims.lost,
                 secret=self._secret,
                 timing=Timing(),
                 num_kv_heads=[one.num_kv_heads for one in self._heads],

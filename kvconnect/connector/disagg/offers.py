@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from kvconnect.connector.disagg.names import transfer_id_of
 from kvconnect.errors import OutOfBlocks
 from kvconnect.trace import warn_once
+from kvconnect.transfer.control.messages import LeaseId, Watermark
 from kvconnect.transfer.leases.server import LeaseServer
-from kvconnect.transfer.leases.table import Blocks, Ended, LeaseKey, Mark
+from kvconnect.transfer.leases.table import Blocks, Ended
 
 __all__ = ["Offers"]
 
@@ -37,10 +38,10 @@ class Offers:
     ) -> None:
         self._wakeup = wakeup
         self._lock = threading.Lock()
-        self._kept: dict[LeaseKey, int] = {}
+        self._kept: dict[LeaseId, int] = {}
         self._ended: list[int] = []
         # By name: more than one if its prompt is computed several times.
-        self._offered: dict[str, set[LeaseKey]] = {}
+        self._offered: dict[str, set[LeaseId]] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._transfers: OrderedDict[str, str] = OrderedDict()  # the last prompt of each
         self.server = LeaseServer(
@@ -52,7 +53,7 @@ class Offers:
         )
         self.server.start()
 
-    def offer(self, name: str, *, tokens: int, nbytes: int) -> LeaseKey | None:
+    def offer(self, name: str, *, tokens: int, nbytes: int) -> LeaseId | None:
         """`name` may be claimed from now on; ``None``: too much is handed out."""
         try:
             # It may end at once, and that must not be noted before its beginning is.
@@ -77,14 +78,14 @@ class Offers:
             # Of one transfer there is one prompt: a reader that has another one need not wait.
             return name in self._gone or self._transfers.get(transfer_id_of(name), name) != name
 
-    def advance(self, key: LeaseKey, mark: Mark, blocks: Blocks) -> bool:
+    def advance(self, key: LeaseId, mark: Watermark, blocks: Blocks) -> bool:
         """More of it is computed; False: no peer reads it any more."""
         alive = self.server.advance(key, mark, blocks)
         if not alive:
             self._let_go([key])
         return alive
 
-    def withdraw(self, key: LeaseKey) -> None:
+    def withdraw(self, key: LeaseId) -> None:
         """Nothing more of it is computed, or its blocks go."""
         self.server.withdraw(key, "its blocks are gone")
 
@@ -99,7 +100,7 @@ class Offers:
             self._note_gone(name)
         self.server.withdraw(self.server.offer(name, tokens=1, nbytes=0), "it is not handed out")
 
-    def end(self, request_id: int, key: LeaseKey | None) -> None:
+    def end(self, request_id: int, key: LeaseId | None) -> None:
         """The request ended, and its blocks are kept while the lease `key` lives."""
         with self._lock:
             if key is not None:
@@ -137,7 +138,7 @@ class Offers:
         if len(self._gone) > _REMEMBERED:
             self._gone.popitem(last=False)
 
-    def _let_go(self, keys: Sequence[LeaseKey]) -> None:
+    def _let_go(self, keys: Sequence[LeaseId]) -> None:
         with self._lock:
             mine = [self._kept.pop(key) for key in keys if key in self._kept]
             self._ended += mine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from kvconnect.connector.disagg.messages import EndOrder, PublishOrder
@@ -11,7 +11,8 @@ from kvconnect.connector.disagg.node import TransferNode
 from kvconnect.connector.offload.lookup import blocks_needed
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count
-from kvconnect.transfer.leases.table import Blocks, LeaseKey, Mark
+from kvconnect.transfer.control.messages import NOTHING_COMPUTED, LeaseId, Watermark
+from kvconnect.transfer.leases.table import Blocks
 
 __all__ = ["Publisher"]
 
@@ -28,11 +29,11 @@ class _Shared:
         mark: how much of it readers know to be computed.
     """
 
-    key: LeaseKey | None
+    key: LeaseId | None
     num_tokens: int
     ids: list[list[int]]
     told: list[int]
-    mark: Mark = field(default_factory=Mark)
+    mark: Watermark = NOTHING_COMPUTED
 
 
 class Publisher:
@@ -116,7 +117,7 @@ class Publisher:
             self._node.offers.end(order.request_id, key)
             self._node.device.after(partial(self._keep, shared, key))
 
-    def _keep(self, shared: _Shared, key: LeaseKey) -> None:
+    def _keep(self, shared: _Shared, key: LeaseId) -> None:
         # What the device did before may have found it ended: then it is let go of by this.
         shared.key = key
         self._advance(shared, shared.num_tokens, self._num_layers, kept=True)
@@ -142,7 +143,7 @@ class Publisher:
             return
         known = shared.mark
         before = known.tokens if tokens > known.tokens else known.before
-        mark = Mark(tokens, layers, before, kept)
+        mark = Watermark(layers=layers, tokens=tokens, before=before, kept=kept)
         if known < mark:
             shared.mark = mark
             if not self._node.offers.advance(shared.key, mark, self._untold(shared, tokens)):

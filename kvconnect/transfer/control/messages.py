@@ -26,6 +26,7 @@ from kvconnect.transfer.control.packing import pack, unpack
 
 __all__ = [
     "MAX_MESSAGE_NBYTES",
+    "NOTHING_COMPUTED",
     "Abort",
     "Claim",
     "Error",
@@ -68,24 +69,53 @@ _BY_CODE: dict[int, type[Message]] = {}
 
 
 class LeaseId(Record):
-    """Which lease: an epoch is used once by all incarnations of a P together."""
+    """A lease's name. No two leases ever have one epoch, not even of two incarnations of a P."""
 
     request: Name
     epoch: Count
 
 
 class Watermark(Record):
-    """How much of a request is computed: its first `layers` layers hold its first `tokens` tokens.
+    """The part of a request that is computed. The lesser of two was sent before the other.
 
-    All layers hold the first `before` tokens, and what an earlier one said stays true. `kept`: that
-    is the whole request, and its blocks stay while the lease holds; until then they may go, and
-    nothing that was read of it counts.
+    Attributes:
+        layers: how many leading layers hold the first `tokens` tokens.
+        tokens: of the request, up to the end of the chunk that is being computed.
+        before: tokens before that chunk, which all layers hold. What an earlier watermark said
+            stays true.
+        kept: the whole request is computed, and its blocks stay while the lease holds. Until then
+            they may go, and nothing that was read of the request counts.
     """
 
     layers: Number32
     tokens: Number32
     before: Number32 = 0
     kept: bool = False
+
+    def __lt__(self, other: Watermark) -> bool:
+        """Orders by tokens before layers, unlike the fields."""
+        return self._order() < other._order()
+
+    def _order(self) -> tuple[int, int, int, bool]:
+        return self.tokens, self.layers, self.before, self.kept
+
+    def after(self, earlier: Watermark) -> Watermark:
+        """Returns this with the tokens `before` that follow from both.
+
+        Once a later chunk is computed, every layer holds the one before. For `tokens_of` only: a
+        greater `before` hides a later ``kept`` in the order.
+        """
+        grew = self.tokens > earlier.tokens
+        before = max(earlier.tokens, self.before) if grew else earlier.before
+        return self.model_copy(update={"before": before})
+
+    def tokens_of(self, layer: int) -> int:
+        """Returns how many leading tokens layer number `layer` of the model holds."""
+        return self.tokens if layer < self.layers else self.before
+
+
+NOTHING_COMPUTED = Watermark(layers=0, tokens=0)
+"""The watermark of a request before its first token."""
 
 
 class Proof(Message):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass
 
 from kvconnect.errors import DuplicateRequest
 from kvconnect.transfer.control.fields import MAX_ENTRIES
 from kvconnect.transfer.control.keyed import ClaimKeys, GrantKeys, Verify
 from kvconnect.transfer.control.messages import (
+    NOTHING_COMPUTED,
     Abort,
     Claim,
     Expired,
@@ -29,7 +29,7 @@ from kvconnect.transfer.control.messages import (
 from kvconnect.transfer.leases.clock import Clock, lease_clock
 from kvconnect.transfer.leases.held import HeldLease, Outcome
 from kvconnect.transfer.leases.server import Send
-from kvconnect.transfer.leases.table import Blocks, Mark
+from kvconnect.transfer.leases.table import Blocks
 from kvconnect.transfer.leases.timer import Timer
 
 __all__ = ["Claimed", "LeaseClient"]
@@ -51,6 +51,8 @@ class Claimed:
         keys: what is claimed, if that is blocks by key; empty: a request.
         verify: which of their digests are asked for.
         granted: where those blocks are; ``None`` before the grant.
+        listener: called when any of this changed, was decided, or the peer was disconnected. It is
+            called on the thread that heard of that, and must neither block nor call the client.
     """
 
     peer: str
@@ -58,10 +60,11 @@ class Claimed:
     readers: int = 1
     tokens: int = 0
     blocks: Blocks = ()
-    mark: Mark = field(default_factory=Mark)
+    mark: Watermark = NOTHING_COMPUTED
     keys: tuple[bytes, ...] = ()
     verify: Verify = "none"
     granted: GrantKeys | None = None
+    listener: Callable[[], object] | None = None
 
 
 class LeaseClient:
@@ -74,31 +77,16 @@ class LeaseClient:
     connected again, they are claimed again, and releases without an answer are sent again.
 
     Args:
-        changed: called with what was granted, got further, or was decided; on the thread on which
-            that was heard of. It must not block, nor call this object.
         clock: see `lease_clock`.
     """
 
-    def __init__(
-        self,
-        changed: Callable[[Claimed], object] = lambda _: None,
-        *,
-        clock: Clock = lease_clock,
-    ) -> None:
-        self._changed = changed
+    def __init__(self, *, clock: Clock = lease_clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._senders: dict[str, Send] = {}
         self._claimed: dict[tuple[str, str], Claimed] = {}
         self._timer: Timer | None = None
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __len__(self) -> int:
         """How many are claimed and neither decided nor given up."""
@@ -200,10 +188,12 @@ class LeaseClient:
                     self._send_claim(claimed)
 
     def disconnected(self, peer: str, send: Send) -> None:
-        """`send` reaches `peer` no more."""
+        """Forgets `send`, which reaches `peer` no more."""
         with self._lock:
             if self._senders.get(peer) == send:
                 del self._senders[peer]
+            concerned = self._of(peer)
+        _notify(concerned)
 
     def handle(self, message: Message, peer: str) -> bool:
         """Takes what `peer` says; False if it is none about leases."""
@@ -220,8 +210,7 @@ class LeaseClient:
                 return False
             for claimed in changed:
                 self._forget_if_decided(claimed)
-        for claimed in changed:
-            self._changed(claimed)
+        _notify(changed)
         if changed and self._timer is not None:
             self._timer.wake()
         return True
@@ -330,7 +319,7 @@ class LeaseClient:
                 lease.epoch = message.epoch
                 claimed.tokens = message.tokens
                 claimed.blocks = message.blocks
-                claimed.mark = _mark(message.watermark)
+                claimed.mark = message.watermark
         elif isinstance(message, Expired):
             lease.refused(message.seq, "the lease has expired")
         elif isinstance(message, Unknown):
@@ -353,7 +342,7 @@ class LeaseClient:
         for group, (at, ids) in enumerate(zip(message.first, message.blocks, strict=True)):
             blocks[group] = (*blocks[group][:at], *ids)
         claimed.blocks = tuple(blocks)
-        claimed.mark = max(claimed.mark, _mark(message.watermark))
+        claimed.mark = max(claimed.mark, message.watermark)
 
     def _renewed(self, message: Renewed, peer: str) -> list[Claimed]:
         changed = []
@@ -363,7 +352,7 @@ class LeaseClient:
                 continue
             if claimed.lease.granted(message.seq, one.lease_s):
                 changed.append(claimed)
-                if _mark(one.watermark) > claimed.mark:
+                if one.watermark > claimed.mark:
                     self._send_claim(claimed)  # a watermark was lost, perhaps with blocks
         for lost, why in (
             (message.expired, "the lease has expired"),
@@ -377,5 +366,7 @@ class LeaseClient:
         return changed
 
 
-def _mark(watermark: Watermark) -> Mark:
-    return Mark(watermark.tokens, watermark.layers, watermark.before, watermark.kept)
+def _notify(several: Sequence[Claimed]) -> None:
+    for claimed in several:
+        if claimed.listener is not None:
+            claimed.listener()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 from kvconnect.trace import count
 from kvconnect.transfer.control.keyed import ClaimKeys, GrantKeys
@@ -31,14 +31,12 @@ from kvconnect.transfer.leases.table import (
     Answer,
     Blocks,
     Ended,
-    LeaseKey,
     LeaseTable,
-    Mark,
     Verdict,
 )
 from kvconnect.transfer.leases.timer import Timer
 
-__all__ = ["KeyedBlocks", "LeaseServer", "Send"]
+__all__ = ["LeaseServer", "Send"]
 
 Send: TypeAlias = Callable[[Message], bool]
 """Sends to one holder; does not block; False: it cannot."""
@@ -52,17 +50,6 @@ class _WaitingClaim:
     holder: str
     send: Send
     until: float
-
-
-@dataclass(frozen=True, slots=True)
-class KeyedBlocks:
-    """Blocks that were claimed by key, and where they are; as in `GrantKeys`."""
-
-    region: int
-    unit: int
-    sizes: tuple[int, ...]
-    units: tuple[int, ...]
-    digests: tuple[int, ...]
 
 
 class LeaseServer:
@@ -110,13 +97,6 @@ class LeaseServer:
             changed=self._wake,
         )
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def start(self) -> None:
         """Calls `reap` from now on when it is due; once."""
         self._timer = Timer("kvconnect-lease-reaper", self.reap, self._clock)
@@ -139,7 +119,7 @@ class LeaseServer:
 
     # ------------------------------------------------------------------ for the engine
 
-    def offer(self, request: str, *, tokens: int, nbytes: int, blocks: Blocks = ()) -> LeaseKey:
+    def offer(self, request: str, *, tokens: int, nbytes: int, blocks: Blocks = ()) -> LeaseId:
         """As `LeaseTable.offer`; answers the claims that wait for it.
 
         Who waited for it and let go counts as a reader that is done: if there is no other, the
@@ -155,35 +135,35 @@ class LeaseServer:
         return key
 
     def grant_keys(
-        self, claim: ClaimKeys, holder: str, send: Send, blocks: KeyedBlocks
-    ) -> LeaseKey:
-        """Leases `blocks`, which the caller has pinned, to `holder` and tells it so.
+        self,
+        claim: ClaimKeys,
+        holder: str,
+        send: Send,
+        grant: Callable[[int, float], GrantKeys],
+        *,
+        nbytes: int,
+    ) -> LeaseId:
+        """Leases blocks, which the caller has pinned, to `holder` and sends it the grant.
 
-        The lease ends as every other: `unpin` gets it, with the returned key.
+        The lease ends as every other: `unpin` gets it, with the returned name.
+
+        Args:
+            claim: what is answered.
+            holder: whose it is.
+            send: reaches `holder`.
+            grant: returns the answer, from the epoch and the seconds of the lease.
+            nbytes: of the blocks.
 
         Raises:
-            OutOfBlocks: `max_lease_total` is reached; nothing was said, the caller unpins.
+            OutOfBlocks: `max_lease_total` is reached; nothing was sent, the caller unpins.
         """
         with self._lock:
-            nbytes = blocks.unit * len(blocks.units)
             key = self.table.offer(claim.request, tokens=0, nbytes=nbytes)
             answer = self.table.claim(claim.request, holder, epoch=key.epoch)
-            send(
-                GrantKeys(
-                    seq=claim.seq,
-                    request=claim.request,
-                    epoch=key.epoch,
-                    lease_s=answer.lease_s,
-                    region=blocks.region,
-                    unit=blocks.unit,
-                    sizes=blocks.sizes,
-                    units=blocks.units,
-                    digests=blocks.digests,
-                )
-            )
+            send(grant(key.epoch, answer.lease_s))
         return key
 
-    def advance(self, key: LeaseKey, mark: Mark, blocks: Blocks = ()) -> bool:
+    def advance(self, key: LeaseId, mark: Watermark, blocks: Blocks = ()) -> bool:
         """As `LeaseTable.advance`, and tells all holders; False if the lease has ended."""
         with self._lock:
             first = self.table.num_blocks(key) or (0,) * len(blocks)
@@ -192,14 +172,14 @@ class LeaseServer:
                 message = WatermarkOf(
                     request=key.request,
                     epoch=key.epoch,
-                    watermark=_watermark(mark),
+                    watermark=mark,
                     first=first if blocks else (),
                     blocks=blocks,
                 )
                 self._tell(holders, message)
         return holders is not None
 
-    def withdraw(self, key: LeaseKey, reason: str = "") -> None:
+    def withdraw(self, key: LeaseId, reason: str = "") -> None:
         """As `LeaseTable.withdraw`, and tells the holders."""
         with self._lock:
             holders = self.table.withdraw(key)
@@ -279,13 +259,12 @@ class LeaseServer:
             lease_s=answer.lease_s,
             tokens=answer.tokens,
             blocks=answer.blocks,
-            watermark=_watermark(answer.mark),
+            watermark=answer.mark,
         )
 
     def _renewed(self, renew: Renew, holder: str) -> Renewed:
         answers: list[tuple[LeaseId, Answer]] = [
-            (lease, self.table.renew(LeaseKey(lease.request, lease.epoch), holder))
-            for lease in renew.leases
+            (lease, self.table.renew(lease, holder)) for lease in renew.leases
         ]
         return Renewed(
             seq=renew.seq,
@@ -294,7 +273,7 @@ class LeaseServer:
                     request=lease.request,
                     epoch=lease.epoch,
                     lease_s=answer.lease_s,
-                    watermark=_watermark(answer.mark),
+                    watermark=answer.mark,
                 )
                 for lease, answer in answers
                 if answer.verdict is Verdict.OK
@@ -304,7 +283,7 @@ class LeaseServer:
         )
 
     def _released(self, release: Release, holder: str) -> Message:
-        verdict = self.table.release(LeaseKey(release.request, release.epoch), holder)
+        verdict = self.table.release(LeaseId(request=release.request, epoch=release.epoch), holder)
         cls: type[ReleasedOk | Expired | Unknown] = Unknown
         if verdict is not Verdict.UNKNOWN:
             cls = ReleasedOk if verdict is Verdict.OK else Expired
@@ -337,7 +316,3 @@ class LeaseServer:
             self._unpin(tuple(self._ended))
             self._ended.clear()
         return min(due if end is None else [end, *due], default=None)
-
-
-def _watermark(mark: Mark) -> Watermark:
-    return Watermark(layers=mark.layers, tokens=mark.tokens, before=mark.before, kept=mark.kept)

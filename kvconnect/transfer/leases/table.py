@@ -12,9 +12,10 @@ from typing import Literal, TypeAlias
 
 from kvconnect.errors import ConfigurationError, OutOfBlocks
 from kvconnect.trace import count
+from kvconnect.transfer.control.messages import NOTHING_COMPUTED, LeaseId, Watermark
 from kvconnect.transfer.leases.clock import Clock, lease_clock
 
-__all__ = ["Answer", "Blocks", "Ended", "LeaseKey", "LeaseTable", "Mark", "Verdict"]
+__all__ = ["Answer", "Blocks", "Ended", "LeaseTable", "Verdict"]
 
 _REMEMBERED = 4096
 _REMEMBERED_HOLDERS = 4 * _REMEMBERED
@@ -22,32 +23,6 @@ _MAX_HOLDERS = 256  # of one lease: as many peers as are connected at once
 
 Blocks: TypeAlias = tuple[tuple[int, ...], ...]
 """Block ids of a request in its order, for each pool group."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseKey:
-    """Which lease. No two ever have one epoch, not even of two incarnations of a process."""
-
-    request: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Mark:
-    """How much is computed: all layers hold the tokens before this chunk, `layers` this chunk, too.
-
-    Attributes:
-        tokens: of the request, up to the end of the chunk that is being computed.
-        layers: how many layers hold them.
-        before: tokens before the chunk.
-        kept: all of the request is computed, and its blocks stay while the lease holds. What was
-            read of it counts only then: until then they may go.
-    """
-
-    tokens: int = 0
-    layers: int = 0
-    before: int = 0
-    kept: bool = False
 
 
 class Verdict(Enum):
@@ -72,14 +47,14 @@ class Answer:
     epoch: int = 0
     tokens: int = 0
     blocks: Blocks = ()
-    mark: Mark = field(default_factory=Mark)
+    mark: Watermark = NOTHING_COMPUTED
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A lease that no reader holds any more: its blocks can be unpinned."""
 
-    key: LeaseKey
+    key: LeaseId
     nbytes: int
     why: Literal["released", "aborted", "expired"]
 
@@ -92,13 +67,13 @@ class _Holding(Enum):
 
 @dataclass(slots=True)
 class _Lease:
-    key: LeaseKey
+    key: LeaseId
     tokens: int
     blocks: Blocks
     nbytes: int
     offered_until: float
     progress_at: float
-    mark: Mark = field(default_factory=Mark)
+    mark: Watermark = NOTHING_COMPUTED
     readers: int = 1
     withdrawn: bool = False
     holders: dict[str, float | _Holding] = field(default_factory=dict)
@@ -159,12 +134,12 @@ class LeaseTable:
         self._lock = threading.Lock()
         # Begins anywhere: what a peer holds of an earlier incarnation is unknown to this one.
         self._next_epoch = secrets.randbits(62)
-        self._live: dict[LeaseKey, _Lease] = {}
+        self._live: dict[LeaseId, _Lease] = {}
         # By name of the request, the newest last; more than one if it is computed several times.
-        self._offers: dict[str, list[LeaseKey]] = {}
+        self._offers: dict[str, list[LeaseId]] = {}
         self._total = 0
         self._done: list[Ended] = []
-        self._past: OrderedDict[LeaseKey, dict[str, float | _Holding]] = OrderedDict()
+        self._past: OrderedDict[LeaseId, dict[str, float | _Holding]] = OrderedDict()
         self._past_holders = 0
 
     def __len__(self) -> int:
@@ -179,7 +154,7 @@ class LeaseTable:
 
     # ------------------------------------------------------------------ what P's engine does
 
-    def offer(self, request: str, *, tokens: int, nbytes: int, blocks: Blocks = ()) -> LeaseKey:
+    def offer(self, request: str, *, tokens: int, nbytes: int, blocks: Blocks = ()) -> LeaseId:
         """Blocks of `request`, pinned by the caller, may be claimed from now on.
 
         Raises:
@@ -193,7 +168,7 @@ class LeaseTable:
                     f"max_lease_total: {self._total} of {self._max_lease_total} bytes are leased, "
                     f"{nbytes} more do not fit"
                 )
-            key = LeaseKey(request, self._next_epoch)
+            key = LeaseId(request=request, epoch=self._next_epoch)
             self._next_epoch += 1
             self._live[key] = _Lease(key, tokens, blocks, nbytes, now + self.lease_s, now)
             self._offers.setdefault(request, []).append(key)
@@ -203,7 +178,7 @@ class LeaseTable:
         return key
 
     def advance(
-        self, key: LeaseKey, mark: Mark, blocks: Sequence[Sequence[int]] = ()
+        self, key: LeaseId, mark: Watermark, blocks: Sequence[Sequence[int]] = ()
     ) -> list[str] | None:
         """More of the request is computed, which keeps its offer open for another `lease_s`.
 
@@ -228,7 +203,7 @@ class LeaseTable:
             lease.offered_until = max(lease.offered_until, now + self.lease_s)
             return lease.active()
 
-    def withdraw(self, key: LeaseKey) -> list[str]:
+    def withdraw(self, key: LeaseId) -> list[str]:
         """Grants and renews nothing of this any more; what was granted stays until its end.
 
         Returns:
@@ -246,7 +221,7 @@ class LeaseTable:
         self._changed()
         return holders
 
-    def num_blocks(self, key: LeaseKey) -> tuple[int, ...]:
+    def num_blocks(self, key: LeaseId) -> tuple[int, ...]:
         """How many blocks of each pool group are known; empty if none are, or the lease ended."""
         with self._lock:
             lease = self._live.get(key)
@@ -305,7 +280,7 @@ class LeaseTable:
         """
         now = self._clock()
         with self._lock:
-            key = self._offered(request, now) if epoch is None else LeaseKey(request, epoch)
+            key = self._named(request, epoch, now)
             if key is None:
                 return Answer(Verdict.UNKNOWN)
             lease = self._live.get(key)
@@ -319,7 +294,7 @@ class LeaseTable:
             count("transfer.lease.granted")
         return answer
 
-    def renew(self, key: LeaseKey, holder: str) -> Answer:
+    def renew(self, key: LeaseId, holder: str) -> Answer:
         """`holder`, which has claimed, reads on."""
         now = self._clock()
         with self._lock:
@@ -332,7 +307,7 @@ class LeaseTable:
                 return Answer(Verdict.EXPIRED, epoch=key.epoch)
             return self._grant(lease, holder, now)
 
-    def release(self, key: LeaseKey, holder: str) -> Verdict:
+    def release(self, key: LeaseId, holder: str) -> Verdict:
         """`holder` has ended its last read; ``OK`` only if its lease was never broken."""
         now = self._clock()
         with self._lock:
@@ -359,7 +334,7 @@ class LeaseTable:
         """
         now = self._clock()
         with self._lock:
-            key = self._offered(request, now) if epoch is None else LeaseKey(request, epoch)
+            key = self._named(request, epoch, now)
             lease = self._live.get(key) if key is not None else None
             if lease is None or not self._has_room(lease, holder):
                 return
@@ -371,8 +346,13 @@ class LeaseTable:
 
     # ------------------------------------------------------------------ rules; the lock is held
 
-    def _offered(self, request: str, now: float) -> LeaseKey | None:
-        """The newest lease of `request` that may be claimed; else the newest, ``None``: none."""
+    def _named(self, request: str, epoch: int | None, now: float) -> LeaseId | None:
+        """Returns the lease of `request` that `epoch` names.
+
+        Without an epoch it is the newest that may be claimed, else the newest, else ``None``.
+        """
+        if epoch is not None:
+            return LeaseId(request=request, epoch=epoch)
         keys = tuple(self._offers.get(request, ()))
         for key in reversed(keys):
             lease = self._live[key]
@@ -430,5 +410,5 @@ class LeaseTable:
             _, forgotten = self._past.popitem(last=False)
             self._past_holders -= len(forgotten)
 
-    def _of_past(self, key: LeaseKey) -> Verdict:
+    def _of_past(self, key: LeaseId) -> Verdict:
         return Verdict.EXPIRED if key in self._past else Verdict.UNKNOWN

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import closing
 
 from endpoints import QUICK, Side
 
@@ -52,7 +53,8 @@ def p(port: str, lease_s: str, *requests: str) -> None:
         for one in ended:
             print(one.why, one.key.request, flush=True)
 
-    with LeaseServer(unpin, max_lease_total=1 << 30, lease_s=float(lease_s)) as server:
+    with closing(LeaseServer(unpin, max_lease_total=1 << 30, lease_s=float(lease_s))) as server:
+        server.start()
         side = Side("P", deliver=serve(server), timing=QUICK)
         with Listener(side.endpoint, port=int(port)) as listening:
             for request in requests:
@@ -61,12 +63,17 @@ def p(port: str, lease_s: str, *requests: str) -> None:
             time.sleep(60)
 
 
+def listen(claimed) -> None:
+    claimed.listener = lambda: print(claimed.lease.outcome.value, flush=True)
+
+
 def d(port: str, *requests: str) -> None:
-    with LeaseClient(lambda one: print(one.lease.outcome.value, flush=True)) as client:
+    with closing(LeaseClient()) as client:
+        client.start()
         side = Side("D", deliver=read(client), timing=QUICK)
+        for request in requests:
+            listen(client.claim("P", request))  # sent when it is connected
         with Peer(side.endpoint, "127.0.0.1", int(port)):
-            for request in requests:
-                client.claim("P", request)
             time.sleep(60)
 
 

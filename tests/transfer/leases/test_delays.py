@@ -46,11 +46,12 @@ class Simulation:
             lease_s=LEASE_S,
             clock=lambda: 1e5 + self.now * self.p_speed,
         )
-        self.client = LeaseClient(self.changed, clock=lambda: 77 + self.now * self.d_speed)
+        self.client = LeaseClient(clock=lambda: 77 + self.now * self.d_speed)
         self.server.connected("D", self.to_d)
         self.client.connected("P", self.to_p)
         self.server.offer("r", tokens=1, nbytes=1)
         self.claimed = self.client.claim("P", "r")
+        self.claimed.listener = self.changed
         if cut_at is not None:
             self.at(cut_at, self.reconnect)
 
@@ -77,8 +78,8 @@ class Simulation:
         assert self.freed_at == float("inf")
         self.freed_at = self.now
 
-    def changed(self, claimed):
-        if not self.begun and claimed.lease.may_read():
+    def changed(self):
+        if not self.begun and self.claimed.lease.may_read():
             self.begun = True
             self.at(self.now, self.read)
 

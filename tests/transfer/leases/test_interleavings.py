@@ -14,11 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvconnect.transfer.control.messages import decode, encode
+from kvconnect.transfer.control.messages import LeaseId, Watermark, decode, encode
 from kvconnect.transfer.leases.client import Claimed, LeaseClient
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.leases.server import LeaseServer
-from kvconnect.transfer.leases.table import LeaseKey, Mark
 
 LEASE_S = 10.0
 STEPS = st.sampled_from([0.0, 0.1, 1.0, 3.0, 3.4, 5.0, 9.8, 9.95, 10.0, 10.1, 25.0])
@@ -35,9 +34,9 @@ class Transfers(RuleBasedStateMachine):
         self.speeds = (1.0, 1.0)
         self.to_p: list[bytes] = []
         self.to_d: list[bytes] = []
-        self.freed: dict[LeaseKey, float] = {}
-        self.to_free: list[LeaseKey] = []
-        self.offered: list[LeaseKey] = []
+        self.freed: dict[LeaseId, float] = {}
+        self.to_free: list[LeaseId] = []
+        self.offered: list[LeaseId] = []
         self.claimed: list[Claimed] = []
         self.last_read: dict[int, float] = {}
         self.failed: set[int] = set()
@@ -54,7 +53,7 @@ class Transfers(RuleBasedStateMachine):
             clock=lambda: 1e6 + self.now * self.speeds[1],
         )
         self.server.connected("D", self.send_to_d)
-        self.live: list[LeaseKey] = []
+        self.live: list[LeaseId] = []
 
     def send_to_p(self, message):
         self.to_p.append(encode(message))
@@ -85,7 +84,8 @@ class Transfers(RuleBasedStateMachine):
     @rule(pick=PICKS, tokens=st.integers(1, 64))
     @precondition(lambda self: self.live)
     def compute(self, pick, tokens):
-        self.server.advance(self.live[pick % len(self.live)], Mark(tokens, 1), ((2,),))
+        mark = Watermark(tokens=tokens, layers=1)
+        self.server.advance(self.live[pick % len(self.live)], mark, ((2,),))
 
     @rule(pick=PICKS)
     @precondition(lambda self: self.live)
@@ -137,7 +137,7 @@ class Transfers(RuleBasedStateMachine):
         if numbers:
             number = numbers[pick % len(numbers)]
             lease = self.claimed[number].lease
-            if LeaseKey(lease.request, lease.epoch) not in self.live:
+            if LeaseId(request=lease.request, epoch=lease.epoch) not in self.live:
                 self.failed.add(number)
                 return
             ends = self.now + takes_s
@@ -213,7 +213,7 @@ class Transfers(RuleBasedStateMachine):
     def nothing_that_was_freed_is_valid(self):
         for number, one in enumerate(self.claimed):
             if one.lease.outcome is Outcome.VALID:
-                key = LeaseKey(one.lease.request, one.lease.epoch)
+                key = LeaseId(request=one.lease.request, epoch=one.lease.epoch)
                 assert number in self.last_read
                 assert self.freed.get(key, self.now + 1) >= self.last_read[number], key
 

@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,13 +30,13 @@ from kvconnect.transfer.control.messages import (
     Ping,
     Release,
     Unknown,
+    Watermark,
 )
 from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.leases.clock import lease_clock
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.leases.server import LeaseServer
-from kvconnect.transfer.leases.table import Mark
 from kvconnect.transfer.leases.timer import Timer
 
 HERE = Path(__file__).parent
@@ -81,7 +83,8 @@ def p(lease_s):
         for one in ended:
             unpinned.put(one)
 
-    with LeaseServer(unpin, max_lease_total=1000, lease_s=lease_s) as server:
+    with closing(LeaseServer(unpin, max_lease_total=1000, lease_s=lease_s)) as server:
+        server.start()
         side = Side("P", deliver=serve(server))
         with Listener(side.endpoint) as listening:
             yield server, listening.port, unpinned
@@ -90,7 +93,8 @@ def p(lease_s):
 @pytest.fixture
 def d():
     """D in this process: its client, and how to connect it."""
-    with LeaseClient() as client:
+    with closing(LeaseClient()) as client:
+        client.start()
         side = Side("D", deliver=read(client))
         peers = []
 
@@ -112,8 +116,8 @@ def test_what_is_read_and_released_is_valid_and_unpinned_at_once(p, d):
     claimed = client.claim("P", "r")
     until(claimed.lease.may_read)
     assert claimed.blocks == ((1, 2),)
-    server.advance(key, Mark(tokens=64, layers=1), ((3,),))
-    until(lambda: claimed.mark == Mark(tokens=64, layers=1))
+    server.advance(key, Watermark(tokens=64, layers=1), ((3,),))
+    until(lambda: claimed.mark == Watermark(tokens=64, layers=1))
     assert claimed.blocks == ((1, 2, 3),)
     assert client.release(claimed) is Outcome.VALID
     assert len(client) == 0
@@ -173,8 +177,8 @@ def test_what_was_lost_with_a_connection_is_told_again(p, d):
     until(claimed.lease.may_read)
     peer.reconnect()
     until(lambda: not server._senders)
-    server.advance(key, Mark(tokens=64, layers=2), ((2,),))
-    until(lambda: claimed.mark == Mark(tokens=64, layers=2))
+    server.advance(key, Watermark(tokens=64, layers=2), ((2,),))
+    until(lambda: claimed.mark == Watermark(tokens=64, layers=2))
     assert claimed.blocks == ((1, 2),)
 
 
@@ -473,3 +477,12 @@ def test_a_request_is_claimed_once_at_a_time():
         client.claim("P", "r")
     client.abort(claimed)
     client.claim("P", "r")
+
+
+def test_a_peer_that_is_disconnected_wakes_who_waits_for_it():
+    """Its answers will not come by that way: a reader need not wait for its deadline."""
+    client, heard = LeaseClient(), []
+    for peer in ("P", "Q"):
+        client.claim(peer, "r").listener = partial(heard.append, peer)
+    client.disconnected("P", lambda _: True)
+    assert heard == ["P"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.errors import ConfigurationError, OutOfBlocks
-from kvconnect.transfer.leases.table import LeaseKey, LeaseTable, Mark, Verdict
+from kvconnect.transfer.control.messages import LeaseId, Watermark
+from kvconnect.transfer.leases.table import LeaseTable, Verdict
 
 BLOCKS = ((1, 2, 3), (7,))
 
@@ -28,21 +29,21 @@ def table(clock):
     return LeaseTable(max_lease_total=100, lease_s=10, max_idle_s=60, clock=clock)
 
 
-def offer(table, request="r", nbytes=10) -> LeaseKey:
+def offer(table, request="r", nbytes=10) -> LeaseId:
     return table.offer(request, tokens=50, nbytes=nbytes, blocks=BLOCKS)
 
 
-def ended(table) -> list[tuple[LeaseKey, str]]:
+def ended(table) -> list[tuple[LeaseId, str]]:
     return [(one.key, one.why) for one in table.take_ended()]
 
 
 def test_a_claim_is_granted_with_all_that_is_known(table):
     key = offer(table)
-    table.advance(key, Mark(tokens=32, layers=2))
+    table.advance(key, Watermark(tokens=32, layers=2))
     answer = table.claim("r", "D")
     assert answer.verdict is Verdict.OK
     assert (answer.epoch, answer.tokens, answer.blocks) == (key.epoch, 50, BLOCKS)
-    assert answer.mark == Mark(tokens=32, layers=2)
+    assert answer.mark == Watermark(tokens=32, layers=2)
     assert answer.lease_s == 10
 
 
@@ -63,7 +64,7 @@ def test_progress_keeps_an_offer_open(table, clock):
     key = offer(table)
     for step in range(5):
         clock.now += 9
-        assert table.advance(key, Mark(tokens=step + 1)) == []
+        assert table.advance(key, Watermark(tokens=step + 1, layers=0)) == []
     assert table.claim("r", "D").verdict is Verdict.OK
 
 
@@ -231,7 +232,7 @@ def test_what_is_withdrawn_hides_no_older_offer_of_that_name(table, read_by):
 def test_an_offer_that_expired_hides_no_older_one_of_that_name(table, clock):
     first, _ = offer(table), offer(table)
     clock.now += 9
-    table.advance(first, Mark(tokens=16))
+    table.advance(first, Watermark(tokens=16, layers=0))
     clock.now += 9
     assert table.claim("r", "D").epoch == first.epoch
 
@@ -256,19 +257,19 @@ def test_blocks_and_progress_are_added(table):
     key = table.offer("r", tokens=50, nbytes=10)
     table.claim("r", "D")
     assert table.num_blocks(key) == ()
-    assert table.advance(key, Mark(tokens=16, layers=1), ((1,), (5,))) == ["D"]
-    assert table.advance(key, Mark(tokens=32), ((2, 3), ())) == ["D"]
-    table.advance(key, Mark(tokens=16, layers=9))  # an earlier one, late
+    assert table.advance(key, Watermark(tokens=16, layers=1), ((1,), (5,))) == ["D"]
+    assert table.advance(key, Watermark(tokens=32, layers=0), ((2, 3), ())) == ["D"]
+    table.advance(key, Watermark(tokens=16, layers=9))  # an earlier one, late
     answer = table.renew(key, "D")
     assert answer.blocks == ((1, 2, 3), (5,))
-    assert answer.mark == Mark(tokens=32)
+    assert answer.mark == Watermark(tokens=32, layers=0)
     assert table.num_blocks(key) == (3, 1)
 
 
 def test_progress_of_what_ended_is_for_p_alone(table, clock):
     key = offer(table)
     clock.now += 10
-    assert table.advance(key, Mark(tokens=1)) is None
+    assert table.advance(key, Watermark(tokens=1, layers=0)) is None
     assert table.num_blocks(key) == ()
 
 

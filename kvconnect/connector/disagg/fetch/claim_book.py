@@ -102,7 +102,7 @@ class ClaimBook:
             claim.drop()
 
     def lost(self, link: Link, reason: str) -> None:
-        """Nothing will come of what was claimed over `link`."""
+        """Fails every claim made over `link`. Any thread may call it."""
         for claim in self._all():
             if claim.link is link:
                 claim.reason = (

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.disagg.fetch.claim_book import ClaimBook
-from kvconnect.connector.disagg.fetch.joined import JoinedFetch
 from kvconnect.connector.disagg.fetch.links import Link
-from kvconnect.connector.disagg.fetch.load import Fetch
+from kvconnect.connector.disagg.fetch.load import Load, Part
 from kvconnect.connector.disagg.fetch.sources import Source, sources
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.errors import (
@@ -28,8 +27,7 @@ from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import StoredHeads, stored_heads
 from kvconnect.trace import count, warn_once
 from kvconnect.transfer.digests import digest_of_pieces
-from kvconnect.transfer.leases.client import Claimed, LeaseClient
-from kvconnect.transfer.leases.held import Outcome
+from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.reads import Reads
@@ -96,15 +94,14 @@ class Fetcher:
         self._min_bytes_per_s = min_bytes_per_s
         self._quarantine = quarantine
         self._wakeup = wakeup
-        self.client = LeaseClient(self._lease_changed)
+        self.client = LeaseClient()
         self.client.start()
         self.claims = ClaimBook(self.client, self._heads)
         self._mine: set[int] = set()  # the engine's thread: loads that are not reported yet
         self._ended: deque[int] = deque()
         self._failed: deque[TransferFailure] = deque()
         self._expected: dict[int, FetchOrder] = {}  # and the next are this thread's
-        self._fetches: dict[int, JoinedFetch] = {}  # until nothing lands any more
-        self._by_lease: dict[Claimed, Fetch] = {}
+        self._fetches: dict[int, Load] = {}  # until nothing lands any more
         self._flying_nbytes = 0
         self._handles: dict[Pull, PeerHandle] = {}
         self._posted: deque[Callable[[], None]] = deque()
@@ -159,10 +156,6 @@ class Fetcher:
         self.claims.drop_all()
         self.client.close()
 
-    def lost(self, link: Link, reason: str) -> None:
-        """The connection to an engine has ended; on any thread."""
-        self._post(partial(self._lost, link, reason))
-
     # ------------------------------------------------------------------ the thread
 
     def _post(self, call: Callable[[], None]) -> None:
@@ -186,11 +179,12 @@ class Fetcher:
             now = time.monotonic()
             for part in self._parts():
                 if not part.over and part.due() <= now:
-                    self._guarded(part.advance)
+                    self._guarded(partial(self._step, part, part.advance))
         for load in list(self._fetches.values()):
-            load.fail("the engine is shutting down")
+            load.stop("the engine is shutting down")
+            self._settle(load.order)
 
-    def _parts(self) -> list[Fetch]:
+    def _parts(self) -> list[Part]:
         return [part for load in self._fetches.values() for part in load.parts]
 
     @staticmethod
@@ -201,13 +195,51 @@ class Fetcher:
             count("transfer.fetch.error")
             logger.exception("a fetch went wrong")
 
+    def _step(self, part: Part, call: Callable[[], None]) -> None:
+        """Runs `call`, which concerns `part`, and ends the load if that decides it."""
+        try:
+            call()
+            self._settle(part.order)
+            part.release(self.client)
+        except Exception as error:
+            part.fail(repr(error))  # a piece that was not read would count as read
+            raise
+        finally:
+            self._settle(part.order)
+
+    def _settle(self, order: FetchOrder) -> None:
+        """Reports the end of the load `order` if it is decided, and forgets it after its writes."""
+        load = self._fetches.get(order.request_id)
+        if load is None:
+            return
+        failed = next((part.failed for part in load.parts if part.failed is not None), None)
+        if load.reason is None and failed is not None:
+            load.reason = failed
+            load.stop(failed)
+            if not load.cancelled:
+                self._report_failure(order, failed, writes_ended=load.writes_ended)
+                if load.writes_ended:
+                    del self._fetches[order.request_id]
+                    return
+        if load.reason is None and load.over:
+            count("transfer.fetched", tokens=order.end - order.start, bytes=load.nbytes)
+        elif load.reason is None or not load.writes_ended:
+            return
+        del self._fetches[order.request_id]
+        self._end(order)
+
+    def _end(self, order: FetchOrder) -> None:
+        """Returns the request of `order` to the engine: nothing writes to its blocks any more."""
+        self._ended.append(order.request_id)
+        self._wakeup()
+
     def _expect(self, order: FetchOrder) -> None:
         self._expected[order.request_id] = order
 
     def _begin(self, order: FetchOrder) -> None:
         if self._expected.pop(order.request_id, None) is None:
             return
-        load = JoinedFetch(order)
+        load = Load(order)
         try:
             for source in sources(self._heads, order.tp_size):
                 load.parts.append(self._part(order, source))
@@ -222,20 +254,19 @@ class Fetcher:
         self._fetches[order.request_id] = load
         for part in load.parts:
             if part.claim.claimed is not None:
-                self._by_lease[part.claim.claimed] = part
-        for part in load.parts:
-            part.advance()
+                part.claim.claimed.listener = partial(self._post_step, part, part.advance)
+            self._step(part, part.advance)
 
-    def _part(self, order: FetchOrder, source: Source) -> Fetch:
-        """What is read from one rank."""
+    def _part(self, order: FetchOrder, source: Source) -> Part:
         claim = self.claims.of(order, source)
         if claim is None or claim.link is None:
             raise _NotClaimedError((claim and claim.reason) or "it was never claimed")
-        return Fetch(
+        return Part(
             order,
             claim,
             claim.link,
-            self,
+            pull=self.pull,
+            compare=self._compare,
             layouts=self._layouts,
             regions=self._regions,
             source=source,
@@ -246,43 +277,32 @@ class Fetcher:
 
     def _cancel(self, request_id: int) -> None:
         if load := self._fetches.get(request_id):
-            load.cancel()
+            load.cancelled = load.reason is None
+            load.stop("cancelled")
+            self._settle(load.order)
         elif order := self._expected.pop(request_id, None):
             self.claims.drop(order)
-            self._ended.append(request_id)
-            self._wakeup()
+            self._end(order)
 
-    def _lost(self, link: Link, reason: str) -> None:
-        self.claims.lost(link, reason)
-        for part in self._parts():
-            if part.link is link:
-                part.advance()
+    # ------------------------------------------------------------------ for parts
 
-    def _lease_changed(self, claimed: Claimed) -> None:
-        """On a channel's thread."""
-        self._post(partial(self._advance_lease, claimed))
-
-    def _advance_lease(self, claimed: Claimed) -> None:
-        if fetch := self._by_lease.get(claimed):
-            fetch.advance()
-
-    # ------------------------------------------------------------------ for fetches
-
-    def pull(self, fetch: Fetch, link: Link, reads: Reads) -> Pull:
-        """Start a pull of `reads`; its deadline leaves time for all that are under way."""
+    def pull(self, part: Part, reads: Reads) -> Pull:
+        """Starts a pull of `reads`; its deadline leaves time for all that are under way."""
         nbytes = self._flying_nbytes + reads.total_nbytes
-        pull = self._start(link, reads, _SLACK_S + nbytes / self._min_bytes_per_s)
+        pull = self._start(part.link, reads, _SLACK_S + nbytes / self._min_bytes_per_s)
         self._flying_nbytes = nbytes
         pull.done.add_done_callback(
-            lambda done: self._post(partial(self._heard, fetch, pull, done.exception()))
+            lambda done: self._post_step(
+                part, partial(self._pull_done, part, pull, done.exception())
+            )
         )
-        pull.terminal.add_callback(lambda: self._post(partial(fetch.pull_terminal, pull)))
+        pull.terminal.add_callback(lambda: self._post_step(part, partial(part.pull_terminal, pull)))
         return pull
 
-    def digests(self, fetch: Fetch, link: Link, reads: Reads) -> Future[bool]:
-        """Asks whether the other side has the same in `reads`, and compares on this thread."""
+    def _compare(self, part: Part, reads: Reads) -> Future[bool]:
+        """Asks for the other side's digest of `reads`, and compares it on this thread."""
         same: Future[bool] = Future()
-        answer = link.digest(reads)
+        answer = part.link.digest(reads)
 
         def compare() -> None:
             theirs = None if answer.cancelled() else answer.result()
@@ -293,10 +313,13 @@ class Fetcher:
             if theirs is None or ours != theirs:
                 count("transfer.bad_digests")
             same.set_result(theirs is not None and ours == theirs)
-            fetch.advance()
+            part.advance()
 
-        answer.add_done_callback(lambda _: self._post(compare))
+        answer.add_done_callback(lambda _: self._post_step(part, compare))
         return same
+
+    def _post_step(self, part: Part, call: Callable[[], None]) -> None:
+        self._post(partial(self._step, part, call))
 
     def _start(self, link: Link, reads: Reads, deadline_s: float) -> Pull:
         error: Exception | None = None
@@ -314,58 +337,13 @@ class Fetcher:
         pull.finish(PullFailed("peer", f"{link.address}: {error or 'not connected'}"))
         return pull
 
-    def _heard(self, fetch: Fetch, pull: Pull, error: BaseException | None) -> None:
-        try:
-            self._pull_done(fetch, pull, error)
-        except Exception as raised:
-            fetch.fail(repr(raised))  # it would wait for this pull until its own deadline
-            raise
-
-    def _pull_done(self, fetch: Fetch, pull: Pull, error: BaseException | None) -> None:
+    def _pull_done(self, part: Part, pull: Pull, error: BaseException | None) -> None:
         self._flying_nbytes -= pull.nbytes
         handle = self._handles.pop(pull, None)
         if handle is not None and not pull.terminal.is_set():
             blocks = -(-pull.nbytes // self._layouts[0].block_nbytes)
             self._quarantine.hold(pull, handle, blocks, lambda: None)
-        fetch.pull_done(pull, error)
-
-    def release(self, claimed: Claimed) -> Outcome:
-        """The last read of `claimed` has ended."""
-        return self.client.release(claimed)
-
-    def ended(self, fetch: Fetch, reason: str | None) -> None:
-        """`fetch` is over: one of the parts of its load."""
-        order = fetch.order
-        if fetch.claim.claimed is not None:
-            self._by_lease.pop(fetch.claim.claimed, None)
-        load = self._fetches[order.request_id]
-        if reason is None:
-            if load.succeeded:
-                count("transfer.fetched", tokens=order.end - order.start, bytes=load.nbytes)
-                self._forget(load)
-            return
-        if load.reason is not None:
-            return  # another part has failed, and the load with it
-        load.reason = reason
-        load.fail(reason)
-        if not load.cancelled:
-            self._report_failure(order, reason, writes_ended=load.writes_ended)
-            if load.writes_ended:
-                del self._fetches[order.request_id]
-        elif load.writes_ended:
-            self._forget(load)
-
-    def untouched(self, fetch: Fetch) -> None:
-        """Nothing of a failed `fetch` lands any more; perhaps of another part of its load."""
-        load = self._fetches.get(fetch.order.request_id)
-        if load is not None and load.reason is not None and load.writes_ended:
-            self._forget(load)
-
-    def _forget(self, load: JoinedFetch) -> None:
-        """Nothing of it lands any more: its request is returned."""
-        del self._fetches[load.order.request_id]
-        self._ended.append(load.order.request_id)
-        self._wakeup()
+        part.pull_done(pull, error)
 
     def _report_failure(self, order: FetchOrder, reason: str, *, writes_ended: bool) -> None:
         count("transfer.computed_instead", tokens=order.end - order.start)

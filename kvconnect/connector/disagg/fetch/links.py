@@ -224,7 +224,6 @@ class Links:
             link.refused = None
             self._client.connected(link.address, channel.send)
         elif isinstance(event, Disconnected):
-            self._client.disconnected(link.address, channel.send)
             link.forget_answers()
             with self._lock:
                 handle, link.handle = link.handle, None
@@ -232,6 +231,7 @@ class Links:
             if handle is not None and not shared:
                 self._transport.disconnect(handle)
             self._lost(link, event.reason)
+            self._client.disconnected(link.address, channel.send)  # whose listeners look at both
         elif isinstance(event, FoundDigest):
             link.answered(event)
         else:

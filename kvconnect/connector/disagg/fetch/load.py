@@ -1,28 +1,27 @@
-"""One load from another engine. Belongs to the fetcher's thread."""
+"""A load from another engine and its parts. All of it belongs to the fetcher's thread."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 from kvconnect.connector.disagg.fetch.claims import Claim
 from kvconnect.connector.disagg.fetch.links import Link
-from kvconnect.connector.disagg.fetch.pieces import Coverage, FetchPlan, RemoteBlocks, cut_reads
+from kvconnect.connector.disagg.fetch.pieces import FetchPlan, RemoteBlocks, cut_reads
 from kvconnect.connector.disagg.fetch.sources import Source
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.offload.lookup import blocks_needed
 from kvconnect.layout import KvCacheLayout
-from kvconnect.transfer.control.messages import Hello
-from kvconnect.transfer.leases.client import Claimed
+from kvconnect.transfer.control.messages import NOTHING_COMPUTED, Hello
+from kvconnect.transfer.leases.client import Claimed, LeaseClient
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.reads import Reads
 
-__all__ = ["Fetch", "FetchHost"]
+__all__ = ["Load", "Part"]
 
 _PULLS_IN_FLIGHT = 4
 _PULL_NBYTES = 32 << 20
@@ -32,36 +31,58 @@ _SLACK_S = 2.0
 _CONNECTING_S = 0.05
 
 
-class FetchHost(Protocol):
-    """What a fetch asks of the fetcher that runs it."""
+@dataclass(slots=True, eq=False)
+class Load:
+    """The parts that one request loads from the ranks of another engine.
 
-    def pull(self, fetch: Fetch, link: Link, reads: Reads) -> Pull:
-        """Start a pull; its end, and that it is terminal, come back as calls on this thread."""
+    They are valid together or not at all.
 
-    def digests(self, fetch: Fetch, link: Link, reads: Reads) -> Future[bool]:
-        """Asks whether the other side has the same in `reads`; the answer is a call, too."""
+    Attributes:
+        order: what is loaded.
+        parts: one for each rank that is read from.
+        reason: why the load failed; ``None``: it has not.
+        cancelled: no request waits for the load.
+    """
 
-    def release(self, claimed: Claimed) -> Outcome:
-        """The last read has ended."""
+    order: FetchOrder
+    parts: list[Part] = field(default_factory=list)
+    reason: str | None = None
+    cancelled: bool = False
 
-    def ended(self, fetch: Fetch, reason: str | None) -> None:
-        """It is over: with success, or the `reason` why not."""
+    @property
+    def over(self) -> bool:
+        """Returns whether every part is over."""
+        return all(part.over for part in self.parts)
 
-    def untouched(self, fetch: Fetch) -> None:
-        """It is over without success, and since then its last pull has become terminal, too."""
+    @property
+    def writes_ended(self) -> bool:
+        """Returns whether no pull can write to the load's blocks any more."""
+        return all(part.writes_ended for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes that were read."""
+        return sum(part.nbytes for part in self.parts)
+
+    def stop(self, reason: str) -> None:
+        """Fails every part that is not over."""
+        for part in self.parts:
+            part.fail(reason)
 
 
-class Fetch:
+class Part:
     """Reads what is new of a prompt whenever a rank of the other side has computed more of it.
 
     Either all of it becomes valid or nothing: what was read counts only if the lease held until
     the last read had ended, and the other side has said that it kept the blocks until then.
+    A part changes only itself. The fetcher looks at it after each call and ends the load.
 
     Args:
         order: what to fetch, and the blocks it goes to.
         claim: made when the request arrived.
         link: to the other side.
-        host: runs it.
+        pull: starts a pull. Its end, and that it is terminal, arrive as calls of the part.
+        compare: asks whether both sides have the same bytes. `advance` is called with the answer.
         layouts: of this side's pool groups.
         regions: of this side's pools at the transport.
         source: which rank of the other side it is, and which heads come from there.
@@ -71,6 +92,7 @@ class Fetch:
 
     Attributes:
         over: it succeeded, failed or was cancelled.
+        failed: why it failed; ``None``: it has not.
         nbytes: that were read.
     """
 
@@ -79,8 +101,9 @@ class Fetch:
         order: FetchOrder,
         claim: Claim,
         link: Link,
-        host: FetchHost,
         *,
+        pull: Callable[[Part, Reads], Pull],
+        compare: Callable[[Part, Reads], Future[bool]],
         layouts: Sequence[KvCacheLayout],
         regions: Sequence[int],
         source: Source,
@@ -92,13 +115,15 @@ class Fetch:
         self.claim = claim
         self.link = link
         self.over = False
+        self.failed: str | None = None
         self.nbytes = 0
-        self._host = host
+        self._pull = pull
+        self._compare = compare
         self._layouts = layouts
         self._source = source
         self._plan = FetchPlan(order, layouts, regions, source.heads)
         self._told: tuple[Hello, list[KvCacheLayout]] | None = None
-        self._coverage = Coverage()
+        self._computed = NOTHING_COMPUTED
         self._remote = [RemoteBlocks() for _ in layouts]
         self._ready: deque[Reads] = deque()
         self._pulls: set[Pull] = set()  # not terminal
@@ -108,12 +133,13 @@ class Fetch:
         self._progress_at = time.monotonic()
         self._look_at: float | None = None  # again, for whether there is a connection
         self._released_at: float | None = None
+        self._to_release: Claimed | None = None
         self._unverified: deque[Reads] | None = None if verify else deque()
         self._verifying: set[Future[bool]] = set()
 
     @property
     def writes_ended(self) -> bool:
-        """Nothing lands in its blocks any more."""
+        """Returns whether no pull can write to its blocks any more."""
         return not self._pulls
 
     def due(self) -> float:
@@ -128,22 +154,15 @@ class Fetch:
     # ------------------------------------------------------------------ what happens
 
     def advance(self) -> None:
-        """Something may have changed, or it is due: read what is new, end what is over."""
+        """Reads what is new, and decides what is over; called when anything changed or is due."""
         if self.over:
             return
-        try:
-            self._advance()
-        except Exception as error:
-            self.fail(repr(error))  # a piece that was not read would count as read
-            raise
-
-    def _advance(self) -> None:
         claimed, now = self.claim.claimed, time.monotonic()
         self._look_at = now + _CONNECTING_S if self.link.handle is None else None
         if claimed is None or (self._released_at is None and self.claim.failed):
             self.fail(self.claim.reason or "the other side does not have it, or not any more")
         elif self._released_at is not None:
-            self._settle(claimed.lease.outcome, late=now >= self.due())
+            self._decide(claimed.lease.outcome, late=now >= self.due())
         elif now >= self._deadline:
             self.fail("it took longer than load_timeout_s allows")
         else:
@@ -151,7 +170,7 @@ class Fetch:
             self._check_progress(now)
 
     def pull_done(self, pull: Pull, error: BaseException | None) -> None:
-        """`pull` has ended."""
+        """Takes the end of `pull`."""
         self._reading.discard(pull)
         if self.over:
             return
@@ -163,24 +182,29 @@ class Fetch:
         self.advance()
 
     def pull_terminal(self, pull: Pull) -> None:
-        """Nothing of `pull` lands any more."""
-        if pull not in self._pulls:
-            return  # it was known when this ended
+        """Forgets `pull`, which writes nothing any more."""
         self._pulls.discard(pull)
-        if self.over and not self._pulls:
-            self._host.untouched(self)
+
+    def release(self, client: LeaseClient) -> None:
+        """Releases the lease once everything was read.
+
+        A request that waits for the load goes on before the other side hears of that.
+        """
+        claimed, self._to_release = self._to_release, None
+        if claimed is not None:
+            self._decide(client.release(claimed), late=False)
 
     def fail(self, reason: str) -> None:
-        """Read no more: what was read is of no use."""
+        """Reads no more: what was read is of no use."""
         if self.over:
             return
-        self.over = True
+        self.over, self.failed = True, reason
+        self._to_release = None
         self._ready.clear()
         self.claim.drop()
         for pull in self._reading:
             pull.abandon()
         self._pulls = {pull for pull in self._pulls if not pull.terminal.is_set()}
-        self._host.ended(self, reason)
 
     # ------------------------------------------------------------------ inside
 
@@ -195,7 +219,7 @@ class Fetch:
                 return
         while len(self._reading) < _PULLS_IN_FLIGHT and not self.over:
             if not self._ready and not self._plan.complete:
-                for reads in self._plan.take(self._coverage, self._remote):
+                for reads in self._plan.take(self._computed, self._remote):
                     leased = replace(reads, epoch=claimed.lease.epoch or 0)
                     self._ready += cut_reads(leased, _PULL_NBYTES)
             if not self._ready:
@@ -203,12 +227,12 @@ class Fetch:
             if not claimed.lease.may_read():
                 self.fail("the lease is over")
                 return
-            pull = self._host.pull(self, self.link, self._ready.popleft())
+            pull = self._pull(self, self._ready.popleft())
             self._pulls.add(pull)
             self._reading.add(pull)
         all_is_read = self._plan.complete and not self._ready and not self._reading
         if all_is_read and claimed.mark.kept and self._verified():
-            self._release(claimed)
+            self._end_reads(claimed)
 
     def _verified(self) -> bool:
         """Returns whether the other side has said that it has all that was read."""
@@ -226,23 +250,22 @@ class Fetch:
                 return False
         while self._unverified and len(self._verifying) < _PULLS_IN_FLIGHT:
             part = self._unverified.popleft()
-            self._verifying.add(self._host.digests(self, self.link, part))
+            self._verifying.add(self._compare(self, part))
         return not self._verifying
 
-    def _release(self, claimed: Claimed) -> None:
-        """All of it was read; a request that waits for it goes on before the other side is told."""
+    def _end_reads(self, claimed: Claimed) -> None:
         self._released_at = time.monotonic()
         claimed.lease.reads_ended()
+        self._to_release = claimed
         if claimed.lease.outcome is Outcome.VALID:
             self._succeed()
-        self._settle(self._host.release(claimed), late=False)
 
     def _check_progress(self, now: float) -> None:
         if not self._reading and now >= self._progress_at + self._idle_s:
             self.fail(f"the other side computed nothing more of it for {self._idle_s:g} s")
 
     def _learn(self, claimed: Claimed) -> bool:
-        """Take over what the other side told; whether there was anything new."""
+        """Takes what the other side has sent; returns whether any of it was new."""
         hello, mark = self.link.hello, claimed.mark
         if not claimed.tokens or hello is None or len(claimed.blocks) > len(self._layouts):
             return False
@@ -258,7 +281,10 @@ class Fetch:
             needed = blocks_needed(layout.window, claimed.tokens, layout.tokens_per_block)
             # Of a window only these are told, of the others all from the first on.
             self._remote[group] = RemoteBlocks(hello.pools[group].region, needed.start, ids, layout)
-        return self._coverage.advance(mark)
+        if not self._computed < mark:
+            return False
+        self._computed = mark.after(self._computed)
+        return True
 
     def _their_layouts(self, hello: Hello) -> list[KvCacheLayout]:
         """Of the other side's pools; `Links` has checked them."""
@@ -266,7 +292,7 @@ class Fetch:
             self._told = (hello, [one.layout() for one in hello.pools])
         return self._told[1]
 
-    def _settle(self, outcome: Outcome, *, late: bool) -> None:
+    def _decide(self, outcome: Outcome, *, late: bool) -> None:
         if outcome is Outcome.VALID:
             self._succeed()
             self.claim.drop()
@@ -279,4 +305,3 @@ class Fetch:
         if not self.over:
             self.over = True
             self._pulls.clear()  # each is done, and so terminal
-            self._host.ended(self, None)

@@ -12,39 +12,13 @@ from kvconnect.connector.disagg.fetch.strided import BlockRun, strided_reads
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import HeadSlice
-from kvconnect.transfer.leases.table import Mark
+from kvconnect.transfer.control.messages import Watermark
 from kvconnect.transfer.reads import Reads
 
-__all__ = ["Coverage", "FetchPlan", "RemoteBlocks", "cut_reads"]
+__all__ = ["FetchPlan", "RemoteBlocks", "cut_reads"]
 
 
 _MOST_PIECES = 1 << 16
-
-
-class Coverage:
-    """How many leading tokens of a prompt each layer of the model holds; only ever grows."""
-
-    __slots__ = ("_before", "_mark")
-
-    def __init__(self) -> None:
-        self._mark = Mark()
-        self._before = 0
-
-    def advance(self, mark: Mark) -> bool:
-        """The first layers of `mark` hold its tokens; the others what it or an earlier one said.
-
-        Once a later chunk is computed, every layer holds the one before. Whether it was news.
-        """
-        if mark <= self._mark:
-            return False
-        if mark.tokens > self._mark.tokens:
-            self._before = max(self._mark.tokens, mark.before)
-        self._mark = mark
-        return True
-
-    def __getitem__(self, layer: int) -> int:
-        """Leading tokens that layer number `layer` of the model holds."""
-        return self._mark.tokens if layer < self._mark.layers else self._before
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +100,21 @@ class FetchPlan:
             for asked in layers
         )
 
-    def take(self, coverage: Coverage, remote: Sequence[RemoteBlocks]) -> list[Reads]:
-        """What `coverage` allows to read and was not taken before."""
+    def take(self, computed: Watermark, remote: Sequence[RemoteBlocks]) -> list[Reads]:
+        """What `computed` allows to read and was not taken before."""
         return [
             reads
             for group in range(len(self._layouts))
-            for reads in self._take(group, coverage, remote[group])
+            for reads in self._take(group, computed, remote[group])
         ]
 
-    def _take(self, group: int, coverage: Coverage, remote: RemoteBlocks) -> Iterator[Reads]:
+    def _take(self, group: int, computed: Watermark, remote: RemoteBlocks) -> Iterator[Reads]:
         layout, asked = self._layouts[group], self._asked[group]
         known = self._num_known(group, remote)
         ready: dict[int, int] = {}  # by leading tokens: few layers differ in them
         spans = []
         for index, number in enumerate(layout.layer_numbers):
-            tokens = coverage[number]
+            tokens = computed.tokens_of(number)
             if tokens not in ready:
                 ready[tokens] = min(known, self._num_ready(group, tokens))
             spans.append((asked[index], max(asked[index], ready[tokens])))
