@@ -20,7 +20,7 @@ from kvconnect.errors import ConfigurationError, ModelChanged
 from kvconnect.integrations.core.arguments import make_arguments
 from kvconnect.integrations.core.requests import RequestMaker, extra_key_of
 from kvconnect.integrations.core.settings import EngineSettings
-from kvconnect.integrations.vllm import configured as configured_module
+from kvconnect.integrations.vllm import callers
 from kvconnect.integrations.vllm.configured import LookupTimes
 from kvconnect.integrations.vllm.identity import model_identity, refuse_unserved, variant_of
 from kvconnect.integrations.vllm_tier import identity as tier_identity
@@ -113,7 +113,7 @@ def test_files_that_changed_since_the_configuration_was_made_are_refused(directo
     times = LookupTimes()
     times.note()  # by an import of the user's
     begun = time.time_ns()
-    monkeypatch.setitem(globals(), "__name__", configured_module._CONFIGURATION)
+    monkeypatch.setitem(globals(), "__name__", callers._CONFIGURATION)
     times.note()
     monkeypatch.undo()
     times.note()  # by vLLM's statistics
@@ -124,7 +124,7 @@ def test_files_that_changed_since_the_configuration_was_made_are_refused(directo
     os.utime(directory / "pytorch_model.bin", ns=(since_ns + 10**9, since_ns + 10**9))
     with pytest.raises(ModelChanged, match="after this process"):
         key_of(configured(directory), since_ns=since_ns)
-    monkeypatch.setitem(globals(), "__name__", configured_module._CONFIGURATION)
+    monkeypatch.setitem(globals(), "__name__", callers._CONFIGURATION)
     times.note()
     assert times.take() > since_ns  # of the next engine
 

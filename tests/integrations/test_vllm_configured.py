@@ -16,14 +16,18 @@ from kvconnect.integrations.vllm_tier.configured import check_looked_up as check
 URL = "disk:///nowhere/kv?capacity=1GiB"
 
 
-def look_up(check: Callable[[], None], **extra: Any) -> None:
-    """Calls `check` as vLLM's factory does for a connector with these settings."""
+def look_up(check: Callable[[], None], *, by: str = callers._CONFIGURATION, **extra: Any) -> None:
+    """Calls `check` as vLLM's factory does for a connector with these settings, asked by `by`."""
 
     def get_connector_class(kv_transfer_config: Any, check: Callable[[], None]) -> None:
         check()
 
+    def made(look: Callable[[Any, Callable[[], None]], None], *given: Any) -> None:
+        look(*given)
+
     inside = FunctionType(get_connector_class.__code__, {"__name__": callers._FACTORY})
-    inside(SimpleNamespace(kv_connector_extra_config=extra), check)
+    caller = FunctionType(made.__code__, {"__name__": by})
+    caller(inside, SimpleNamespace(kv_connector_extra_config=extra), check)
 
 
 def look_up_tier(**settings: Any) -> None:
@@ -56,3 +60,8 @@ def test_right_settings_and_other_lookups_pass_and_open_nothing():
     look_up(check_tiers, secondary_tiers="none")
     for check in (check_looked_up, check_tiers):
         check()
+
+
+def test_engines_that_look_the_class_up_again_check_nothing():
+    look_up(check_looked_up, by="vllm.v1.metrics.loggers", url="dsik:///x")
+    look_up(check_tiers, by="vllm.v1.engine.core", secondary_tiers=[{"type": "KvConnectTier"}])

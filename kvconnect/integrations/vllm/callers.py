@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -11,13 +12,15 @@ from torch import nn
 
 __all__ = [
     "executor_of_caller",
-    "frames_of_callers",
+    "is_configuring",
     "model_of_caller",
     "scheduler_of_caller",
     "transfer_of_lookup",
 ]
 
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+_CONFIGURATION = "vllm.config.vllm"
+_FRAMES = 16  # between a configuration and the lookup of a class that it needs
 
 
 def executor_of_caller() -> Any | None:
@@ -55,9 +58,20 @@ def model_of_caller() -> Callable[[], nn.Module] | None:
     return None
 
 
+def is_configuring() -> bool:
+    """True while vLLM's configuration is made on this thread."""
+    callers = islice(_frames_of_callers(), _FRAMES)
+    return any(caller.f_globals.get("__name__") == _CONFIGURATION for caller in callers)
+
+
 def transfer_of_lookup() -> Any | None:
-    """Returns the ``KVTransferConfig`` for which vLLM looks up a connector's class, or ``None``."""
-    for caller in frames_of_callers():
+    """Returns the ``KVTransferConfig`` for which vLLM's configuration looks up a connector's class.
+
+    ``None``: it is not this that calls. Engines look the class up again, and have made it by then.
+    """
+    if not is_configuring():
+        return None
+    for caller in islice(_frames_of_callers(), _FRAMES):
         if caller.f_globals.get("__name__") == _FACTORY:
             transfer = caller.f_locals.get("kv_transfer_config")
             if transfer is not None:
@@ -65,7 +79,7 @@ def transfer_of_lookup() -> Any | None:
     return None
 
 
-def frames_of_callers() -> Iterator[FrameType]:
+def _frames_of_callers() -> Iterator[FrameType]:
     """Yields the frames of this thread, the innermost first."""
     caller: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to a caller's names
     while caller is not None:
@@ -75,7 +89,7 @@ def frames_of_callers() -> Iterator[FrameType]:
 
 def _callers() -> Iterator[object]:
     """Yields the ``self`` of each method that runs on this thread, the innermost first."""
-    for caller in frames_of_callers():
+    for caller in _frames_of_callers():
         owner = caller.f_locals.get("self")
         if owner is not None:
             yield owner

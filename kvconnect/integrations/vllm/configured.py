@@ -5,17 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
-from itertools import islice
 from typing import Any
 
 from kvconnect.connector.offload.store import check_store
 from kvconnect.integrations.core.settings import EngineSettings
-from kvconnect.integrations.vllm.callers import frames_of_callers, transfer_of_lookup
+from kvconnect.integrations.vllm.callers import is_configuring, transfer_of_lookup
 
 __all__ = ["LookupTimes", "check_looked_up", "lookup_times", "settings_of"]
-
-_CONFIGURATION = "vllm.config.vllm"
-_FRAMES = 16
 
 
 class LookupTimes:
@@ -31,7 +27,7 @@ class LookupTimes:
 
     def note(self) -> None:
         """Notes a lookup, if a configuration that is being made does it on this thread."""
-        if not _is_configuring():
+        if not is_configuring():
             return
         with self._lock:
             if self._first is None:
@@ -70,7 +66,7 @@ def settings_of(transfer: Any) -> EngineSettings:
 
 
 def check_looked_up() -> None:
-    """Refuses wrong settings of the connector whose class vLLM looks up on this thread.
+    """Refuses wrong settings of the connector whose class vLLM's configuration looks up.
 
     vLLM makes a connector when the weights are loaded. Its configuration looks up the class before,
     so that a typo is found at once. The store is not opened.
@@ -81,8 +77,3 @@ def check_looked_up() -> None:
     transfer = transfer_of_lookup()
     if transfer is not None:
         check_store(settings_of(transfer).connector)
-
-
-def _is_configuring() -> bool:
-    callers = islice(frames_of_callers(), _FRAMES)
-    return any(caller.f_globals.get("__name__") == _CONFIGURATION for caller in callers)

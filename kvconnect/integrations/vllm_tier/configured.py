@@ -16,7 +16,7 @@ _OF_VLLM = ("type", "module_path", "backpressure")
 
 
 def check_looked_up() -> None:
-    """Refuses wrong settings of tiers whose connector's class vLLM looks up on this thread.
+    """Refuses wrong settings of tiers whose connector's class vLLM's configuration looks up.
 
     The store is not opened.
 
