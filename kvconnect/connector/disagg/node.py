@@ -19,6 +19,7 @@ from kvconnect.connector.disagg.fetch.fetcher import Fetcher
 from kvconnect.connector.disagg.fetch.links import Links
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.offers import Offers
+from kvconnect.connector.disagg.pools import check_pools
 from kvconnect.errors import BadMessage, ConfigurationError, UsageError
 from kvconnect.shards import dividing_rank
 from kvconnect.trace import metrics
@@ -151,7 +152,7 @@ class TransferNode:
                 lost=fetcher.claims.lost,
                 secret=self._secret,
                 timing=Timing(),
-                num_kv_heads=[one.num_kv_heads for one in self._heads],
+                accepts=self._check_pools,
             )
             fetcher.claims.attach(self._links)
         self._hide_gauges = metrics.add_gauges(self._sizes)
@@ -303,6 +304,9 @@ class TransferNode:
             local=b"" if transport is None else transport.local(),
             pools=self._pools,
         )
+
+    def _check_pools(self, theirs: Hello) -> None:
+        check_pools(self._hello(), theirs, [one.num_kv_heads for one in self._heads])
 
     def _deliver(self, channel: Sender, event: Event) -> None:
         """What a reader says; on its channel's thread."""

@@ -26,6 +26,7 @@ from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import StoredHeads, stored_heads
 from kvconnect.trace import count, warn_once
+from kvconnect.transfer.control.digests import FindDigest, FoundDigest
 from kvconnect.transfer.digests import digest_of_pieces
 from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.pull import Pull
@@ -302,10 +303,18 @@ class Fetcher:
     def _compare(self, part: Part, reads: Reads) -> Future[bool]:
         """Asks for the other side's digest of `reads`, and compares it on this thread."""
         same: Future[bool] = Future()
-        answer = part.link.digest(reads)
+        answer = part.link.ask(
+            lambda seq: FindDigest(
+                seq=seq,
+                region=reads.remote_region,
+                nbytes=reads.nbytes,
+                offsets=tuple(reads.remote_offsets.tolist()),
+            )
+        )
 
         def compare() -> None:
-            theirs = None if answer.cancelled() else answer.result()
+            found = None if answer.cancelled() else answer.result()
+            theirs = found.digest if isinstance(found, FoundDigest) else None
             ours = None
             if theirs is not None and self._verified is not None:
                 memory = self._verified[reads.local_region]

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 
 from kvconnect.address import host_and_port
-from kvconnect.errors import ConfigurationError, KvConnectError, RetryLater
-from kvconnect.transfer.control.digests import FindDigest, FoundDigest
+from kvconnect.errors import KvConnectError, RetryLater
+from kvconnect.transfer.control.digests import FoundDigest
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.events import Connected, Deliver, Disconnected, Event, Sender
-from kvconnect.transfer.control.messages import Hello
+from kvconnect.transfer.control.messages import Hello, Message
 from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.leases.client import LeaseClient
-from kvconnect.transfer.reads import Reads
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.transport import PeerHandle, Transport
 
-__all__ = ["Link", "Links"]
+__all__ = ["Answer", "Link", "Links"]
+
+Answer = Future[Message]
+"""The answer to a question; is cancelled when the connection is lost."""
 
 _MAX_LINKS = 64
 
@@ -34,6 +35,7 @@ class Link:
         hello: what it said of itself last.
         handle: for reads from it; ``None``: it is not connected.
         users: claims on it that are not over.
+        answers: of questions that were asked and are not answered, by their numbers.
     """
 
     def __init__(self, address: str) -> None:
@@ -43,40 +45,37 @@ class Link:
         self.handle: PeerHandle | None = None
         self.refused: Exception | None = None
         self.users = 0
+        self.answers: dict[int, Answer] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._asked: dict[int, Future[int | None]] = {}
 
-    def digest(self, reads: Reads) -> Future[int | None]:
-        """Asks for the digest of the remote side of `reads`; does not block.
+    def ask(self, numbered: Callable[[int], Message]) -> Answer:
+        """Sends the question that `numbered` makes with a number; does not block.
 
-        Cancelled when the connection is lost; ``None``: the engine makes no digest of it.
+        Returns:
+            Its answer; cancelled if it cannot be asked, or when the connection is lost.
         """
-        number, answer = next(self._numbers), Future[int | None]()
+        number, answer = next(self._numbers), Answer()
         with self._lock:
-            self._asked[number] = answer
-        message = FindDigest(
-            seq=number,
-            region=reads.remote_region,
-            nbytes=reads.nbytes,
-            offsets=tuple(reads.remote_offsets.tolist()),
-        )
-        if self.peer is None or not self.peer.send(message):
-            self.forget_answers()
+            self.answers[number] = answer
+        if self.peer is None or not self.peer.send(numbered(number)):
+            with self._lock:
+                self.answers.pop(number, None)
+            answer.cancel()
         return answer
 
-    def answered(self, said: FoundDigest) -> None:
-        """Takes an answer to `digest`; on the channel's thread."""
+    def answered(self, number: int, message: Message) -> None:
+        """Takes `message` for the answer to the question `number`; on the channel's thread."""
         with self._lock:
-            answer = self._asked.pop(said.seq, None)
+            answer = self.answers.pop(number, None)
         if answer is not None and answer.set_running_or_notify_cancel():
-            answer.set_result(said.digest)
+            answer.set_result(message)
 
     def forget_answers(self) -> None:
         """Cancels what was asked: no answer comes any more."""
         with self._lock:
-            asked, self._asked = list(self._asked.values()), {}
-        for answer in asked:
+            answers, self.answers = list(self.answers.values()), {}
+        for answer in answers:
             answer.cancel()
 
     @property
@@ -103,7 +102,7 @@ class Links:
         client: of the leases; told of what peers say.
         lost: called on a channel's thread when a connection has ended; must not block.
         secret, timing: of the control channel.
-        num_kv_heads: of each pool group, in the whole model; by default this side has them all.
+        accepts: called with what a peer says of itself; raises `KvConnectError` if it does not fit.
     """
 
     def __init__(
@@ -115,10 +114,10 @@ class Links:
         lost: Callable[[Link, str], None],
         secret: SharedSecret | None,
         timing: Timing,
-        num_kv_heads: Sequence[int] = (),
+        accepts: Callable[[Hello], None] = lambda _: None,
     ) -> None:
         self._hello = hello
-        self._num_kv_heads = num_kv_heads
+        self._accepts = accepts
         self._transport = transport
         self._client = client
         self._lost = lost
@@ -216,7 +215,7 @@ class Links:
         """On the channel's thread."""
         if isinstance(event, Connected):
             try:
-                _check_pools(self._hello(), event.hello, self._num_kv_heads)
+                self._accepts(event.hello)
                 self._reach(link, event.hello)
             except KvConnectError as error:
                 link.refused = error
@@ -233,7 +232,7 @@ class Links:
             self._lost(link, event.reason)
             self._client.disconnected(link.address, channel.send)  # whose listeners look at both
         elif isinstance(event, FoundDigest):
-            link.answered(event)
+            link.answered(event.seq, event)
         else:
             self._client.handle(event, link.address)
 
@@ -253,30 +252,3 @@ class Links:
                 if now is not None and now.incarnation == handle.incarnation:
                     other.handle = handle  # of two at the same time, the later one is valid
             link.handle = handle
-
-
-def _check_pools(ours: Hello, theirs: Hello, num_kv_heads: Sequence[int]) -> None:
-    """Nothing, if what is in blocks of theirs can be put into ours.
-
-    tokens_per_block may differ, and the number of ranks that the heads are spread over.
-
-    Raises:
-        ConfigurationError: it cannot; names the field.
-    """
-    mine = [one.layout() for one in ours.pools]
-    found = [one.layout() for one in theirs.pools]
-    totals = num_kv_heads or [one.num_kv_heads * ours.tp_size for one in mine]
-    if len(mine) != len(found):
-        raise ConfigurationError(f"pools: the peer has {len(found)}, this process {len(mine)}")
-    if theirs.rank >= theirs.tp_size:
-        raise ConfigurationError(f"rank: the peer says {theirs.rank} of {theirs.tp_size}")
-    for own, their, total in zip(mine, found, totals, strict=True):
-        share = total // min(theirs.tp_size, total)
-        if their.num_kv_heads != share:
-            raise ConfigurationError(
-                f"num_kv_heads: the peer's blocks have {their.num_kv_heads}; of {total}, a rank of "
-                f"{theirs.tp_size} has {share}"
-            )
-        like = replace(own, num_kv_heads=share, tokens_per_block=their.tokens_per_block)
-        if their != like:
-            raise ConfigurationError("pools: the peer's blocks are of another layout than these")
