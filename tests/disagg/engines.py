@@ -113,7 +113,7 @@ def held_by(llm: LLM) -> dict[str, int]:
         held |= {"expected": len(fetcher._expected)}
         held |= {"quarantined": fetcher._quarantine.quarantined, "leases held": len(fetcher.client)}
         held |= {"handles": len(fetcher._handles), "flying bytes": fetcher._flying_nbytes}
-        links = node._links._links.values() if node._links is not None else ()
+        links = node._peers._links.values() if node._peers is not None else ()
         held |= {"users of links": sum(link.users for link in links)}
     return {kind: number for kind, number in held.items() if number}
 

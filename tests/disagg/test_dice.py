@@ -192,7 +192,7 @@ def nothing_is_left(prefill, decode):
     assert not fetcher._mine
     assert fetcher._flying_nbytes == 0
     assert fetcher._quarantine.quarantined == 0
-    assert [one.users for one in theirs._links._links.values() if one.users] == []
+    assert [one.users for one in theirs._peers._links.values() if one.users] == []
     leaders = [llm._engine._connector._scheduler for llm in (prefill, decode)]
     for leader in leaders:
         book = leader._prefill

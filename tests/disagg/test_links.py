@@ -8,11 +8,11 @@ import threading
 import pytest
 from engines import until
 
-from kvconnect.connector.disagg.fetch import links as module
-from kvconnect.connector.disagg.fetch.links import Links
 from kvconnect.errors import RetryLater
+from kvconnect.transfer import peers as module
 from kvconnect.transfer.control.endpoint import Timing
 from kvconnect.transfer.leases.client import LeaseClient
+from kvconnect.transfer.peers import Peers
 
 
 class FakePeer:
@@ -37,7 +37,7 @@ class FakePeer:
 def links(monkeypatch):
     FakePeer.made = []
     monkeypatch.setattr(module, "Peer", FakePeer)
-    return Links(lambda: None, None, None, lost=lambda *_: None, secret=None, timing=Timing())
+    return Peers(lambda: None, None, None, lost=lambda *_: None, secret=None, timing=Timing())
 
 
 def test_all_are_told_of_the_end_before_any_is_waited_for(links):
@@ -70,7 +70,7 @@ def nobody():
 
 @pytest.fixture
 def real_links():
-    links = Links(
+    links = Peers(
         lambda: None,
         None,
         LeaseClient(),

@@ -97,12 +97,12 @@ def test_a_full_quarantine_ends_in_a_new_transport_and_fetching_goes_on(
 def test_a_prefill_whose_transport_is_built_anew_is_read_from_again(open_one, answer_of):
     prefill, decode = open_one("both"), open_one("decode")
     assert fetched(prefill, decode, 0, answer_of) == 99
-    link = next(iter(node_of(decode)._links._links.values()))
+    link = next(iter(node_of(decode)._peers._links.values()))
     before = link.handle
     node_of(prefill)._rebuild()
     until(lambda: link.handle is None)
     assert fetched(prefill, decode, 1, answer_of) == 99
-    (link,) = node_of(decode)._links._links.values()
+    (link,) = node_of(decode)._peers._links.values()
     assert link.handle.incarnation != before.incarnation
     leaks_nothing(prefill, decode)
 

@@ -16,7 +16,6 @@ from kvconnect.connector.data import KvCachePool, LlmArgs
 from kvconnect.connector.disagg.device import DeviceOrder
 from kvconnect.connector.disagg.fetch import claims
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
-from kvconnect.connector.disagg.fetch.links import Links
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.offers import Offers
 from kvconnect.connector.disagg.pools import check_pools
@@ -35,6 +34,7 @@ from kvconnect.transfer.digests import (
     digest_of_pieces,
 )
 from kvconnect.transfer.leases.server import Send
+from kvconnect.transfer.peers import Peers
 from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.transport import Transport
@@ -82,7 +82,7 @@ class TransferNode:
         self._regions: dict[int, Tensor] = {}
         self._transport: Transport | None = None
         self._listener: Listener | None = None
-        self._links: Links | None = None
+        self._peers: Peers | None = None
         self._offers: Offers | None = None
         self._fetcher: Fetcher | None = None
         self._quarantine: Quarantine | None = None
@@ -145,7 +145,7 @@ class TransferNode:
                 heads=self._heads,
                 verified=self._regions if config.verify == "full" else None,
             )
-            self._links = Links(
+            self._peers = Peers(
                 self._hello,
                 transport,
                 fetcher.client,
@@ -154,7 +154,7 @@ class TransferNode:
                 timing=Timing(),
                 accepts=self._check_pools,
             )
-            fetcher.claims.attach(self._links)
+            fetcher.claims.attach(self._peers)
         self._hide_gauges = metrics.add_gauges(self._sizes)
 
     def _sizes(self) -> dict[str, float]:
@@ -164,8 +164,8 @@ class TransferNode:
             found["transfer.peers.readers"] = len(listener.channels())
         if (offers := self._offers) is not None:
             found["transfer.leased_bytes"] = offers.server.table.total_nbytes
-        if (links := self._links) is not None:
-            found["transfer.peers.sources"] = links.connected
+        if (peers := self._peers) is not None:
+            found["transfer.peers.sources"] = peers.connected
         if (quarantine := self._quarantine) is not None:
             found["transfer.quarantined_blocks"] = quarantine.quarantined
         return found
@@ -182,8 +182,8 @@ class TransferNode:
         if (listener := self._listener) is not None:
             for channel in listener.channels():
                 channel.close("the transport was rebuilt")
-        if (links := self._links) is not None:
-            links.reconnect("the transport was rebuilt")
+        if (peers := self._peers) is not None:
+            peers.reconnect("the transport was rebuilt")
 
     def close(self) -> None:
         """End all connections: nothing reads or writes the pools any more. Blocks; idempotent."""
@@ -193,9 +193,9 @@ class TransferNode:
             listener.close()
         if self._fetcher is not None:
             self._fetcher.close()
-        links, self._links = self._links, None
-        if links is not None:
-            links.close()
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            peers.close()
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from kvconnect.address import host_and_port
 from kvconnect.connector.disagg.fetch.claims import Claim
-from kvconnect.connector.disagg.fetch.links import Link, Links
 from kvconnect.connector.disagg.fetch.sources import Source, address_of_rank, sources
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.errors import ConfigurationError, DuplicateRequest, RetryLater
 from kvconnect.shards import StoredHeads
 from kvconnect.transfer.leases.client import LeaseClient
+from kvconnect.transfer.peers import PeerLink, Peers
 
 __all__ = ["ClaimBook"]
 
@@ -28,16 +28,16 @@ class ClaimBook:
     def __init__(self, client: LeaseClient, heads: Sequence[StoredHeads]) -> None:
         self._client = client
         self._heads = heads
-        self._links: Links | None = None
+        self._peers: Peers | None = None
         self._lock = threading.Lock()
         self._claims: dict[tuple[str, str], Claim] = {}
 
     def __len__(self) -> int:
         return len(self._claims)
 
-    def attach(self, links: Links) -> None:
-        """The other engines are reached by `links`; once, first."""
-        self._links = links
+    def attach(self, peers: Peers) -> None:
+        """The other engines are reached by `peers`; once, first."""
+        self._peers = peers
 
     def claim_all(self, address: str, name: str, tp_size: int) -> list[Claim]:
         """Claims on all ranks of the engine at `address` that this rank reads from.
@@ -56,20 +56,20 @@ class ClaimBook:
 
         Never raises.
         """
-        links = self._links
-        if links is None:
+        peers = self._peers
+        if peers is None:
             return Claim(address, name, reason="this engine fetches nothing")
         with self._lock:  # a refused one is forgotten by the client before it is dropped
             if (address, name) in self._claims:
                 return Claim(address, name, reason="it is fetched for another request")
         try:
-            link = links.use(address)
+            link = peers.use(address)
         except (ConfigurationError, RetryLater) as error:
             return Claim(address, name, reason=str(error))
         try:
             claimed = self._client.claim(address, name, readers=readers)
         except DuplicateRequest as error:
-            links.leave(link)
+            peers.leave(link)
             return Claim(address, name, reason=str(error))
         claim = Claim(address, name, link=link, claimed=claimed, on_drop=self._dropped)
         with self._lock:
@@ -101,7 +101,7 @@ class ClaimBook:
         for claim in self._all():
             claim.drop()
 
-    def lost(self, link: Link, reason: str) -> None:
+    def lost(self, link: PeerLink, reason: str) -> None:
         """Fails every claim made over `link`. Any thread may call it."""
         for claim in self._all():
             if claim.link is link:
@@ -118,5 +118,5 @@ class ClaimBook:
             self._client.abort(claim.claimed, "not needed")
         with self._lock:
             del self._claims[claim.address, claim.name]
-        if self._links is not None and claim.link is not None:
-            self._links.leave(claim.link)
+        if self._peers is not None and claim.link is not None:
+            self._peers.leave(claim.link)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvconnect.connector.disagg.fetch.links import Link
 from kvconnect.transfer.leases.client import Claimed
+from kvconnect.transfer.peers import PeerLink
 
 __all__ = ["Claim"]
 
@@ -33,7 +33,7 @@ class Claim:
         address: str,
         name: str,
         *,
-        link: Link | None = None,
+        link: PeerLink | None = None,
         claimed: Claimed | None = None,
         reason: str = "",
         on_drop: Callable[[Claim], None] = lambda _: None,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.disagg.fetch.claim_book import ClaimBook
-from kvconnect.connector.disagg.fetch.links import Link
 from kvconnect.connector.disagg.fetch.load import Load, Part
 from kvconnect.connector.disagg.fetch.sources import Source, sources
 from kvconnect.connector.disagg.messages import FetchOrder
@@ -29,6 +28,7 @@ from kvconnect.trace import count, warn_once
 from kvconnect.transfer.control.digests import FindDigest, FoundDigest
 from kvconnect.transfer.digests import digest_of_pieces
 from kvconnect.transfer.leases.client import LeaseClient
+from kvconnect.transfer.peers import PeerLink
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.reads import Reads
@@ -330,7 +330,7 @@ class Fetcher:
     def _post_step(self, part: Part, call: Callable[[], None]) -> None:
         self._post(partial(self._step, part, call))
 
-    def _start(self, link: Link, reads: Reads, deadline_s: float) -> Pull:
+    def _start(self, link: PeerLink, reads: Reads, deadline_s: float) -> Pull:
         error: Exception | None = None
         handle = link.handle
         if handle is not None and not self._quarantine.accepts(handle):

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from kvconnect.connector.disagg.fetch.claims import Claim
-from kvconnect.connector.disagg.fetch.links import Link
 from kvconnect.connector.disagg.fetch.pieces import FetchPlan, RemoteBlocks, cut_reads
 from kvconnect.connector.disagg.fetch.sources import Source
 from kvconnect.connector.disagg.messages import FetchOrder
@@ -18,6 +17,7 @@ from kvconnect.layout import KvCacheLayout
 from kvconnect.transfer.control.messages import NOTHING_COMPUTED, Hello
 from kvconnect.transfer.leases.client import Claimed, LeaseClient
 from kvconnect.transfer.leases.held import Outcome
+from kvconnect.transfer.peers import PeerLink
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.reads import Reads
 
@@ -100,7 +100,7 @@ class Part:
         self,
         order: FetchOrder,
         claim: Claim,
-        link: Link,
+        link: PeerLink,
         *,
         pull: Callable[[Part, Reads], Pull],
         compare: Callable[[Part, Reads], Future[bool]],
@@ -287,7 +287,7 @@ class Part:
         return True
 
     def _their_layouts(self, hello: Hello) -> list[KvCacheLayout]:
-        """Of the other side's pools; `Links` has checked them."""
+        """Of the other side's pools; `Peers` has checked them."""
         if self._told is None or self._told[0] is not hello:
             self._told = (hello, [one.layout() for one in hello.pools])
         return self._told[1]

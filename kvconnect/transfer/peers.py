@@ -19,7 +19,7 @@ from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.transport import PeerHandle, Transport
 
-__all__ = ["Answer", "Link", "Links"]
+__all__ = ["Answer", "PeerLink", "Peers"]
 
 Answer = Future[Message]
 """The answer to a question; is cancelled when the connection is lost."""
@@ -27,7 +27,7 @@ Answer = Future[Message]
 _MAX_LINKS = 64
 
 
-class Link:
+class PeerLink:
     """One engine that this one fetches from, and what is known of it.
 
     Attributes:
@@ -91,7 +91,7 @@ class Link:
         return self.refused or self.peer.error
 
 
-class Links:
+class Peers:
     """Connections to engines by their address, kept open once they were asked for.
 
     One that breaks is made anew only while a claim needs it, or when one does next.
@@ -111,7 +111,7 @@ class Links:
         transport: Transport,
         client: LeaseClient,
         *,
-        lost: Callable[[Link, str], None],
+        lost: Callable[[PeerLink, str], None],
         secret: SharedSecret | None,
         timing: Timing,
         accepts: Callable[[Hello], None] = lambda _: None,
@@ -124,10 +124,10 @@ class Links:
         self._secret = secret
         self._timing = timing
         self._lock = threading.Lock()
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, PeerLink] = {}
         self._numbers = itertools.count(1)
 
-    def use(self, address: str) -> Link:
+    def use(self, address: str) -> PeerLink:
         """The engine at `address`, to be given back with `leave`; connects in the background.
 
         Raises:
@@ -138,7 +138,7 @@ class Links:
             link = self._links.pop(address, None)
             if link is None:
                 self._make_room()
-                link = Link(address)
+                link = PeerLink(address)
                 host, port = host_and_port(address)
                 deliver: Deliver = partial(self._deliver, link)
                 hello = partial(self._hello_of, next(self._numbers))
@@ -152,12 +152,12 @@ class Links:
             link.users += 1
             return link
 
-    def leave(self, link: Link) -> None:
+    def leave(self, link: PeerLink) -> None:
         """One claim on `link` less."""
         with self._lock:
             link.users -= 1
 
-    def _longest_pause_s(self, link: Link) -> float | None:
+    def _longest_pause_s(self, link: PeerLink) -> float | None:
         """As `Peer` asks; what it is told to give up is not used any more."""
         with self._lock:
             if link.users:
@@ -211,7 +211,7 @@ class Links:
         hello = self._hello()
         return hello.model_copy(update={"engine_id": f"{hello.engine_id}/{number}"})
 
-    def _deliver(self, link: Link, channel: Sender, event: Event) -> None:
+    def _deliver(self, link: PeerLink, channel: Sender, event: Event) -> None:
         """On the channel's thread."""
         if isinstance(event, Connected):
             try:
@@ -236,7 +236,7 @@ class Links:
         else:
             self._client.handle(event, link.address)
 
-    def _reach(self, link: Link, hello: Hello) -> None:
+    def _reach(self, link: PeerLink, hello: Hello) -> None:
         """Makes reads by `link` possible. Connections to one engine share its handle."""
         link.hello = hello
         with self._lock:
