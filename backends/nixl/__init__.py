@@ -8,8 +8,8 @@ Imports the vocabulary, ``url``, ``lanes``, ``entries``, ``host`` (the region) a
 `kvconnect.transfer`; never another store, nor what stands around one. Read from the top: `settings`
 (what the URL says), `store` (the `Backend` methods), `find` and `load` (what they do), `fetch` (one
 load from one peer) with `pieces` (what is read), `staging` (where to) and `pulls` (how). `publish`
-is the other side: what peers are told. `node` opens and closes all of it, `links` are the peers
-that are read from, `directory` says which there are.
+is the other side: what peers are told. `node` opens and closes all of it, `directory` says
+which peers there are.
 """
 
 from __future__ import annotations

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvconnect.address import host_and_port
-from kvconnect.backends.nixl.links import Links
-from kvconnect.errors import BackendUnavailable, ConfigurationError, MissingExtra
+from kvconnect.errors import BackendUnavailable, ConfigurationError, MissingExtra, RetryLater
 from kvconnect.redaction import text_without_passwords, without_passwords
 from kvconnect.trace import warn_once
+from kvconnect.transfer.peers import Peers
 
-__all__ = ["Directory"]
+__all__ = ["Directory", "connect"]
 
 _LIVES_S = 10.0
 """An instance that has not written for so long is left out."""
@@ -33,7 +34,7 @@ class Directory:
         url: of the Redis.
         prefix: of the set's key.
         address: of this instance; ``None``: it only reads.
-        links: connected to the peers that are found.
+        peers: connected to those that are found.
         keep: peers that stay, also if they are not in the directory.
     """
 
@@ -42,14 +43,14 @@ class Directory:
         url: str,
         prefix: str,
         address: str | None,
-        links: Links,
+        peers: Peers,
         *,
         keep: Collection[str] = (),
     ) -> None:
         self._shown = without_passwords(url)
         self._key = f"{prefix}peers"
         self._address = address
-        self._links = links
+        self._peers = peers
         self._keep = frozenset(keep)
         self._found: set[str] = set()
         self._redis = _client(url, self._shown)
@@ -103,8 +104,8 @@ class Directory:
 
     def _use(self, found: set[str]) -> None:
         found.discard(self._address or "")
-        self._links.drop(self._found - found - self._keep)
-        self._links.connect(sorted(found), sorted(found - self._keep))
+        self._peers.drop(self._found - found - self._keep)
+        connect(self._peers, sorted(found), sorted(found - self._keep))
         self._found = found
 
     @contextmanager
@@ -126,6 +127,37 @@ class Directory:
             raise BackendUnavailable(
                 f"directory {self._shown}: {text_without_passwords(str(error))}"
             ) from None
+
+
+def connect(peers: Peers, addresses: Collection[str], replaceable: Collection[str] = ()) -> None:
+    """Connects to those of `addresses` that `peers` has not, in the background.
+
+    Where there is no room for all, chance decides.
+
+    Args:
+        peers: the connections; only one thread at a time may add to them.
+        addresses: of peers.
+        replaceable: those that make room once an attempt to connect to them has failed.
+    """
+    links, left_out = peers.links(), 0
+    new = [one for one in addresses if one not in links]
+    random.shuffle(new)
+    useless = [
+        one
+        for one in replaceable
+        if one in links and links[one].channel is None and links[one].tried
+    ]
+    peers.drop(useless[: max(0, len(new) - peers.room)])
+    for address in new:
+        try:
+            peers.use(address)
+        except ConfigurationError as error:  # an address of the directory
+            warn_once("nixl.peer", f"peer {address} is left out: {error}")
+        except RetryLater:
+            left_out += 1
+    if left_out:
+        used = len(peers.links())
+        warn_once("nixl.links", f"{left_out} peers are left out: {used} are used")
 
 
 def _client(url: str, shown: str) -> Any:

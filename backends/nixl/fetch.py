@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,16 +14,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvconnect.backends.lanes import Lane
-from kvconnect.backends.nixl.links import Link
 from kvconnect.backends.nixl.pieces import Portion, portions
 from kvconnect.backends.nixl.pulls import Pulls
 from kvconnect.backends.nixl.staging import Staging
 from kvconnect.keys import BlockKey
-from kvconnect.trace import count
+from kvconnect.trace import count, warn_once
 from kvconnect.transfer.control.keyed import GrantKeys, Verify, digested
 from kvconnect.transfer.digests import digest_of
 from kvconnect.transfer.leases.client import Claimed, LeaseClient
 from kvconnect.transfer.leases.held import Outcome
+from kvconnect.transfer.peers import PeerLink
 from kvconnect.transfer.transport import PeerHandle
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Fetcher"]
 
 _PORTIONS_IN_FLIGHT = 4
+# A peer whose blocks were not what it said is not read from for so long.
+_AVOID_S = 30.0
 
 
 class Fetcher:
@@ -66,7 +69,7 @@ class Fetcher:
         self._verify = verify
         self._timeout_s = timeout_s
 
-    async def fetch(self, link: Link, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+    async def fetch(self, link: PeerLink, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Fills `into` with blocks that `link` has; returns how many leading ones are valid.
 
         What was read counts only if the owner kept it until the last read had ended, and its
@@ -92,7 +95,7 @@ class Fetcher:
                 return 0
             if not await self._lane.run(partial(_is_right, granted, self._verify, into)):
                 count("store.nixl.bad_digest")
-                link.avoid("a block that was read from it is not what it has")
+                _avoid(link, "a block that was read from it is not what it has")
                 return 0
             count("store.nixl.fetched", blocks=fitting, bytes=sum(granted.sizes[:fitting]))
             return fitting
@@ -100,7 +103,7 @@ class Fetcher:
             self._client.abort(claimed, "not needed")
 
     async def _granted(
-        self, link: Link, handle: PeerHandle, claimed: Claimed, changed: asyncio.Event
+        self, link: PeerLink, handle: PeerHandle, claimed: Claimed, changed: asyncio.Event
     ) -> GrantKeys | None:
         """What `link` grants; ``None``: nothing, or nothing in time."""
 
@@ -118,7 +121,7 @@ class Fetcher:
         if granted is None:
             return None
         if len(granted.digests) != len(digested(self._verify, len(granted.sizes))):
-            link.avoid("it does not tell the digests that it was asked for")
+            _avoid(link, "it does not tell the digests that it was asked for")
             return None
         return granted
 
@@ -193,6 +196,13 @@ class Fetcher:
             return True
         finally:
             self._staging.give_back(slot)
+
+
+def _avoid(link: PeerLink, reason: str) -> None:
+    """Lets nothing be read from `link` for a while."""
+    count("store.nixl.avoided")
+    warn_once(f"nixl.avoid {link.address}", f"peer {link.address} is left alone: {reason}")
+    link.avoid_until = time.monotonic() + _AVOID_S
 
 
 def _listen(claimed: Claimed) -> asyncio.Event:

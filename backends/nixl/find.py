@@ -5,17 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from itertools import takewhile
 
 import numpy as np
 
 from kvconnect.backend import MAX_CHILDREN, Child
 from kvconnect.backends.host.blocks import HostBlocks
-from kvconnect.backends.nixl.links import Answer, Link, Links
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count
-from kvconnect.transfer.control.keyed import MAX_KEYS, FoundChildren, FoundKeys
+from kvconnect.transfer.control.keyed import (
+    MAX_KEYS,
+    FindChildren,
+    FindKeys,
+    ForgetKeys,
+    FoundChildren,
+    FoundKeys,
+)
 from kvconnect.transfer.control.messages import Message
+from kvconnect.transfer.peers import Answer, PeerLink, Peers
 
 __all__ = ["NixlFinder"]
 
@@ -30,15 +38,15 @@ class NixlFinder:
 
     Args:
         own: the blocks of this instance.
-        links: the peers.
+        peers: that it asks.
         patience_s: what is waited for them.
     """
 
-    def __init__(self, own: HostBlocks, links: Links, patience_s: float) -> None:
+    def __init__(self, own: HostBlocks, peers: Peers, patience_s: float) -> None:
         self._own = own
-        self._links = links
+        self._peers = peers
         self._patience_s = patience_s
-        self._known: OrderedDict[BlockKey, Link] = OrderedDict()
+        self._known: OrderedDict[BlockKey, PeerLink] = OrderedDict()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """Returns how many leading `keys` are here or at a peer; those that are late have none."""
@@ -48,7 +56,7 @@ class NixlFinder:
             here = self._own.present(part)
             if not all(here):
                 missing = [key for key, mine in zip(part, here, strict=True) if not mine]
-                there = iter(await self._ask(missing, self._links.ready()))
+                there = iter(await self._ask(missing, self._peers.ready()))
                 here = [mine or next(there) is not None for mine in here]
             leading = sum(1 for _ in takewhile(bool, here))
             found += leading
@@ -57,8 +65,8 @@ class NixlFinder:
         return found
 
     async def run_of(
-        self, keys: Sequence[BlockKey], without: Collection[Link]
-    ) -> tuple[Link | None, int]:
+        self, keys: Sequence[BlockKey], without: Collection[PeerLink]
+    ) -> tuple[PeerLink | None, int]:
         """Returns a peer that has the first of `keys`, and how many of the leading ones it has.
 
         Those that are here end the run; so does `MAX_KEYS`.
@@ -70,9 +78,9 @@ class NixlFinder:
         keys = keys[:MAX_KEYS]
         here = self._own.present(keys)
         absent = [key for key, _ in takewhile(lambda one: not one[1], zip(keys, here, strict=True))]
-        where: Sequence[Link | None] = [self._known.get(key) for key in absent]
+        where: Sequence[PeerLink | None] = [self._known.get(key) for key in absent]
         if not self._usable(where[0] if where else None, without):
-            links = [link for link in self._links.ready() if link not in without]
+            links = [link for link in self._peers.ready() if link not in without]
             where = await self._ask(absent, links)
         first = where[0] if where else None
         if first is None:
@@ -85,9 +93,10 @@ class NixlFinder:
         What a peer says is not believed by itself: see `Backend.children`.
         """
         found = {child.key: child for child in self._own.children(key)}
-        asked: dict[asyncio.Future[Message], Link] = {}
-        for link in self._links.ready():
-            if not link.late and (answer := self._links.children(link, key)) is not None:
+        asked: dict[asyncio.Future[Message], PeerLink] = {}
+        for link in self._peers.ready():
+            if not link.late:
+                answer = link.ask(lambda seq: FindChildren(seq=seq, parent=key))
                 asked[_on_loop(answer)] = link
         if asked:
             done, late = await asyncio.wait(asked, timeout=self._patience_s)
@@ -102,7 +111,7 @@ class NixlFinder:
         return list(found.values())[:MAX_CHILDREN]
 
     @staticmethod
-    def _usable(link: Link | None, without: Collection[Link]) -> bool:
+    def _usable(link: PeerLink | None, without: Collection[PeerLink]) -> bool:
         return link is not None and link.ready and link not in without
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
@@ -110,15 +119,17 @@ class NixlFinder:
         for key in keys:
             self._known.pop(key, None)
 
-    async def _ask(self, keys: Sequence[BlockKey], links: Sequence[Link]) -> Sequence[Link | None]:
+    async def _ask(
+        self, keys: Sequence[BlockKey], links: Sequence[PeerLink]
+    ) -> Sequence[PeerLink | None]:
         """For each of `keys` the first peer that says it has it."""
-        where: list[Link | None] = [None] * len(keys)
-        asked: dict[asyncio.Future[Message], Link] = {}
+        where: list[PeerLink | None] = [None] * len(keys)
+        asked: dict[asyncio.Future[Message], PeerLink] = {}
         for link in links:
             if link.late and link.answers:
                 continue  # one question is enough to hear that it is back
-            answer = self._links.find(link, keys)
-            if answer is not None and not link.late:
+            answer = link.ask(lambda seq: FindKeys(seq=seq, keys=tuple(keys)))
+            if not link.late:
                 asked[_on_loop(answer)] = link
         end = asyncio.get_running_loop().time() + self._patience_s
         while asked and not all(where):
@@ -138,10 +149,10 @@ class NixlFinder:
 
     @staticmethod
     def _take(
-        link: Link,
+        link: PeerLink,
         future: asyncio.Future[Message],
         keys: Sequence[BlockKey],
-        where: list[Link | None],
+        where: list[PeerLink | None],
     ) -> None:
         answer = None if future.cancelled() else future.result()
         if not isinstance(answer, FoundKeys) or len(answer.found) != len(keys):
@@ -150,7 +161,7 @@ class NixlFinder:
             if there and where[index] is None:
                 where[index] = link
 
-    def _remember(self, keys: Sequence[BlockKey], where: Sequence[Link | None]) -> None:
+    def _remember(self, keys: Sequence[BlockKey], where: Sequence[PeerLink | None]) -> None:
         for key, link in zip(keys, where, strict=True):
             self._known.pop(key, None)
             if link is not None:
@@ -162,10 +173,11 @@ class NixlFinder:
         """Asks all peers to drop `keys`; waits for their answers, but not long."""
         self.forget(keys)
         asked: list[asyncio.Future[Message]] = []
-        for link in self._links.ready():
+        for link in self._peers.ready():
             for start in range(0, len(keys), MAX_KEYS):
-                answer = self._links.forget(link, keys[start : start + MAX_KEYS])
-                if answer is not None and not link.late:
+                part = tuple(keys[start : start + MAX_KEYS])
+                answer = link.ask(partial(_forget, part))
+                if not link.late:
                     asked.append(_on_loop(answer))
         if asked:
             await asyncio.wait(asked, timeout=self._patience_s)
@@ -178,6 +190,10 @@ def _children_of(answer: Message | None) -> Iterator[Child]:
     for key, length in zip(answer.keys, answer.lengths, strict=True):
         yield Child(BlockKey(key), tokens[at : at + length])
         at += length
+
+
+def _forget(keys: tuple[BlockKey, ...], seq: int) -> Message:
+    return ForgetKeys(seq=seq, keys=keys)
 
 
 def _on_loop(answer: Answer) -> asyncio.Future[Message]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from kvconnect.backends.host.blocks import HostBlocks
 from kvconnect.backends.nixl.fetch import Fetcher
 from kvconnect.backends.nixl.find import NixlFinder
-from kvconnect.backends.nixl.links import Link
 from kvconnect.keys import BlockKey
+from kvconnect.transfer.peers import PeerLink
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ class NixlReader:
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Fills `into`; returns how many leading blocks are filled. See `Backend.load`."""
         loaded = 0
-        failed: set[Link] = set()
+        failed: set[PeerLink] = set()
         while loaded < len(keys):
             loaded += await self._own.load(keys[loaded:], into[loaded:], ())
             rest = keys[loaded:]

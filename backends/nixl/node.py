@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
 from typing import TYPE_CHECKING
 
 from kvconnect.address import host_and_port
 from kvconnect.backends.host.blocks import HostBlocks
-from kvconnect.backends.nixl.directory import Directory
-from kvconnect.backends.nixl.links import Links
+from kvconnect.backends.nixl.directory import Directory, connect
 from kvconnect.backends.nixl.publish import Publisher
 from kvconnect.backends.nixl.settings import NixlSettings
 from kvconnect.backends.nixl.staging import Registered, Staging
+from kvconnect.errors import ConfigurationError, PeerRefused
 from kvconnect.transfer.control.description import Compat
-from kvconnect.transfer.control.endpoint import Endpoint
+from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.messages import Hello
 from kvconnect.transfer.leases.client import LeaseClient
+from kvconnect.transfer.peers import Peers
 from kvconnect.transfer.transport import Transport
 
 if TYPE_CHECKING:
@@ -28,6 +30,10 @@ __all__ = ["NixlNode"]
 
 _FORMAT = 2
 """Of what peers mean by a key and by the bytes of its block."""
+
+_POLL_S = 0.01
+# Peers that are gone are tried rarely once the store was not used for so long.
+_IDLE_AFTER_S = 10.0
 
 
 class NixlNode:
@@ -42,6 +48,7 @@ class NixlNode:
         name: of this incarnation of this instance.
         client: leases of peers' blocks.
         transport: reads from peers.
+        peers: those that it reads from.
     """
 
     def __init__(self, settings: NixlSettings, blocks: HostBlocks, staging: Staging) -> None:
@@ -53,11 +60,14 @@ class NixlNode:
         self._staging = staging
         self._boot = secrets.token_bytes(16)
         self._secret = settings.shared_secret()
-        self.links = Links(
+        self.peers = Peers(
             self._hello,
             self.transport,
             self.client,
             secret=self._secret,
+            timing=Timing(),
+            one_connection=True,  # what one name of a peer is avoided for holds for all
+            idle_after_s=_IDLE_AFTER_S,
         )
         self._publisher: Publisher | None = None
         self._listener: Listener | None = None
@@ -86,13 +96,22 @@ class NixlNode:
             endpoint = Endpoint(self._hello, publisher.deliver, self._secret)
             self._listener = Listener(endpoint, *host_and_port(settings.listen))
             address = self.address
-        self.links.connect(settings.peers)
+        connect(self.peers, settings.peers)
         if settings.directory is not None:
             self._directory = Directory(
-                settings.directory, settings.prefix, address, self.links, keep=settings.peers
+                settings.directory, settings.prefix, address, self.peers, keep=settings.peers
             )
             self._directory.open()
-        self.links.wait(settings.timeout_s)
+        self._wait_for_peers(settings.timeout_s)
+
+    def _wait_for_peers(self, timeout_s: float) -> None:
+        """Blocks until an attempt to connect to each has ended, `timeout_s` at most."""
+        until = time.monotonic() + timeout_s
+        for link in self.peers.links().values():
+            while not link.tried and time.monotonic() < until:
+                time.sleep(_POLL_S)
+            if isinstance(link.error, PeerRefused):
+                raise ConfigurationError(f"peer {link.address}: {link.error}") from link.error
 
     def close(self) -> None:
         """Ends all: nothing reads or writes the registered memory any more. Idempotent."""
@@ -102,7 +121,7 @@ class NixlNode:
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
-        self.links.close()
+        self.peers.close()
         self.client.close()
         self.transport.close()
         publisher, self._publisher = self._publisher, None
@@ -120,7 +139,7 @@ class NixlNode:
         if (listener := self._listener) is not None:
             for channel in listener.channels():
                 channel.close("the transport was rebuilt")
-        self.links.reconnect("the transport was rebuilt")
+        self.peers.reconnect("the transport was rebuilt")
 
     @property
     def address(self) -> str:

@@ -99,7 +99,7 @@ class NixlBackend(Backend):
             verify=settings.verify,
             timeout_s=settings.timeout_s,
         )
-        finder = NixlFinder(blocks, node.links, settings.patience_s)
+        finder = NixlFinder(blocks, node.peers, settings.patience_s)
         reader = NixlReader(blocks, finder, fetcher)
         self._parts = _Parts(lanes, blocks, node, finder, reader)
 
@@ -155,7 +155,7 @@ class NixlBackend(Backend):
             "blocks": len(parts.blocks),
             "bytes": parts.blocks.nbytes,
             "capacity": self.settings.capacity,
-            "peers": parts.node.links.connected,
+            "peers": parts.node.peers.connected,
             "leases": parts.node.leases,
         }
 

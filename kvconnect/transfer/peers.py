@@ -1,10 +1,12 @@
-"""The engines that this one fetches from."""
+"""The peers that this process reads from: connections, questions and their answers."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 
@@ -13,6 +15,7 @@ from kvconnect.errors import KvConnectError, RetryLater
 from kvconnect.transfer.control.digests import FoundDigest
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.events import Connected, Deliver, Disconnected, Event, Sender
+from kvconnect.transfer.control.keyed import ForgotKeys, FoundChildren, FoundKeys
 from kvconnect.transfer.control.messages import Hello, Message
 from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.leases.client import LeaseClient
@@ -24,30 +27,48 @@ __all__ = ["Answer", "PeerLink", "Peers"]
 Answer = Future[Message]
 """The answer to a question; is cancelled when the connection is lost."""
 
+_ANSWERS = (FoundDigest, FoundKeys, FoundChildren, ForgotKeys)
 _MAX_LINKS = 64
+# Between attempts to connect to a peer that is not asked for anything now.
+_IDLE_PAUSE_S = 30.0
 
 
 class PeerLink:
-    """One engine that this one fetches from, and what is known of it.
+    """One peer that this process reads from, and what is known of it.
 
     Attributes:
         address: ``host:port`` of its control channel; its name among the leases, too.
         hello: what it said of itself last.
+        channel: the open one; ``None``: it cannot be asked.
         handle: for reads from it; ``None``: it is not connected.
-        users: claims on it that are not over.
+        refused: why it was not connected to, although it answered.
+        is_self: it is this very process.
+        is_double: another link is connected to the same process under another address.
+        users: those who called `Peers.use` and not yet `Peers.leave`.
         answers: of questions that were asked and are not answered, by their numbers.
+        late: set by those who waited for an answer for too long; cleared when the peer answers
+            or connects anew.
+        avoid_until: the time (monotonic) before which nothing is read from it.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.peer: Peer | None = None
         self.hello: Hello | None = None
+        self.channel: Sender | None = None
         self.handle: PeerHandle | None = None
         self.refused: Exception | None = None
+        self.is_self = False
+        self.is_double = False
         self.users = 0
         self.answers: dict[int, Answer] = {}
+        self.late = False
+        self.avoid_until = -math.inf
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"PeerLink({self.address!r}, ready={self.ready})"
 
     def ask(self, numbered: Callable[[int], Message]) -> Answer:
         """Sends the question that `numbered` makes with a number; does not block.
@@ -55,10 +76,10 @@ class PeerLink:
         Returns:
             Its answer; cancelled if it cannot be asked, or when the connection is lost.
         """
-        number, answer = next(self._numbers), Answer()
+        channel, number, answer = self.channel, next(self._numbers), Answer()
         with self._lock:
             self.answers[number] = answer
-        if self.peer is None or not self.peer.send(numbered(number)):
+        if channel is None or not channel.send(numbered(number)):
             with self._lock:
                 self.answers.pop(number, None)
             answer.cancel()
@@ -66,6 +87,7 @@ class PeerLink:
 
     def answered(self, number: int, message: Message) -> None:
         """Takes `message` for the answer to the question `number`; on the channel's thread."""
+        self.late = False
         with self._lock:
             answer = self.answers.pop(number, None)
         if answer is not None and answer.set_running_or_notify_cancel():
@@ -79,6 +101,11 @@ class PeerLink:
             answer.cancel()
 
     @property
+    def ready(self) -> bool:
+        """Whether it can be asked and read from."""
+        return self.handle is not None and time.monotonic() >= self.avoid_until
+
+    @property
     def attempts(self) -> int:
         """How often it was tried to connect to it."""
         return 0 if self.peer is None else self.peer.attempts
@@ -90,19 +117,27 @@ class PeerLink:
             return None
         return self.refused or self.peer.error
 
+    @property
+    def tried(self) -> bool:
+        """Whether an attempt to connect to it has ended, in whichever way."""
+        return self.is_self or self.is_double or self.handle is not None or self.error is not None
+
 
 class Peers:
-    """Connections to engines by their address, kept open once they were asked for.
+    """Connections to peers by their address, kept open once they were asked for. Thread-safe.
 
-    One that breaks is made anew only while a claim needs it, or when one does next.
+    One that breaks is made anew only while it has users, or when it has one next.
 
     Args:
-        hello: what this engine says of itself.
+        hello: what this process says of itself.
         transport: that blocks travel by.
         client: of the leases; told of what peers say.
-        lost: called on a channel's thread when a connection has ended; must not block.
-        secret, timing: of the control channel.
+        secret, timing: of the control channels.
         accepts: called with what a peer says of itself; raises `KvConnectError` if it does not fit.
+        lost: called on a channel's thread when a connection has ended; must not block.
+        one_connection: of several links to one process only the first one stays connected, and
+            none to this process. Otherwise all do, and share one handle.
+        idle_after_s: peers that are gone are tried rarely once `ready` was not called for so long.
     """
 
     def __init__(
@@ -111,28 +146,37 @@ class Peers:
         transport: Transport,
         client: LeaseClient,
         *,
-        lost: Callable[[PeerLink, str], None],
         secret: SharedSecret | None,
         timing: Timing,
         accepts: Callable[[Hello], None] = lambda _: None,
+        lost: Callable[[PeerLink, str], None] = lambda *_: None,
+        one_connection: bool = False,
+        idle_after_s: float = math.inf,
     ) -> None:
         self._hello = hello
-        self._accepts = accepts
         self._transport = transport
         self._client = client
-        self._lost = lost
         self._secret = secret
         self._timing = timing
+        self._accepts = accepts
+        self._lost = lost
+        self._one_connection = one_connection
+        self._idle_after_s = idle_after_s
         self._lock = threading.Lock()
         self._links: dict[str, PeerLink] = {}
         self._numbers = itertools.count(1)
+        self._used_at = time.monotonic()
+
+    # ------------------------------------------------------------------ which there are
 
     def use(self, address: str) -> PeerLink:
-        """The engine at `address`, to be given back with `leave`; connects in the background.
+        """Returns the link to `address` with one more user; connects in the background.
+
+        The caller gives it back with `leave`, or with `drop`.
 
         Raises:
             ConfigurationError: there is no secret for an address that needs one.
-            RetryLater: too many engines are in use.
+            RetryLater: too many peers are in use.
         """
         with self._lock:
             link = self._links.pop(address, None)
@@ -153,31 +197,47 @@ class Peers:
             return link
 
     def leave(self, link: PeerLink) -> None:
-        """One claim on `link` less."""
+        """Takes one user of `link` back; the connection stays while there is room."""
         with self._lock:
             link.users -= 1
 
-    def _longest_pause_s(self, link: PeerLink) -> float | None:
-        """As `Peer` asks; what it is told to give up is not used any more."""
+    def drop(self, addresses: Iterable[str]) -> None:
+        """Ends the connections to `addresses`, whoever uses them; does not block."""
         with self._lock:
-            if link.users:
-                return self._timing.last_pause_s
-            if self._links.get(link.address) is link:
-                del self._links[link.address]
-            return None
+            links = [self._links.pop(one) for one in addresses if one in self._links]
+        for link in links:
+            if link.peer is not None:
+                link.peer.close(timeout_s=0)
 
-    def _make_room(self) -> None:
-        """Addresses come from requests: those that are not used any more are let go of."""
-        if len(self._links) < _MAX_LINKS:
-            return
-        idle = next((link for link in self._links.values() if link.users == 0), None)
-        if idle is None or idle.peer is None:
-            raise RetryLater(f"blocks are fetched from {_MAX_LINKS} engines already")
-        del self._links[idle.address]
-        idle.peer.close(timeout_s=0)
+    def links(self) -> dict[str, PeerLink]:
+        """Returns all that are or should be connected, by their addresses."""
+        with self._lock:
+            return dict(self._links)
+
+    @property
+    def room(self) -> int:
+        """How many more there may be."""
+        with self._lock:
+            return _MAX_LINKS - len(self._links)
+
+    def ready(self) -> list[PeerLink]:
+        """Returns those that can be asked and read from; the others are tried more often now."""
+        now = time.monotonic()
+        idle, self._used_at = now > self._used_at + self._idle_after_s, now
+        links = self.links().values()
+        if idle:
+            for link in links:
+                if link.handle is None and link.peer is not None:
+                    link.peer.hurry()
+        return [link for link in links if link.ready]
+
+    @property
+    def connected(self) -> int:
+        """How many can be asked and read from now."""
+        return sum(link.ready for link in self.links().values())
 
     def reconnect(self, reason: str) -> None:
-        """Connects to all engines anew; no handle is of use any more. Does not block."""
+        """Connects to all anew; no handle is of use any more. Does not block."""
         with self._lock:
             links = list(self._links.values())
             for link in links:
@@ -185,12 +245,6 @@ class Peers:
         for link in links:
             if link.peer is not None:
                 link.peer.reconnect(reason)
-
-    @property
-    def connected(self) -> int:
-        """How many engines blocks can be fetched from now."""
-        with self._lock:
-            return sum(link.handle is not None for link in self._links.values())
 
     def close(self) -> None:
         """Ends all connections; blocks until they have ended."""
@@ -201,43 +255,91 @@ class Peers:
             peer.close(timeout_s=0)
         for peer in peers:
             peer.close()
+        for link in links:
+            link.forget_answers()
+
+    def _longest_pause_s(self, link: PeerLink) -> float | None:
+        """As `Peer` asks; what it is told to give up is not used any more."""
+        with self._lock:
+            if link.is_self:
+                return None
+            if link.users:
+                idle = link.is_double or time.monotonic() > self._used_at + self._idle_after_s
+                return _IDLE_PAUSE_S if idle else self._timing.last_pause_s
+            if self._links.get(link.address) is link:
+                del self._links[link.address]
+            return None
+
+    def _make_room(self) -> None:
+        """Addresses may come from requests: of those without users, the first one goes."""
+        if len(self._links) < _MAX_LINKS:
+            return
+        idle = next((link for link in self._links.values() if link.users == 0), None)
+        if idle is None or idle.peer is None:
+            raise RetryLater(f"blocks are fetched from {_MAX_LINKS} engines already")
+        del self._links[idle.address]
+        idle.peer.close(timeout_s=0)
 
     def _hello_of(self, number: int) -> Hello:
-        """What it says of itself on the connection `number`.
+        """Returns what this process says of itself on the connection `number`.
 
-        One engine may be known by two names. To it, each connection is another reader: the one
+        One peer may be known by two names. To it, each connection is another reader: the one
         would take the other's place, and end its leases.
         """
         hello = self._hello()
         return hello.model_copy(update={"engine_id": f"{hello.engine_id}/{number}"})
 
+    # ------------------------------------------------------------------ on the channel's thread
+
     def _deliver(self, link: PeerLink, channel: Sender, event: Event) -> None:
-        """On the channel's thread."""
         if isinstance(event, Connected):
-            try:
-                self._accepts(event.hello)
-                self._reach(link, event.hello)
-            except KvConnectError as error:
-                link.refused = error
-                raise
-            link.refused = None
-            self._client.connected(link.address, channel.send)
+            if not self._one_connection or self._is_first(link, channel, event.hello):
+                self._connected(link, channel, event.hello)
         elif isinstance(event, Disconnected):
-            link.forget_answers()
             with self._lock:
-                handle, link.handle = link.handle, None
+                handle, link.handle, link.channel = link.handle, None, None
                 shared = any(other.handle is handle for other in self._links.values())
+            link.forget_answers()
             if handle is not None and not shared:
                 self._transport.disconnect(handle)
             self._lost(link, event.reason)
             self._client.disconnected(link.address, channel.send)  # whose listeners look at both
-        elif isinstance(event, FoundDigest):
+        elif isinstance(event, _ANSWERS):
             link.answered(event.seq, event)
         else:
             self._client.handle(event, link.address)
 
+    def _is_first(self, link: PeerLink, channel: Sender, hello: Hello) -> bool:
+        """Takes `channel` for `link`, unless it leads to this process or to another link's peer."""
+        link.is_self = hello.engine_id == self._hello().engine_id
+        with self._lock:
+            peer = link.peer  # which `use` has noted now
+            link.is_double = any(
+                other.hello is not None and other.hello.engine_id == hello.engine_id
+                for other in self._links.values()
+                if other is not link and other.channel is not None
+            )
+            if not link.is_self and not link.is_double:
+                link.hello, link.channel = hello, channel
+                return True
+        if link.is_self and peer is not None:
+            peer.close()
+        channel.close("it is known by another name")
+        return False
+
+    def _connected(self, link: PeerLink, channel: Sender, hello: Hello) -> None:
+        link.channel = channel
+        try:
+            self._accepts(hello)
+            self._reach(link, hello)
+        except KvConnectError as error:
+            link.channel, link.refused = None, error
+            raise
+        link.refused, link.late = None, False
+        self._client.connected(link.address, channel.send)
+
     def _reach(self, link: PeerLink, hello: Hello) -> None:
-        """Makes reads by `link` possible. Connections to one engine share its handle."""
+        """Makes reads by `link` possible. Connections to one process share its handle."""
         link.hello = hello
         with self._lock:
             for other in self._links.values():

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from nixl_peer import eventually
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.nixl import links
+from kvconnect.backends.nixl import node
 from kvconnect.backends.nixl.pieces import portions
 from kvconnect.backends.nixl.settings import NixlSettings
 from kvconnect.errors import ConfigurationError, MissingExtra
 from kvconnect.testing import BlockMaker
+from kvconnect.transfer import peers
 from kvconnect.transfer.control.endpoint import Timing
 from kvconnect.transfer.control.keyed import MAX_TOKENS, GrantKeys
 from kvconnect.transfer.nixl import library
@@ -82,7 +83,7 @@ async def test_a_peer_that_is_known_by_two_names_stays_connected(kit, opened):
     near = await opened(instance(far.address, by_name))
     keys = kit.keys("two names", count=6)
     await far.save(kit.chain(keys))
-    taken = near._parts.node.links
+    taken = near._parts.node.peers
     first = next(one for one in taken._links.values() if one.handle is not None)
     channel = first.channel
     other = next(one for one in taken._links.values() if one is not first)
@@ -245,23 +246,24 @@ async def test_instances_of_one_url_leave_themselves_out(kit, opened):
 async def test_a_peer_that_is_gone_is_tried_rarely_until_the_store_is_used(
     kit, opened, monkeypatch
 ):
-    monkeypatch.setattr(links, "_IDLE_AFTER_S", 0.0)
-    monkeypatch.setattr(links, "_IDLE_PAUSE_S", 60.0)
-    monkeypatch.setattr(links, "Timing", partial(Timing, first_pause_s=60, last_pause_s=60))
+    monkeypatch.setattr(node, "_IDLE_AFTER_S", 0.0)
+    monkeypatch.setattr(peers, "_IDLE_PAUSE_S", 90.0)
+    monkeypatch.setattr(node, "Timing", partial(Timing, first_pause_s=60, last_pause_s=60))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     near = await opened(instance(address))
-    (link,) = near._parts.node.links._links.values()
+    (link,) = near._parts.node.peers._links.values()
     far = await opened(instance(query=f"listen={address}"))
     keys = kit.keys("back", count=2)
     await far.save(kit.chain(keys))
     assert link.peer.attempts == 1
+    assert near._parts.node.peers._longest_pause_s(link) == 90
     await near.lookup(keys)
     await eventually(partial(asyncio.to_thread, lambda: link.ready))
     assert link.peer.attempts == 2
     assert await holds(kit, near, keys)
-    monkeypatch.setattr(links, "_IDLE_AFTER_S", 60.0)
-    assert near._parts.node.links._longest_pause_s(link) == 2
+    near._parts.node.peers._idle_after_s = 60.0
+    assert near._parts.node.peers._longest_pause_s(link) == 60
 
 
 async def test_opened_to_read_it_publishes_nothing(kit, opened):

@@ -83,7 +83,7 @@ async def test_a_crowd_keeps_no_reader_out(kit, url_of, kind, again, secret):
             await opened(crowd, size)
             async with reader(url_of(far.address, secret=secret)) as near:
                 await eventually(lambda: hits(kit, near, keys), WITHIN_S)
-                (link,) = near._parts.node.links._links.values()
+                (link,) = near._parts.node.peers._links.values()
                 channel, before = link.channel, crowd.opened()
                 assert channel is not None
                 for _ in range(20):

@@ -10,8 +10,9 @@ from nixl_peer import NixlPeer, eventually
 from redis_server import free_port
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.nixl import directory, links
+from kvconnect.backends.nixl import directory
 from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.transfer import peers
 
 
 def url_of(redis, prefix: str) -> str:
@@ -53,11 +54,11 @@ async def test_an_instance_that_is_killed_is_left_out(kit, redis_server, monkeyp
     now = time.time()
     redis_server.admin.zadd("killed:peers", {"127.0.0.1:1": now + 0.3})
     async with kit.opened(open_backend(url)) as near:
-        links = near.inner._parts.node.links
-        assert links.addresses() == ["127.0.0.1:1"]
+        found = near.inner._parts.node.peers
+        assert list(found.links()) == ["127.0.0.1:1"]
 
         async def left_out():
-            return links.addresses() == []
+            return not found.links()
 
         await eventually(left_out)
 
@@ -108,16 +109,16 @@ async def test_what_others_write_into_it_is_no_more_than_an_address(kit, redis_s
     wrong = [b"\xff\xfe", b"nonsense", b"host:99999", b"127.0.0.1:0", b"x" * 400 + b":1", b""]
     redis_server.admin.zadd("odd:peers", dict.fromkeys(wrong, time.time() + 60))
     async with kit.opened(open_backend(url_of(redis_server, "odd"))) as near:
-        assert near.inner._parts.node.links.addresses() == []
+        assert near.inner._parts.node.peers.links() == {}
 
 
 async def test_entries_that_are_of_no_use_keep_no_newcomer_out(kit, redis_server, monkeypatch):
-    monkeypatch.setattr(links, "_MAX_LINKS", 4)
+    monkeypatch.setattr(peers, "_MAX_LINKS", 4)
     url = url_of(redis_server, "starved")
     dead = {f"127.0.0.1:{port}": time.time() + 1000 for port in range(1, 9)}
     redis_server.admin.zadd("starved:peers", dead)
     async with kit.opened(open_backend(url)) as near:
-        assert len(near.inner._parts.node.links.addresses()) == 4
+        assert len(near.inner._parts.node.peers.links()) == 4
         far = NixlPeer(url)
         try:
             keys = kit.keys("newcomer", count=3)
@@ -129,7 +130,7 @@ async def test_entries_that_are_of_no_use_keep_no_newcomer_out(kit, redis_server
             await eventually(found)
 
             async def still_bounded():
-                return len(near.inner._parts.node.links.addresses()) == 4
+                return len(near.inner._parts.node.peers.links()) == 4
 
             await eventually(still_bounded)
         finally:
