@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 from engines import until
 
-from kvconnect.errors import RetryLater
+from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.transfer import peers as module
 from kvconnect.transfer.control.endpoint import Timing
+from kvconnect.transfer.control.events import Connected, Disconnected
+from kvconnect.transfer.control.keyed import FindKeys, FoundKeys
 from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.peers import Peers
 
@@ -55,6 +58,49 @@ def test_those_that_are_not_used_make_room(links):
     assert links.use("127.0.0.1:65").users == 1
     assert used[5].peer.told.is_set()
     assert len(links._links) == 64
+
+
+class FakeChannel:
+    """A channel that takes what it is told while it is open."""
+
+    def __init__(self):
+        self.said, self.is_open = [], True
+
+    def send(self, message):
+        self.said.append(message)
+        return self.is_open
+
+
+def asks(link):
+    return link.ask(lambda seq: FindKeys(seq=seq, keys=(b"k" * 32,)))
+
+
+def test_a_question_ends_with_its_answer_or_with_its_connection(links):
+    links._transport = SimpleNamespace(connect=lambda _: None)
+    links._client = LeaseClient()
+    link, channel = links.use("127.0.0.1:1"), FakeChannel()
+    assert asks(link).cancelled()
+    links._deliver(link, channel, Connected(SimpleNamespace(local=b"")))
+    first, second = asks(link), asks(link)
+    links._deliver(link, channel, FoundKeys(seq=channel.said[1].seq, found=b"\1"))
+    assert second.result(timeout=0).found == b"\1"
+    assert not first.done()
+    links._deliver(link, channel, Disconnected("lost"))
+    assert first.cancelled()
+    assert asks(link).cancelled()
+    assert not link.answers
+
+
+def test_a_peer_that_does_not_fit_is_not_read_from(links):
+    def accepts(hello):
+        raise ConfigurationError("pools")
+
+    links._accepts = accepts
+    link = links.use("127.0.0.1:1")
+    with pytest.raises(ConfigurationError):
+        links._deliver(link, FakeChannel(), Connected(SimpleNamespace(local=b"")))
+    assert isinstance(link.error, ConfigurationError)
+    assert (link.ready, link.channel) == (False, None)
 
 
 QUICK = Timing(first_pause_s=0.01, last_pause_s=0.02)
