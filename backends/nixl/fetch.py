@@ -19,9 +19,10 @@ from kvconnect.backends.nixl.pulls import Pulls
 from kvconnect.backends.nixl.staging import Staging
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count, warn_once
+from kvconnect.transfer.claimed import Claimed
+from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.keyed import GrantKeys, Verify, digested
 from kvconnect.transfer.digests import digest_of
-from kvconnect.transfer.leases.client import Claimed, LeaseClient
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.peers import PeerLink
 from kvconnect.transfer.transport import PeerHandle

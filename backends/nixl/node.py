@@ -15,11 +15,11 @@ from kvconnect.backends.nixl.publish import Publisher
 from kvconnect.backends.nixl.settings import NixlSettings
 from kvconnect.backends.nixl.staging import Registered, Staging
 from kvconnect.errors import ConfigurationError, PeerRefused
+from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.description import Compat
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.messages import Hello
-from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.peers import Peers
 from kvconnect.transfer.transport import Transport
 

@@ -6,7 +6,8 @@ its two implementations; `regions`, `local` and `deadlines` are what they share.
 the destinations of reads that failed and may still be written to.
 
 `control` is the channel beside the bytes, `leases` says how long they may be read; neither knows a
-transport. `peers` keeps the connections to those that are read from, with all three. `secret` is
-what instances share, `local_secret` that of one user's on one machine, and `seal` makes the codes
-by which both sides see that a message is unchanged.
+transport. `claims` asks peers for leases and keeps them, each one `claimed`; `peers` keeps the
+connections to those that are read from. `secret` is what instances share, `local_secret` that of
+one user's on one machine, and `seal` makes the codes by which both sides see that a message is
+unchanged.
 """

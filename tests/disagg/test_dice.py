@@ -31,8 +31,8 @@ from kvconnect.connector.disagg.fetch.fetcher import Fetcher
 from kvconnect.connector.disagg.fetch.load import Part
 from kvconnect.errors import PullFailed
 from kvconnect.testing.processes.usage import descriptors
+from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.channel import Channel
-from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.leases.server import LeaseServer
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.quarantine import Quarantine

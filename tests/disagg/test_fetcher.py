@@ -15,8 +15,8 @@ from kvconnect.connector.disagg.fetch.load import Load, Part
 from kvconnect.connector.disagg.fetch.sources import Source
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.layout import KvCacheLayout
+from kvconnect.transfer.claimed import Claimed
 from kvconnect.transfer.control.messages import Unknown, Watermark
-from kvconnect.transfer.leases.client import Claimed
 from kvconnect.transfer.leases.held import HeldLease
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.quarantine import Quarantine

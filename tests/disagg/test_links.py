@@ -11,10 +11,10 @@ from engines import until
 
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.transfer import peers as module
+from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.endpoint import Timing
 from kvconnect.transfer.control.events import Connected, Disconnected
 from kvconnect.transfer.control.keyed import FindKeys, FoundKeys
-from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.peers import Peers
 
 

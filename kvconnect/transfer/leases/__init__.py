@@ -6,6 +6,6 @@ discarded. No module here touches a block manager: what is not pinned any more i
 callable.
 
 Imports `messages` and `fields` of `kvconnect.transfer.control`, and the vocabulary. Begin with
-`table` (P's rules) and `held` (D's); `server` (with `let_go`) and `client` answer and send the
-messages; `timer` is the thread of each.
+`table` (P's rules) and `held` (D's); `server` (with `let_go`) answers the messages, which
+`kvconnect.transfer.claims` sends; `timer` is the thread of each.
 """

@@ -12,10 +12,10 @@ from contextlib import closing
 
 from endpoints import QUICK, Side
 
+from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.events import Connected, Disconnected
 from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.peer import Peer
-from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.leases.server import LeaseServer
 
 

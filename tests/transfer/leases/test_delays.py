@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.messages import decode, encode
-from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.leases.server import LeaseServer
 

@@ -14,8 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvconnect.transfer.claimed import Claimed
+from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.messages import LeaseId, Watermark, decode, encode
-from kvconnect.transfer.leases.client import Claimed, LeaseClient
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.leases.server import LeaseServer
 

@@ -21,6 +21,7 @@ from lease_process import read, serve
 
 from kvconnect.errors import DuplicateRequest
 from kvconnect.trace import metrics
+from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.messages import (
     Abort,
@@ -33,7 +34,6 @@ from kvconnect.transfer.control.messages import (
     Watermark,
 )
 from kvconnect.transfer.control.peer import Peer
-from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.leases.clock import lease_clock
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.leases.server import LeaseServer

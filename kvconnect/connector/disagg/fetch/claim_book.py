@@ -11,7 +11,7 @@ from kvconnect.connector.disagg.fetch.sources import Source, address_of_rank, so
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.errors import ConfigurationError, DuplicateRequest, RetryLater
 from kvconnect.shards import StoredHeads
-from kvconnect.transfer.leases.client import LeaseClient
+from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.peers import PeerLink, Peers
 
 __all__ = ["ClaimBook"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvconnect.transfer.leases.client import Claimed
+from kvconnect.transfer.claimed import Claimed
 from kvconnect.transfer.peers import PeerLink
 
 __all__ = ["Claim"]

@@ -25,9 +25,9 @@ from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import StoredHeads, stored_heads
 from kvconnect.trace import count, warn_once
+from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.digests import FindDigest, FoundDigest
 from kvconnect.transfer.digests import digest_of_pieces
-from kvconnect.transfer.leases.client import LeaseClient
 from kvconnect.transfer.peers import PeerLink
 from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.quarantine import Quarantine

@@ -14,8 +14,9 @@ from kvconnect.connector.disagg.fetch.sources import Source
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.offload.lookup import blocks_needed
 from kvconnect.layout import KvCacheLayout
+from kvconnect.transfer.claimed import Claimed
+from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.messages import NOTHING_COMPUTED, Hello
-from kvconnect.transfer.leases.client import Claimed, LeaseClient
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.peers import PeerLink
 from kvconnect.transfer.pull import Pull
