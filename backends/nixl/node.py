@@ -63,7 +63,7 @@ class NixlNode:
         self.peers = Peers(
             self._hello,
             self.transport,
-            self.client,
+            self.client.deliver,
             secret=self._secret,
             timing=Timing(),
             one_connection=True,  # what one name of a peer is avoided for holds for all

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 from kvconnect.transfer.control.keyed import GrantKeys, Verify
 from kvconnect.transfer.control.messages import NOTHING_COMPUTED, Watermark
 from kvconnect.transfer.leases.held import HeldLease
 from kvconnect.transfer.leases.table import Blocks
+from kvconnect.transfer.peers import PeerLink
 
 __all__ = ["Claimed"]
+
+# What a connection that is tried again may take.
+_CONNECT_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class Claimed:
     """A request of a peer that this process reads; changed by `LeaseClient` only.
+
+    Any thread may look at it.
 
     Attributes:
         peer: whose.
@@ -27,6 +35,8 @@ class Claimed:
         keys: what is claimed, if that is blocks by key; empty: a request.
         verify: which of their digests are asked for.
         granted: where those blocks are; ``None`` before the grant.
+        reason: why nothing will come of it; empty: perhaps something will.
+        link: to the peer, if `attach` was called.
         listener: called when any of this changed, was decided, or the peer was disconnected. It is
             called on the thread that heard of that, and must neither block nor call the client.
     """
@@ -41,3 +51,38 @@ class Claimed:
     verify: Verify = "none"
     granted: GrantKeys | None = None
     listener: Callable[[], object] | None = None
+    reason: str = ""
+    link: PeerLink | None = None
+    _on_drop: Callable[[Claimed], None] | None = None
+    _since: float = 0.0
+    _attempts: int = 0
+
+    @classmethod
+    def refused(cls, peer: str, request: str, reason: str) -> Self:
+        """Returns a claim that was not even sent."""
+        return cls(peer, HeldLease(request), reason=reason)
+
+    def attach(self, link: PeerLink, on_drop: Callable[[Claimed], None]) -> None:
+        """Makes `link` the way to the peer, and has the first `drop` call `on_drop`."""
+        self._on_drop = on_drop
+        self._since, self._attempts = time.monotonic(), link.attempts
+        self.link = link
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing will come of it; `reason` says why."""
+        if not self.reason and self.link is not None:
+            error = self.link.error
+            if self.lease.lost is not None:
+                self.reason = self.lease.lost
+            elif error is not None and (
+                self.link.attempts > self._attempts or time.monotonic() > self._since + _CONNECT_S
+            ):
+                self.reason = f"{self.peer} cannot be reached: {error}"
+        return bool(self.reason)
+
+    def drop(self) -> None:
+        """Gives it up, as whom it was attached for says; does not block, idempotent."""
+        on_drop, self._on_drop = self._on_drop, None
+        if on_drop is not None:
+            on_drop(self)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from kvconnect.errors import DuplicateRequest
 from kvconnect.transfer.claimed import Claimed
+from kvconnect.transfer.control.events import Connected, Disconnected, Event, Sender
 from kvconnect.transfer.control.fields import MAX_ENTRIES
 from kvconnect.transfer.control.keyed import ClaimKeys, GrantKeys, Verify
 from kvconnect.transfer.control.messages import (
@@ -37,8 +38,8 @@ _OF_ONE_CLAIM = (Grant, GrantKeys, Expired, Unknown, ReleasedOk, WatermarkOf, Ab
 class LeaseClient:
     """The leases that this process holds of all its peers. Thread-safe; nothing blocks.
 
-    `claim`, `release` and `abort` are for the engine; `connected`, `disconnected` and `handle` for
-    the channels. `start` gives it a thread that renews in time.
+    `claim`, `release` and `abort` are for the engine; `deliver` for the channels. `start` gives it
+    a thread that renews in time.
 
     After a connection is lost, leases go on as long as they were granted for. When the peer is
     connected again, they are claimed again, and releases without an answer are sent again.
@@ -154,13 +155,27 @@ class LeaseClient:
                 else:
                     self._send_claim(claimed)
 
-    def disconnected(self, peer: str, send: Send) -> None:
-        """Forgets `send`, which reaches `peer` no more."""
+    def disconnected(self, peer: str, send: Send, reason: str = "") -> None:
+        """Forgets `send`, which reaches `peer` no more.
+
+        The claims on the peer stay, with `reason`, for those who do not wait until it is back.
+        """
         with self._lock:
             if self._senders.get(peer) == send:
                 del self._senders[peer]
             concerned = self._of(peer)
+            for claimed in concerned:
+                claimed.reason = claimed.reason or f"the connection to {peer} was lost: {reason}"
         _notify(concerned)
+
+    def deliver(self, peer: str, channel: Sender, event: Event) -> None:
+        """Takes what happens on the channel to `peer`; see `Deliver`."""
+        if isinstance(event, Connected):
+            self.connected(peer, channel.send)
+        elif isinstance(event, Disconnected):
+            self.disconnected(peer, channel.send, event.reason)
+        else:
+            self.handle(event, peer)
 
     def handle(self, message: Message, peer: str) -> bool:
         """Takes what `peer` says; False if it is none about leases."""

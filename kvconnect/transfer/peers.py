@@ -12,7 +12,6 @@ from functools import partial
 
 from kvconnect.address import host_and_port
 from kvconnect.errors import KvConnectError, RetryLater
-from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.digests import FoundDigest
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.events import Connected, Deliver, Disconnected, Event, Sender
@@ -131,10 +130,10 @@ class Peers:
     Args:
         hello: what this process says of itself.
         transport: that blocks travel by.
-        client: of the leases; told of what peers say.
+        heard: takes the address of a peer and what happens on its channel, but answers, after the
+            link has changed; see `Deliver`.
         secret, timing: of the control channels.
         accepts: called with what a peer says of itself; raises `KvConnectError` if it does not fit.
-        lost: called on a channel's thread when a connection has ended; must not block.
         one_connection: of several links to one process only the first one stays connected, and
             none to this process. Otherwise all do, and share one handle.
         idle_after_s: peers that are gone are tried rarely once `ready` was not called for so long.
@@ -144,22 +143,20 @@ class Peers:
         self,
         hello: Callable[[], Hello],
         transport: Transport,
-        client: LeaseClient,
+        heard: Callable[[str, Sender, Event], None],
         *,
         secret: SharedSecret | None,
         timing: Timing,
         accepts: Callable[[Hello], None] = lambda _: None,
-        lost: Callable[[PeerLink, str], None] = lambda *_: None,
         one_connection: bool = False,
         idle_after_s: float = math.inf,
     ) -> None:
         self._hello = hello
         self._transport = transport
-        self._client = client
+        self._heard = heard
         self._secret = secret
         self._timing = timing
         self._accepts = accepts
-        self._lost = lost
         self._one_connection = one_connection
         self._idle_after_s = idle_after_s
         self._lock = threading.Lock()
@@ -295,6 +292,7 @@ class Peers:
         if isinstance(event, Connected):
             if not self._one_connection or self._is_first(link, channel, event.hello):
                 self._connected(link, channel, event.hello)
+                self._heard(link.address, channel, event)
         elif isinstance(event, Disconnected):
             with self._lock:
                 handle, link.handle, link.channel = link.handle, None, None
@@ -302,12 +300,11 @@ class Peers:
             link.forget_answers()
             if handle is not None and not shared:
                 self._transport.disconnect(handle)
-            self._lost(link, event.reason)
-            self._client.disconnected(link.address, channel.send)  # whose listeners look at both
+            self._heard(link.address, channel, event)  # whose listeners look at the link
         elif isinstance(event, _ANSWERS):
             link.answered(event.seq, event)
         else:
-            self._client.handle(event, link.address)
+            self._heard(link.address, channel, event)
 
     def _is_first(self, link: PeerLink, channel: Sender, hello: Hello) -> bool:
         """Takes `channel` for `link`, unless it leads to this process or to another link's peer."""
@@ -336,7 +333,6 @@ class Peers:
             link.channel, link.refused = None, error
             raise
         link.refused, link.late = None, False
-        self._client.connected(link.address, channel.send)
 
     def _reach(self, link: PeerLink, hello: Hello) -> None:
         """Makes reads by `link` possible. Connections to one process share its handle."""

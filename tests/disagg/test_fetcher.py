@@ -9,7 +9,6 @@ import torch
 from engines import T, until
 
 from kvconnect.connector.disagg.fetch import fetcher as module
-from kvconnect.connector.disagg.fetch.claims import Claim
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
 from kvconnect.connector.disagg.fetch.load import Load, Part
 from kvconnect.connector.disagg.fetch.sources import Source
@@ -74,7 +73,7 @@ def ends_nowhere(fetcher, links):
 def test_a_prompt_is_claimed_for_one_request_until_that_lets_go_of_it(fetcher, links):
     """Also once the other side has refused: what the first drops would be the second's."""
     first = fetcher.claims.claim("host:1", "name")
-    seq = next(iter(first.claimed.lease._sent))
+    seq = next(iter(first.lease._sent))
     fetcher.client.handle(Unknown(seq=seq, request="name"), "host:1")
     assert first.failed
     second = fetcher.claims.claim("host:1", "name")
@@ -208,10 +207,10 @@ def test_what_was_read_in_time_is_valid_before_the_other_side_is_told(links, in_
             happened.append("told")
             return claimed.lease.outcome
 
-    dropped = Claim("host:1", "name", claimed=claimed, on_drop=lambda _: happened.append("dropped"))
+    claimed.attach(links.link, lambda _: happened.append("dropped"))
     part = Part(
         FetchOrder(7, "name", "host:1", 0, 0, (0,), ([],)),
-        dropped,
+        claimed,
         links.link,
         pull=None,
         compare=None,

@@ -11,7 +11,6 @@ from engines import until
 
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.transfer import peers as module
-from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.endpoint import Timing
 from kvconnect.transfer.control.events import Connected, Disconnected
 from kvconnect.transfer.control.keyed import FindKeys, FoundKeys
@@ -40,7 +39,7 @@ class FakePeer:
 def links(monkeypatch):
     FakePeer.made = []
     monkeypatch.setattr(module, "Peer", FakePeer)
-    return Peers(lambda: None, None, None, lost=lambda *_: None, secret=None, timing=Timing())
+    return Peers(lambda: None, None, lambda *_: None, secret=None, timing=Timing())
 
 
 def test_all_are_told_of_the_end_before_any_is_waited_for(links):
@@ -77,7 +76,6 @@ def asks(link):
 
 def test_a_question_ends_with_its_answer_or_with_its_connection(links):
     links._transport = SimpleNamespace(connect=lambda _: None)
-    links._client = LeaseClient()
     link, channel = links.use("127.0.0.1:1"), FakeChannel()
     assert asks(link).cancelled()
     links._deliver(link, channel, Connected(SimpleNamespace(local=b"")))
@@ -119,8 +117,7 @@ def real_links():
     links = Peers(
         lambda: None,
         None,
-        LeaseClient(),
-        lost=lambda *_: None,
+        lambda *_: None,
         secret=None,
         timing=QUICK,
     )

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
-from kvconnect.connector.disagg.fetch.claims import Claim
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.names import transfer_name
 from kvconnect.connector.disagg.node import TransferNode
@@ -15,6 +14,7 @@ from kvconnect.connector.offload.lookup import blocks_needed
 from kvconnect.errors import ConnectorContractError
 from kvconnect.request import LlmRequest
 from kvconnect.trace import count
+from kvconnect.transfer.claimed import Claimed
 
 __all__ = ["DecodeBook"]
 
@@ -33,7 +33,7 @@ class _Fetch:
 
     name: str
     params: FetchParams
-    claims: list[Claim]
+    claims: list[Claimed]
     num_tokens: int
     promised: bool = False
 

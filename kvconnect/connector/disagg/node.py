@@ -14,7 +14,6 @@ from kvconnect.address import host_and_port
 from kvconnect.config import TransferConfig
 from kvconnect.connector.data import KvCachePool, LlmArgs
 from kvconnect.connector.disagg.device import DeviceOrder
-from kvconnect.connector.disagg.fetch import claims
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.offers import Offers
@@ -22,6 +21,7 @@ from kvconnect.connector.disagg.pools import check_pools
 from kvconnect.errors import BadMessage, ConfigurationError, UsageError
 from kvconnect.shards import dividing_rank
 from kvconnect.trace import metrics
+from kvconnect.transfer.claimed import Claimed
 from kvconnect.transfer.control.description import Compat, PoolInfo
 from kvconnect.transfer.control.digests import FindDigest, FoundDigest
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
@@ -148,8 +148,7 @@ class TransferNode:
             self._peers = Peers(
                 self._hello,
                 transport,
-                fetcher.client,
-                lost=fetcher.claims.lost,
+                fetcher.client.deliver,
                 secret=self._secret,
                 timing=Timing(),
                 accepts=self._check_pools,
@@ -266,10 +265,10 @@ class TransferNode:
             raise UsageError("register_kv_caches was not called")
         return self._device
 
-    def claim(self, address: str, name: str, tp_size: int = 1) -> list[claims.Claim]:
+    def claim(self, address: str, name: str, tp_size: int = 1) -> list[Claimed]:
         """Ask the engine at `address` for a prompt; see `ClaimBook.claim_all`."""
         if self._fetcher is None:
-            return [claims.Claim(address, name, reason="this engine fetches nothing")]
+            return [Claimed.refused(address, name, "this engine fetches nothing")]
         return self._fetcher.claims.claim_all(address, name, tp_size)
 
     def fetch(self, order: FetchOrder) -> None:

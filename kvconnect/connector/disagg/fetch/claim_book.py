@@ -6,13 +6,13 @@ import threading
 from collections.abc import Sequence
 
 from kvconnect.address import host_and_port
-from kvconnect.connector.disagg.fetch.claims import Claim
 from kvconnect.connector.disagg.fetch.sources import Source, address_of_rank, sources
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.errors import ConfigurationError, DuplicateRequest, RetryLater
 from kvconnect.shards import StoredHeads
+from kvconnect.transfer.claimed import Claimed
 from kvconnect.transfer.claims import LeaseClient
-from kvconnect.transfer.peers import PeerLink, Peers
+from kvconnect.transfer.peers import Peers
 
 __all__ = ["ClaimBook"]
 
@@ -30,7 +30,7 @@ class ClaimBook:
         self._heads = heads
         self._peers: Peers | None = None
         self._lock = threading.Lock()
-        self._claims: dict[tuple[str, str], Claim] = {}
+        self._claims: dict[tuple[str, str], Claimed] = {}
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -39,7 +39,7 @@ class ClaimBook:
         """The other engines are reached by `peers`; once, first."""
         self._peers = peers
 
-    def claim_all(self, address: str, name: str, tp_size: int) -> list[Claim]:
+    def claim_all(self, address: str, name: str, tp_size: int) -> list[Claimed]:
         """Claims on all ranks of the engine at `address` that this rank reads from.
 
         Raises:
@@ -51,32 +51,32 @@ class ClaimBook:
         ]
         return [self.claim(where, name, readers) for where, readers in wanted]
 
-    def claim(self, address: str, name: str, readers: int = 1) -> Claim:
+    def claim(self, address: str, name: str, readers: int = 1) -> Claimed:
         """Ask for `name` of the rank at `address`, which `readers` ranks of this engine do.
 
         Never raises.
         """
         peers = self._peers
         if peers is None:
-            return Claim(address, name, reason="this engine fetches nothing")
+            return Claimed.refused(address, name, "this engine fetches nothing")
         with self._lock:  # a refused one is forgotten by the client before it is dropped
             if (address, name) in self._claims:
-                return Claim(address, name, reason="it is fetched for another request")
+                return Claimed.refused(address, name, "it is fetched for another request")
         try:
             link = peers.use(address)
         except (ConfigurationError, RetryLater) as error:
-            return Claim(address, name, reason=str(error))
+            return Claimed.refused(address, name, str(error))
         try:
             claimed = self._client.claim(address, name, readers=readers)
         except DuplicateRequest as error:
             peers.leave(link)
-            return Claim(address, name, reason=str(error))
-        claim = Claim(address, name, link=link, claimed=claimed, on_drop=self._dropped)
+            return Claimed.refused(address, name, str(error))
+        claimed.attach(link, self._dropped)
         with self._lock:
-            self._claims[address, name] = claim
-        return claim
+            self._claims[address, name] = claimed
+        return claimed
 
-    def of(self, order: FetchOrder, source: Source) -> Claim | None:
+    def of(self, order: FetchOrder, source: Source) -> Claimed | None:
         """The claim that a part of the load `order` goes by.
 
         Ranks that have no scheduler claim it now.
@@ -92,8 +92,9 @@ class ClaimBook:
         """Let go of what was claimed for `order`, of whichever rank."""
         host, first = host_and_port(order.address)
         for claim in self._all():
-            where, port = host_and_port(claim.address)
-            if (claim.name, where) == (order.name, host) and 0 <= port - first < order.tp_size:
+            where, port = host_and_port(claim.peer)
+            same = (claim.lease.request, where) == (order.name, host)
+            if same and 0 <= port - first < order.tp_size:
                 claim.drop()
 
     def drop_all(self) -> None:
@@ -101,22 +102,13 @@ class ClaimBook:
         for claim in self._all():
             claim.drop()
 
-    def lost(self, link: PeerLink, reason: str) -> None:
-        """Fails every claim made over `link`. Any thread may call it."""
-        for claim in self._all():
-            if claim.link is link:
-                claim.reason = (
-                    claim.reason or f"the connection to {link.address} was lost: {reason}"
-                )
-
-    def _all(self) -> list[Claim]:
+    def _all(self) -> list[Claimed]:
         with self._lock:
             return list(self._claims.values())
 
-    def _dropped(self, claim: Claim) -> None:
-        if claim.claimed is not None:
-            self._client.abort(claim.claimed, "not needed")
+    def _dropped(self, claim: Claimed) -> None:
+        self._client.abort(claim, "not needed")
         with self._lock:
-            del self._claims[claim.address, claim.name]
+            del self._claims[claim.peer, claim.lease.request]
         if self._peers is not None and claim.link is not None:
             self._peers.leave(claim.link)

@@ -254,8 +254,7 @@ class Fetcher:
             raise
         self._fetches[order.request_id] = load
         for part in load.parts:
-            if part.claim.claimed is not None:
-                part.claim.claimed.listener = partial(self._post_step, part, part.advance)
+            part.claim.listener = partial(self._post_step, part, part.advance)
             self._step(part, part.advance)
 
     def _part(self, order: FetchOrder, source: Source) -> Part:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from kvconnect.connector.disagg.fetch.claims import Claim
 from kvconnect.connector.disagg.fetch.pieces import FetchPlan, RemoteBlocks, cut_reads
 from kvconnect.connector.disagg.fetch.sources import Source
 from kvconnect.connector.disagg.messages import FetchOrder
@@ -100,7 +99,7 @@ class Part:
     def __init__(
         self,
         order: FetchOrder,
-        claim: Claim,
+        claim: Claimed,
         link: PeerLink,
         *,
         pull: Callable[[Part, Reads], Pull],
@@ -158,10 +157,10 @@ class Part:
         """Reads what is new, and decides what is over; called when anything changed or is due."""
         if self.over:
             return
-        claimed, now = self.claim.claimed, time.monotonic()
+        claimed, now = self.claim, time.monotonic()
         self._look_at = now + _CONNECTING_S if self.link.handle is None else None
-        if claimed is None or (self._released_at is None and self.claim.failed):
-            self.fail(self.claim.reason or "the other side does not have it, or not any more")
+        if self._released_at is None and claimed.failed:
+            self.fail(claimed.reason)
         elif self._released_at is not None:
             self._decide(claimed.lease.outcome, late=now >= self.due())
         elif now >= self._deadline:
