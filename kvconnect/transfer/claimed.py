@@ -35,7 +35,8 @@ class Claimed:
         keys: what is claimed, if that is blocks by key; empty: a request.
         verify: which of their digests are asked for.
         granted: where those blocks are; ``None`` before the grant.
-        reason: why nothing will come of it; empty: perhaps something will.
+        reason: why it failed, also if the connection was only lost, for those who do not wait for
+            the next one; empty: it did not.
         link: to the peer, if `attach` was called.
         listener: called when any of this changed, was decided, or the peer was disconnected. It is
             called on the thread that heard of that, and must neither block nor call the client.
@@ -70,7 +71,7 @@ class Claimed:
 
     @property
     def failed(self) -> bool:
-        """Whether nothing will come of it; `reason` says why."""
+        """Whether it was lost, or its peer cannot be reached; `reason` says why."""
         if not self.reason and self.link is not None:
             error = self.link.error
             if self.lease.lost is not None:
@@ -82,7 +83,7 @@ class Claimed:
         return bool(self.reason)
 
     def drop(self) -> None:
-        """Gives it up, as whom it was attached for says; does not block, idempotent."""
+        """Calls `on_drop` of `attach`, once: the peer's blocks are not needed; does not block."""
         on_drop, self._on_drop = self._on_drop, None
         if on_drop is not None:
             on_drop(self)
