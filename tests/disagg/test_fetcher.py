@@ -83,6 +83,7 @@ def test_a_prompt_is_claimed_for_one_request_until_that_lets_go_of_it(fetcher, l
     second.drop()
     third = fetcher.claims.claim("host:1", "name")
     assert not third.failed
+    first.drop()
     assert fetcher.claims._claims["host:1", "name"] is third
     third.drop()
     ends_nowhere(fetcher, links)

@@ -482,7 +482,10 @@ def test_a_request_is_claimed_once_at_a_time():
 def test_a_peer_that_is_disconnected_wakes_who_waits_for_it():
     """Its answers will not come by that way: a reader need not wait for its deadline."""
     client, heard = LeaseClient(), []
-    for peer in ("P", "Q"):
-        client.claim(peer, "r").listener = partial(heard.append, peer)
-    client.disconnected("P", lambda _: True)
+    claims = [client.claim(peer, "r") for peer in ("P", "Q")]
+    for claimed in claims:
+        claimed.listener = partial(heard.append, claimed.peer)
+    client.disconnected("P", lambda _: True, "it went")
     assert heard == ["P"]
+    assert [one.failed for one in claims] == [True, False]
+    assert claims[0].reason.endswith("it went")
