@@ -15,13 +15,13 @@ from kvconnect.backends.nixl.publish import Publisher
 from kvconnect.backends.nixl.settings import NixlSettings
 from kvconnect.backends.nixl.staging import Registered, Staging
 from kvconnect.errors import ConfigurationError, PeerRefused
+from kvconnect.transfer.choose import transport_of
 from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.description import Compat
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.messages import Hello
 from kvconnect.transfer.peers import Peers
-from kvconnect.transfer.transport import Transport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,12 +54,20 @@ class NixlNode:
     def __init__(self, settings: NixlSettings, blocks: HostBlocks, staging: Staging) -> None:
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.client = LeaseClient()
-        self.transport = _transport(settings, self.name)
         self._settings = settings
         self._blocks = blocks
         self._staging = staging
         self._boot = secrets.token_bytes(16)
         self._secret = settings.shared_secret()
+        self.transport = transport_of(
+            settings.transport,
+            self.name,
+            listen=settings.listen,
+            advertise=settings.advertise,
+            device=settings.device,
+            secret=self._secret,
+            connect_timeout_s=settings.timeout_s,
+        )
         self.peers = Peers(
             self._hello,
             self.transport,
@@ -146,11 +154,7 @@ class NixlNode:
         """Where peers reach it, ``host:port``."""
         if self._listener is None:
             return ""
-        host, port = self._listener.host, self._listener.port
-        if self._settings.advertise is not None:
-            host, given = host_and_port(self._settings.advertise)
-            port = given or port
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return self._listener.address(self._settings.advertise)
 
     @property
     def leases(self) -> int:
@@ -174,22 +178,3 @@ class NixlNode:
             boot=self._boot,
             local=self.transport.local(),
         )
-
-
-def _transport(settings: NixlSettings, name: str) -> Transport:
-    if settings.transport == "nixl":
-        from kvconnect.transfer.nixl import NixlTransport
-
-        return NixlTransport(
-            identity=name, device=settings.device, connect_timeout_s=settings.timeout_s
-        )
-    from kvconnect.transfer.tcp import TcpTransport
-
-    advertise = None if settings.advertise is None else host_and_port(settings.advertise)[0]
-    return TcpTransport(
-        identity=name,
-        host=host_and_port(settings.listen)[0],
-        advertise=advertise,
-        secret=settings.shared_secret(),
-        connect_timeout_s=settings.timeout_s,
-    )

@@ -2,8 +2,8 @@
 
 Imports the vocabulary only: it knows no cache, no store and no connector. Begin with `transport`
 (the interface), `reads` (what is read) and `pull` (a read that is under way). `tcp` and `nixl` are
-its two implementations; `regions`, `local` and `deadlines` are what they share. `quarantine` keeps
-the destinations of reads that failed and may still be written to.
+its two implementations, of which `choose` makes one; `regions`, `local` and `deadlines` are what
+they share. `quarantine` keeps the destinations of reads that failed and may still be written to.
 
 `control` is the channel beside the bytes, `leases` says how long they may be read; neither knows a
 transport. `claims` asks peers for leases and keeps them, each one `claimed`; `peers` keeps the

@@ -21,6 +21,7 @@ from kvconnect.connector.disagg.pools import check_pools
 from kvconnect.errors import BadMessage, ConfigurationError, UsageError
 from kvconnect.shards import dividing_rank
 from kvconnect.trace import metrics
+from kvconnect.transfer.choose import transport_of
 from kvconnect.transfer.claimed import Claimed
 from kvconnect.transfer.control.description import Compat, PoolInfo
 from kvconnect.transfer.control.digests import FindDigest, FoundDigest
@@ -205,16 +206,13 @@ class TransferNode:
 
     def _make_transport(self) -> Transport:
         config = self.config
-        host, _ = host_and_port(config.listen)
-        if config.transport == "nixl":
-            from kvconnect.transfer.nixl import NixlTransport
-
-            return NixlTransport(identity=self.engine_id, device=config.device)
-        from kvconnect.transfer.tcp.transport import TcpTransport
-
-        advertise = None if config.advertise is None else host_and_port(config.advertise)[0]
-        return TcpTransport(
-            identity=self.engine_id, host=host, advertise=advertise, secret=self._secret
+        return transport_of(
+            config.transport,
+            self.engine_id,
+            listen=config.listen,
+            advertise=config.advertise,
+            device=config.device,
+            secret=self._secret,
         )
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
@@ -231,11 +229,7 @@ class TransferNode:
         """Where others reach the engine's first rank, ``host:port``."""
         if self._listener is None:
             raise UsageError("the engine hands out nothing")
-        host, port = self._listener.host, self._listener.port
-        if self.config.advertise is not None:
-            host, given = host_and_port(self.config.advertise)
-            port = given or port
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return self._listener.address(self.config.advertise)
 
     def new_transfer_id(self) -> str:
         """A name that no other prompt of any engine has."""

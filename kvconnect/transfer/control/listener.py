@@ -9,6 +9,7 @@ import threading
 from contextlib import suppress
 from typing import Self
 
+from kvconnect.address import host_and_port
 from kvconnect.errors import BadMessage, ConfigurationError, PeerRefused
 from kvconnect.trace import count, warn_once
 from kvconnect.transfer.control.channel import Channel
@@ -77,6 +78,14 @@ class Listener:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def address(self, advertise: str | None) -> str:
+        """Returns where peers reach it, ``host:port``; `advertise` replaces host or both."""
+        host, port = self.host, self.port
+        if advertise is not None:
+            host, given = host_and_port(advertise)
+            port = given or port
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def channels(self) -> list[Channel]:
         """Those that are open."""
