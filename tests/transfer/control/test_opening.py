@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from endpoints import COMPAT, QUICK, SHORT, Side, until
@@ -513,3 +514,17 @@ def test_a_process_without_the_extra_says_what_to_install():
         [sys.executable, "-c", source], capture_output=True, text=True, check=False, env=os.environ
     )
     assert "pip install '.[transfer]'" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("host", "advertise", "address"),
+    [
+        ("10.0.0.1", None, "10.0.0.1:7"),
+        ("::1", None, "[::1]:7"),
+        ("0.0.0.0", "host:0", "host:7"),
+        ("0.0.0.0", "host:9", "host:9"),
+    ],
+)
+def test_an_address_is_told_as_others_reach_it(host, advertise, address):
+    listening = SimpleNamespace(host=host, port=7)
+    assert Listener.address(listening, advertise) == address
