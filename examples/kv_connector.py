@@ -13,7 +13,7 @@ that is missing, damaged or of another block is a failed load: the runtime then 
 tokens on all ranks, and the file is written again.
 
 To keep it short, loads and saves run inside the engine's step, only whole blocks are stored, and
-nothing bounds the folder. `kvconnect.connector.offload.worker` does all that.
+nothing bounds the folder. `kvconnect.connector.pair.worker` does all that.
 """
 
 from __future__ import annotations

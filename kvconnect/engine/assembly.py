@@ -9,7 +9,7 @@ from typing import Any
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.config import KvCacheConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.offload.store import stored_as
+from kvconnect.connector.io.identity import stored_as
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.engine.attachment import Attachment, NoConnector
 from kvconnect.engine.checkpoint.loading import LoadedModel, load_model

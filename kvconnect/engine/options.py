@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvconnect.cache.resource_manager import KVCacheManagerFactory
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
-from kvconnect.connector.offload.store import check_store
+from kvconnect.connector.io.identity import check_store
 from kvconnect.engine.attachment import Connector, config_of
 from kvconnect.engine.checkpoint.hub_cache import model_directory
 from kvconnect.engine.ranks.settings import check_tensor_parallel_size

@@ -15,7 +15,7 @@ from kvconnect.bench.store.floor import fastest
 from kvconnect.bench.store.payloads import Payloads
 from kvconnect.bench.store.report import StoreFigure, percentile, render
 from kvconnect.cli.main import main
-from kvconnect.connector.offload.store import LOADS_IN_FLIGHT, SAVES_IN_FLIGHT
+from kvconnect.connector.io.access import LOADS_IN_FLIGHT, SAVES_IN_FLIGHT
 from kvconnect.errors import BadFrame
 from kvconnect.frame import check
 

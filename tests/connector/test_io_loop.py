@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvconnect.backends.daemon_threads import DaemonThreads
-from kvconnect.connector.offload.io_loop import IoLoop
+from kvconnect.connector.io.io_loop import IoLoop
 from kvconnect.errors import UsageError
 
 
@@ -47,7 +47,7 @@ def held_up(loop: IoLoop) -> Iterator[None]:
 
 @pytest.fixture(params=[True, False], ids=["eventfd", "socket"])
 def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[IoLoop]:
-    monkeypatch.setattr("kvconnect.connector.offload.io_loop._HAS_EVENTFD", request.param)
+    monkeypatch.setattr("kvconnect.connector.io.io_loop._HAS_EVENTFD", request.param)
     made = IoLoop()
     yield made
     made.close()
@@ -146,7 +146,7 @@ def test_what_ends_in_the_loops_last_turn_is_told() -> None:
 DESCRIPTORS = """
 import asyncio, gc
 
-from kvconnect.connector.offload.io_loop import IoLoop
+from kvconnect.connector.io.io_loop import IoLoop
 from kvconnect.testing.processes.usage import descriptors
 
 gc.collect()

@@ -12,9 +12,9 @@ from bench_engine import LAYOUT, BenchEngine, T, llm_args, reference
 from stores import DictStore
 
 from kvconnect import frame
-from kvconnect.connector.offload.budget import LookupBudget
-from kvconnect.connector.offload.io_loop import IoLoop
-from kvconnect.connector.offload.reply import Reply
+from kvconnect.connector.io.budget import LookupBudget
+from kvconnect.connector.io.io_loop import IoLoop
+from kvconnect.connector.io.reply import Reply
 from kvconnect.trace import metrics
 
 PROMPT = list(range(1, 6 * T + 3))
@@ -75,8 +75,8 @@ def test_after_one_late_answer_nobody_waits(store: DictStore) -> None:
 
 def test_a_store_that_answers_nobody_is_left_alone(store: DictStore, monkeypatch) -> None:
     # Requests end sooner than their lookups could fail: without its own questions nobody learns.
-    monkeypatch.setattr("kvconnect.connector.offload.budget._PROBE_S", 0.1)
-    monkeypatch.setattr("kvconnect.connector.offload.budget._LAST_PAUSE_S", 0.05)
+    monkeypatch.setattr("kvconnect.connector.io.budget._PROBE_S", 0.1)
+    monkeypatch.setattr("kvconnect.connector.io.budget._LAST_PAUSE_S", 0.05)
     config = {"lookup_timeout_ms": 50.0}
     with told_of("store.breaker.opened") as opened, BenchEngine(llm_args(store, **config)) as bench:
         store.at_lookup.shut()
@@ -120,7 +120,7 @@ def test_the_budget_comes_back_without_any_request(store: DictStore) -> None:
 
 
 def test_a_request_that_is_answered_in_time_brings_it_back(store: DictStore, monkeypatch) -> None:
-    monkeypatch.setattr("kvconnect.connector.offload.budget._FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr("kvconnect.connector.io.budget._FIRST_PAUSE_S", 1000.0)
     with BenchEngine(llm_args(store, **BUDGET)) as bench:
         give_up_on(store, bench)
         store.open_doors()
@@ -131,7 +131,7 @@ def test_a_request_that_is_answered_in_time_brings_it_back(store: DictStore, mon
 
 
 def test_an_answer_that_is_too_late_does_not(store: DictStore, monkeypatch) -> None:
-    monkeypatch.setattr("kvconnect.connector.offload.budget._FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr("kvconnect.connector.io.budget._FIRST_PAUSE_S", 1000.0)
     with BenchEngine(llm_args(store, lookup_timeout_ms=20.0)) as bench:
         store.at_lookup.shut()
         request = bench.submit(PROMPT, 3)

@@ -499,8 +499,8 @@ def test_a_load_under_way_is_given_up_when_the_store_is_left_alone() -> None:
 
 
 def test_a_load_of_which_nothing_arrives_makes_one_ask(monkeypatch) -> None:
-    monkeypatch.setattr("kvconnect.connector.offload.background_load._STALL_S", 0.05)
-    monkeypatch.setattr("kvconnect.connector.offload.background_load._PROBE_S", 0.1)
+    monkeypatch.setattr("kvconnect.connector.io.load._STALL_S", 0.05)
+    monkeypatch.setattr("kvconnect.connector.io.load._PROBE_S", 0.1)
     store = filled()
     with BenchEngine(llm_args(store, lookup_timeout_ms=60_000, load_timeout_s=100)) as bench:
         request = bench.submit(PROMPT, 3)
@@ -516,7 +516,7 @@ def test_a_load_of_which_nothing_arrives_makes_one_ask(monkeypatch) -> None:
 
 
 def test_a_slow_load_from_a_store_that_answers_is_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr("kvconnect.connector.offload.background_load._STALL_S", 0.01)
+    monkeypatch.setattr("kvconnect.connector.io.load._STALL_S", 0.01)
     store = filled()
     with BenchEngine(llm_args(store, lookup_timeout_ms=60_000, load_timeout_s=100)) as bench:
         request = bench.submit(PROMPT, 3)

@@ -18,7 +18,7 @@ from tp_ranks import DIGEST, LATENT, STREAM, UNEQUAL, T, heads_of, kv_of, layout
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import KvCachePool, LlmArgs, RequestData, SchedulerOutput
 from kvconnect.connector.disagg import DisaggScheduler, DisaggWorker
-from kvconnect.connector.offload.lookup import blocks_needed
+from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Namespace, Shard, root_key
 from kvconnect.layout import KvCacheLayout

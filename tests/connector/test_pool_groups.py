@@ -19,7 +19,7 @@ from window_engine import (
 )
 
 from kvconnect.connector.data import Direction, RequestData, SchedulerOutput, TransferFailure
-from kvconnect.connector.offload.lookup import blocks_needed
+from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.errors import ConfigurationError, ConnectorContractError
 from kvconnect.request import LlmRequest
 

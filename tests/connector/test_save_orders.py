@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.connector.offload.save_plan import SavePlan
+from kvconnect.connector.pair.save_plan import SavePlan
 from kvconnect.keys import BlockKey
 from kvconnect.request import LlmRequest
 

@@ -29,7 +29,7 @@ from window_runs import GENERATE, PROMPT, is_sound, keys_of, run
 
 from kvconnect import frame
 from kvconnect.backends.memory.store import MemoryBackend
-from kvconnect.connector.offload.lookup import blocks_needed
+from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.keys import Namespace, chain_key, root_key, store_key
 from kvconnect.request import LlmRequest
 

@@ -22,7 +22,7 @@ from window_engine import (
 from window_runs import GENERATE, PROMPT, is_sound, keys_of, run
 
 from kvconnect import frame
-from kvconnect.connector.offload.lookup import blocks_needed
+from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.keys import store_key
 
 ANSWER = reference(PROMPT, FULL_AND_WINDOW, GENERATE)

@@ -11,7 +11,7 @@ import torch
 
 from kvconnect import frame
 from kvconnect.connector.data import Direction
-from kvconnect.connector.offload.staging import StagingPool, clear_beyond
+from kvconnect.connector.io.staging import StagingPool, clear_beyond
 from kvconnect.errors import ConfigurationError
 from kvconnect.layout import KvCacheLayout
 
@@ -80,7 +80,7 @@ RESIDENT = """
 import os
 from pathlib import Path
 
-from kvconnect.connector.offload.staging import StagingPool
+from kvconnect.connector.io.staging import StagingPool
 
 
 def resident_nbytes():

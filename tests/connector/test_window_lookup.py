@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stores import DictStore
 
 from kvconnect.backend import Child, StoredBlock
-from kvconnect.connector.offload.lookup import Hit, Query, blocks_needed, look_up
+from kvconnect.connector.io.lookup import Hit, Query, blocks_needed, look_up
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import chain_key
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import KvCachePool, LlmArgs, RequestData, SchedulerOutput
-from kvconnect.connector.offload.lookup import blocks_needed
-from kvconnect.connector.offload.scheduler import OffloadScheduler
-from kvconnect.connector.offload.worker import OffloadWorker
+from kvconnect.connector.io.lookup import blocks_needed
+from kvconnect.connector.pair.scheduler import OffloadScheduler
+from kvconnect.connector.pair.worker import OffloadWorker
 from kvconnect.connector.stream import CpuStream
 from kvconnect.keys import Namespace, Shard, root_key
 from kvconnect.layout import KvCacheLayout

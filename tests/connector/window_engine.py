@@ -21,7 +21,7 @@ from kvconnect.cache.memory.pool_tensor import layer_buffers
 from kvconnect.cache.resource_manager import BaseKVCacheManager, PinnedBlocks
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.offload.lookup import blocks_needed
+from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.errors import OutOfBlocks
 from kvconnect.keys import Namespace, Shard, root_key
 from kvconnect.layout import KvCacheLayout

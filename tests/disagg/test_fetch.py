@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvconnect.connector.disagg.fetch.pieces import FetchPlan, RemoteBlocks, cut_reads
 from kvconnect.connector.disagg.messages import FetchOrder
-from kvconnect.connector.offload.lookup import blocks_needed
+from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.layout import KvCacheLayout
 from kvconnect.transfer.control.messages import NOTHING_COMPUTED, Watermark
 

@@ -8,7 +8,7 @@ import pytest
 from harness import answer, disk_url
 
 from kvconnect import KvCacheConnectorConfig
-from kvconnect.connector.offload.store import stored_as
+from kvconnect.connector.io.identity import stored_as
 from kvconnect.errors import ConfigurationError
 
 

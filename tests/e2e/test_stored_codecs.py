@@ -9,7 +9,7 @@ from harness import PROMPT, answer, disk_url, open_llm
 
 from kvconnect import KvCacheConnectorConfig
 from kvconnect.backends import open_backend
-from kvconnect.connector.offload.store import stored_as
+from kvconnect.connector.io.identity import stored_as
 from kvconnect.errors import ConfigurationError
 
 

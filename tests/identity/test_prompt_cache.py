@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
 
-from kvconnect.connector.offload.store import stored_as
+from kvconnect.connector.io.identity import stored_as
 from kvconnect.digest import model_digest
 from kvconnect.errors import ConfigurationError, UnsupportedModel, UsageError
 from kvconnect.integrations.transformers import PromptCache

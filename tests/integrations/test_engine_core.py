@@ -19,15 +19,16 @@ from kvconnect.backends.memory import from_url
 from kvconnect.backends.url import StoreUrl
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import Direction, LlmArgs
-from kvconnect.connector.offload.budget import LookupBudget
-from kvconnect.connector.offload.messages import BlockSave
-from kvconnect.connector.offload.reply import Reply
-from kvconnect.connector.offload.staging import PoolCopier, StagingPool
-from kvconnect.connector.offload.strided import HostCopier, StridedCopier, StridedPlanes
+from kvconnect.connector.io.blocking import StoreAccess
+from kvconnect.connector.io.budget import LookupBudget
+from kvconnect.connector.io.copiers import PoolCopier
+from kvconnect.connector.io.orders import BlockSave
+from kvconnect.connector.io.reply import Reply
+from kvconnect.connector.io.staging import StagingPool
+from kvconnect.connector.io.strided import HostCopier, StridedCopier, StridedPlanes
 from kvconnect.digest.files import ModelFiles
 from kvconnect.errors import ConfigurationError, ModelChanged
 from kvconnect.integrations.core import EngineSettings
-from kvconnect.integrations.core.access import StoreAccess
 from kvconnect.integrations.core.adapters import AdapterDigests, adapter_digest
 from kvconnect.integrations.core.elsewhere import refuse_elsewhere
 from kvconnect.integrations.core.memory import planes_of

@@ -13,7 +13,7 @@ import torch
 from vllm_stand_in import PROMPT, Open, T, poll, told
 
 from kvconnect.cli.main import main
-from kvconnect.connector.offload.messages import WorkerMeta
+from kvconnect.connector.pair.messages import WorkerMeta
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.vllm.caches import group_planes
 from kvconnect.integrations.vllm.identity import (

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.offload import background_load
-from kvconnect.connector.offload.staging import PoolCopier, StagingPool
-from kvconnect.connector.offload.store import LOADS_IN_FLIGHT, BlockRoute, OffloadStore
+from kvconnect.connector.io import load as loading
+from kvconnect.connector.io.access import LOADS_IN_FLIGHT, BlockRoute
+from kvconnect.connector.io.copiers import PoolCopier
+from kvconnect.connector.io.open_store import OffloadStore
+from kvconnect.connector.io.staging import StagingPool
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.vllm_tier import pause as pauses
 from kvconnect.integrations.vllm_tier.finder import Finder
@@ -336,7 +338,7 @@ def test_loads_that_are_called_off_end_and_count_for_nothing(tier):
 
 
 def test_what_has_arrived_is_copied_while_more_is_loaded(tier, monkeypatch):
-    monkeypatch.setattr(background_load, "CALL_NBYTES", 2 * ROW + 8192)  # two chunks of a call
+    monkeypatch.setattr(loading, "CALL_NBYTES", 2 * ROW + 8192)  # two chunks of a call
     one = tier()
     one.save(1, range(ROWS))
     assert one.wait(1) == [ROWS]

@@ -45,11 +45,13 @@ DOORS = {
     "backends.tiered": "backends.url backends.guard backends.registry",
     "connector.ranks": "connector.data",
     "connector.runtime": f"{CONTRACT} connector.ranks.communicator cache.resource_manager",
-    "connector.disagg": f"{CONTRACT} connector.disagg.fetch connector.offload transfer",
+    "connector.disagg": f"{CONTRACT} connector.disagg.fetch connector.io connector.pair transfer",
     "connector.disagg.fetch": (
-        f"{CONTRACT} connector.disagg.messages connector.offload.lookup transfer"
+        f"{CONTRACT} connector.disagg.messages connector.io.lookup transfer"
     ),
-    "connector.offload": f"{CONTRACT} backends kernels",
+    "connector.io": "connector.data backends kernels",
+    "connector.pair": f"{CONTRACT} connector.io kernels",
+    "connector.offload": "connector.pair",
     "transfer.tcp": f"{TRANSFER} transfer.places transfer.seal transfer.secret",
     "transfer.nixl": TRANSFER,
     "cache.tree": "",
@@ -239,8 +241,9 @@ def test_every_door_leads_to_a_room_that_is_there(repository: Path):
         ("backends.disk.save", "backends.redis.save"),
         ("backends.s3.find", "backends.guard.calls"),
         ("backends.guard.store", "backends.disk.store"),
-        ("connector.offload.worker", "connector.runtime.manager"),
-        ("connector.runtime.ledger", "connector.offload.messages"),
+        ("connector.pair.worker", "connector.runtime.manager"),
+        ("connector.io.load", "connector.pair.messages"),
+        ("connector.runtime.ledger", "connector.pair.messages"),
         ("cache.tree.segment", "cache.pool.block_pool"),
         ("kernels.blocks.work", "kernels.cuda.launch"),
         ("kernels.cuda.compile.sources", "kernels.cuda.launch"),

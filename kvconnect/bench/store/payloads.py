@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvconnect.backend import StoredBlock
-from kvconnect.connector.offload.store import CALL_NBYTES, LOADS_IN_FLIGHT, SAVES_IN_FLIGHT
+from kvconnect.connector.io.access import CALL_NBYTES, LOADS_IN_FLIGHT, SAVES_IN_FLIGHT
 from kvconnect.errors import BadFrame
 from kvconnect.frame import HEADER_NBYTES, FrameHeader, seal
 from kvconnect.kernels.pinned import host_bytes

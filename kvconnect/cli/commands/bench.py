@@ -115,7 +115,7 @@ def run_store(arguments: argparse.Namespace) -> None:
     from kvconnect.bench.store.payloads import StorePlan
     from kvconnect.bench.store.report import render
     from kvconnect.bench.store.run import bench_store
-    from kvconnect.connector.offload.store import LOADS_IN_FLIGHT, SAVES_IN_FLIGHT
+    from kvconnect.connector.io.access import LOADS_IN_FLIGHT, SAVES_IN_FLIGHT
 
     at_once = arguments.in_flight
     require_at_least_one(arguments, "rounds", "in_flight")

@@ -130,7 +130,7 @@ def connector_of(
     """
     if arguments.store is None and transfer is None:
         return None
-    from kvconnect.connector.offload.store import check_store
+    from kvconnect.connector.io.identity import check_store
 
     config = KvCacheConnectorConfig(
         url=arguments.store, lookup_timeout_ms=arguments.lookup_timeout_ms, transfer=transfer

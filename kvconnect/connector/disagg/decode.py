@@ -10,7 +10,7 @@ from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.names import transfer_name
 from kvconnect.connector.disagg.node import TransferNode
 from kvconnect.connector.disagg.params import FetchParams
-from kvconnect.connector.offload.lookup import blocks_needed
+from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.errors import ConnectorContractError
 from kvconnect.request import LlmRequest
 from kvconnect.trace import count

@@ -11,7 +11,7 @@ from kvconnect.connector.disagg.messages import EndOrder, PublishOrder
 from kvconnect.connector.disagg.names import transfer_name
 from kvconnect.connector.disagg.node import TransferNode
 from kvconnect.connector.disagg.params import PrefillParams
-from kvconnect.connector.offload.lookup import blocks_needed
+from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.request import LlmRequest
 from kvconnect.shards import dividing_rank
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from kvconnect.connector.disagg.messages import EndOrder, PublishOrder
 from kvconnect.connector.disagg.node import TransferNode
-from kvconnect.connector.offload.lookup import blocks_needed
+from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count
 from kvconnect.transfer.control.messages import NOTHING_COMPUTED, LeaseId, Watermark

@@ -12,7 +12,7 @@ from kvconnect.connector.disagg.no_store import NoStoreScheduler
 from kvconnect.connector.disagg.node import TransferNode
 from kvconnect.connector.disagg.params import FetchParams, PrefillParams, transfer_params
 from kvconnect.connector.disagg.prefill import PrefillBook
-from kvconnect.connector.offload.scheduler import OffloadScheduler
+from kvconnect.connector.pair.scheduler import OffloadScheduler
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.errors import ConfigurationError
 from kvconnect.request import LlmRequest

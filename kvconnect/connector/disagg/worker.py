@@ -11,7 +11,7 @@ from kvconnect.connector.disagg.messages import DisaggMeta, WorkerMeta
 from kvconnect.connector.disagg.no_store import NoStoreWorker
 from kvconnect.connector.disagg.node import TransferNode
 from kvconnect.connector.disagg.publisher import Publisher
-from kvconnect.connector.offload.worker import OffloadWorker
+from kvconnect.connector.pair.worker import OffloadWorker
 from kvconnect.connector.stream import ForwardStream
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.trace import warn_once

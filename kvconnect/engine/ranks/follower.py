@@ -11,7 +11,7 @@ from kvconnect.cache.memory.copier import TensorCopier
 from kvconnect.cache.memory.sizing import PoolSizes
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.data import KvCachePool, KvCachePools, LlmArgs
-from kvconnect.connector.offload.store import stored_as
+from kvconnect.connector.io.identity import stored_as
 from kvconnect.connector.ranks.communicator import Instructions
 from kvconnect.connector.runtime.loading import build_worker, connector_classes
 from kvconnect.connector.runtime.rank import RankDriver

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvconnect.config import KvCacheConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.offload.store import stored_as
+from kvconnect.connector.io.identity import stored_as
 from kvconnect.integrations.core.settings import EngineSettings
 from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvconnect.connector.offload.strided import StridedPlanes
+from kvconnect.connector.io.strided import StridedPlanes
 from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.layout import KvCacheLayout

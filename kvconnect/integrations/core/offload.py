@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.offload.reply import Reply
-from kvconnect.connector.offload.scheduler import OffloadScheduler
+from kvconnect.connector.io.reply import Reply
+from kvconnect.connector.pair.scheduler import OffloadScheduler
 from kvconnect.request import LlmRequest
 
 __all__ = ["EngineScheduler"]

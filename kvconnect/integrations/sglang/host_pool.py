@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvconnect.connector.offload.strided import StridedPlanes
+from kvconnect.connector.io.strided import StridedPlanes
 from kvconnect.errors import UnsupportedModel
 from kvconnect.integrations.core.memory import planes_of
 from kvconnect.kernels.blocks.paged import PagedKv

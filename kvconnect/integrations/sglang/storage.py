@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from kvconnect.backend import DEFAULT_RETENTION_PRIORITY
-from kvconnect.connector.offload.messages import BlockSave
+from kvconnect.connector.io.blocking import StoreAccess
+from kvconnect.connector.io.orders import BlockSave
 from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.errors import ConfigurationError, UnsupportedModel
-from kvconnect.integrations.core.access import StoreAccess
 from kvconnect.integrations.core.arguments import make_arguments
 from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.core.models import digest_of_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvconnect.backend import DEFAULT_RETENTION_PRIORITY
-from kvconnect.connector.offload.lookup import Hit, Query
-from kvconnect.connector.offload.messages import BlockSave, SaveOrder
+from kvconnect.connector.io.lookup import Hit, Query
+from kvconnect.connector.io.orders import BlockSave, SaveOrder
 from kvconnect.integrations.transformers.rows import PromptRow
 from kvconnect.keys import BlockKey, KeyChain, Namespace
 from kvconnect.shards import StoredHeads

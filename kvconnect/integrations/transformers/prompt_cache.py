@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.offload.store import stored_as
+from kvconnect.connector.io.blocking import StoreAccess
+from kvconnect.connector.io.identity import stored_as
 from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.engine.attachment import Connector, config_of
 from kvconnect.errors import ConfigurationError, UsageError
-from kvconnect.integrations.core.access import StoreAccess
 from kvconnect.integrations.transformers.cache_effects import refuse_effects_of_cache
 from kvconnect.integrations.transformers.cached_row import CachedRow
 from kvconnect.integrations.transformers.ended_caches import EndedCaches

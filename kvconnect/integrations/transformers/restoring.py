@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvconnect.connector.offload.lookup import Hit, blocks_needed
-from kvconnect.connector.offload.messages import BlockLoad
-from kvconnect.integrations.core.access import StoreAccess
+from kvconnect.connector.io.blocking import StoreAccess
+from kvconnect.connector.io.lookup import Hit, blocks_needed
+from kvconnect.connector.io.orders import BlockLoad
 from kvconnect.integrations.transformers.cached_row import CachedRow
 from kvconnect.integrations.transformers.tensors import LayerTensors, as_blocks, new_layers
 from kvconnect.layout import KvCacheLayout

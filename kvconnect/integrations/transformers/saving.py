@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from kvconnect.connector.offload.messages import SaveOrder
-from kvconnect.integrations.core.access import StoreAccess
+from kvconnect.connector.io.blocking import StoreAccess
+from kvconnect.connector.io.orders import SaveOrder
 from kvconnect.integrations.transformers.cached_row import CachedRow
 from kvconnect.integrations.transformers.ended_caches import EndedCaches
 from kvconnect.integrations.transformers.guard import ModelGuard

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvconnect.connector.offload.messages import BlockLoad, SaveOrder
+from kvconnect.connector.io.blocking import StoreAccess
+from kvconnect.connector.io.orders import BlockLoad, SaveOrder
 from kvconnect.connector.stream import ForwardStream, cuda_stream
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.errors import ConfigurationError, UnsupportedModel
-from kvconnect.integrations.core.access import StoreAccess
 from kvconnect.integrations.core.arguments import make_arguments
 from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.core.models import digest_of_model, directory_of

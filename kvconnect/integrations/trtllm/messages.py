@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvconnect.connector.offload.messages import SaveOrder
+from kvconnect.connector.io.orders import SaveOrder
 
 __all__ = ["CopyIn", "StepOrders"]
 

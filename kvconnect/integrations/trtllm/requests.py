@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvconnect.connector.offload.messages import SaveOrder
-from kvconnect.connector.offload.save_plan import SavePlan
+from kvconnect.connector.io.orders import SaveOrder
+from kvconnect.connector.pair.save_plan import SavePlan
 from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.requests import PRIORITY, RequestMaker

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvconnect.connector.offload.messages import SaveOrder
+from kvconnect.connector.io.orders import SaveOrder
 from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.trtllm.attachment import Attachment

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from kvconnect.connector.offload.strided import StridedPlanes
+from kvconnect.connector.io.strided import StridedPlanes
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.memory import planes_of, split_blocks
 from kvconnect.integrations.vllm.layouts import CacheGroup

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from kvconnect.connector.offload.store import check_store
+from kvconnect.connector.io.identity import check_store
 from kvconnect.integrations.core.settings import EngineSettings
 from kvconnect.integrations.vllm.callers import is_configuring, transfer_of_lookup
 

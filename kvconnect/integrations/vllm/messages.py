@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvconnect.connector.offload.messages import OffloadMeta, WorkerMeta
+from kvconnect.connector.pair.messages import OffloadMeta, WorkerMeta
 from kvconnect.integrations.vllm.weights import WeightChange, WeightsMeta
 
 __all__ = ["StepMeta", "WorkerReport"]

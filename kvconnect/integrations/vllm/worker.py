@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvconnect.connector.data import Direction, LlmArgs, TransferFailure
-from kvconnect.connector.offload.messages import LoadBlocks
-from kvconnect.connector.offload.strided import StridedPlanes
-from kvconnect.connector.offload.worker import OffloadWorker
+from kvconnect.connector.io.orders import LoadBlocks
+from kvconnect.connector.io.strided import StridedPlanes
+from kvconnect.connector.pair.worker import OffloadWorker
 from kvconnect.connector.stream import CpuStream, ForwardStream
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
 from kvconnect.integrations.vllm.weights import WatchedWeights, WeightChange

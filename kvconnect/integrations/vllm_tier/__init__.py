@@ -6,7 +6,7 @@ there, but for a moment in steps in which requests wait for the store (`pause`),
 store does costs time, nothing else.
 
 Begin with `tier`, which is what vLLM calls; `identity` says what a stored chunk is of, `lookups`,
-`loads` and `saves` go to the store through the parts of `kvconnect.connector.offload`; `weights`
+`loads` and `saves` go to the store through the parts of `kvconnect.connector.io`; `weights`
 and `requests` find what vLLM's names do not say. May import the connector's rooms, the digest, the
 vocabulary, and of `kvconnect.integrations.vllm` what says which weights compute. vLLM is never a
 dependency: `engine` is the only module that imports it. `configured` checks settings before the

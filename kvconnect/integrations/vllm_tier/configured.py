@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvconnect.connector.offload.store import check_store
+from kvconnect.connector.io.identity import check_store
 from kvconnect.integrations.vllm.callers import transfer_of_lookup
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
 from kvconnect.integrations.vllm_tier.tier import KvConnectTier

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from kvconnect.connector.offload.store import BlockRoute
+from kvconnect.connector.io.access import BlockRoute
 from kvconnect.errors import KvConnectError
 from kvconnect.integrations.vllm_tier.identity import ChunkNames
 from kvconnect.integrations.vllm_tier.lookups import Answers

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.connector.data import TransferFailure
-from kvconnect.connector.offload.background_load import BackgroundLoads
-from kvconnect.connector.offload.messages import BlockLoad, LoadBlocks
-from kvconnect.connector.offload.store import BlockRoute
+from kvconnect.connector.io.access import BlockRoute
+from kvconnect.connector.io.load import BackgroundLoads
+from kvconnect.connector.io.orders import BlockLoad, LoadBlocks
 from kvconnect.integrations.vllm_tier.identity import ChunkNames
 
 __all__ = ["Loads"]

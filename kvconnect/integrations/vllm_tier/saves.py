@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from kvconnect.backend import StoredBlock
 from kvconnect.connector.data import Direction
-from kvconnect.connector.offload.staging import Slot
-from kvconnect.connector.offload.store import CALL_NBYTES, SAVES_IN_FLIGHT, BlockRoute
+from kvconnect.connector.io.access import CALL_NBYTES, SAVES_IN_FLIGHT, BlockRoute
+from kvconnect.connector.io.staging import Slot
 from kvconnect.errors import BackendTimeout, KvConnectError
 from kvconnect.integrations.vllm_tier.identity import ChunkNames
 from kvconnect.trace import count, warn_once

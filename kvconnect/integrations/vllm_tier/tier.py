@@ -16,9 +16,10 @@ import torch
 
 from kvconnect.config import KvCacheConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.offload.staging import StagingPool
-from kvconnect.connector.offload.store import BlockRoute, OffloadStore
-from kvconnect.connector.offload.strided import HostCopier
+from kvconnect.connector.io.access import BlockRoute
+from kvconnect.connector.io.open_store import OffloadStore
+from kvconnect.connector.io.staging import StagingPool
+from kvconnect.connector.io.strided import HostCopier
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.vllm.callers import executor_of_caller, scheduler_of_caller

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from kvconnect.connector.disagg.fetch.pieces import FetchPlan, RemoteBlocks, cut_reads
 from kvconnect.connector.disagg.fetch.sources import Source
 from kvconnect.connector.disagg.messages import FetchOrder
-from kvconnect.connector.offload.lookup import blocks_needed
+from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.layout import KvCacheLayout
 from kvconnect.transfer.claimed import Claimed
 from kvconnect.transfer.claims import LeaseClient

@@ -7,19 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
-from kvconnect.connector.offload.budget import LookupBudget
-from kvconnect.connector.offload.lookup import Hit, Query, blocks_needed, look_up
-from kvconnect.connector.offload.messages import (
-    BlockLoad,
-    LoadBlocks,
-    OffloadMeta,
-    RequestEnd,
-    SaveOrder,
-    WorkerMeta,
-)
-from kvconnect.connector.offload.reply import Reply
-from kvconnect.connector.offload.save_plan import SavePlan
-from kvconnect.connector.offload.store import OffloadStore
+from kvconnect.connector.io.budget import LookupBudget
+from kvconnect.connector.io.lookup import Hit, Query, blocks_needed, look_up
+from kvconnect.connector.io.open_store import OffloadStore
+from kvconnect.connector.io.orders import BlockLoad, LoadBlocks, SaveOrder
+from kvconnect.connector.io.reply import Reply
+from kvconnect.connector.pair.messages import OffloadMeta, RequestEnd, WorkerMeta
+from kvconnect.connector.pair.save_plan import SavePlan
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.errors import ConnectorContractError, UsageError
 from kvconnect.keys import KeyChain

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvconnect.connector.offload.lookup import blocks_needed
-from kvconnect.connector.offload.messages import BlockRun, BlockSave, SaveOrder
+from kvconnect.connector.io.lookup import blocks_needed
+from kvconnect.connector.io.orders import BlockRun, BlockSave, SaveOrder
 from kvconnect.keys import BlockKey
 from kvconnect.request import LlmRequest
 

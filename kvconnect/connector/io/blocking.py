@@ -14,17 +14,18 @@ from typing import Any, TypeVar
 import torch
 
 from kvconnect.connector.data import LlmArgs, TransferFailure
-from kvconnect.connector.offload.background_load import BackgroundLoads
-from kvconnect.connector.offload.budget import LookupBudget
-from kvconnect.connector.offload.lookup import Hit, Query, look_up
-from kvconnect.connector.offload.messages import BlockLoad, BlockSave, LoadBlocks, SaveOrder
-from kvconnect.connector.offload.reply import Reply
-from kvconnect.connector.offload.save_queue import SaveQueue
-from kvconnect.connector.offload.staging import PoolCopier, StagingPool
-from kvconnect.connector.offload.store import BlockRoute, OffloadStore
-from kvconnect.connector.offload.strided import StridedCopier, StridedPlanes
+from kvconnect.connector.io.access import BlockRoute
+from kvconnect.connector.io.budget import LookupBudget
+from kvconnect.connector.io.copiers import AttachedCopier, PoolCopier
+from kvconnect.connector.io.load import BackgroundLoads
+from kvconnect.connector.io.lookup import Hit, Query, look_up
+from kvconnect.connector.io.open_store import OffloadStore
+from kvconnect.connector.io.orders import BlockLoad, BlockSave, LoadBlocks, SaveOrder
+from kvconnect.connector.io.reply import Reply
+from kvconnect.connector.io.save import SaveQueue
+from kvconnect.connector.io.staging import StagingPool
+from kvconnect.connector.io.strided import StridedCopier, StridedPlanes
 from kvconnect.errors import KvConnectError, UsageError
-from kvconnect.integrations.core.attached_memory import AttachedCopier
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout

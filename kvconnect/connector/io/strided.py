@@ -12,7 +12,8 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvconnect.connector.offload.staging import PoolCopier, Slot, StagingPool
+from kvconnect.connector.io.copiers import PoolCopier
+from kvconnect.connector.io.staging import Slot, StagingPool
 from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.transfer import DONE, Transfer

@@ -1,25 +1,16 @@
-"""What the built-in scheduler and the built-in workers tell each other. Picklable."""
+"""Loads and saves of blocks, as they are ordered. Picklable."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple, overload
 
 from kvconnect.keys import BlockKey, split_keys
 from kvconnect.tokens import TokenArray
 
-__all__ = [
-    "BlockLoad",
-    "BlockRun",
-    "BlockSave",
-    "LoadBlocks",
-    "OffloadMeta",
-    "RequestEnd",
-    "SaveOrder",
-    "WorkerMeta",
-]
+__all__ = ["BlockLoad", "BlockRun", "BlockSave", "LoadBlocks", "SaveOrder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,50 +146,3 @@ class SaveOrder:
     request_id: int
     blocks: Sequence[BlockSave]
     namespace: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestEnd:
-    """A request that ended and whose blocks are kept until they are staged.
-
-    Attributes:
-        request_id: whose.
-        num_tokens: its leading valid tokens.
-        rest: what was not ordered before.
-        waits: for room in the staging memory; what has none at once is dropped otherwise.
-    """
-
-    request_id: int
-    num_tokens: int
-    rest: SaveOrder | None
-    waits: bool
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadMeta:
-    """What the scheduler tells every worker in a step.
-
-    Attributes:
-        loads: to be started.
-        saves: blocks that this step fills.
-        ended: requests whose last blocks are to be staged.
-        forgotten: requests of which nothing is to be staged that was ordered before this step.
-    """
-
-    loads: tuple[LoadBlocks, ...] = ()
-    saves: tuple[SaveOrder, ...] = ()
-    ended: tuple[RequestEnd, ...] = ()
-    forgotten: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerMeta:
-    """What a worker tells the scheduler in a step.
-
-    Attributes:
-        missing: for requests the number of the first block that was dropped or could not be stored.
-        backlogged: ended requests wait for room in the staging memory.
-    """
-
-    missing: Mapping[int, int] = field(default_factory=dict)
-    backlogged: bool = False

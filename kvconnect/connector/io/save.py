@@ -14,10 +14,10 @@ import torch
 
 from kvconnect.backend import StoredBlock
 from kvconnect.connector.data import Direction
-from kvconnect.connector.offload.lookup import blocks_needed
-from kvconnect.connector.offload.messages import BlockSave, SaveOrder
-from kvconnect.connector.offload.staging import Slot, clear_beyond
-from kvconnect.connector.offload.store import CALL_NBYTES, SAVES_IN_FLIGHT, BlockRoute
+from kvconnect.connector.io.access import CALL_NBYTES, SAVES_IN_FLIGHT, BlockRoute
+from kvconnect.connector.io.lookup import blocks_needed
+from kvconnect.connector.io.orders import BlockSave, SaveOrder
+from kvconnect.connector.io.staging import Slot, clear_beyond
 from kvconnect.errors import BackendTimeout, KvConnectError
 from kvconnect.kernels.blocks.transfer import Transfer
 from kvconnect.keys import model_tag

@@ -1,29 +1,22 @@
-"""Host memory for blocks on their way between pool and store, and the copies to and from it."""
+"""Host memory for blocks on their way between pool and store."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kvconnect import frame
 from kvconnect.connector.data import Direction
-from kvconnect.connector.offload.messages import BlockLoad
 from kvconnect.errors import ConfigurationError
-from kvconnect.kernels.block_copy import copy_pairs
 from kvconnect.kernels.blocks.paged import PagedKv
-from kvconnect.kernels.blocks.transfer import Transfer
-from kvconnect.kernels.cuda.driver.streams import copy_streams
 from kvconnect.kernels.pinned import PinnedPool
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["PoolCopier", "Slot", "StagingPool", "clear_beyond", "copy_batches"]
-
-_BATCH_BLOCKS = 64
+__all__ = ["Slot", "StagingPool", "clear_beyond"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,77 +173,6 @@ class StagingPool:
     def _slot(self, index: int) -> Slot:
         whole = self.region[index * self.slot_nbytes : (index + 1) * self.slot_nbytes]
         return Slot(index, whole, frame.payload(whole, self._payload_nbytes))
-
-
-class PoolCopier:
-    """Moves blocks between one pool and the slots of a staging memory.
-
-    On the CPU every copy is over when its method returns. On CUDA copies are enqueued, those into
-    the pool on the device's load stream, those out of it on its store stream; slots must be
-    page-locked for that to be concurrent. Methods may be called from several threads.
-
-    Args:
-        blocks: the pool, as planes of `layout`.
-        layout: of its blocks.
-        staging: the slots.
-    """
-
-    def __init__(self, blocks: PagedKv, layout: KvCacheLayout, staging: StagingPool) -> None:
-        self.layout = layout
-        self._blocks = blocks
-        self._slots = staging.paged(layout)
-        streams = copy_streams(blocks.device) if blocks.device.type == "cuda" else None
-        self._in = None if streams is None else streams.load
-        self._out = None if streams is None else streams.store
-
-    def copy_out(
-        self, block_ids: Sequence[int], slots: Sequence[Slot], stream: torch.cuda.Stream | None
-    ) -> Transfer:
-        """Blocks to slots, behind what `stream` has been given; `stream` waits for the copies.
-
-        The slots can be read once the transfer is done.
-        """
-        indices = [slot.index for slot in slots]
-        if self._out is None:
-            return copy_pairs(self._blocks, self._slots, block_ids, indices)
-        before = stream if stream is not None else torch.cuda.current_stream(self._blocks.device)
-        self._out.wait_stream(before)
-        transfer = copy_pairs(self._blocks, self._slots, block_ids, indices, stream=self._out)
-        transfer.wait_on(before)
-        return transfer
-
-    def order_copies_in(self, stream: torch.cuda.Stream | None) -> None:
-        """Copies into the pool come behind what `stream` has been given so far."""
-        if self._in is not None and stream is not None:
-            self._in.wait_stream(stream)
-
-    def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
-        """Copies each slot's payload to its block.
-
-        The slots stay as they are until the copies are over, see `mark_copies_in`.
-        """
-        copy_pairs(
-            self._slots,
-            self._blocks,
-            [slot.index for slot in slots],
-            block_ids,
-            stream=self._in,
-            stable_source=True,
-        )
-
-    def mark_copies_in(self) -> torch.cuda.Event | None:
-        """An event behind the copies into the pool that were enqueued so far."""
-        return None if self._in is None else self._in.record_event()
-
-
-def copy_batches(blocks: Sequence[BlockLoad]) -> Iterator[slice]:
-    """Runs of `blocks` of one pool group, not too long: between two a load can be called off."""
-    start = 0
-    for stop in range(1, len(blocks) + 1):
-        at_end = stop == len(blocks) or blocks[stop].group != blocks[start].group
-        if at_end or stop - start == _BATCH_BLOCKS:
-            yield slice(start, stop)
-            start = stop
 
 
 def clear_beyond(payload: Tensor, layout: KvCacheLayout, num_tokens: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from kvconnect.backends.daemon_threads import DaemonThreads
-from kvconnect.connector.offload.reply import Reply
+from kvconnect.connector.io.reply import Reply
 from kvconnect.errors import UsageError
 
 __all__ = ["IoLoop"]

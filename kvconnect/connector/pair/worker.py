@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from kvconnect.connector.data import Direction, KvCachePool, LlmArgs, TransferFailure
-from kvconnect.connector.offload.background_load import BackgroundLoads
-from kvconnect.connector.offload.messages import OffloadMeta, SaveOrder, WorkerMeta
-from kvconnect.connector.offload.save_queue import HeldSaves, SaveQueue
-from kvconnect.connector.offload.staging import PoolCopier, StagingPool
-from kvconnect.connector.offload.store import BlockRoute, OffloadStore
-from kvconnect.connector.offload.strided import StridedCopier, StridedPlanes
+from kvconnect.connector.io.access import BlockRoute
+from kvconnect.connector.io.copiers import PoolCopier
+from kvconnect.connector.io.load import BackgroundLoads
+from kvconnect.connector.io.open_store import OffloadStore
+from kvconnect.connector.io.orders import SaveOrder
+from kvconnect.connector.io.save import HeldSaves, SaveQueue
+from kvconnect.connector.io.staging import StagingPool
+from kvconnect.connector.io.strided import StridedCopier, StridedPlanes
+from kvconnect.connector.pair.messages import OffloadMeta, WorkerMeta
 from kvconnect.connector.stream import ForwardStream, cuda_stream
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.errors import UsageError

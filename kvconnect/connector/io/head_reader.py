@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.lanes import Lane
 from kvconnect.connector.data import Direction
-from kvconnect.connector.offload.fetched import Fetched, fetched
-from kvconnect.connector.offload.messages import BlockLoad
-from kvconnect.connector.offload.staging import Slot, StagingPool
+from kvconnect.connector.io.fetched import Fetched, fetched
+from kvconnect.connector.io.orders import BlockLoad
+from kvconnect.connector.io.staging import Slot, StagingPool
 from kvconnect.frame import frame_nbytes
 from kvconnect.kernels.block_copy import copy_pairs
 from kvconnect.kernels.blocks.paged import PagedKv

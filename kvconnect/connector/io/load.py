@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvconnect.connector.data import Direction, TransferFailure
-from kvconnect.connector.offload.fetched import Fetched
-from kvconnect.connector.offload.messages import LoadBlocks
-from kvconnect.connector.offload.staging import Slot, copy_batches
-from kvconnect.connector.offload.store import CALL_NBYTES, LOADS_IN_FLIGHT, BlockRoute
+from kvconnect.connector.io.access import CALL_NBYTES, LOADS_IN_FLIGHT, BlockRoute
+from kvconnect.connector.io.copiers import copy_batches
+from kvconnect.connector.io.fetched import Fetched
+from kvconnect.connector.io.orders import LoadBlocks
+from kvconnect.connector.io.staging import Slot
 from kvconnect.errors import KvConnectError, RetryLater
 from kvconnect.trace import count
 

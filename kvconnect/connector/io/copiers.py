@@ -1,0 +1,160 @@
+"""Copies between pools, or memory that is lent for a call, and staging memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from kvconnect.connector.io.orders import BlockLoad
+from kvconnect.connector.io.staging import Slot, StagingPool
+from kvconnect.kernels.block_copy import copy_pairs
+from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.kernels.blocks.transfer import Transfer
+from kvconnect.kernels.cuda.driver.streams import copy_streams
+from kvconnect.layout import KvCacheLayout
+
+__all__ = ["AttachedCopier", "PoolCopier", "copy_batches"]
+
+_BATCH_BLOCKS = 64
+_BITS = 32
+_INDEX = (1 << _BITS) - 1
+
+
+class PoolCopier:
+    """Moves blocks between one pool and the slots of a staging memory.
+
+    On the CPU every copy is over when its method returns. On CUDA copies are enqueued, those into
+    the pool on the device's load stream, those out of it on its store stream; slots must be
+    page-locked for that to be concurrent. Methods may be called from several threads.
+
+    Args:
+        blocks: the pool, as planes of `layout`.
+        layout: of its blocks.
+        staging: the slots.
+    """
+
+    def __init__(self, blocks: PagedKv, layout: KvCacheLayout, staging: StagingPool) -> None:
+        self.layout = layout
+        self._blocks = blocks
+        self._slots = staging.paged(layout)
+        streams = copy_streams(blocks.device) if blocks.device.type == "cuda" else None
+        self._in = None if streams is None else streams.load
+        self._out = None if streams is None else streams.store
+
+    def copy_out(
+        self, block_ids: Sequence[int], slots: Sequence[Slot], stream: torch.cuda.Stream | None
+    ) -> Transfer:
+        """Blocks to slots, behind what `stream` has been given; `stream` waits for the copies.
+
+        The slots can be read once the transfer is done.
+        """
+        indices = [slot.index for slot in slots]
+        if self._out is None:
+            return copy_pairs(self._blocks, self._slots, block_ids, indices)
+        before = stream if stream is not None else torch.cuda.current_stream(self._blocks.device)
+        self._out.wait_stream(before)
+        transfer = copy_pairs(self._blocks, self._slots, block_ids, indices, stream=self._out)
+        transfer.wait_on(before)
+        return transfer
+
+    def order_copies_in(self, stream: torch.cuda.Stream | None) -> None:
+        """Copies into the pool come behind what `stream` has been given so far."""
+        if self._in is not None and stream is not None:
+            self._in.wait_stream(stream)
+
+    def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
+        """Copies each slot's payload to its block.
+
+        The slots stay as they are until the copies are over, see `mark_copies_in`.
+        """
+        copy_pairs(
+            self._slots,
+            self._blocks,
+            [slot.index for slot in slots],
+            block_ids,
+            stream=self._in,
+            stable_source=True,
+        )
+
+    def mark_copies_in(self) -> torch.cuda.Event | None:
+        """An event behind the copies into the pool that were enqueued so far."""
+        return None if self._in is None else self._in.record_event()
+
+
+class AttachedCopier(PoolCopier):
+    """A copier whose pool is all memory that is attached at the moment.
+
+    A block id says which memory, and which block of it. What is not attached any more is not
+    written to: an id of it is passed over. Thread-safe.
+
+    Args:
+        layout: of a block.
+        staging: where blocks come from and go to.
+        device: of all memory that is ever attached.
+    """
+
+    def __init__(self, layout: KvCacheLayout, staging: StagingPool, device: torch.device) -> None:
+        self.layout = layout
+        self._device = device
+        self._slots = staging.paged(layout)
+        streams = copy_streams(device) if device.type == "cuda" else None
+        self._in = None if streams is None else streams.load
+        self._out = None if streams is None else streams.store
+        self._memories: dict[int, PagedKv] = {}
+        self._numbers = itertools.count()
+
+    @contextmanager
+    def attached(self, memory: PagedKv) -> Iterator[int]:
+        """Attach `memory` for the time of the context; yields the id of its first block.
+
+        Block ids are consecutive. On CUDA a copy may still be enqueued when the context ends: it
+        keeps the memory alive, and the stream that it was ordered behind waits for it.
+        """
+        number = next(self._numbers)
+        self._memories[number] = memory
+        try:
+            yield number << _BITS
+        finally:
+            del self._memories[number]
+
+    def copy_out(
+        self, block_ids: Sequence[int], slots: Sequence[Slot], stream: torch.cuda.Stream | None
+    ) -> Transfer:
+        """As `PoolCopier.copy_out`; all of `block_ids` are of one memory, which is attached."""
+        memory = self._memories[block_ids[0] >> _BITS]
+        source = [block_id & _INDEX for block_id in block_ids]
+        target = [slot.index for slot in slots]
+        if self._out is None:
+            return copy_pairs(memory, self._slots, source, target)
+        before = stream if stream is not None else torch.cuda.current_stream(self._device)
+        self._out.wait_stream(before)
+        transfer = copy_pairs(memory, self._slots, source, target, stream=self._out)
+        transfer.wait_on(before)
+        return transfer
+
+    def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
+        """As `PoolCopier.copy_in`; all of `block_ids` are of one memory."""
+        memory = self._memories.get(block_ids[0] >> _BITS)
+        if memory is None:
+            return
+        copy_pairs(
+            self._slots,
+            memory,
+            [slot.index for slot in slots],
+            [block_id & _INDEX for block_id in block_ids],
+            stream=self._in,
+            stable_source=True,
+        )
+
+
+def copy_batches(blocks: Sequence[BlockLoad]) -> Iterator[slice]:
+    """Runs of `blocks` of one pool group, not too long: between two a load can be called off."""
+    start = 0
+    for stop in range(1, len(blocks) + 1):
+        at_end = stop == len(blocks) or blocks[stop].group != blocks[start].group
+        if at_end or stop - start == _BATCH_BLOCKS:
+            yield slice(start, stop)
+            start = stop

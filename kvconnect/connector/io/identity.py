@@ -1,0 +1,53 @@
+"""Names that blocks have in a store: by model, engine and codec; and settings that name one."""
+
+from __future__ import annotations
+
+import hashlib
+
+from kvconnect.backends.registry import codecs_of, open_backend
+from kvconnect.config import KvCacheConnectorConfig
+
+__all__ = ["check_store", "stored_as"]
+
+
+def stored_as(
+    model_digest: bytes, config: KvCacheConnectorConfig | None, *, engine: str | None = None
+) -> bytes:
+    """What stands for the model of `model_digest` in the keys of blocks of this configuration.
+
+    Another digest where blocks come back from the store rounded, or encrypted: engines with another
+    codec or another encryption key do not find these blocks at all, rather than find and refuse
+    them. Lossless compression makes no difference. And another one for each namespace.
+
+    Args:
+        model_digest: 32 bytes.
+        config: ``None``: there is no store.
+        engine: the kind of engine, whose namespace it is unless `config` names another; ``None``:
+            kvconnect's own.
+
+    Raises:
+        ConfigurationError, MissingExtra: the codec, or its key file, cannot be used.
+    """
+    if config is None:
+        return model_digest
+    namespace = config.namespace or engine
+    if namespace is not None:
+        state = hashlib.blake2b(model_digest, digest_size=32, person=b"kvc-engines")
+        state.update(namespace.encode())
+        model_digest = state.digest()
+    codecs = codecs_of(config.backend or config.url, codec=config.codec, key_file=config.key_file)
+    if not codecs.identity:
+        return model_digest
+    state = hashlib.blake2b(codecs.identity, digest_size=32, person=b"kvc-codecs")
+    state.update(model_digest)
+    return state.digest()
+
+
+def check_store(config: KvCacheConnectorConfig) -> None:
+    """Checks the store of `config`, which is not opened: its scheme, parameters and codec.
+
+    Raises:
+        ConfigurationError: it can never be opened as it is configured.
+    """
+    if config.url is not None:
+        open_backend(config.url, codec=config.codec, key_file=config.key_file)

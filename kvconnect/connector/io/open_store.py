@@ -1,0 +1,153 @@
+"""The open store that scheduler and worker of a process share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import ExitStack
+
+from kvconnect.backend import Backend
+from kvconnect.backends.lanes import Lane
+from kvconnect.backends.registry import open_backend
+from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.io.io_loop import IoLoop
+from kvconnect.errors import ConfigurationError, RetryLater
+from kvconnect.redaction import without_passwords
+from kvconnect.trace import warn_once
+
+__all__ = ["OffloadStore"]
+
+
+# For the store to close once it is drained, and for threads to end after that.
+_CLOSE_S = 1.0
+_END_S = 0.25
+
+
+class OffloadStore:
+    """An open store with its I/O loop; made once per `LlmArgs` by the first that asks.
+
+    Attributes:
+        llm_args: whose.
+        backend: guarded; to be used on the loop only.
+        heads: of each pool group, which of the model's KV heads the rank has.
+        enumerable: as the backend says.
+        io: the loop.
+        copying: threads that copy into the pool.
+    """
+
+    def __init__(self, llm_args: LlmArgs) -> None:
+        config = llm_args.kv_connector_config
+        source: Backend | str | None = llm_args.backend or config.backend or config.url
+        if source is None:
+            raise ConfigurationError("KvCacheConnectorConfig: url or backend is needed")
+        self.llm_args = llm_args
+        self.heads = llm_args.stored_heads
+        # Every operation may take as long as the longer of the two; each direction has its own
+        # deadline on top, see the worker.
+        deadline_s = max(config.load_timeout_s, config.save_timeout_s)
+        self.backend = open_backend(
+            source,
+            deadline_s=deadline_s,
+            verify_frames=config.verify_frames,
+            codec=config.codec,
+            key_file=config.key_file,
+        )
+        self.enumerable = self.backend.capabilities.enumerable
+        self._drain_until: float | None = None
+        self.copying = Lane("kvconnect-copy", 2)
+        with ExitStack() as threads:
+            threads.callback(self.copying.join, _END_S)  # copies are short
+            threads.callback(self.copying.end)
+            self.io = IoLoop()
+            threads.callback(self.io.close, _END_S)
+            self._open(source, deadline_s)
+            self._threads = threads.pop_all()
+
+    def begin_close(self) -> float:
+        """The drain begins: from the first call on `close` has ``save_timeout_s`` and a second.
+
+        Returns:
+            When the drain must be over, on the monotonic clock.
+        """
+        save_timeout_s = self.llm_args.kv_connector_config.save_timeout_s
+        if self._drain_until is None:
+            self._drain_until = time.monotonic() + save_timeout_s
+        return self._drain_until
+
+    def close(self) -> None:
+        """Close the store and end the loop, within the time of `begin_close`; never raises."""
+        until = self.begin_close() + _CLOSE_S
+        closing = self.io.submit(self.backend.close())
+        try:
+            closing.result(max(0.0, until - time.monotonic()))
+        except TimeoutError as error:
+            closing.cancel()
+            warn_once("connector.close", f"{self.backend.name}: did not close in time ({error})")
+        finally:
+            # A loop that a store blocks ends never: it is left behind, as are stuck threads.
+            self.io.close(max(_END_S, until - time.monotonic()))
+            self._threads.close()
+
+    def _open(self, source: Backend | str, timeout_s: float) -> None:
+        opening = self.io.submit(self.backend.open(self.llm_args.layouts))
+        shown = without_passwords(source) if isinstance(source, str) else None
+        name = type(source).__name__ if shown is None else repr(shown)
+        try:
+            opening.result(timeout_s)
+        except ConfigurationError:
+            raise
+        except (RetryLater, TimeoutError) as error:
+            reason = str(error) or f"no answer within {timeout_s:g} s"
+            raise ConfigurationError(f"store {name} cannot be opened: {reason}") from error
+
+    # ------------------------------------------------------------------ one per LlmArgs
+
+    @classmethod
+    def acquire(cls, llm_args: LlmArgs) -> OffloadStore:
+        """The store of `llm_args`, opened by the first caller; blocks until it is open.
+
+        Every caller calls `release` once.
+
+        Raises:
+            ConfigurationError: it cannot be opened.
+        """
+        with _lock:
+            entry = _open_stores.get(id(llm_args))
+            first = entry is None
+            if entry is None:
+                entry = _open_stores[id(llm_args)] = _Entry(llm_args)
+            entry.users += 1
+        if first:
+            try:
+                entry.store.set_result(cls(llm_args))
+            except BaseException as error:
+                with _lock:
+                    _open_stores.pop(id(llm_args), None)
+                entry.store.set_exception(error)
+                raise
+        return entry.store.result()
+
+    def release(self) -> None:
+        """One user less; the last one closes the store and blocks until it is closed."""
+        with _lock:
+            entry = _open_stores[id(self.llm_args)]
+            entry.users -= 1
+            last = entry.users == 0
+            if last:
+                del _open_stores[id(self.llm_args)]
+        if last:
+            self.close()
+
+
+class _Entry:
+    __slots__ = ("llm_args", "store", "users")
+
+    def __init__(self, llm_args: LlmArgs) -> None:
+        self.llm_args = llm_args  # keeps its id from being given to another
+        self.store: Future[OffloadStore] = Future()
+        self.users = 0
+
+
+_open_stores: dict[int, _Entry] = {}
+_lock = threading.Lock()

@@ -1,0 +1,57 @@
+"""Messages between the pair's scheduler and its workers. Picklable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvconnect.connector.io.orders import LoadBlocks, SaveOrder
+
+__all__ = ["OffloadMeta", "RequestEnd", "WorkerMeta"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """A request that ended and whose blocks are kept until they are staged.
+
+    Attributes:
+        request_id: whose.
+        num_tokens: its leading valid tokens.
+        rest: what was not ordered before.
+        waits: for room in the staging memory; what has none at once is dropped otherwise.
+    """
+
+    request_id: int
+    num_tokens: int
+    rest: SaveOrder | None
+    waits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadMeta:
+    """What the scheduler tells every worker in a step.
+
+    Attributes:
+        loads: to be started.
+        saves: blocks that this step fills.
+        ended: requests whose last blocks are to be staged.
+        forgotten: requests of which nothing is to be staged that was ordered before this step.
+    """
+
+    loads: tuple[LoadBlocks, ...] = ()
+    saves: tuple[SaveOrder, ...] = ()
+    ended: tuple[RequestEnd, ...] = ()
+    forgotten: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMeta:
+    """What a worker tells the scheduler in a step.
+
+    Attributes:
+        missing: for requests the number of the first block that was dropped or could not be stored.
+        backlogged: ended requests wait for room in the staging memory.
+    """
+
+    missing: Mapping[int, int] = field(default_factory=dict)
+    backlogged: bool = False
