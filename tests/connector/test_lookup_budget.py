@@ -183,7 +183,7 @@ def test_while_the_store_is_left_alone_nothing_is_looked_up_or_copied_for_it(
             bench.answer([token] * 9, 1)
         assert not bench.manager._scheduler._store.backend.available
         asked, tried = len(store.lookups), len(store.saves)
-        staging = bench.manager._worker._staging
+        staging = bench.manager._worker._access.staging
         taken = []
         take = staging.take
         staging.take = lambda *args: taken.append(args) or take(*args)

@@ -116,7 +116,7 @@ def test_a_load_past_its_deadline_is_computed_and_its_late_bytes_hit_no_block(
         # Nothing is in quarantine: the late bytes go to slots, which are still taken, also once the
         # store's own deadline has passed and nobody waits for the call any more.
         assert not bench.manager._ledger.quarantine
-        staging = bench.manager._worker._staging
+        staging = bench.manager._worker._access.staging
         while counter("store.timeout") == timeouts:
             assert time.monotonic() - started < 60
         assert staging.num_free < staging.num_slots
@@ -160,7 +160,7 @@ def test_aborting_a_loading_request_returns_its_blocks_at_once() -> None:
             bench.manager.end_step()
         kv.pool.fill_(12.5)
         store.at_load.open()
-        staging = bench.manager._worker._staging
+        staging = bench.manager._worker._access.staging
         while staging.num_free < staging.num_slots:
             assert time.monotonic() < deadline
         assert (kv.pool == 12.5).all()
@@ -484,7 +484,7 @@ def test_a_load_under_way_is_given_up_when_the_store_is_left_alone() -> None:
         store.at_load.shut()
         bench.step()
         store.at_load.await_caller()
-        slots = bench.manager._worker._staging
+        slots = bench.manager._worker._access.staging
         taken = slots.num_slots - slots.num_free
         store.lookup_error = OSError("gone")
         started = time.monotonic()
@@ -560,4 +560,4 @@ def test_many_requests_leave_nothing_behind(count: int) -> None:
         assert not worker._loads._running
         assert not worker._held
         assert not worker._missing
-        assert worker._staging.num_free == worker._staging.num_slots
+        assert worker._access.staging.num_free == worker._access.staging.num_slots

@@ -144,7 +144,7 @@ def test_a_store_that_answers_too_late_keeps_what_it_writes_into() -> None:
         store.at_load.shut()
         assert ranks.run(PROMPT) == 0
         for worker in ranks.workers:
-            [arrivals] = worker._route.reader._arrivals.values()
+            [arrivals] = worker._access.reader._arrivals.values()
             assert arrivals.num_free == arrivals.num_slots - 5
         store.open_doors()
         deadline = time.monotonic() + 60

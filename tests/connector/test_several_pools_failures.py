@@ -124,7 +124,7 @@ def test_a_load_past_its_deadline_is_computed_and_its_late_bytes_hit_no_block(
         assert bench.kv.all_free()
         before = [pool.clone() for pool in bench.kv.pools]
         store.at_load.open()
-        staging = bench.manager._worker._staging
+        staging = bench.manager._worker._access.staging
         while staging.num_free < staging.num_slots:
             assert time.monotonic() < started + 60, "slots of the late load never came back"
         assert all(map(torch.equal, before, bench.kv.pools))

@@ -762,7 +762,7 @@ def test_nothing_is_left_of_prompts_that_ended(llama64, store):
         door = prompts._store
         assert not any(copier._memories for copier in door.attached)
         assert (len(prompts._live), door._waiting) == (0, {})
-        assert door._route.staging.num_free == door._route.staging.num_slots
+        assert door._access.staging.num_free == door._access.staging.num_slots
 
 
 def test_saving_at_the_end_only(llama64, store):

@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.io import load as loading
-from kvconnect.connector.io.access import LOADS_IN_FLIGHT, BlockRoute
-from kvconnect.connector.io.copiers import PoolCopier
-from kvconnect.connector.io.open_store import OffloadStore
-from kvconnect.connector.io.staging import StagingPool
+from kvconnect.connector.io import access
+from kvconnect.connector.io.access import LOADS_IN_FLIGHT, Access
+from kvconnect.connector.io.strided import HostCopier
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.vllm_tier import pause as pauses
 from kvconnect.integrations.vllm_tier.finder import Finder
@@ -222,30 +220,31 @@ class Tier:
         self.layout = chunk_layout(ROW, 32)
         self.store = FaultyBackend(MemoryBackend(64 << 20))
         config = KvCacheConnectorConfig(
-            backend=self.store, load_timeout_s=timeout_s, save_timeout_s=timeout_s
+            backend=self.store,
+            load_timeout_s=timeout_s,
+            save_timeout_s=timeout_s,
+            staging_bytes=staging,
         )
-        self.opened = OffloadStore.acquire(
-            LlmArgs(
-                model="",
-                kv_cache_config=KvCacheConfig(tokens_per_block=self.layout.tokens_per_block),
-                kv_connector_config=config,
-                layouts=(self.layout,),
-                model_digest=bytes(32),
-            )
+        args = LlmArgs(
+            model="",
+            kv_cache_config=KvCacheConfig(tokens_per_block=self.layout.tokens_per_block),
+            kv_connector_config=config,
+            layouts=(self.layout,),
+            model_digest=bytes(32),
         )
         self.host = torch.randint(0, 256, (ROWS, ROW), dtype=torch.uint8)
-        slots = StagingPool(staging, self.layout.block_nbytes)
         pool = PagedKv.from_pool(self.host.view(self.layout.flat_shape(ROWS)), self.layout)
-        self.copier = PoolCopier(pool, self.layout, slots)
-        route = BlockRoute.of(self.opened, slots, (self.copier,))
+        self.access = opened = Access.open(args, [pool], HostCopier)
+        self.opened = opened.store
+        [self.copier] = opened.copiers
         names = ChunkNames(bytes(32), self.layout)
         self.ended: dict[int, object] = {}
         self.answers: dict[bytes, bool] = {}
-        self.loads = Loads(route, names, self.ended.__setitem__, timeout_s=timeout_s)
+        self.loads = Loads(opened, names, self.ended.__setitem__, timeout_s=timeout_s)
         self.saves = Saves(
-            route, names, self.ended.__setitem__, timeout_s=timeout_s, most_waiting=waiting
+            opened, names, self.ended.__setitem__, timeout_s=timeout_s, most_waiting=waiting
         )
-        self.finder = Finder(route, names, self._answer, timeout_s=timeout_s)
+        self.finder = Finder(opened, names, self._answer, timeout_s=timeout_s)
 
     def _answer(self, answers) -> None:
         self.answers |= {name: found for name, _, found in answers}
@@ -286,7 +285,7 @@ def tier():
     yield make
     for one in made:
         one.set("none")
-        one.opened.release()
+        one.access.close()
 
 
 def test_chunks_come_back_from_the_store_as_they_were(tier):
@@ -338,7 +337,7 @@ def test_loads_that_are_called_off_end_and_count_for_nothing(tier):
 
 
 def test_what_has_arrived_is_copied_while_more_is_loaded(tier, monkeypatch):
-    monkeypatch.setattr(loading, "CALL_NBYTES", 2 * ROW + 8192)  # two chunks of a call
+    monkeypatch.setattr(access, "CALL_NBYTES", 2 * ROW + 8192)  # two chunks of a call
     one = tier()
     one.save(1, range(ROWS))
     assert one.wait(1) == [ROWS]

@@ -1,22 +1,27 @@
-"""A rank's blocks' way between its pools and the store."""
+"""A rank's access to its store: the pools, the staging memory, and the way of a block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
-from kvconnect.connector.io.copiers import PoolCopier
+import torch
+
+from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.io.copiers import AttachedCopier, PoolCopier
 from kvconnect.connector.io.fetched import Fetched, fetched
 from kvconnect.connector.io.head_reader import HeadReader
 from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import BlockLoad
 from kvconnect.connector.io.staging import Slot, StagingPool
+from kvconnect.connector.io.strided import StridedCopier, StridedPlanes
+from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.keys import BlockKey, store_key
 from kvconnect.layout import KvCacheLayout
-from kvconnect.shards import StoredHeads
+from kvconnect.trace import metrics
 
-__all__ = ["CALL_NBYTES", "LOADS_IN_FLIGHT", "SAVES_IN_FLIGHT", "BlockRoute"]
+__all__ = ["CALL_NBYTES", "LOADS_IN_FLIGHT", "SAVES_IN_FLIGHT", "Access"]
 
 CALL_NBYTES = 16 << 20
 """Blocks of one call to the store: so many that its fixed costs hardly show, few enough that a slow
@@ -29,32 +34,96 @@ SAVES_IN_FLIGHT = 3
 """Calls of all saves: one with the store, one before it and one behind it."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRoute:
-    """Store, staging memory and the copiers of a rank's pool groups. Thread-safe as those are.
+# Less staging memory than this has its pages put in place by the load that first uses it: they take
+# some 2 ms for each MiB.
+_TOUCHED_NBYTES = 8 << 20
 
-    `heads` says for each group which part of the model's KV heads the rank has.
+CopierOf = Callable[[PagedKv, KvCacheLayout, StagingPool], PoolCopier]
+
+
+class Access:
+    """A rank's pools, its open store, and the staging memory between them. Thread-safe as those.
+
+    Slots have room for the largest block of any pool. What is stored of a block is its planes one
+    after the other, tokens before heads, whatever the order in the pool.
+
+    Args:
+        store: open; `close` releases it.
+        pools: the planes of each pool group, tokens before heads (NHD); or the device of memory
+            that is attached for each call, see `attached`.
+        copier: of pools whose rows are contiguous.
+
+    Attributes:
+        store: the store.
+        staging: ``staging_bytes`` of slots.
+        copiers: of each pool group.
+        attached: `copiers`, where memory is attached; else none.
+        heads: of each pool group, which of the model's KV heads the rank has.
+        reader: reads blocks that another tensor parallelism saved.
+        call_blocks: blocks of one call to the store.
+
+    Raises:
+        ConfigurationError: ``staging_bytes`` is below one block.
     """
 
-    store: OffloadStore
-    staging: StagingPool
-    copiers: tuple[PoolCopier, ...]
-    heads: tuple[StoredHeads, ...]
-    reader: HeadReader
+    def __init__(
+        self,
+        store: OffloadStore,
+        pools: Sequence[PagedKv | StridedPlanes] | torch.device,
+        copier: CopierOf = PoolCopier,
+    ) -> None:
+        args, layouts = store.llm_args, store.llm_args.layouts
+        device = pools if isinstance(pools, torch.device) else pools[0].device
+        largest = max(layout.block_nbytes for layout in layouts)
+        staging_bytes = args.kv_connector_config.staging_bytes
+        staging = StagingPool(staging_bytes, largest, pin=device.type == "cuda")
+        store.backend.register(staging.region)
+        self.store = store
+        self.staging = staging
+        self.attached: tuple[AttachedCopier, ...] = ()
+        self.copiers: tuple[PoolCopier, ...]
+        if isinstance(pools, torch.device):
+            self.attached = tuple(AttachedCopier(one, staging, device) for one in layouts)
+            self.copiers = self.attached
+        else:
+            self.copiers = tuple(
+                StridedCopier(one, layout, staging)
+                if isinstance(one, StridedPlanes)
+                else copier(one, layout, staging)
+                for one, layout in zip(pools, layouts, strict=True)
+            )
+        self.heads = store.heads
+        self.reader = HeadReader(store.backend, store.copying, store.heads, staging)
+        self.call_blocks = max(1, min(256, CALL_NBYTES // staging.slot_nbytes))
+        at_once = min(LOADS_IN_FLIGHT * self.call_blocks, staging.num_slots // 2)
+        if at_once * staging.slot_nbytes >= _TOUCHED_NBYTES:
+            # Or the first load of a process would wait for it.
+            store.copying.submit(lambda: staging.touch(at_once))
+        self._hide_gauges = metrics.add_gauges(staging.sizes)
 
     @classmethod
-    def of(
-        cls, store: OffloadStore, staging: StagingPool, copiers: tuple[PoolCopier, ...]
-    ) -> BlockRoute:
-        """The route between `store` and the pools of `copiers`, through `staging`."""
-        heads = store.heads
-        reader = HeadReader(store.backend, store.copying, heads, staging)
-        return cls(store, staging, copiers, heads, reader)
+    def open(
+        cls,
+        llm_args: LlmArgs,
+        pools: Sequence[PagedKv | StridedPlanes] | torch.device,
+        copier: CopierOf = PoolCopier,
+    ) -> Access:
+        """The access to the store of `llm_args`, which is opened unless it is open.
 
-    @property
-    def layouts(self) -> tuple[KvCacheLayout, ...]:
-        """Of the pool groups."""
-        return tuple(copier.layout for copier in self.copiers)
+        Raises:
+            ConfigurationError: it cannot be opened, or ``staging_bytes`` is below one block.
+        """
+        store = OffloadStore.acquire(llm_args)
+        try:
+            return cls(store, pools, copier)
+        except BaseException:
+            store.release()
+            raise
+
+    def close(self) -> None:
+        """Releases the store; its last user closes it, and blocks until it is closed."""
+        self._hide_gauges()
+        self.store.release()
 
     def slot_for(self, slot: Slot, group: int) -> Slot:
         """`slot` with just the room that a block of `group` takes."""
@@ -68,9 +137,9 @@ class BlockRoute:
         """Whether the rank saves its blocks of `group`: no other one saves the same heads."""
         return self.heads[group].is_first or not self.store.backend.capabilities.shared
 
-    def wait_for_copies_in(self, groups: Iterable[int] | None = None) -> None:
-        """Block until the copies into the pools (of `groups`) enqueued so far are over."""
-        for group in range(len(self.copiers)) if groups is None else groups:
+    def wait_for_copies_in(self, groups: Iterable[int]) -> None:
+        """Block until the copies into the pools of `groups` enqueued so far are over."""
+        for group in groups:
             event = self.copiers[group].mark_copies_in()
             if event is not None:
                 event.synchronize()

@@ -14,23 +14,20 @@ from typing import Any, TypeVar
 import torch
 
 from kvconnect.connector.data import LlmArgs, TransferFailure
-from kvconnect.connector.io.access import BlockRoute
+from kvconnect.connector.io.access import Access
 from kvconnect.connector.io.budget import LookupBudget
-from kvconnect.connector.io.copiers import AttachedCopier, PoolCopier
+from kvconnect.connector.io.copiers import AttachedCopier
 from kvconnect.connector.io.load import BackgroundLoads
 from kvconnect.connector.io.lookup import Hit, Query, look_up
-from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import BlockLoad, BlockSave, LoadBlocks, SaveOrder
 from kvconnect.connector.io.reply import Reply
 from kvconnect.connector.io.save import SaveQueue
-from kvconnect.connector.io.staging import StagingPool
-from kvconnect.connector.io.strided import StridedCopier, StridedPlanes
+from kvconnect.connector.io.strided import StridedPlanes
 from kvconnect.errors import KvConnectError, UsageError
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.keys import BlockKey
-from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import StoredHeads
-from kvconnect.trace import count, metrics, warn_once
+from kvconnect.trace import count, warn_once
 
 __all__ = ["StoreAccess"]
 
@@ -64,68 +61,41 @@ class StoreAccess:
         self._config = llm_args.kv_connector_config
         self._tokens_per_block = llm_args.tokens_per_block
         self._process = os.getpid()
-        self._open: OffloadStore | None = OffloadStore.acquire(llm_args)
-        try:
-            self._take(self._open, llm_args, pools)
-        except BaseException:
-            self._open.release()
-            raise
-
-    def _take(
-        self,
-        store: OffloadStore,
-        llm_args: LlmArgs,
-        pools: Sequence[PagedKv | StridedPlanes] | torch.device,
-    ) -> None:
-        layouts = llm_args.layouts
-        device = pools if isinstance(pools, torch.device) else pools[0].device
-        largest = max(layout.block_nbytes for layout in layouts)
-        staging = StagingPool(self._config.staging_bytes, largest, pin=device.type == "cuda")
-        store.backend.register(staging.region)
-        self._attached: tuple[AttachedCopier, ...] = ()
-        copiers: tuple[PoolCopier, ...]
-        if isinstance(pools, torch.device):
-            copiers = self._attached = tuple(
-                AttachedCopier(layout, staging, device) for layout in layouts
-            )
-        else:
-            copiers = tuple(
-                _copier(one, layout, staging) for one, layout in zip(pools, layouts, strict=True)
-            )
-        self._route = BlockRoute.of(store, staging, copiers)
+        self._closed = False
+        self._access = Access.open(llm_args, pools)
+        store = self._access.store
         self._budget = LookupBudget(
             self._config.lookup_timeout_ms / 1000, store.backend, store.io.submit
         )
         self._loads = BackgroundLoads(
-            self._route, self._loaded, timeout_s=self._config.load_timeout_s
+            self._access, self._loaded, timeout_s=self._config.load_timeout_s
         )
-        self._saves = SaveQueue(self._route)
+        self._saves = SaveQueue(self._access)
         self._numbers = itertools.count()
         self._asking = threading.Lock()
         self._saving = threading.Lock()
         self._closing = threading.Lock()
         self._waiting: dict[int, Future[TransferFailure | None]] = {}
-        self._hide_gauges = metrics.add_gauges(staging.sizes)
 
     @property
     def attached(self) -> tuple[AttachedCopier, ...]:
         """For each pool group what memory is attached to, and gives it its block ids."""
-        return self._attached
+        return self._access.attached
 
     @property
     def heads(self) -> tuple[StoredHeads, ...]:
         """Of each pool group, which of the model's KV heads this rank has."""
-        return self._route.heads
+        return self._access.heads
 
     @property
     def shared(self) -> bool:
         """Whether other processes may have the store open, too."""
-        return self._route.store.backend.capabilities.shared
+        return self._access.store.backend.capabilities.shared
 
     @property
     def saves_tails(self) -> bool:
         """Whether partly filled blocks can be found, and are wanted."""
-        return self._route.store.enumerable and self._config.save_partial_tails
+        return self._access.store.enumerable and self._config.save_partial_tails
 
     @property
     def usable(self) -> bool:
@@ -134,7 +104,9 @@ class StoreAccess:
         Raises:
             UsageError: it was closed.
         """
-        return self._store.backend.available and os.getpid() == self._process
+        if self._closed:
+            raise UsageError("StoreAccess: was closed")
+        return self._access.store.backend.available and os.getpid() == self._process
 
     # ------------------------------------------------------------------ finding
 
@@ -146,7 +118,7 @@ class StoreAccess:
         """
         if not self.usable:
             return [Hit()] * len(queries)
-        store = self._store
+        store = self._access.store
         asked = [
             store.io.submit(self._budget.timed(partial(look_up, store.backend, query)))
             for query in queries
@@ -161,15 +133,15 @@ class StoreAccess:
         """
         if not keys or not self.usable:
             return 0
-        store = self._store
-        heads = self._route.heads[group]
+        store = self._access.store
+        heads = self._access.heads[group]
         wanted = [
             one
             for key in keys
             for one in (
                 heads.store_keys(key, group, heads.size)
                 if self.shared
-                else (self._route.store_key(key, group),)
+                else (self._access.store_key(key, group),)
             )
         ]
         asked = store.io.submit(self._budget.timed(lambda: store.backend.lookup(wanted)))
@@ -245,7 +217,7 @@ class StoreAccess:
         except TimeoutError:
             # A store blocks the loop. Nothing is copied from now on but what is under way.
             self._loads.abandon(number)
-            warn_once("connector.load.stuck", f"{self._store.backend.name}: blocks its loop")
+            warn_once("connector.load.stuck", f"{self._access.store.backend.name}: blocks its loop")
             time.sleep(_SPARE_S)
             return 0
         return wanted if failure is None else failure.num_valid_tokens // self._tokens_per_block
@@ -278,13 +250,7 @@ class StoreAccess:
                 order, timeout_s=self._config.save_timeout_s if waits else 0.0
             )
             self._saves.take_lost()  # counted already; no request lives to save them again
-        if staged < len(blocks):
-            count("connector.save.dropped", blocks=len(blocks) - staged)
-            warn_once(
-                "connector.save.dropped",
-                f"{len(blocks) - staged} blocks were not saved: the store is slower than the model "
-                "and staging_bytes are used up",
-            )
+        self._saves.count_dropped(len(blocks) - staged)
         return staged
 
     def flush(self, timeout_s: float) -> bool:
@@ -296,26 +262,9 @@ class StoreAccess:
     def close(self) -> None:
         """Write what is staged, up to ``save_timeout_s``, and close the store. Idempotent."""
         with self._closing:
-            store, self._open = self._open, None
-        if store is None or os.getpid() != self._process:
+            closed, self._closed = self._closed, True
+        if closed or os.getpid() != self._process:
             return
-        until = store.begin_close()
-        if not self._saves.flush(max(0.0, until - time.monotonic())):
-            warn_once("connector.drain", f"{store.backend.name}: not everything staged was saved")
+        self._saves.drain(self._access.store.begin_close())
         self._budget.end()
-        self._hide_gauges()
-        store.release()
-
-    @property
-    def _store(self) -> OffloadStore:
-        if self._open is None:
-            raise UsageError("StoreAccess: was closed")
-        return self._open
-
-
-def _copier(
-    planes: PagedKv | StridedPlanes, layout: KvCacheLayout, staging: StagingPool
-) -> PoolCopier:
-    if isinstance(planes, StridedPlanes):
-        return StridedCopier(planes, layout, staging)
-    return PoolCopier(planes, layout, staging)
+        self._access.close()

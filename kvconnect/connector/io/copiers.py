@@ -37,10 +37,13 @@ class PoolCopier:
     """
 
     def __init__(self, blocks: PagedKv, layout: KvCacheLayout, staging: StagingPool) -> None:
-        self.layout = layout
+        self._begin(layout, staging, blocks.device)
         self._blocks = blocks
+
+    def _begin(self, layout: KvCacheLayout, staging: StagingPool, device: torch.device) -> None:
+        self.layout = layout
         self._slots = staging.paged(layout)
-        streams = copy_streams(blocks.device) if blocks.device.type == "cuda" else None
+        streams = copy_streams(device) if device.type == "cuda" else None
         self._in = None if streams is None else streams.load
         self._out = None if streams is None else streams.store
 
@@ -51,12 +54,21 @@ class PoolCopier:
 
         The slots can be read once the transfer is done.
         """
+        return self._copy_out(self._blocks, block_ids, slots, stream)
+
+    def _copy_out(
+        self,
+        blocks: PagedKv,
+        block_ids: Sequence[int],
+        slots: Sequence[Slot],
+        stream: torch.cuda.Stream | None,
+    ) -> Transfer:
         indices = [slot.index for slot in slots]
         if self._out is None:
-            return copy_pairs(self._blocks, self._slots, block_ids, indices)
-        before = stream if stream is not None else torch.cuda.current_stream(self._blocks.device)
+            return copy_pairs(blocks, self._slots, block_ids, indices)
+        before = stream if stream is not None else torch.cuda.current_stream(blocks.device)
         self._out.wait_stream(before)
-        transfer = copy_pairs(self._blocks, self._slots, block_ids, indices, stream=self._out)
+        transfer = copy_pairs(blocks, self._slots, block_ids, indices, stream=self._out)
         transfer.wait_on(before)
         return transfer
 
@@ -70,14 +82,11 @@ class PoolCopier:
 
         The slots stay as they are until the copies are over, see `mark_copies_in`.
         """
-        copy_pairs(
-            self._slots,
-            self._blocks,
-            [slot.index for slot in slots],
-            block_ids,
-            stream=self._in,
-            stable_source=True,
-        )
+        self._copy_in(self._blocks, slots, block_ids)
+
+    def _copy_in(self, blocks: PagedKv, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
+        indices = [slot.index for slot in slots]
+        copy_pairs(self._slots, blocks, indices, block_ids, stream=self._in, stable_source=True)
 
     def mark_copies_in(self) -> torch.cuda.Event | None:
         """An event behind the copies into the pool that were enqueued so far."""
@@ -97,12 +106,7 @@ class AttachedCopier(PoolCopier):
     """
 
     def __init__(self, layout: KvCacheLayout, staging: StagingPool, device: torch.device) -> None:
-        self.layout = layout
-        self._device = device
-        self._slots = staging.paged(layout)
-        streams = copy_streams(device) if device.type == "cuda" else None
-        self._in = None if streams is None else streams.load
-        self._out = None if streams is None else streams.store
+        self._begin(layout, staging, device)
         self._memories: dict[int, PagedKv] = {}
         self._numbers = itertools.count()
 
@@ -125,29 +129,13 @@ class AttachedCopier(PoolCopier):
     ) -> Transfer:
         """As `PoolCopier.copy_out`; all of `block_ids` are of one memory, which is attached."""
         memory = self._memories[block_ids[0] >> _BITS]
-        source = [block_id & _INDEX for block_id in block_ids]
-        target = [slot.index for slot in slots]
-        if self._out is None:
-            return copy_pairs(memory, self._slots, source, target)
-        before = stream if stream is not None else torch.cuda.current_stream(self._device)
-        self._out.wait_stream(before)
-        transfer = copy_pairs(memory, self._slots, source, target, stream=self._out)
-        transfer.wait_on(before)
-        return transfer
+        return self._copy_out(memory, [one & _INDEX for one in block_ids], slots, stream)
 
     def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
         """As `PoolCopier.copy_in`; all of `block_ids` are of one memory."""
         memory = self._memories.get(block_ids[0] >> _BITS)
-        if memory is None:
-            return
-        copy_pairs(
-            self._slots,
-            memory,
-            [slot.index for slot in slots],
-            [block_id & _INDEX for block_id in block_ids],
-            stream=self._in,
-            stable_source=True,
-        )
+        if memory is not None:
+            self._copy_in(memory, slots, [one & _INDEX for one in block_ids])
 
 
 def copy_batches(blocks: Sequence[BlockLoad]) -> Iterator[slice]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvconnect.connector.data import Direction, TransferFailure
-from kvconnect.connector.io.access import CALL_NBYTES, LOADS_IN_FLIGHT, BlockRoute
+from kvconnect.connector.io.access import LOADS_IN_FLIGHT, Access
 from kvconnect.connector.io.copiers import copy_batches
 from kvconnect.connector.io.fetched import Fetched
 from kvconnect.connector.io.orders import LoadBlocks
@@ -17,9 +17,6 @@ from kvconnect.trace import count
 
 __all__ = ["BackgroundLoad", "BackgroundLoads"]
 
-# Less staging memory than this has its pages put in place by the load that first uses it: they take
-# some 2 ms for each MiB.
-_TOUCHED_NBYTES = 8 << 20
 # Of a load that full calls would bring nearly at once: what share of a full call each of its calls
 # is, and how many there are at a time. What is done behind the last of them, nothing overlaps.
 _SHORT_SHARE = 4
@@ -90,33 +87,28 @@ class BackgroundLoads:
 
     def __init__(
         self,
-        route: BlockRoute,
+        access: Access,
         done: Callable[[int, TransferFailure | None], None],
         *,
         timeout_s: float,
     ) -> None:
-        self._route = route
+        self._access = access
         self._done = done
         self._timeout_s = timeout_s
-        self._tokens_per_block = route.layouts[0].tokens_per_block
-        self._piece = max(1, min(256, CALL_NBYTES // route.staging.slot_nbytes))
+        self._tokens_per_block = access.store.llm_args.tokens_per_block
         self._running: dict[int, BackgroundLoad] = {}
         self._reads: set[asyncio.Task[None]] = set()
         self._probing: asyncio.Task[None] | None = None
-        route.staging.on_free(self._slots_freed)
-        at_once = min(LOADS_IN_FLIGHT * self._piece, route.staging.num_slots // 2)
-        if at_once * route.staging.slot_nbytes >= _TOUCHED_NBYTES:
-            # Or the first load of a process would wait for it.
-            route.store.copying.submit(lambda: route.staging.touch(at_once))
+        access.staging.on_free(self._slots_freed)
 
     def start(self, order: LoadBlocks) -> None:
         """Start a load; called on the engine's thread, does not block."""
         load = self._running[order.request_id] = BackgroundLoad(order)
-        self._route.store.io.submit(self._run(load))
+        self._access.store.io.submit(self._run(load))
 
     def cancel(self, request_id: int) -> None:
         """No request waits for this load any more; it ends soon. On the engine's thread."""
-        self._route.store.io.call_soon(lambda: self._cancel(request_id))
+        self._access.store.io.call_soon(lambda: self._cancel(request_id))
 
     def abandon(self, request_id: int) -> None:
         """Copy nothing more of this load, even if the loop does not run. On any thread.
@@ -135,7 +127,7 @@ class BackgroundLoads:
 
     def _slots_freed(self) -> None:
         if self._running:
-            self._route.store.io.call_soon(self._tell_all)
+            self._access.store.io.call_soon(self._tell_all)
 
     def _tell_all(self) -> None:
         for load in list(self._running.values()):
@@ -172,7 +164,7 @@ class BackgroundLoads:
             except TimeoutError:
                 if loop.time() >= deadline:
                     load.close(f"not done within {self._timeout_s:g} s")
-                elif not self._route.store.backend.available:
+                elif not self._access.store.backend.available:
                     load.close("the store does not answer any more")
                 elif loop.time() - heard >= _STALL_S:
                     self._start_probe()
@@ -187,12 +179,12 @@ class BackgroundLoads:
     async def _probe(self) -> None:
         # What comes of it is the breaker's business.
         with suppress(RetryLater):
-            await self._route.store.backend.probe(_PROBE_S)
+            await self._access.store.backend.probe(_PROBE_S)
         await asyncio.sleep(_STALL_S)
 
     def _start_reads(self, load: BackgroundLoad) -> None:
         # What has arrived is copied while the next pieces come; a short load in smaller calls.
-        piece, at_once = self._piece, LOADS_IN_FLIGHT
+        piece, at_once = self._access.call_blocks, LOADS_IN_FLIGHT
         if load.stop <= 2 * piece * at_once:
             piece, at_once = max(1, piece // _SHORT_SHARE), _SHORT_IN_FLIGHT
         while (
@@ -200,7 +192,7 @@ class BackgroundLoads:
             and load.reading < at_once
             and load.reading + load.copying < 2 * at_once
         ):
-            slots = self._route.staging.take(Direction.LOAD, min(piece, load.stop - load.next))
+            slots = self._access.staging.take(Direction.LOAD, min(piece, load.stop - load.next))
             if not slots:
                 return
             read = asyncio.get_running_loop().create_task(self._read(load, load.next, slots))
@@ -214,13 +206,13 @@ class BackgroundLoads:
         order = load.order
         blocks = order.blocks[first : first + len(slots)]
         slots = [
-            self._route.slot_for(slot, block.group)
+            self._access.slot_for(slot, block.group)
             for slot, block in zip(slots, blocks, strict=True)
         ]
         fetched = Fetched(0)
         try:
             try:
-                fetched = await self._route.fetch(blocks, slots)
+                fetched = await self._access.fetch(blocks, slots)
             finally:
                 load.reading -= 1
                 load.copying += 1
@@ -229,13 +221,13 @@ class BackgroundLoads:
                 load.fail(first + fetched.filled, fetched.reason)
             if fetched.filled and not load.closed:
                 arrived = slots[: fetched.filled]
-                await self._route.store.copying.run(lambda: self._copy_now(load, first, arrived))
+                await self._access.store.copying.run(lambda: self._copy_now(load, first, arrived))
         except KvConnectError as error:
             load.fail(first, str(error))
         finally:
             load.copying -= 1
             load.news.set()
-            self._route.staging.give_back(Direction.LOAD, slots, fetched.pending)
+            self._access.staging.give_back(Direction.LOAD, slots, fetched.pending)
 
     def _copy_now(self, load: BackgroundLoad, first: int, slots: Sequence[Slot]) -> None:
         """On a copy thread: the blocks of a loading request belong to its load alone."""
@@ -245,7 +237,7 @@ class BackgroundLoads:
             if load.closed:
                 break
             ids = [block.block_id for block in blocks[batch]]
-            self._route.copiers[blocks[batch.start].group].copy_in(slots[batch], ids)
+            self._access.copiers[blocks[batch.start].group].copy_in(slots[batch], ids)
             copied = batch.stop
-        self._route.wait_for_copies_in({block.group for block in blocks})
+        self._access.wait_for_copies_in({block.group for block in blocks})
         load.copied[first : first + copied] = b"\1" * copied

@@ -14,7 +14,7 @@ import torch
 
 from kvconnect.backend import StoredBlock
 from kvconnect.connector.data import Direction
-from kvconnect.connector.io.access import CALL_NBYTES, SAVES_IN_FLIGHT, BlockRoute
+from kvconnect.connector.io.access import SAVES_IN_FLIGHT, Access
 from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.connector.io.orders import BlockSave, SaveOrder
 from kvconnect.connector.io.staging import Slot, clear_beyond
@@ -86,11 +86,10 @@ class SaveQueue:
     order they were staged, parents before children, a few batches at a time.
     """
 
-    def __init__(self, route: BlockRoute) -> None:
-        self._route = route
-        llm_args = route.store.llm_args
-        self._model = model_tag(llm_args.model_digest, [one.layout_of(1) for one in route.heads])
-        self._batch = max(1, min(256, CALL_NBYTES // route.staging.slot_nbytes))
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        llm_args = access.store.llm_args
+        self._model = model_tag(llm_args.model_digest, [one.layout_of(1) for one in access.heads])
         self._staged: deque[_Staged] = deque()
         self._writing = 0
         self._writes: set[asyncio.Task[None]] = set()
@@ -118,9 +117,9 @@ class SaveQueue:
         deadline = time.monotonic() + timeout_s
         staged = 0
         while staged < len(blocks):
-            slots = self._route.staging.take(Direction.SAVE, len(blocks) - staged)
+            slots = self._access.staging.take(Direction.SAVE, len(blocks) - staged)
             if not slots and (left := deadline - time.monotonic()) > 0:
-                slots = self._route.staging.take_within(Direction.SAVE, left)
+                slots = self._access.staging.take_within(Direction.SAVE, left)
             if not slots:
                 break
             self._copy(order, blocks[staged : staged + len(slots)], slots, stream)
@@ -131,6 +130,23 @@ class SaveQueue:
         """Block until everything staged is written or lost, at most `timeout_s`; whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: self._unwritten == 0, timeout_s)
+
+    def drain(self, until: float) -> None:
+        """As `flush`, up to `until` on the monotonic clock; warns of what was not written."""
+        if not self.flush(max(0.0, until - time.monotonic())):
+            name = self._access.store.backend.name
+            warn_once("connector.drain", f"{name}: not everything staged was saved")
+
+    @staticmethod
+    def count_dropped(num_blocks: int) -> None:
+        """Counts blocks that there was no room for."""
+        if num_blocks:
+            count("connector.save.dropped", blocks=num_blocks)
+            warn_once(
+                "connector.save.dropped",
+                f"{num_blocks} blocks were not saved: the store is slower than the model and "
+                "staging_bytes are used up",
+            )
 
     def take_lost(self) -> list[tuple[int, int]]:
         """Requests and block numbers that could not be written, since the last call."""
@@ -146,14 +162,14 @@ class SaveQueue:
         stream: torch.cuda.Stream | None,
     ) -> None:
         sized = [
-            self._route.slot_for(slot, block.group)
+            self._access.slot_for(slot, block.group)
             for block, slot in zip(blocks, slots, strict=True)
         ]
         copied: dict[int, Transfer] = {}
         for group in dict.fromkeys(block.group for block in blocks):
             own = [at for at, block in enumerate(blocks) if block.group == group]
             ids = [blocks[at].block_id for at in own]
-            copied[group] = self._route.copiers[group].copy_out(
+            copied[group] = self._access.copiers[group].copy_out(
                 ids, [sized[at] for at in own], stream
             )
         for block, slot in zip(blocks, sized, strict=True):
@@ -162,13 +178,13 @@ class SaveQueue:
             self._staged.append(staged)
         with self._changed:
             self._unwritten += len(slots)
-        self._route.store.io.call_soon(self._pump)
+        self._access.store.io.call_soon(self._pump)
 
     def _stored_block(self, order: SaveOrder, block: BlockSave, slot: Slot) -> StoredBlock:
         return StoredBlock(
-            key=self._route.store_key(block.key, block.group),
+            key=self._access.store_key(block.key, block.group),
             data=slot.frame,
-            parent=self._route.store_key(block.parent, block.group),
+            parent=self._access.store_key(block.parent, block.group),
             tokens=block.tokens,
             priority=block.priority,
             namespace=order.namespace,
@@ -180,7 +196,7 @@ class SaveQueue:
 
     def _pump(self) -> None:
         while self._staged and self._writing < SAVES_IN_FLIGHT:
-            size = min(self._batch, len(self._staged))
+            size = min(self._access.call_blocks, len(self._staged))
             batch = [self._staged.popleft() for _ in range(size)]
             self._writing += 1
             write = asyncio.get_running_loop().create_task(self._write(batch))
@@ -193,7 +209,7 @@ class SaveQueue:
         pending: tuple[Future[None], ...] = ()
         try:
             await self._complete(batch)
-            stored = await self._route.store.backend.save([staged.block for staged in batch])
+            stored = await self._access.store.backend.save([staged.block for staged in batch])
         except BackendTimeout as error:
             pending, reason = (error.pending,) if error.pending else (), str(error)
         except KvConnectError as error:
@@ -206,7 +222,7 @@ class SaveQueue:
     async def _complete(self, batch: Sequence[_Staged]) -> None:
         """Make the payloads whole: wait for copies from a GPU, clear what a tail does not fill."""
         for staged in batch:
-            layout = self._route.copiers[staged.block.group].layout
+            layout = self._access.copiers[staged.block.group].layout
             if not staged.copied.done():
                 await asyncio.to_thread(staged.copied.wait)
             tokens = staged.block.tokens
@@ -221,7 +237,7 @@ class SaveQueue:
             count("connector.save.lost", blocks=len(lost))
             warn_once("connector.save.lost", f"{len(lost)} blocks were not stored: {reason}")
             self._lost.extend((staged.request_id, staged.number) for staged in lost)
-        self._route.staging.give_back(Direction.SAVE, [staged.slot for staged in batch], pending)
+        self._access.staging.give_back(Direction.SAVE, [staged.slot for staged in batch], pending)
         with self._changed:
             self._unwritten -= len(batch)
             self._changed.notify_all()

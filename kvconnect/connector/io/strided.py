@@ -72,12 +72,9 @@ class StridedCopier(PoolCopier):
     """As `PoolCopier`, for `StridedPlanes`: every copy is over when its method returns."""
 
     def __init__(self, blocks: StridedPlanes, layout: KvCacheLayout, staging: StagingPool) -> None:
-        self.layout = layout
+        self._begin(layout, staging, blocks.device)
         self._planes = tuple(view.detach() for view in blocks.views)
-        self._slots = staging.paged(layout)
         self._host = _HostPlanes(self._planes, self._slots.views)
-        self._in = None
-        self._out = None
 
     @torch.inference_mode()
     def copy_out(

@@ -11,21 +11,17 @@ import torch
 from torch import Tensor
 
 from kvconnect.connector.data import Direction, KvCachePool, LlmArgs, TransferFailure
-from kvconnect.connector.io.access import BlockRoute
-from kvconnect.connector.io.copiers import PoolCopier
+from kvconnect.connector.io.access import Access
 from kvconnect.connector.io.load import BackgroundLoads
 from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import SaveOrder
 from kvconnect.connector.io.save import HeldSaves, SaveQueue
-from kvconnect.connector.io.staging import StagingPool
-from kvconnect.connector.io.strided import StridedCopier, StridedPlanes
+from kvconnect.connector.io.strided import StridedPlanes
 from kvconnect.connector.pair.messages import OffloadMeta, WorkerMeta
 from kvconnect.connector.stream import ForwardStream, cuda_stream
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.errors import UsageError
 from kvconnect.kernels.blocks.paged import PagedKv
-from kvconnect.layout import KvCacheLayout
-from kvconnect.trace import count, metrics, warn_once
 
 __all__ = ["OffloadWorker"]
 
@@ -77,7 +73,6 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._missing: dict[int, int] = {}
         self._held = HeldSaves(llm_args.layouts)
         self._saves: SaveQueue | None = None
-        self._hide_gauges: Callable[[], None] = _silent
         self._open_store: OffloadStore | None = OffloadStore.acquire(llm_args)
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
@@ -86,45 +81,24 @@ class OffloadWorker(KvCacheConnectorWorker):
 
     def register_kv_cache_layout(self, pools: Sequence[KvCachePool]) -> None:
         """Take the pools; see `register_planes`."""
-        self.register_planes(
-            [PagedKv.from_pool(one.tensor, one.layout) for one in pools],
-            [one.layout for one in pools],
-        )
+        self.register_planes([PagedKv.from_pool(one.tensor, one.layout) for one in pools])
 
-    def register_planes(
-        self, pools: Sequence[PagedKv | StridedPlanes], layouts: Sequence[KvCacheLayout]
-    ) -> None:
+    def register_planes(self, pools: Sequence[PagedKv | StridedPlanes]) -> None:
         """Take the pools, however their planes lie, and reserve the staging memory.
-
-        Its slots have room for the largest block of any pool. What is stored of a block is its
-        planes one after the other, tokens before heads, whatever the order in the pool.
 
         Args:
             pools: the planes of each pool group, tokens before heads (NHD).
-            layouts: of their blocks.
 
         Raises:
             ConfigurationError: ``staging_bytes`` is below one block.
         """
-        store = self._store
         self._on_cuda = pools[0].device.type == "cuda"
-        largest = max(layout.block_nbytes for layout in layouts)
-        staging = StagingPool(self._config.staging_bytes, largest, pin=self._on_cuda)
-        store.backend.register(staging.region)
-        copiers = tuple(
-            StridedCopier(one, layout, staging)
-            if isinstance(one, StridedPlanes)
-            else PoolCopier(one, layout, staging)
-            for one, layout in zip(pools, layouts, strict=True)
-        )
-        self._staging = staging
-        self._route = BlockRoute.of(store, staging, copiers)
+        self._access = Access(self._store, pools)
         timeout_s = _OWN_SHARE * self._config.load_timeout_s
-        self._loads = BackgroundLoads(self._route, self._load_ended, timeout_s=timeout_s)
-        self._saves = SaveQueue(self._route)
-        self._saves_all = all(map(self._route.saves, range(len(pools))))
-        staging.on_free(self._slots_freed)
-        self._hide_gauges = metrics.add_gauges(staging.sizes)
+        self._loads = BackgroundLoads(self._access, self._load_ended, timeout_s=timeout_s)
+        self._saves = SaveQueue(self._access)
+        self._saves_all = all(map(self._access.saves, range(len(pools))))
+        self._access.staging.on_free(self._slots_freed)
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called from the store's thread."""
@@ -152,7 +126,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         meta = self._metadata
         if not isinstance(meta, OffloadMeta) or not meta.loads:
             return
-        for copier in self._route.copiers:
+        for copier in self._access.copiers:
             copier.order_copies_in(cuda_stream(stream))
         for order in meta.loads:
             self._loads.start(order)
@@ -190,7 +164,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         """What of `order` this rank saves; ranks before it save the heads that they hold, too."""
         if order is None or self._saves_all:
             return order
-        blocks = tuple(block for block in order.blocks if self._route.saves(block.group))
+        blocks = tuple(block for block in order.blocks if self._access.saves(block.group))
         return replace(order, blocks=blocks) if blocks else None
 
     def _stage(self, order: SaveOrder, stream: torch.cuda.Stream | None, timeout_s: float) -> None:
@@ -198,7 +172,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         missing = len(order.blocks) - staged
         if missing:
             self._note_missing(order.request_id, order.blocks[staged].number)
-            self._count_dropped(missing)
+            self._queue.count_dropped(missing)
 
     def request_reset(self, request_id: int, num_committed: int) -> None:
         """Stage what was held of it, as far as there is room."""
@@ -206,8 +180,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         if order is None:
             return
         staged = self._queue.stage(order, stream=self._current_stream())
-        if missing := len(order.blocks) - staged:
-            self._count_dropped(missing)
+        self._queue.count_dropped(len(order.blocks) - staged)
 
     @property
     def has_unstaged(self) -> bool:
@@ -228,14 +201,6 @@ class OffloadWorker(KvCacheConnectorWorker):
 
     def _note_missing(self, request_id: int, block: int) -> None:
         self._missing[request_id] = min(block, self._missing.get(request_id, block))
-
-    def _count_dropped(self, num_blocks: int) -> None:
-        count("connector.save.dropped", blocks=num_blocks)
-        warn_once(
-            "connector.save.dropped",
-            f"{num_blocks} blocks were not saved: the store is slower than the model and "
-            "staging_bytes are used up",
-        )
 
     def _slots_freed(self) -> None:
         """On any thread."""
@@ -296,7 +261,7 @@ class OffloadWorker(KvCacheConnectorWorker):
             if not missing:
                 self._saved.append(request_id)
             elif now >= leaving.deadline:
-                self._count_dropped(missing)
+                self._queue.count_dropped(missing)
                 reason = f"no room in the staging memory for {missing} blocks"
                 self._failed.append(TransferFailure(request_id, Direction.SAVE, reason=reason))
             else:
@@ -318,19 +283,16 @@ class OffloadWorker(KvCacheConnectorWorker):
         if store is None:
             return
         drain_until = store.begin_close()
-        if self._saves is not None:
-            self._drain(self._saves, store, drain_until)
-        self._hide_gauges()
-        store.release()
-
-    def _drain(self, queue: SaveQueue, store: OffloadStore, deadline: float) -> None:
+        if self._saves is None:
+            store.release()
+            return
         for leaving in self._leaving.values():
             if leaving.order is not None:
-                left = max(0.0, deadline - time.monotonic())
-                queue.stage(leaving.order, leaving.staged, timeout_s=left)
+                left = max(0.0, drain_until - time.monotonic())
+                self._saves.stage(leaving.order, leaving.staged, timeout_s=left)
         self._leaving.clear()
-        if not queue.flush(max(0.0, deadline - time.monotonic())):
-            warn_once("connector.drain", f"{store.backend.name}: not everything staged was saved")
+        self._saves.drain(drain_until)
+        self._access.close()
 
     @property
     def _store(self) -> OffloadStore:

@@ -76,7 +76,7 @@ class WorkerHalf:
         """
         self._weights = weights
         self._on_cuda = pools[0].device.type == "cuda"
-        self._worker.register_planes(pools, self._layouts)
+        self._worker.register_planes(pools)
 
     # ------------------------------------------------------------------ one step
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from kvconnect.connector.io.access import BlockRoute
+from kvconnect.connector.io.access import Access
 from kvconnect.errors import KvConnectError
 from kvconnect.integrations.vllm_tier.identity import ChunkNames
 from kvconnect.integrations.vllm_tier.lookups import Answers
@@ -30,7 +30,7 @@ class Finder:
     """Answers the questions of steps, those of each prompt and group in their order.
 
     Args:
-        route: to the store.
+        access: to the store.
         names: of chunks in it; may be replaced on the caller's thread.
         answer: called on the loop with what is known as soon as it is known.
         timeout_s: questions that could not be asked by then are answered with no.
@@ -38,13 +38,13 @@ class Finder:
 
     def __init__(
         self,
-        route: BlockRoute,
+        access: Access,
         names: ChunkNames,
         answer: Callable[[Answers], None],
         *,
         timeout_s: float,
     ) -> None:
-        self._route = route
+        self._access = access
         self.names = names
         self._answer = answer
         self._timeout_s = timeout_s
@@ -53,7 +53,7 @@ class Finder:
 
     def find(self, questions: Sequence[Sequence[Question]]) -> None:
         """Begin to look up the chunks of one list for each request; on any thread, no waiting."""
-        self._route.store.io.call_soon(lambda: self._begin(questions))
+        self._access.store.io.call_soon(lambda: self._begin(questions))
 
     def _begin(self, questions: Sequence[Sequence[Question]]) -> None:
         loop = asyncio.get_running_loop()
@@ -86,8 +86,8 @@ class Finder:
         for part in _parts(questions):
             if asyncio.get_running_loop().time() > until:
                 break
-            keys = [self._route.store_key(self.names.block_key(chunk), 0) for chunk, _ in part]
-            present = await self._route.store.backend.lookup(keys)
+            keys = [self._access.store_key(self.names.block_key(chunk), 0) for chunk, _ in part]
+            present = await self._access.store.backend.lookup(keys)
             found += present
             if present < len(part):
                 break

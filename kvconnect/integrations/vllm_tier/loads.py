@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.connector.data import TransferFailure
-from kvconnect.connector.io.access import BlockRoute
+from kvconnect.connector.io.access import Access
 from kvconnect.connector.io.load import BackgroundLoads
 from kvconnect.connector.io.orders import BlockLoad, LoadBlocks
 from kvconnect.integrations.vllm_tier.identity import ChunkNames
@@ -40,7 +40,7 @@ class Loads:
     the host memory any more. The first chunk of a group that cannot be had ends its group's load.
 
     Args:
-        route: between the store and the host memory.
+        access: to the store, of the host memory.
         names: of chunks in the store.
         done: called on the store's loop with a job's number and the chunks of it that are loaded.
         timeout_s: deadline of a load.
@@ -48,17 +48,17 @@ class Loads:
 
     def __init__(
         self,
-        route: BlockRoute,
+        access: Access,
         names: ChunkNames,
         done: Callable[[int, Sequence[bytes]], None],
         *,
         timeout_s: float,
     ) -> None:
-        self._io = route.store.io
+        self._io = access.store.io
         self.names = names
         self._done = done
-        self._tokens_per_block = route.layouts[0].tokens_per_block
-        self._loads = BackgroundLoads(route, self._ended, timeout_s=timeout_s)
+        self._tokens_per_block = access.store.llm_args.tokens_per_block
+        self._loads = BackgroundLoads(access, self._ended, timeout_s=timeout_s)
         self._numbers = itertools.count()
         self._runs: dict[int, _Run] = {}
 

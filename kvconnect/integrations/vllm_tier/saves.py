@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvconnect.backend import StoredBlock
 from kvconnect.connector.data import Direction
-from kvconnect.connector.io.access import CALL_NBYTES, SAVES_IN_FLIGHT, BlockRoute
+from kvconnect.connector.io.access import SAVES_IN_FLIGHT, Access
 from kvconnect.connector.io.staging import Slot
 from kvconnect.errors import BackendTimeout, KvConnectError
 from kvconnect.integrations.vllm_tier.identity import ChunkNames
@@ -56,7 +56,7 @@ class Saves:
     (``connector.save.lost``) and costs a later request its computation.
 
     Args:
-        route: between the host memory and the store.
+        access: to the store, of the host memory.
         names: of chunks in the store.
         done: called on the store's loop with a job's number and how many chunks of it are stored.
         timeout_s: for how long a chunk may wait for its turn.
@@ -65,32 +65,32 @@ class Saves:
 
     def __init__(
         self,
-        route: BlockRoute,
+        access: Access,
         names: ChunkNames,
         done: Callable[[int, int], None],
         *,
         timeout_s: float,
         most_waiting: int,
     ) -> None:
-        self._route = route
+        self._access = access
         self.names = names
         self._done = done
         self._timeout_s = timeout_s
         self._most_waiting = most_waiting
-        self._size = max(1, min(256, CALL_NBYTES // route.staging.slot_nbytes))
+        self._size = access.call_blocks
         self._pieces: deque[_Piece] = deque()
         self._waiting = 0
         self._writes: set[asyncio.Task[None]] = set()
         self._closed = False
-        route.staging.on_free(self._freed)
+        access.staging.on_free(self._freed)
 
     def submit(self, job: int, saves: Sequence[ChunkSave]) -> None:
         """Store `saves`, in this order: parents come before children."""
-        self._route.store.io.call_soon(lambda: self._begin(job, saves))
+        self._access.store.io.call_soon(lambda: self._begin(job, saves))
 
     def close(self) -> None:
         """What waits for its turn is lost, now and from now on; every job still ends."""
-        self._route.store.io.call_soon(self._close)
+        self._access.store.io.call_soon(self._close)
 
     # ------------------------------------------------------------------ on the store's loop
 
@@ -116,7 +116,7 @@ class Saves:
 
     def _freed(self) -> None:
         if self._pieces:
-            self._route.store.io.call_soon(self._pump)
+            self._access.store.io.call_soon(self._pump)
 
     def _pump(self) -> None:
         while self._pieces and len(self._writes) < SAVES_IN_FLIGHT:
@@ -124,7 +124,7 @@ class Saves:
             if piece.until < self._now():
                 self._drop(f"they waited longer than {self._timeout_s:g} s")
                 continue
-            slots = self._route.staging.take(Direction.SAVE, len(piece.saves))
+            slots = self._access.staging.take(Direction.SAVE, len(piece.saves))
             if not slots:
                 return
             now, later = piece.saves[: len(slots)], piece.saves[len(slots) :]
@@ -145,26 +145,26 @@ class Saves:
         pending: tuple[Future[None], ...] = ()
         try:
             rows = [save.row for save in saves]
-            copier = self._route.copiers[0]
-            await self._route.store.copying.run(lambda: copier.copy_out(rows, slots, None))
+            copier = self._access.copiers[0]
+            await self._access.store.copying.run(lambda: copier.copy_out(rows, slots, None))
             blocks = [self._block(save, slot) for save, slot in zip(saves, slots, strict=True)]
-            stored = await self._route.store.backend.save(blocks)
+            stored = await self._access.store.backend.save(blocks)
         except BackendTimeout as error:
             pending, reason = (error.pending,) if error.pending else (), str(error)
         except KvConnectError as error:
             reason = str(error)
         finally:
-            self._route.staging.give_back(Direction.SAVE, slots, pending)
+            self._access.staging.give_back(Direction.SAVE, slots, pending)
             self._end(job, len(saves), stored, reason)
 
     def _block(self, save: ChunkSave, slot: Slot) -> StoredBlock:
         names = self.names
         return StoredBlock(
-            key=self._route.store_key(names.block_key(save.chunk), 0),
+            key=self._access.store_key(names.block_key(save.chunk), 0),
             data=slot.frame,
             parent=None
             if save.parent is None
-            else self._route.store_key(names.block_key(save.parent), 0),
+            else self._access.store_key(names.block_key(save.parent), 0),
             namespace=names.namespace,
             model=names.model,
         )

@@ -16,9 +16,7 @@ import torch
 
 from kvconnect.config import KvCacheConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.io.access import BlockRoute
-from kvconnect.connector.io.open_store import OffloadStore
-from kvconnect.connector.io.staging import StagingPool
+from kvconnect.connector.io.access import Access
 from kvconnect.connector.io.strided import HostCopier
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.integrations.core.metrics_port import tell_metrics
@@ -113,7 +111,8 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         self._num_rows, self._row_nbytes = rows.shape
         with ExitStack() as undo:
             undo.callback(tell_metrics("vllm", given))
-            self._route = _route(given, digest, rows, layout)
+            self._access = _access(given, digest, rows, layout)
+            undo.callback(self._access.close)
             self._weights = TierWeights(executor, self._rename)
             undo.callback(self._weights.close)
             self._opened = undo.pop_all()
@@ -123,10 +122,10 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         self._scan_end = ScanEnd()
         self._unanswered = False
         self._pause = StepPause()
-        self._finder = Finder(self._route, names, self._answered, timeout_s=timeout_s)
-        self._loads = Loads(self._route, names, self._loaded, timeout_s=given.load_timeout_s)
+        self._finder = Finder(self._access, names, self._answered, timeout_s=timeout_s)
+        self._loads = Loads(self._access, names, self._loaded, timeout_s=given.load_timeout_s)
         self._saves = Saves(
-            self._route,
+            self._access,
             names,
             self._saved,
             timeout_s=given.save_timeout_s,
@@ -253,12 +252,11 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         if self._closed:
             return
         self._closed = True
-        self._route.store.begin_close()
+        self._access.store.begin_close()
         self._loads.cancel()
         if not self._wait(self._settings.save_timeout_s):
             self._saves.close()
         drained = self._wait(_LATE_S)
-        self._route.store.release()
         self._opened.close()
         if not drained:
             raise BackendUnavailable(f"{self.tier_type}: the store's thread does not answer")
@@ -353,10 +351,10 @@ def _rows(view: memoryview) -> torch.Tensor:
     return torch.from_numpy(np.ctypeslib.as_array(memory)).view(array.shape)
 
 
-def _route(
+def _access(
     settings: KvConnectTierSettings, digest: bytes, rows: torch.Tensor, layout: KvCacheLayout
-) -> BlockRoute:
-    """The way between the store of `settings`, opened, and the host memory `rows`.
+) -> Access:
+    """The access to the store of `settings`, opened, of the host memory `rows`.
 
     Raises:
         ConfigurationError: the store cannot be opened, or is none for this.
@@ -368,12 +366,5 @@ def _route(
         layouts=(layout,),
         model_digest=digest,
     )
-    store = OffloadStore.acquire(args)
-    try:
-        staging = StagingPool(settings.staging_bytes, layout.block_nbytes)
-        pool = PagedKv.from_pool(rows.view(layout.flat_shape(len(rows))), layout)
-        copier = HostCopier(pool, layout, staging)
-        return BlockRoute.of(store, staging, (copier,))
-    except BaseException:
-        store.release()
-        raise
+    pool = PagedKv.from_pool(rows.view(layout.flat_shape(len(rows))), layout)
+    return Access.open(args, [pool], HostCopier)

@@ -87,7 +87,7 @@ class Server:
     @property
     def store(self) -> Any:
         """The one that loads and saves go to; healthy again."""
-        return self.controller.storage_backend._access._route.store
+        return self.controller.storage_backend._access._access.store
 
     def flush(self) -> None:
         assert self.controller.storage_backend._access.flush(60)

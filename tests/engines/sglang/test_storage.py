@@ -125,7 +125,7 @@ def test_a_store_that_is_gone_or_slow_costs_time(model, tmp_path):
     names = hashes(3)
     assert storage.batch_set_v1(names, indices(range(3))) == [True] * 3
     assert storage._access.flush(60)
-    inner = storage._access._route.store.backend.inner
+    inner = storage._access._access.store.backend.inner
 
     async def refuse(*_):
         raise ConnectionResetError("gone")

@@ -190,7 +190,7 @@ def lose_loads(inside: Inside, lost: bool) -> None:
     """Blocks that were loaded do not come to the device, or do again."""
     if (half := inside.worker_half) is None:
         return
-    copier = half._worker._route.copiers[0]
+    copier = half._worker._access.copiers[0]
     if lost:
         copier.copy_in = lambda *_, **__: None
     else:

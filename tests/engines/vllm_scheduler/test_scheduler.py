@@ -70,7 +70,7 @@ def test_no_fault_changes_a_token(healthy, fault, operations):
 def test_a_wrong_element_would_be_noticed(healthy):
     """The check of the checks: KV that is not loaded changes what is answered."""
     made, _ = healthy
-    copier = made.worker._worker._worker._route.copiers[0]
+    copier = made.worker._worker._worker._access.copiers[0]
     kept, copier.copy_in = copier.copy_in, lambda *_, **__: None
     try:
         answers = made.tokens(PROMPTS[:1])

@@ -121,13 +121,13 @@ def test_damaged_blocks_are_computed_and_stored_anew(engine, prompt, tmp_path):
 def test_a_store_that_fails_costs_time_and_nothing_else(engine, prompt, tmp_path, faulty, fault):
     cold = saved_blocks(tmp_path, prompt, engine)
     failing = engine(tier(tmp_path, "faulty"))
-    hold(failing.tier._route.store, fault)
+    hold(failing.tier._access.store, fault)
     assert failing.answer(prompt) == [cold]
     assert faulty_disk.stores[-1].hits > 0
     others = [prompt_of(300, seed) for seed in range(4)]
     alone = failing.answer(*others)
     failing.settle()
-    hold(failing.tier._route.store, "none")
+    hold(failing.tier._access.store, "none")
     failing.forget_device()
     assert failing.answer(*others) == alone
     assert failing.answer(prompt) == [cold]
@@ -138,7 +138,7 @@ def test_a_frozen_store_holds_up_no_request_and_not_the_end(engine, prompt, tmp_
     cold = saved_blocks(tmp_path, prompt, engine)
     limits = {"lookup_timeout_ms": 100, "load_timeout_s": 2, "save_timeout_s": 2}
     frozen = engine(tier(tmp_path, "faulty", **limits))
-    hold(frozen.tier._route.store, "hang")
+    hold(frozen.tier._access.store, "hang")
     start = time.monotonic()
     assert frozen.answer(prompt) == [cold]
     assert frozen.cached == [0]
@@ -155,7 +155,7 @@ def test_a_store_that_freezes_while_it_loads_fails_the_load_in_time(
     limits = {"load_timeout_s": 2, "save_timeout_s": 2}
     frozen = engine(tier(tmp_path, "faulty", **limits))
     faulty_disk.stores[-1]._operations = frozenset({"load"})
-    hold(frozen.tier._route.store, "hang")
+    hold(frozen.tier._access.store, "hang")
     start = time.monotonic()
     assert frozen.answer(prompt) == [cold]
     assert time.monotonic() - start < 60
@@ -167,7 +167,7 @@ def test_no_call_waits_for_a_slow_store(engine, prompt, tmp_path, faulty):
     cold = saved_blocks(tmp_path, prompt, engine)
     slow = engine(tier(tmp_path, "faulty", lookup_timeout_ms=60_000))
     longest = timed(slow.tier)
-    hold(slow.tier._route.store, "late")
+    hold(slow.tier._access.store, "late")
     assert slow.answer(prompt) == [cold]
     assert slow.cached == [WHOLE]
     slow.settle()
@@ -210,7 +210,7 @@ def test_one_bad_block_ends_the_load_and_what_came_before_it_counts(
     monkeypatch.setattr(
         partial.tier, "get_finished_jobs", lambda: results.extend(got := finished()) or got
     )
-    store = partial.tier._route.store.backend
+    store = partial.tier._access.store.backend
     load = store.load
     monkeypatch.setattr(store, "load", lambda keys, into: load(keys[:2], into[:2]))
     assert partial.answer(prompt) == [cold]
