@@ -22,7 +22,7 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.vllm_tier import pause as pauses
 from kvconnect.integrations.vllm_tier.finder import Finder
 from kvconnect.integrations.vllm_tier.identity import ChunkNames, chunk_layout
-from kvconnect.integrations.vllm_tier.loads import Loads
+from kvconnect.integrations.vllm_tier.loads import ChunkLoads
 from kvconnect.integrations.vllm_tier.lookups import Known, Lookups, ScanEnd
 from kvconnect.integrations.vllm_tier.parents import Parents
 from kvconnect.integrations.vllm_tier.pause import StepPause
@@ -240,7 +240,7 @@ class Tier:
         names = ChunkNames(bytes(32), self.layout)
         self.ended: dict[int, object] = {}
         self.answers: dict[bytes, bool] = {}
-        self.loads = Loads(opened, names, self.ended.__setitem__, timeout_s=timeout_s)
+        self.loads = ChunkLoads(opened, names, self.ended.__setitem__, timeout_s=timeout_s)
         self.saves = Saves(
             opened, names, self.ended.__setitem__, timeout_s=timeout_s, most_waiting=waiting
         )

@@ -7,20 +7,20 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from kvconnect.connector.data import LlmArgs, TransferFailure
+from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.io.access import Access
 from kvconnect.connector.io.budget import LookupBudget
 from kvconnect.connector.io.copiers import AttachedCopier
-from kvconnect.connector.io.load import BackgroundLoads
+from kvconnect.connector.io.load import Loads
 from kvconnect.connector.io.lookup import Hit, Query, look_up
-from kvconnect.connector.io.orders import BlockLoad, BlockSave, LoadBlocks, SaveOrder
+from kvconnect.connector.io.orders import BlockLoad, BlockSave, SaveOrder
 from kvconnect.connector.io.reply import Reply
+from kvconnect.connector.io.runs import RunLoads
 from kvconnect.connector.io.save import SaveQueue
 from kvconnect.connector.io.strided import StridedPlanes
 from kvconnect.errors import KvConnectError, UsageError
@@ -59,7 +59,6 @@ class StoreAccess:
         pools: Sequence[PagedKv | StridedPlanes] | torch.device,
     ) -> None:
         self._config = llm_args.kv_connector_config
-        self._tokens_per_block = llm_args.tokens_per_block
         self._process = os.getpid()
         self._closed = False
         self._access = Access.open(llm_args, pools)
@@ -67,15 +66,12 @@ class StoreAccess:
         self._budget = LookupBudget(
             self._config.lookup_timeout_ms / 1000, store.backend, store.io.submit
         )
-        self._loads = BackgroundLoads(
-            self._access, self._loaded, timeout_s=self._config.load_timeout_s
-        )
+        self._loads = Loads(self._access, timeout_s=self._config.load_timeout_s)
         self._saves = SaveQueue(self._access)
         self._numbers = itertools.count()
         self._asking = threading.Lock()
         self._saving = threading.Lock()
         self._closing = threading.Lock()
-        self._waiting: dict[int, Future[TransferFailure | None]] = {}
 
     @property
     def attached(self) -> tuple[AttachedCopier, ...]:
@@ -190,42 +186,14 @@ class StoreAccess:
         """
         if not self.usable:
             return [0] * len(orders)
-        numbers = [self._start(blocks) for blocks in orders]
-        until = time.monotonic() + self._config.load_timeout_s + _SPARE_S
-        try:
-            return [
-                self._wait_for_load(number, len(blocks), until)
-                for number, blocks in zip(numbers, orders, strict=True)
-            ]
-        finally:
-            for number in numbers:
-                del self._waiting[number]
-
-    def _start(self, blocks: Sequence[BlockLoad]) -> int:
-        number = next(self._numbers)
-        ended = self._waiting[number] = Future()
-        if blocks:
-            size = self._tokens_per_block
-            self._loads.start(LoadBlocks(number, 0, len(blocks) * size, tuple(blocks)))
-        else:
-            ended.set_result(None)
-        return number
-
-    def _wait_for_load(self, number: int, wanted: int, until: float) -> int:
-        try:
-            failure = self._waiting[number].result(max(0.0, until - time.monotonic()))
-        except TimeoutError:
+        ended = threading.Event()
+        runs = RunLoads(self._loads, orders, lambda _: ended.set())
+        if not ended.wait(self._config.load_timeout_s + _SPARE_S):
             # A store blocks the loop. Nothing is copied from now on but what is under way.
-            self._loads.abandon(number)
+            runs.abandon()
             warn_once("connector.load.stuck", f"{self._access.store.backend.name}: blocks its loop")
             time.sleep(_SPARE_S)
-            return 0
-        return wanted if failure is None else failure.num_valid_tokens // self._tokens_per_block
-
-    def _loaded(self, number: int, failure: TransferFailure | None) -> None:
-        """On the store's thread."""
-        if (waiting := self._waiting.get(number)) is not None:
-            waiting.set_result(failure)
+        return list(runs.valid)
 
     # ------------------------------------------------------------------ saving
 

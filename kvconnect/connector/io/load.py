@@ -1,4 +1,4 @@
-"""Loads in the background: store to staging to pool, several pieces at a time."""
+"""Loads: store to staging to pool, several pieces at a time, in the background."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvconnect.connector.io.staging import Slot
 from kvconnect.errors import KvConnectError, RetryLater
 from kvconnect.trace import count
 
-__all__ = ["BackgroundLoad", "BackgroundLoads"]
+__all__ = ["Load", "Loads"]
 
 # Of a load that full calls would bring nearly at once: what share of a full call each of its calls
 # is, and how many there are at a time. What is done behind the last of them, nothing overlaps.
@@ -29,13 +29,16 @@ _STALL_S = 1.0
 _PROBE_S = 2.0
 
 
-class BackgroundLoad:
+class Load:
     """One load while it runs. Belongs to the store's loop, but for `closed` and `copied`.
 
     Attributes:
         order: what to load.
         copied: for each block whether it is in the pool.
-        closed: nothing is copied into the pool any more: cancelled, failed or out of time.
+        closed: nothing is copied into the pool any more: cancelled, failed or out of time. May be
+            set on any thread, also where the loop is stuck; a copy that is under way, 64 blocks at
+            most, goes on to its end.
+        failure: once it has ended; ``None``: everything is in the pool, or it was cancelled.
     """
 
     def __init__(self, order: LoadBlocks) -> None:
@@ -44,6 +47,7 @@ class BackgroundLoad:
         self.closed = False
         self.cancelled = False
         self.reason = ""
+        self.failure: TransferFailure | None = None
         self.stop = len(order.blocks)  # what lies beyond is of no use
         self.next = 0
         self.reading = 0  # calls to the store under way
@@ -68,8 +72,8 @@ class BackgroundLoad:
         return len(self.copied) if missing < 0 else missing
 
 
-class BackgroundLoads:
-    """All loads in the background of one worker.
+class Loads:
+    """All loads of one access.
 
     A load ends without success at its deadline, or as soon as the store is left alone: the pieces
     to come would be refused, and those under way need not be waited for. While nothing arrives the
@@ -81,74 +85,62 @@ class BackgroundLoads:
     until then; the pool it never sees. So every failure here has `writes_ended`.
 
     Args:
-        done: called on the loop with a request id and, unless the load succeeded or was cancelled,
-            its failure.
+        access: whose.
+        timeout_s: deadline of a load.
+
+    Attributes:
+        tokens_per_block: of every pool.
     """
 
-    def __init__(
-        self,
-        access: Access,
-        done: Callable[[int, TransferFailure | None], None],
-        *,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, access: Access, *, timeout_s: float) -> None:
         self._access = access
-        self._done = done
         self._timeout_s = timeout_s
-        self._tokens_per_block = access.store.llm_args.tokens_per_block
-        self._running: dict[int, BackgroundLoad] = {}
+        self.tokens_per_block = access.store.llm_args.tokens_per_block
+        self._running: set[Load] = set()
         self._reads: set[asyncio.Task[None]] = set()
         self._probing: asyncio.Task[None] | None = None
         access.staging.on_free(self._slots_freed)
 
-    def start(self, order: LoadBlocks) -> None:
-        """Start a load; called on the engine's thread, does not block."""
-        load = self._running[order.request_id] = BackgroundLoad(order)
-        self._access.store.io.submit(self._run(load))
+    def start(self, order: LoadBlocks, done: Callable[[Load], None]) -> Load:
+        """Start a load, on any thread; `done` is called on the loop once it has ended."""
+        load = Load(order)
+        self._running.add(load)
+        self._access.store.io.submit(self._run(load, done))
+        return load
 
-    def cancel(self, request_id: int) -> None:
-        """No request waits for this load any more; it ends soon. On the engine's thread."""
+    def cancel(self, request_id: int | None = None) -> None:
+        """No one waits for this load any more, or for any; it ends soon. On any thread."""
         self._access.store.io.call_soon(lambda: self._cancel(request_id))
 
-    def abandon(self, request_id: int) -> None:
-        """Copy nothing more of this load, even if the loop does not run. On any thread.
-
-        A copy that is under way, 64 blocks at most, goes on to its end.
-        """
-        load = self._running.get(request_id)
-        if load is not None:
-            load.closed = True
-
-    def _cancel(self, request_id: int) -> None:
-        load = self._running.get(request_id)
-        if load is not None:
-            load.cancelled = True
-            load.close("cancelled")
+    def _cancel(self, request_id: int | None) -> None:
+        for load in list(self._running):
+            if request_id in (None, load.order.request_id):
+                load.cancelled = True
+                load.close("cancelled")
 
     def _slots_freed(self) -> None:
         if self._running:
             self._access.store.io.call_soon(self._tell_all)
 
     def _tell_all(self) -> None:
-        for load in list(self._running.values()):
+        for load in list(self._running):
             load.news.set()
 
-    async def _run(self, load: BackgroundLoad) -> None:
+    async def _run(self, load: Load, done: Callable[[Load], None]) -> None:
         order = load.order
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         try:
             await self._fetch(load, deadline)
         finally:
-            del self._running[order.request_id]
+            self._running.discard(load)
         num_blocks = load.num_valid_blocks()
         count("connector.load.blocks", blocks=num_blocks, missing=len(order.blocks) - num_blocks)
-        failure = None
         if num_blocks < len(order.blocks) and not load.cancelled:
-            valid = order.num_valid(num_blocks, self._tokens_per_block)
-            failure = TransferFailure(order.request_id, Direction.LOAD, valid, load.reason)
-        self._done(order.request_id, failure)
+            valid = order.num_valid(num_blocks, self.tokens_per_block)
+            load.failure = TransferFailure(order.request_id, Direction.LOAD, valid, load.reason)
+        done(load)
 
-    async def _fetch(self, load: BackgroundLoad, deadline: float) -> None:
+    async def _fetch(self, load: Load, deadline: float) -> None:
         """Return when everything is in the pool, or nothing more will be."""
         loop = asyncio.get_running_loop()
         heard = loop.time()
@@ -182,7 +174,7 @@ class BackgroundLoads:
             await self._access.store.backend.probe(_PROBE_S)
         await asyncio.sleep(_STALL_S)
 
-    def _start_reads(self, load: BackgroundLoad) -> None:
+    def _start_reads(self, load: Load) -> None:
         # What has arrived is copied while the next pieces come; a short load in smaller calls.
         piece, at_once = self._access.call_blocks, LOADS_IN_FLIGHT
         if load.stop <= 2 * piece * at_once:
@@ -201,7 +193,7 @@ class BackgroundLoads:
             load.next += len(slots)
             load.reading += 1
 
-    async def _read(self, load: BackgroundLoad, first: int, slots: Sequence[Slot]) -> None:
+    async def _read(self, load: Load, first: int, slots: Sequence[Slot]) -> None:
         """One piece: `slots` from the store, then to the pool."""
         order = load.order
         blocks = order.blocks[first : first + len(slots)]
@@ -229,7 +221,7 @@ class BackgroundLoads:
             load.news.set()
             self._access.staging.give_back(Direction.LOAD, slots, fetched.pending)
 
-    def _copy_now(self, load: BackgroundLoad, first: int, slots: Sequence[Slot]) -> None:
+    def _copy_now(self, load: Load, first: int, slots: Sequence[Slot]) -> None:
         """On a copy thread: the blocks of a loading request belong to its load alone."""
         copied = 0
         blocks = load.order.blocks[first : first + len(slots)]

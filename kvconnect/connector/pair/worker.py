@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvconnect.connector.data import Direction, KvCachePool, LlmArgs, TransferFailure
 from kvconnect.connector.io.access import Access
-from kvconnect.connector.io.load import BackgroundLoads
+from kvconnect.connector.io.load import Load, Loads
 from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import SaveOrder
 from kvconnect.connector.io.save import HeldSaves, SaveQueue
@@ -95,7 +95,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._on_cuda = pools[0].device.type == "cuda"
         self._access = Access(self._store, pools)
         timeout_s = _OWN_SHARE * self._config.load_timeout_s
-        self._loads = BackgroundLoads(self._access, self._load_ended, timeout_s=timeout_s)
+        self._loads = Loads(self._access, timeout_s=timeout_s)
         self._saves = SaveQueue(self._access)
         self._saves_all = all(map(self._access.saves, range(len(pools))))
         self._access.staging.on_free(self._slots_freed)
@@ -129,7 +129,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         for copier in self._access.copiers:
             copier.order_copies_in(cuda_stream(stream))
         for order in meta.loads:
-            self._loads.start(order)
+            self._loads.start(order, self._load_ended)
 
     def wait_for_layer_load(self, layer_idx: int, stream: ForwardStream) -> None:
         """Does nothing: no request computes before its load has ended."""
@@ -138,9 +138,9 @@ class OffloadWorker(KvCacheConnectorWorker):
         """Copy nothing more of this load into the pool."""
         self._loads.cancel(request_id)
 
-    def _load_ended(self, request_id: int, failure: TransferFailure | None) -> None:
+    def _load_ended(self, load: Load) -> None:
         """On the store's thread."""
-        self._ended.append((request_id, failure))
+        self._ended.append((load.order.request_id, load.failure))
         self._wakeup()
 
     # ------------------------------------------------------------------ saves

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from kvconnect.connector.data import TransferFailure
 from kvconnect.connector.io.access import Access
-from kvconnect.connector.io.load import BackgroundLoads
-from kvconnect.connector.io.orders import BlockLoad, LoadBlocks
+from kvconnect.connector.io.load import Loads
+from kvconnect.connector.io.orders import BlockLoad
+from kvconnect.connector.io.runs import RunLoads
 from kvconnect.integrations.vllm_tier.identity import ChunkNames
 
-__all__ = ["Loads"]
+__all__ = ["ChunkLoads"]
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One of vLLM's jobs while it runs; `loaded` are its chunks that are in the host memory."""
-
-    number: int
-    loaded: list[bytes] = field(default_factory=list)
-    running: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    """The chunks of one KV cache group in a job: a prefix of them is of use without the rest."""
-
-    job: _Job
-    chunks: Sequence[bytes]
-    cancelled: bool = False
-
-
-class Loads:
+class ChunkLoads:
     """All loads of a tier. `submit` and `cancel` may be called on any thread and do not block.
 
     A load ends at its deadline, or sooner if the store is left alone; then nothing is written into
@@ -57,10 +37,7 @@ class Loads:
         self._io = access.store.io
         self.names = names
         self._done = done
-        self._tokens_per_block = access.store.llm_args.tokens_per_block
-        self._loads = BackgroundLoads(access, self._ended, timeout_s=timeout_s)
-        self._numbers = itertools.count()
-        self._runs: dict[int, _Run] = {}
+        self._loads = Loads(access, timeout_s=timeout_s)
 
     def submit(self, job: int, chunks: Sequence[bytes], rows: Sequence[int]) -> None:
         """Load `chunks` into the `rows` of the host memory."""
@@ -68,38 +45,19 @@ class Loads:
 
     def cancel(self) -> None:
         """Nothing that has been submitted is wanted any more; every job still ends."""
-        self._io.call_soon(self._cancel)
-
-    # ------------------------------------------------------------------ on the store's loop
+        self._loads.cancel()
 
     def _begin(self, number: int, chunks: Sequence[bytes], rows: Sequence[int]) -> None:
         groups: dict[bytes, list[tuple[bytes, int]]] = {}
         for chunk, row in zip(chunks, rows, strict=True):
             groups.setdefault(chunk[-4:], []).append((chunk, row))
-        job = _Job(number, running=len(groups))
-        if not groups:
-            self._done(number, ())
-        for pairs in groups.values():
-            run = next(self._numbers)
-            self._runs[run] = _Run(job, [chunk for chunk, _ in pairs])
-            blocks = tuple(BlockLoad(self.names.block_key(chunk), row) for chunk, row in pairs)
-            end = len(blocks) * self._tokens_per_block
-            self._loads.start(LoadBlocks(run, start=0, end=end, blocks=blocks))
+        runs = [
+            [BlockLoad(self.names.block_key(chunk), row) for chunk, row in pairs]
+            for pairs in groups.values()
+        ]
 
-    def _cancel(self) -> None:
-        for number, run in self._runs.items():
-            run.cancelled = True  # which ends without a failure, and is none of a success
-            self._loads.cancel(number)
+        def ended(valid: Sequence[int]) -> None:
+            loaded = zip(groups.values(), valid, strict=True)
+            self._done(number, [chunk for pairs, count in loaded for chunk, _ in pairs[:count]])
 
-    def _ended(self, number: int, failure: TransferFailure | None) -> None:
-        run = self._runs.pop(number)
-        valid = len(run.chunks)
-        if run.cancelled:
-            valid = 0
-        elif failure is not None:
-            valid = failure.num_valid_tokens // self._tokens_per_block
-        job = run.job
-        job.loaded += run.chunks[:valid]
-        job.running -= 1
-        if not job.running:
-            self._done(job.number, job.loaded)
+        RunLoads(self._loads, runs, ended)

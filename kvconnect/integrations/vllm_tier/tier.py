@@ -31,7 +31,7 @@ from kvconnect.integrations.vllm_tier.identity import (
     chunks_digest,
     configuration_of_vllm,
 )
-from kvconnect.integrations.vllm_tier.loads import Loads
+from kvconnect.integrations.vllm_tier.loads import ChunkLoads
 from kvconnect.integrations.vllm_tier.lookups import Answers, Known, Lookups, ScanEnd
 from kvconnect.integrations.vllm_tier.parents import Parents
 from kvconnect.integrations.vllm_tier.pause import StepPause
@@ -123,7 +123,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         self._unanswered = False
         self._pause = StepPause()
         self._finder = Finder(self._access, names, self._answered, timeout_s=timeout_s)
-        self._loads = Loads(self._access, names, self._loaded, timeout_s=given.load_timeout_s)
+        self._loads = ChunkLoads(self._access, names, self._loaded, timeout_s=given.load_timeout_s)
         self._saves = Saves(
             self._access,
             names,

@@ -1,0 +1,53 @@
+"""Runs of blocks that are loaded together, for engines that load without a request of the pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvconnect.connector.io.load import Load, Loads
+from kvconnect.connector.io.orders import BlockLoad, LoadBlocks
+
+__all__ = ["RunLoads"]
+
+
+class RunLoads:
+    """Several runs of blocks, loaded at once; each ends at the first block that cannot be had.
+
+    Args:
+        loads: where they are started, on any thread.
+        runs: each with its blocks in order.
+        done: called with `valid` on the loop when all have ended; at once if nothing is to load.
+
+    Attributes:
+        valid: for each run how many of its leading blocks are there; 0 until it has ended.
+    """
+
+    def __init__(
+        self,
+        loads: Loads,
+        runs: Sequence[Sequence[BlockLoad]],
+        done: Callable[[Sequence[int]], None],
+    ) -> None:
+        self.valid = [0] * len(runs)
+        self._done = done
+        wanted = [(number, tuple(blocks)) for number, blocks in enumerate(runs) if blocks]
+        self._left = len(wanted)
+        size = loads.tokens_per_block
+        self._loads = [
+            loads.start(LoadBlocks(number, 0, len(blocks) * size, blocks), self._ended)
+            for number, blocks in wanted
+        ]
+        if not wanted:
+            done(self.valid)
+
+    def abandon(self) -> None:
+        """Copy nothing more, even if the loop does not run. On any thread."""
+        for load in self._loads:
+            load.closed = True
+
+    def _ended(self, load: Load) -> None:
+        if not load.cancelled:
+            self.valid[load.order.request_id] = load.num_valid_blocks()
+        self._left -= 1
+        if not self._left:
+            self._done(self.valid)
