@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from kvconnect.backends.memory import from_url
 from kvconnect.backends.url import StoreUrl
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import Direction, LlmArgs
+from kvconnect.connector.io import blocking
 from kvconnect.connector.io.blocking import StoreAccess
 from kvconnect.connector.io.budget import LookupBudget
 from kvconnect.connector.io.copiers import PoolCopier
@@ -480,6 +483,35 @@ def test_faults_are_misses(access, store, fault):
     started = time.monotonic()
     assert made.load(keys, [5, 6, 7]) == 0
     assert time.monotonic() - started < 30
+    assert torch.equal(values, before)
+
+
+@pytest.mark.parametrize("load_timeout_s", [0.2])
+def test_nothing_is_copied_once_a_caller_was_told_that_the_loop_is_stuck(access, monkeypatch):
+    monkeypatch.setattr(blocking, "_SPARE_S", 0.1)
+    made, values = access
+    keys = chain([]).keys()[:3]
+    made.save(blocks(keys, [1, 2, 3]))
+    assert made.flush(60)
+    before = values.clone()
+    opened, told, go_on = made._access.store, threading.Event(), threading.Event()
+    load = opened.backend.load
+
+    async def load_and_block(keys, into):
+        filled = await load(keys, into)
+        asyncio.get_running_loop().call_later(0.05, go_on.wait, 60)
+        return filled
+
+    monkeypatch.setattr(opened.backend, "load", load_and_block)
+    for _ in range(2):  # all threads that copy
+        opened.copying.submit(lambda: told.wait(60))
+    assert made.load(keys, [5, 6, 7]) == 0
+    told.set()
+    behind = threading.Barrier(3)
+    for _ in range(2):
+        opened.copying.submit(lambda: behind.wait(60))
+    behind.wait(60)
+    go_on.set()
     assert torch.equal(values, before)
 
 

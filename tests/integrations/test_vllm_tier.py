@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -334,6 +335,28 @@ def test_loads_that_are_called_off_end_and_count_for_nothing(tier):
     assert kept.wait(2) == [[]]
     kept.set("none")
     assert not kept.host.any()
+
+
+def test_what_a_load_had_brought_counts_for_nothing_when_it_is_called_off(tier, monkeypatch):
+    monkeypatch.setattr(access, "CALL_NBYTES", ROW + 4096)  # a chunk of a call
+    kept = tier()
+    kept.save(1, range(2))
+    kept.wait(1)
+    backend, go_on = kept.opened.backend, asyncio.Event()
+    load, first = backend.load, [True]
+
+    async def load_one(keys, into):
+        if not first:
+            await go_on.wait()
+        first.clear()
+        return await load(keys, into)
+
+    monkeypatch.setattr(backend, "load", load_one)
+    kept.loads.submit(2, [chunk(0), chunk(1)], [0, 1])
+    kept.until(lambda: any(any(one.copied) for one in list(kept.loads._loads._running)))
+    kept.loads.cancel()
+    assert kept.wait(2) == [[]]
+    kept.opened.io.call_soon(go_on.set)
 
 
 def test_what_has_arrived_is_copied_while_more_is_loaded(tier, monkeypatch):
