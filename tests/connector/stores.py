@@ -39,8 +39,8 @@ class Door:
 class DictStore(Backend):
     """Frames by key."""
 
-    def __init__(self, *, inline: bool = False, enumerable: bool = True) -> None:
-        self.capabilities = Capabilities(inline=inline, enumerable=enumerable)
+    def __init__(self, *, enumerable: bool = True) -> None:
+        self.capabilities = Capabilities(enumerable=enumerable)
         self.frames: dict[BlockKey, Tensor] = {}
         self.blocks: list[StoredBlock] = []
         self.lookups: list[list[BlockKey]] = []

@@ -24,9 +24,9 @@ class Weather:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        inline, enumerable = self.random.random() < 0.4, self.random.random() < 0.5
+        enumerable = self.random.random() < 0.5
         size = self.random.choice([1, 2, 3])
-        self.stores = [DictStore(inline=inline, enumerable=enumerable) for _ in range(size)]
+        self.stores = [DictStore(enumerable=enumerable) for _ in range(size)]
         self.pair = Pair(
             self.stores,
             save_on=self.random.choice(["full", "finish"]),

@@ -167,24 +167,20 @@ class StandIn:
     def step(self) -> None:
         self.steps += 1
         scheduled: dict[str, int] = {}
-        in_step = False
         for request in list(self.requests.values()):
             if request.state == "waiting":
-                in_step |= self._admit(request)
+                self._admit(request)
             if request.state == "running":
                 left = request.num_tokens - request.num_computed_tokens
                 scheduled[request.request_id] = min(left, self.chunk)
                 self._allocate(request, request.num_computed_tokens + min(left, self.chunk))
-        meta = self._meta(scheduled, in_step=in_step)
+        meta = self._meta(scheduled)
         self.worker.handle_preemptions(meta)
         self.worker.bind(meta)
-        if in_step:
-            self.worker.start_load()
         try:
             answers = {name: self._compute(self.requests[name], n) for name, n in scheduled.items()}
         finally:  # as in vLLM, whatever becomes of the forward pass
-            if not in_step:
-                self.worker.start_load()
+            self.worker.start_load()
             self.worker.wait_for_save()
         results = self.worker.take_results()
         invalid = self.worker.take_invalid_blocks()
@@ -192,28 +188,26 @@ class StandIn:
         self.worker.clear()
         self._update(scheduled, answers, results, invalid, report)
 
-    def _admit(self, request: Request) -> bool:
+    def _admit(self, request: Request) -> None:
         if request.num_computed_tokens == 0:
             found, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
             if found is None:
-                return False
-            assert found <= request.num_tokens - (not is_async)
-            assert found or not is_async
+                return
+            assert found <= request.num_tokens
+            assert bool(found) == is_async
             self._allocate(request, found)
             self.scheduler.update_state_after_alloc(request, request, found)
             request.external = found
             request.cached = request.num_computed_tokens = found
             if is_async:
                 request.state = "loading"
-                return False
+                return
         else:
             self.scheduler.update_state_after_alloc(request, request, 0)
-            found = 0
         request.state = "running"
         (self.resumed if request.num_preemptions else self.new).add(request.request_id)
-        return bool(found)
 
-    def _meta(self, scheduled: dict[str, int], *, in_step: bool) -> Any:
+    def _meta(self, scheduled: dict[str, int]) -> Any:
         known = [self.requests[name] for name in scheduled]
         cached = [one for one in known if one.request_id not in self.new]
         output = SimpleNamespace(
@@ -236,7 +230,6 @@ class StandIn:
             total_num_scheduled_tokens=sum(scheduled.values()),
             preempted_req_ids=set(self.preempted),
             finished_req_ids=set(self.finished),
-            has_sync_kv_loads=in_step,
         )
         for one in known:
             one.told = len(one.blocks)

@@ -15,8 +15,9 @@ from kvconnect.connector.io.access import Access
 from kvconnect.connector.io.load import Load, Loads
 from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import SaveOrder
-from kvconnect.connector.io.save import HeldSaves, SaveQueue
+from kvconnect.connector.io.save import SaveQueue
 from kvconnect.connector.io.strided import StridedPlanes
+from kvconnect.connector.pair.held_saves import HeldSaves
 from kvconnect.connector.pair.messages import OffloadMeta, WorkerMeta
 from kvconnect.connector.stream import ForwardStream, cuda_stream
 from kvconnect.connector.worker import KvCacheConnectorWorker

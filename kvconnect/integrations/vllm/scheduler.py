@@ -109,7 +109,7 @@ class SchedulerHalf:
         if tracked.preemptions != request.num_preemptions:
             self._reset(tracked)
         tracked.grow()
-        tracked.offered_at, tracked.external = num_computed_tokens, 0
+        tracked.offered_at = num_computed_tokens
         found, is_async = self._scheduler.ask_num_new_matched_tokens(llm, num_computed_tokens)
         if not self._roles.loads:
             # Waited for all the same: only what the store lacks is saved, and a request of one
@@ -193,7 +193,7 @@ class SchedulerHalf:
             self._scheduler.request_aborted(llm)
             self._forget(tracked, Doubt.BAD_TOKENS)
             return
-        llm.num_connector_matched_tokens = tracked.external = num_external_tokens
+        llm.num_connector_matched_tokens = num_external_tokens
         self._scheduler.update_state_after_alloc(llm, [])
         if num_external_tokens:
             tracked.loading = True

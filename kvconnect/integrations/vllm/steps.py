@@ -48,7 +48,6 @@ class StepReader:
         step = SchedulerOutput()
         for one, block_ids in starting:
             step.loading_requests.append(self._data(one, block_ids, one.offered_at, 0))
-            one.external = 0
         for data in output.scheduled_new_reqs:
             tracked = known.get(data.req_id)
             if tracked is not None and tracked.llm is not None:
@@ -69,10 +68,7 @@ class StepReader:
         tracked.grow()
         tracked.computed = computed + scheduled
         tracked.num_full = 0
-        if tracked.external:
-            # A load in this very step: what it brings is not there yet.
-            computed, tracked.external = tracked.offered_at, 0
-        elif getattr(output, "has_sync_kv_loads", False):
+        if getattr(output, "has_sync_kv_loads", False):
             # Perhaps another connector's, which may fail: what stands on it waits for the next.
             step.new_requests.append(self._data(tracked, block_ids, 0, 0))
             return

@@ -31,7 +31,6 @@ class Tracked:
         contents: its pictures, sounds and videos, or why they have no name.
         preemptions: those of `request` that the pair knows of.
         offered_at: its local tokens when it was asked for last.
-        external: tokens beyond `offered_at` that vLLM took, until their load is ordered.
         loading: a load in the background is under way.
         computed: leading tokens that have KV after the last step it was in.
         num_full: full blocks of them that the pair was told of.
@@ -48,7 +47,6 @@ class Tracked:
     contents: Future[list[PromptContent] | Doubt] | None = None
     preemptions: int = 0
     offered_at: int = 0
-    external: int = 0
     loading: bool = False
     computed: int = 0
     num_full: int = 0
