@@ -1,4 +1,4 @@
-"""Pairs of digests that a comparison bit for bit has found to be of the same weights."""
+"""The pairs of digests that a comparison bit for bit has found to be of the same weights."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class _Listed:
 
 
 def _listed(root: int, name: str) -> _Listed | None:
-    """The regular files and the folders in a folder, sorted; ``None``: it cannot be read."""
+    """Returns the regular files and the folders in a folder, sorted, or ``None`` if unreadable."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
     except OSError:

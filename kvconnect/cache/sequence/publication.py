@@ -59,7 +59,7 @@ class Publication:
         self._tree.prune(segment)
 
     def tail(self, block: int, num_tokens: int) -> None:
-        """Publish the first `num_tokens` of that block, unless a block begins with them already."""
+        """Publishes the first `num_tokens` of that block, unless a published block has them."""
         missing = [held for held in self._held if self._may_publish(held, block, block + 1)]
         if not missing:
             return
