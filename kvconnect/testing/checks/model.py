@@ -1,4 +1,4 @@
-"""Random operations of several clients, compared with a dict."""
+"""Compares random operations of several clients with a dict."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ async def random_operations(subject: Subject) -> None:
 
 @check("model", limit_s=1800)
 async def random_operations_when_full(subject: Subject) -> None:
-    """The same in a store too small for all: what is found is a part of the dict, and right."""
+    """A store too small for all finds a part of the dict's blocks, and only right ones."""
     await _explore(subject, bounded=True)
