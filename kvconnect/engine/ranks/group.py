@@ -52,12 +52,12 @@ class RankGroup:
 
     @property
     def rank(self) -> int:
-        """This one; 0 is the leader."""
+        """The number of this rank; 0 is the leader."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self._size
 
     def connect(self, store: Store, device: torch.device) -> None:
@@ -152,9 +152,9 @@ def _destroy(groups: list[dist.ProcessGroup], *, with_default: bool) -> None:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Groups of gloo that are made meanwhile listen to this machine alone, unless told otherwise.
+    """Makes new groups of gloo listen to this machine alone, unless configured otherwise.
 
-    What they exchange is trusted: see `DistributedCommunicator`.
+    Their exchanges are trusted: see `DistributedCommunicator`.
     """
     names = [name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}]
     if _INTERFACE in os.environ or not names:

@@ -147,12 +147,12 @@ class Leader:
     # ------------------------------------------------------------------ steps
 
     def work(self, plan: Sequence[SequenceStep]) -> StepWork:
-        """Returns what the others do in a step; the connector sends it when the step begins.
+        """Returns the others' work in a step; the connector sends it when the step begins.
 
         Call it once for each step.
 
         Args:
-            plan: what is computed; nothing in an idle step.
+            plan: the computation; empty in an idle step.
 
         Raises:
             RankLost: a rank is lost; names it.
@@ -161,7 +161,7 @@ class Leader:
         return StepWork(self._copies.take(), self._plans.message(plan))
 
     def wait(self) -> None:
-        """Lets the others live on without work.
+        """Keeps the others alive without work.
 
         Raises:
             RankLost: as `work`.
@@ -197,7 +197,7 @@ class Leader:
         self._leave()
 
     def _leave(self) -> None:
-        """Gives back descriptors and ports, also while an error keeps this object."""
+        """Releases descriptors and ports, also while an error keeps this object."""
         self.group.close()
         self._meeting.close()
 

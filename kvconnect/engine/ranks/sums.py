@@ -1,4 +1,4 @@
-"""The sums of a model that is divided among ranks."""
+"""Computes the sums of a model that is divided among ranks."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ async def duplicates(subject: Subject) -> None:
 
 @check("contract")
 async def delete(subject: Subject) -> None:
-    """Deleted blocks are gone, others stay, absent ones are no error, all can be saved again."""
+    """Blocks that are deleted are gone, others stay, absent ones are no error, all can return."""
     blocks = subject.blocks("delete")
     keys = blocks.keys(count=4)
     async with subject.opened() as store:

@@ -40,7 +40,7 @@ async def _explore(subject: Subject, *, bounded: bool) -> None:
 
 @check("model", limit_s=1800)
 async def random_operations(subject: Subject) -> None:
-    """Random saves, loads, lookups, deletes and reopenings of up to three clients, as of a dict."""
+    """A run of random operations by up to three clients gives the results of a dict."""
     await _explore(subject, bounded=False)
 
 
