@@ -1,4 +1,4 @@
-"""Block keys: names of KV content, the same in every process, rank and pool.
+"""The block keys: names of KV content, the same in every process, rank and pool.
 
 ``root`` covers everything that changes the bytes of a block besides its tokens; ``key[i]`` chains
 over the blocks before it, so a key stands for the whole prefix. A tenant's salt is part of the

@@ -32,7 +32,7 @@ class Settings(BaseModel):
         extra="forbid",
         frozen=True,
         arbitrary_types_allowed=True,
-        hide_input_in_errors=True,  # a password, perhaps; `_explain` tells what may be told
+        hide_input_in_errors=True,  # a password, perhaps; `_explain` shows what may be shown
     )
 
     positional: ClassVar[tuple[str, ...]] = ()

@@ -21,7 +21,7 @@ KvLayer: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planes:
-    """Views of one shape (but for the last axis), layer by layer, keys before values.
+    """The views of one shape (but for the last axis), layer by layer, keys before values.
 
     Attributes:
         views: ``[num_blocks, T, heads, dim]`` or, HND, ``[num_blocks, heads, T, dim]``.

@@ -37,7 +37,7 @@ class PlaneBytes:
 
 @dataclass(frozen=True, slots=True)
 class PlanePair:
-    """The same plane on both sides; their rows are equally long."""
+    """A plane on both sides of a copy; the rows of both are equally long."""
 
     source: PlaneBytes
     target: PlaneBytes

@@ -20,7 +20,7 @@ __all__ = ["BaseKVCacheManager", "BaseResourceManager", "KVCacheManagerFactory",
 
 
 class BaseResourceManager(ABC):
-    """Resources that requests need while they run. Methods and meaning are TensorRT-LLM's."""
+    """The resources that requests need while they run. The methods are TensorRT-LLM's."""
 
     @abstractmethod
     def prepare_resources(self, batch: ScheduledBatch) -> None:

@@ -1,4 +1,4 @@
-"""Digests of files that were hashed before, kept for the next process."""
+"""The digests of files that were hashed before, kept for the next process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DIGEST_NBYTES = 32
 
 
 class DigestCache:
-    """Digests by identity: 1,024 at most, the oldest are dropped first.
+    """The digests by identity: 1,024 at most, the oldest are dropped first.
 
     They are kept in one small file, a line for each, which is replaced as a whole. Several
     processes may use it: one may lose what another adds, which costs time. A file that is damaged,

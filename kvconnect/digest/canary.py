@@ -20,7 +20,7 @@ _NUM_TRIES = 2
 
 
 class Canary:
-    """Results of a computation, kept to be compared bit for bit with those of later runs.
+    """The results of a computation, to be compared bit for bit with those of later runs.
 
     Finds changes that no counter shows: optimizers and kernels that write past PyTorch's version
     counter, dropout, hooks, adapters that are switched, changed buffers and settings.

@@ -270,7 +270,7 @@ def _open_directory(directory: Path) -> int:
 
 
 def _regular(root: int, *folders: str) -> Iterator[str]:
-    """Names of the regular files in `folders`, relative to `root`, and of links to such."""
+    """Yields the regular files in `folders`, relative to `root`, and links to such."""
     for folder in folders:
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)

@@ -1,4 +1,4 @@
-"""Lines in the log while something long is hashed."""
+"""Logs the progress of long digests."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class WeightWatch:
 
 
 class _Lines:
-    """Bytes of every tensor in host memory, as they were found."""
+    """The bytes of every tensor in host memory, as they were found."""
 
     def __init__(self, watched: Iterable[_Watched]) -> None:
         self._names: list[str] = []

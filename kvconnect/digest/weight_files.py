@@ -35,7 +35,7 @@ _Folder: TypeAlias = tuple[int, int]
 
 @dataclass(slots=True)
 class WeightFiles:
-    """Names of files under a model's directory, relative to it, sorted within a folder.
+    """The names of files under a model's directory, relative to it, sorted within a folder.
 
     Folders are followed through links. A folder that is reached by several names counts under the
     first: real ones go before links.

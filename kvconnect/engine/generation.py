@@ -120,7 +120,7 @@ class Generation:
             sampling_params: as in `generate`, one for all, or one for each conversation.
             chat_template: a Jinja template instead of the model's own.
             add_generation_prompt: end the prompt with what begins the model's answer.
-            continue_final_message: leave the last message open, so that the answer goes on with it.
+            continue_final_message: leave the last message open, so that the answer continues it.
             tools: JSON schemas of functions that the template tells the model of.
             chat_template_kwargs: further variables for the template.
             options: those of `generate`.

@@ -1,4 +1,4 @@
-"""Decorators for keyword arguments: a record as a constructor's, and unknown ones."""
+"""The decorators for keyword arguments: a record as a constructor's, and unknown ones."""
 
 from __future__ import annotations
 

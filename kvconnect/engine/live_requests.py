@@ -78,7 +78,7 @@ class LiveRequests:
                 live.finish(reason)
         except Exception as error:  # noqa: BLE001  no output can be made of it
             live.fail(error)
-        del self._live[live.request.request_id]  # last: what is in there is told of errors
+        del self._live[live.request.request_id]  # last: requests in there are notified of errors
 
     def fail(self, live: LiveRequest, error: Exception) -> None:
         """Ends `live` by an error of its own, and notifies its waiter."""
@@ -124,7 +124,7 @@ class LiveRequests:
             request.state = RequestState.FINISHED
             if holds_blocks:
                 self._kv.free_resources(request)
-        self.recount_blocks()  # its waiter may look as soon as it is told
+        self.recount_blocks()  # its waiter may read the counts as soon as it is notified
 
     # ------------------------------------------------------------------ what is counted
 

@@ -1,4 +1,4 @@
-"""Pictures of a simulation; needs matplotlib, the extra ``plot``."""
+"""Draws pictures of a simulation; needs matplotlib, the extra ``plot``."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class _Session:
             return None
         self.turns_left -= 1
         size, hash_ids = self._workload.hash_tokens, self._hash_ids
-        # A stretch keeps its id while it fills up: what began in one turn goes on in the next.
+        # A stretch keeps its id while it fills up, over several turns.
         for _ in range(len(hash_ids), -(-(prompt + output) // size)):
             hash_ids.append(next(self._ids))
         self._length, self._last_output = prompt + output, output

@@ -29,7 +29,7 @@ class BlockMaker:
         seed: keys of different seeds differ.
 
     Attributes:
-        layout: of the blocks that `block` makes, unless it is told their size.
+        layout: of the blocks that `block` makes, unless it is given their size.
         frame_nbytes: of those blocks.
         named: every key that was made.
     """

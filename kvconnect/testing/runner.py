@@ -133,7 +133,7 @@ def run_check(one: Check, subject: Subject) -> Outcome:
         try:
             with main_loop(_GRACE_S / 2) as loop:
                 loop.run_until_complete(_limited(one.body(subject), limit_s))
-        except BaseException as error:  # noqa: BLE001 - it is told below, whatever it is
+        except BaseException as error:  # noqa: BLE001 - it is reported below, whatever it is
             raised.append(error)
 
     thread = threading.Thread(target=run, name=f"kvconnect-check {one.id}", daemon=True)

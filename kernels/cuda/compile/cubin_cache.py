@@ -52,7 +52,7 @@ class CubinKey:
 
 
 class CubinCache:
-    """Cubins by key. Several processes and threads may share a directory.
+    """The cubins by key. Several processes and threads may share a directory.
 
     A directory that cannot be read or written costs time, nothing else.
 

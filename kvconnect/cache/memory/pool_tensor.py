@@ -77,7 +77,7 @@ def pool_view(arena: Tensor, layout: KvCacheLayout) -> Tensor:
 def layer_buffers(
     pool: Tensor, layout: KvCacheLayout, layer_idx: int
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Views of one layer: ``[num_blocks, 2, T, num_kv_heads, head_dim]``.
+    """The views of one layer: ``[num_blocks, 2, T, num_kv_heads, head_dim]``.
 
     Where key and value dimensions differ, two views ``[num_blocks, T, num_kv_heads, dim]``.
     `layer_idx` counts the layers of this pool from 0.

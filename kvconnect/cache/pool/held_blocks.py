@@ -35,7 +35,7 @@ def no_ids(count: int) -> BlockIds:
 
 @dataclass(slots=True, eq=False)
 class HeldPath:
-    """References to parts of one path in one pool.
+    """The references to parts of one path in one pool.
 
     Attributes:
         pool: the pool.

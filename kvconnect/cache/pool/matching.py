@@ -53,7 +53,7 @@ NO_MATCH = Match(None, 0, None)
 
 
 class Matcher:
-    """Queries over the tree and all pools. They change nothing, not even recency."""
+    """The queries over the tree and all pools. They change nothing, not even recency."""
 
     def __init__(self, tree: RadixTree, pools: Sequence[BlockPool], config: KvCacheConfig) -> None:
         self._tree = tree

@@ -24,7 +24,7 @@ __all__ = ["SequenceTable"]
 
 
 class SequenceTable:
-    """Sequences by request id: how they grow and shrink, and how they end.
+    """The sequences by request id: how they grow and shrink, and how they end.
 
     All methods raise `UnknownRequest` if no live sequence has the given id.
     """

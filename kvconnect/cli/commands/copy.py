@@ -194,7 +194,7 @@ async def _write(target: GuardedBackend, batch: Sequence[ReadFrame], done: _Copi
     while blocks:
         saving = asyncio.ensure_future(target.save(blocks))
         try:
-            # Also after Ctrl-C it goes on: closing the target would wait for it anyway.
+            # The save continues after Ctrl-C: closing the target would wait for it anyway.
             await asyncio.wait({saving})
         finally:
             stored = await saving

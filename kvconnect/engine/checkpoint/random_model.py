@@ -145,7 +145,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Callable[[ModelSize], dict[str, Any]]]] =
     "opt": ("opt", _opt),
     "deepseek_v3": ("deepseek_v3", _deepseek_v3),
 }
-"""Name of an architecture: its transformers model type, and what its configuration is made of."""
+"""The architectures by name: the transformers model type, and the fields of its configuration."""
 
 
 def make_model(

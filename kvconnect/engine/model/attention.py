@@ -31,7 +31,7 @@ _TILE = 512
 """Queries that share a mask on the CPU: none of them looks at keys behind the last of them."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001  no other name
-"""What `scaled_dot_product_attention` runs on the CPU; it tells the sum of the exponentials too."""
+"""The kernel of `scaled_dot_product_attention` on the CPU; it also returns sums of exponentials."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -300,7 +300,7 @@ def _attended(
 
 
 def _suits_flash(given: AttentionInput) -> bool:
-    # What torch checks before it takes this way, and what is unchecked there.
+    # The conditions that torch checks before it uses this kernel, and those that it does not.
     states = given.query, given.key, given.value
     return all(
         one.device.type == "cpu" and one.stride(-1) == 1 and one.shape[-1] == states[0].shape[-1]

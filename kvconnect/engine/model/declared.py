@@ -105,7 +105,7 @@ def checked_windows(
         The windows; ``None`` if the model has no attention interface, so that they are not known.
 
     Raises:
-        UnsupportedModel: the configuration, the masks and what attention is told differ; attention
+        UnsupportedModel: the configuration, the masks and attention's arguments differ; attention
             looks ahead; or a window, chunk or sink of the configuration reaches no attention.
     """
     config = model.config.get_text_config(decoder=True)

@@ -102,7 +102,7 @@ class _Packed:
     least_rows = 5  # its kernels for less wait for memory: 1.3 times as long
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        # What torch's own compiler calls; there are no public names.
+        # The functions that torch's own compiler calls; there are no public names.
         operations = torch.ops.mkldnn
         self._weight = operations._reorder_linear_weight(weight, _HINT)  # noqa: SLF001
         self._bias = bias

@@ -22,7 +22,7 @@ __all__ = ["ATTENTION", "AttentionProbe", "KvStep", "LayerShape"]
 ATTENTION = "kvconnect"
 """The ``attn_implementation`` that models are loaded with."""
 
-# What models pass along that does not change what attention computes.
+# The arguments of models that do not change the result of attention.
 _HARMLESS = frozenset({"dropout", "position_ids", "is_causal", "position_embeddings", "use_cache"})
 
 

@@ -65,7 +65,7 @@ def main() -> NoReturn:
     settings = RankSettings.decode(lines[1])
     try:
         follow(settings, Meeting.joined(start["port"], rank, settings.size), rank)
-    except BaseException as error:  # noqa: BLE001  the leader raises what it is told
+    except BaseException as error:  # noqa: BLE001  the leader raises it
         _log.error("rank %d ended: %s: %s", rank, type(error).__name__, error)
         status = 1
     else:

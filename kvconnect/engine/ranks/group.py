@@ -21,13 +21,13 @@ from kvconnect.errors import ConfigurationError, EngineClosed
 __all__ = ["CONNECT_S", "RankGroup"]
 
 CONNECT_S = 30.0
-"""So long a rank may let the others wait when they connect: all have loaded their models then."""
+"""The longest wait of ranks for another to connect: all have loaded their models then."""
 
 _GLOO_PATIENCE = 5
-"""gloo waits for a connection so many times as long as it is told."""
+"""The factor by which gloo waits longer for a connection than its timeout."""
 
 _STEP_S = 120.0
-"""So long one rank may compute longer than another, beyond what it waits for loads."""
+"""The longest that one rank may compute beyond another, besides its waits for loads."""
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 

@@ -30,7 +30,7 @@ __all__ = ["Leader", "NoFollowers", "start_followers"]
 
 _LIFE_SIGN_S = 1.0
 _END_S = 1.5
-"""For a process to end, beyond what it drains."""
+"""The time for a process to end, beyond its drain."""
 
 _number = itertools.count()
 
@@ -210,7 +210,7 @@ def start_followers(settings: RankSettings) -> Leader:
     """Starts the other ranks of an engine.
 
     Under ``torchrun`` they are started already: this is one of them, perhaps. It then follows until
-    the leader closes its engine, and ends its process, so that a script goes on in the leader's
+    the leader closes its engine, and ends its process, so that a script continues in the leader's
     alone.
 
     Raises:

@@ -30,7 +30,7 @@ _LOADING = timedelta(hours=2)
 _POLL_S = 0.02
 _BEAT_S = 1.0
 _SILENT_S = 60.0
-"""So long a rank that loads its model may give no sign of life."""
+"""The longest silence of a rank that loads its model."""
 _HERE = "127.0.0.1"
 
 

@@ -136,7 +136,7 @@ class _Reader:
         self._open = set(range(len(lives)))
         for live in lives:
             live.add_listener(ring)
-        ring()  # what is there already is told to no listener
+        ring()  # earlier output reaches no listener
 
     @property
     def ended(self) -> bool:

@@ -12,7 +12,7 @@ __all__ = ["Siblings"]
 
 
 class Siblings:
-    """Requests of equal prompts, started so that they share the KV blocks of the prompt.
+    """The requests of equal prompts, started so that they share the KV blocks of the prompt.
 
     Every method may be called from any thread, and none waits for the engine.
 

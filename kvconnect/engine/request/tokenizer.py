@@ -17,7 +17,7 @@ __all__ = ["Detokenizer", "Tokenizer"]
 
 _UNFINISHED = "\ufffd"
 _CHARACTERS_OF_TOKEN = 8
-"""More than a token has on average."""
+"""The characters of a token: more than the average."""
 _FURTHER = 8
 _CUT_TOKENS = 64
 """As many tokens may begin a text that is cut off, and not the whole text."""

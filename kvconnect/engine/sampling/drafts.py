@@ -65,7 +65,7 @@ class NgramSpeculation(Settings):
 
 
 Speculation: TypeAlias = NgramSpeculation | Mapping[str, object] | Literal["ngram"]
-"""What an engine takes as ``speculative``."""
+"""The values of an engine's ``speculative``."""
 
 
 class NgramDrafter:

@@ -20,7 +20,7 @@ _ADDED_TOKENS = 16
 
 
 def _prompt(given: object) -> object:
-    # Pydantic would tell of each entry of a long list what it is not, for minutes, and take `true`
+    # Pydantic would report an error for each entry of a long list, for minutes, and take `true`
     # and "1" for token ids.
     if isinstance(given, str):
         return given

@@ -80,7 +80,7 @@ class TokenizeRequest(TokenRequest):
 
 
 def _token_ids(given: object) -> object:
-    # Pydantic would tell of each entry of a long list what it is not.
+    # Pydantic would report an error for each entry of a long list.
     if isinstance(given, list):
         pieces = (given[start : start + _AT_ONCE] for start in range(0, len(given), _AT_ONCE))
         if all(set(map(type, piece)) == {int} for piece in pieces):

@@ -185,7 +185,7 @@ async def garbage(subject: Subject) -> None:
 
 @check("integrity")
 async def one_of_many(subject: Subject) -> None:
-    """One bad block of a batch ends the run there; those before are right, those after stay."""
+    """A bad block of a batch ends the run there; those before are right, those after stay."""
     async with _saved(subject, "one of many", 6) as saved:
         await subject.corrupt(saved.store.inner, saved.keys[3], 1000)
         into = saved.blocks.buffers(6)
