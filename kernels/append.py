@@ -1,4 +1,4 @@
-"""New keys and values written into a paged cache, each token at its slot."""
+"""Appends new keys and values to a paged cache, each token at its slot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["reshape_and_cache"]
 def reshape_and_cache(
     key: Tensor, value: Tensor | None, kv: PagedKv, slot_mapping: Tensor, *, layer: int
 ) -> None:
-    """Write new keys and values of one layer, each token's at its slot.
+    """Writes new keys and values of one layer, each token's at its slot.
 
     On a device it is enqueued on the current stream. It can be traced and exported.
 

@@ -1,4 +1,4 @@
-"""Copies of blocks carried out: by the host's own loops, on a device, or in plain torch."""
+"""Carries out copies of blocks: by the host's own loops, on a device, or in plain torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def copy_pairs(
     path: str = "auto",
     stable_source: bool = False,
 ) -> Transfer:
-    """`copy_blocks` with sources and targets apart, and no padding.
+    """Copies blocks like `copy_blocks`, with separate sources and targets, and no padding.
 
     Args:
         src_kv: as there.
@@ -60,7 +60,7 @@ def copy_pairs(
 def move_blocks(
     moves: Moves | None, stream: Any, path: str, *, stable_source: bool = False
 ) -> Transfer:
-    """Carry out `moves` on `path`, and on `stream` if that is not the host's own.
+    """Carries out `moves` on `path`, and on `stream` if that is not the host's own.
 
     Raises:
         ValueError: there is no such path.

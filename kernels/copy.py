@@ -1,8 +1,8 @@
-"""Copies of KV blocks: paged to contiguous and back, paged to paged, and between layouts.
+"""Copies KV blocks: paged to contiguous and back, paged to paged, and between layouts.
 
-Everything is checked before anything is written. On the host a copy is over when the function
-returns. On a device it is enqueued behind what `stream` (by default torch's current one) was given,
-and the `Transfer` says when it is over.
+Everything is checked before anything is written. On the host a copy is done when the function
+returns. On a device it is enqueued behind the work of `stream` (by default torch's current one),
+and the `Transfer` tells when it is done.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def gather_blocks(
     stream: Any = None,
     path: str = "auto",
 ) -> Transfer:
-    """Copy blocks to a contiguous buffer: row i of `out` becomes block ``block_ids[i]``.
+    """Copies blocks to a contiguous buffer: row i of `out` becomes block ``block_ids[i]``.
 
     Args:
         kv: where the blocks are.
@@ -71,9 +71,9 @@ def scatter_blocks(
     path: str = "auto",
     stable_source: bool = False,
 ) -> Transfer:
-    """Copy a contiguous buffer to blocks: block ``block_ids[i]`` becomes row i of `src`.
+    """Copies a contiguous buffer to blocks: block ``block_ids[i]`` becomes row i of `src`.
 
-    The mirror of `gather_blocks`; other layers than `layers` are left as they are.
+    The mirror of `gather_blocks`; other layers than `layers` are unchanged.
 
     Args:
         src: as `out` there.
@@ -82,8 +82,8 @@ def scatter_blocks(
         layers: consecutive ones, which `src` holds.
         stream: a `torch.cuda.Stream`; ignored on the host.
         path: ``"auto"``; or how: ``"kernel"``, ``"dma"``, ``"staged"``, ``"torch"``.
-        stable_source: `src` is host memory that is complete already and stays as it is until the
-            `Transfer` is done; it may be read before the stream comes to it.
+        stable_source: `src` is host memory that is complete already and stays unchanged until the
+            `Transfer` is done; it may be read before the stream reaches the copy.
 
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: as `gather_blocks`; also ``ValueError`` for
@@ -108,7 +108,7 @@ def copy_blocks(
     path: str = "auto",
     stable_source: bool = False,
 ) -> Transfer:
-    """Copy blocks of one paged memory to another, or within one.
+    """Copies blocks of one paged memory to another, or within one.
 
     Args:
         src_kv: where to read.

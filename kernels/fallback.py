@@ -1,4 +1,4 @@
-"""Plain torch in place of kernels, where there is no device to run them or no driver for it."""
+"""Runs plain torch in place of kernels, where there is no device or no driver for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["note_missing", "run_plainly", "tried"]
 
 
 def tried(where: torch.device, submit: Callable[[DeviceWork], Transfer]) -> Transfer | None:
-    """What `submit` makes of the work of `where`; ``None``: it is the host's, or plain torch's."""
+    """Returns what `submit` makes of work on `where`; ``None``: the host or plain torch does it."""
     if not device.wanted(where):
         return None
     try:
@@ -30,7 +30,7 @@ def tried(where: torch.device, submit: Callable[[DeviceWork], Transfer]) -> Tran
 def run_plainly(
     plainly: Callable[[], None], where: torch.device, stream: Any, keep: tuple[object, ...]
 ) -> Transfer:
-    """Run `plainly`, on `stream` or the current one of device `where`."""
+    """Runs `plainly`, on `stream` or the current one of device `where`."""
     if where.type != "cuda":
         plainly()
         return DONE
@@ -41,5 +41,5 @@ def run_plainly(
 
 
 def note_missing(error: Exception) -> None:
-    """Warns once that plain torch does what a kernel should."""
+    """Warns once that plain torch runs instead of kernels."""
     warn_once("kernels.no_device", f"copies use plain torch, which is slow: {error}")

@@ -1,7 +1,7 @@
-"""The ops as torch sees them: ``torch.ops.kvconnect.*``, so that they trace and export.
+"""Registers the ops as ``torch.ops.kvconnect.*``, so that they trace and export.
 
-Each module registers its own. The ops take tensors only, change what their schema says in place,
-and return nothing: what torch's compiler can reason about.
+Each module registers its own. The ops take tensors only, change in place what their schema says,
+and return nothing, so that torch's compiler can reason about them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _HOST_AND_DEVICE = ("CPU", "CUDA")
 
 
 def _nothing(*_: object) -> None:
-    """An op that only changes its arguments has nothing to make."""
+    """Does nothing, as the result of an op that only changes its arguments."""
 
 
 def register(
     name: str, *, changes: str, fake: Callable[..., None] = _nothing
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Define an op: decorates what runs it, on tensors of the host and of CUDA devices.
+    """Defines an op: decorates the function that runs it, on tensors of host and CUDA devices.
 
-    Its schema is the signature that is decorated.
+    Its schema is the decorated signature.
 
     Args:
         name: of the op.
@@ -33,7 +33,7 @@ def register(
         fake: checks what can be checked without values, for tracing.
 
     Returns:
-        A decorator that gives the op, ready to be called (2 µs; ``torch.library.custom_op`` would
+        A decorator that returns the op, ready to be called (2 µs; ``torch.library.custom_op`` would
         take 15).
     """
 

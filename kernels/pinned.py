@@ -1,4 +1,4 @@
-"""Host memory that a device can copy from and to directly: page-locked, aligned, in slots."""
+"""The host memory that a device can copy from and to: page-locked, aligned, in slots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvconnect.trace import warn_once
 __all__ = ["ALIGNMENT", "PinnedPool", "host_bytes", "page_lock"]
 
 ALIGNMENT = 4096
-"""Of the memory and of each slot: a page, and what O_DIRECT wants."""
+"""The alignment of the memory and of each slot: a page, as O_DIRECT requires."""
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -29,16 +29,16 @@ _MBIND = {"x86_64": 237, "aarch64": 235}
 
 
 class PinnedPool:
-    """Staging memory in slots of a fixed size. It is freed with the last tensor made from it.
+    """The staging memory in slots of a fixed size. It is freed with the last tensor made from it.
 
-    Registered with the driver, as torch's own page-locked memory comes in powers of two: 33 GiB
-    would take 64. Page-locking takes seconds per 10 GiB. Without CUDA it is plain memory that
+    It is registered with the driver, as torch's own page-locked memory comes in powers of two: 33
+    GiB would take 64. Page-locking takes seconds per 10 GiB. Without CUDA it is plain memory that
     takes pages as they are written to.
 
     Args:
         nbytes: at least so many; rounded up to whole slots.
-        numa_node: where the memory should lie, best that of the device. A kernel that does not let
-            one choose is warned about, once.
+        numa_node: where the memory should lie, best that of the device. If the kernel does not
+            allow the choice, a warning is logged once.
         slot_nbytes: of a slot, rounded up to 4 KiB.
         pin: page-lock it; by default if there is CUDA.
 
@@ -49,7 +49,7 @@ class PinnedPool:
 
     Raises:
         ConfigurationError: (a ``ValueError``) a size is below 1, there is no such NUMA node, or the
-            memory cannot be had or page-locked.
+            memory cannot be allocated or page-locked.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class PinnedPool:
 
 
 def host_bytes(nbytes: int) -> _Bytes:
-    """Zeroed bytes from an address that is a multiple of 4 KiB on.
+    """Allocates zeroed bytes at an address that is a multiple of 4 KiB.
 
     Raises:
-        MemoryError: so many cannot be had.
+        MemoryError: so many cannot be allocated.
     """
     # NumPy asks for huge pages, which makes the first touch of a large pool several times cheaper.
     memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
@@ -97,10 +97,10 @@ def host_bytes(nbytes: int) -> _Bytes:
 
 
 def page_lock(memory: _Bytes) -> None:
-    """Page-lock what `host_bytes` returned, for as long as it lives.
+    """Page-locks memory of `host_bytes`, for as long as it lives.
 
     Raises:
-        RuntimeError: it cannot be.
+        RuntimeError: page-locking failed.
     """
     if not memory.nbytes:
         return
@@ -109,7 +109,7 @@ def page_lock(memory: _Bytes) -> None:
     code = int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE))
     if code:
         raise RuntimeError(f"cudaHostRegister: error {code}")
-    # The owner dies after the last tensor and is told so before its memory goes back.
+    # The owner dies after the last tensor; it unlocks its memory before that is freed.
     unlock = weakref.finalize(memory.base, runtime.cudaHostUnregister, address)
     unlock.atexit = False  # the driver may be gone by then, and the process ends anyway
 
@@ -119,7 +119,7 @@ def _node_path(node: int) -> Path:
 
 
 def _prefer_node(memory: _Bytes, node: int) -> None:
-    """Pages that are not there yet come from `node` if it has any."""
+    """Prefers `node` for pages that are not allocated yet."""
     number = _MBIND.get(platform.machine())
     failure = "unknown on this machine"
     if number is not None:

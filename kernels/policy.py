@@ -1,4 +1,4 @@
-"""What this machine can do for copies."""
+"""The support of this machine for copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Capabilities", "capabilities"]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What copies can use here.
+    """The hardware and software that copies can use here.
 
     Attributes:
         devices: names of the CUDA devices that torch can use.
@@ -33,12 +33,12 @@ class Capabilities:
 
     @property
     def kernels(self) -> bool:
-        """Whether kernels can run."""
+        """Returns whether kernels can run."""
         return not self.missing
 
 
 def capabilities() -> Capabilities:
-    """What there is; raises nothing, compiles nothing, and takes no memory of a device."""
+    """Returns the capabilities; raises nothing, compiles nothing, and takes no device memory."""
     missing = []
     driver, batched, nvrtc = None, False, None
     try:

@@ -1,10 +1,10 @@
-"""One block's bytes quantised, as a codec of stores wants it: of a fixed size, without a cache.
+"""Quantises one block's bytes for a codec of stores: to a fixed size, without a cache.
 
 A row is one head's elements of one token. With ``limit`` 448 (fp8_e4m3) or 127 (int8), all in
 float32: ``scale = max|x| / limit``, and each value is ``x * limit / max|x|``, rounded to nearest
 even. So the error of an element is at most ``max|x| / 28`` of its row with fp8_e4m3 (relative to
-the element itself 1/16), and ``max|x| / 254`` with int8. A row of zeros comes back as zeros; a row
-with an element that is not finite comes back as NaN.
+the element itself 1/16), and ``max|x| / 254`` with int8. A row of zeros is restored as zeros; a row
+with an element that is not finite is restored as NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def quantized_nbytes(layout: KvCacheLayout) -> int:
-    """Bytes of a quantised block of `layout`: a float32 scale for each row, then the values.
+    """Returns the bytes of a quantised block: a float32 scale for each row, then the values.
 
     Raises:
         ConfigurationError: its elements are not float64, float32, float16 or bfloat16.
@@ -39,7 +39,7 @@ def quantized_nbytes(layout: KvCacheLayout) -> int:
 
 
 def quantize_payload(payload: Tensor, layout: KvCacheLayout, out: Tensor, *, dtype: str) -> None:
-    """Quantise a block's bytes to `out`; the module says how.
+    """Quantises a block's bytes to `out`, as the module describes.
 
     Args:
         payload: 1-D contiguous uint8 host tensor of ``layout.block_nbytes``, aligned to elements.
@@ -58,7 +58,7 @@ def quantize_payload(payload: Tensor, layout: KvCacheLayout, out: Tensor, *, dty
 
 
 def dequantize_payload(encoded: Tensor, layout: KvCacheLayout, out: Tensor, *, dtype: str) -> None:
-    """Restore a block's bytes to `out` from what `quantize_payload` wrote: its mirror.
+    """Restores a block's bytes to `out` from those of `quantize_payload`: its mirror.
 
     Any bytes of the right length give some block. Raises as `quantize_payload` does.
     """
@@ -75,7 +75,7 @@ def _num_rows(layout: KvCacheLayout) -> int:
 def _parts(
     payload: Tensor, layout: KvCacheLayout, encoded: Tensor, code: str
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Rows ``[n, dim]``, their values as uint8 ``[n, dim]`` and their scales ``[n]``, as views."""
+    """Yields views: rows ``[n, dim]``, their values as uint8 ``[n, dim]``, their scales ``[n]``."""
     if code not in reference.LIMITS:
         raise ConfigurationError(f"dtype='{code}': {nearest(code, reference.LIMITS)}")
     for name, buffer, nbytes in (
@@ -98,7 +98,7 @@ def _parts(
 def _uneven_parts(
     rows: Tensor, values: Tensor, scales: Tensor, layout: KvCacheLayout
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Keys and values of different dim lie in one plane, keys first."""
+    """Yields the parts of keys and values of different dim, which lie in one plane, keys first."""
     heads = layout.tokens_per_block * layout.num_kv_heads
     keys = heads * layout.key_dim
     planes = (rows.view(-1, layout.plane_elements), values.view(-1, layout.plane_elements))

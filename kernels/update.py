@@ -1,4 +1,4 @@
-"""New keys and values written into a linear cache; `reshape_and_cache` for a paged one."""
+"""Updates a linear cache with new keys and values; `reshape_and_cache` is for a paged one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def kv_cache_update(
     cache_mode: KVCacheMode | str = "linear",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Write new keys (or values) into a linear cache, in place: TensorRT's IKVCacheUpdateLayer.
+    """Writes new keys (or values) into a linear cache, in place: TensorRT's IKVCacheUpdateLayer.
 
     ``cache[i, :, write_indices[i] + s, :] = update[i, :, s, :]``, and all else is unchanged. On a
     device it is enqueued on the current stream. It can be traced and exported.
@@ -93,7 +93,7 @@ def _update(
     check_memory(cache, update)
     packed = update_lengths is not None
     length = update.shape[0 if packed else 2]
-    # What is on a device is not looked at: that would wait for it.
+    # Values on a device are not read: that would wait for it.
     starts = write_indices.tolist() if write_indices.is_cpu else None
     ends = update_lengths.tolist() if update_lengths is not None and update_lengths.is_cpu else None
     if starts is not None and packed == (ends is not None):

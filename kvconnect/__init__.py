@@ -1,4 +1,4 @@
-"""kvconnect keeps the KV cache of LLM engines and moves it to and from external stores."""
+"""The KV cache of LLM engines, kept and moved to and from external stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m kvconnect`` is the command ``kvconnect``."""
+"""Runs the command ``kvconnect`` as ``python -m kvconnect``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Where a peer is reached: ``host:port``, and whether that is this machine alone."""
+"""The address of a peer: ``host:port``, and whether that is this machine alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["host_and_port", "is_loopback"]
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of ``host:port``, or ``[host]:port``.
+    """Splits ``host:port``, or ``[host]:port``.
 
     Raises:
         ValueError: it is something else.
@@ -21,7 +21,10 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is ``localhost`` or a loopback address; other names are not looked up."""
+    """Returns whether `host` is ``localhost`` or a loopback address.
+
+    Other names are not resolved.
+    """
     if host == "localhost":
         return True
     try:

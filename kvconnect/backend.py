@@ -1,4 +1,4 @@
-"""What a store implements: four methods, and a few more if it can.
+"""The interface of a store: four methods, and a few optional ones.
 
 Backends are plain. They move opaque bytes under 32-byte keys and need no retries, no timeouts, no
 checksums and no metrics of their own: the framework puts those around every backend, yours too
@@ -33,27 +33,27 @@ __all__ = [
 ]
 
 DEFAULT_RETENTION_PRIORITY = 35
-"""Of blocks that were given none (TensorRT-LLM's default)."""
+"""The priority of blocks that were given none (TensorRT-LLM's default)."""
 
 MAX_CHILDREN = 256
-"""How many blocks `Backend.children` lists."""
+"""The most blocks that `Backend.children` lists."""
 
 Access = Literal["store", "read", "maintain"]
-"""What a store is opened for: to be a ``store``; to ``read``, which leaves no trace, not even that
-blocks were used; or to ``maintain`` it, where nothing goes but what is deleted by name."""
+"""The purpose of opening a store: to be a ``store``; to ``read``, which leaves no trace, not even
+that blocks were used; or to ``maintain`` it, where only blocks deleted by name are removed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredBlock:
-    """One block on its way to a store. `key` and `data` are all that a plain store needs.
+    """A block to be stored. A plain store needs only `key` and `data`.
 
     Attributes:
-        key: what the store knows it by.
+        key: the key that the store finds it by.
         data: 1-D uint8 tensor on the host, one frame; the store reads it, never writes to it.
         parent: store key of the block before it; for the first of a prompt that of its namespace's
             root, which no block has. ``None``: not known.
         tokens: the block's own token ids; fewer than a whole block's for a tail.
-        priority: retention priority, 0 (goes first) to 100.
+        priority: retention priority, 0 (evicted first) to 100.
         namespace: digest of salt and adapter, then one of the salt, for pruning; see
             `kvconnect.keys.Namespace.tag`.
         model: of the model and its cache geometry, for pruning; see `kvconnect.keys.model_tag`.
@@ -80,7 +80,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredEntry:
-    """One block as `Backend.scan` lists it.
+    """A stored block as `Backend.scan` lists it.
 
     Attributes:
         nbytes: of its value, the frame.
@@ -101,7 +101,7 @@ class StoredEntry:
     group: int = 0
 
     def block(self, data: Tensor) -> StoredBlock:
-        """It, with `data`, on its way to another store."""
+        """Makes a `StoredBlock` of this entry and `data`, for saving it to another store."""
         return StoredBlock(
             key=self.key,
             data=data,
@@ -116,13 +116,13 @@ class StoredEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a store can do. Each default is the answer of a store with four methods.
+    """The capabilities of a store. The defaults are those of a store with four methods.
 
     Attributes:
-        enumerable: `children` and `scan` tell what is stored.
+        enumerable: `children` and `scan` list the stored blocks.
         inline: loads run at memory speed.
-        durable: what `save` reported stored is there after the process was killed and the store
-            opened anew.
+        durable: blocks that `save` reported as stored are there after the process was killed and
+            the store opened anew.
         shared: several processes may have the store open at once and see each other's blocks.
         expires: blocks older than a configured time are not found (``ttl=`` in its URL).
         max_value_bytes: longest value it takes, in bytes; ``None``: any that fits its capacity.
@@ -130,7 +130,7 @@ class Capabilities:
             that frames may be compressed. Else a value of another length than the buffer is a miss.
         checks_frames: every frame that `load` calls filled is one of its key, its checksum right.
         hashes_loads: `load_hashed` takes checksums while the bytes are in the processor's cache.
-        seals_saves: `save_sealed` seals what it saves while it reads it anyway.
+        seals_saves: `save_sealed` seals the frames while it reads them anyway.
     """
 
     enumerable: bool = False
@@ -145,7 +145,7 @@ class Capabilities:
     seals_saves: bool = False
 
     def wrapped(self) -> Capabilities:
-        """What a backend around such a store can do: it may damage what passes through it."""
+        """Returns the capabilities of a backend around such a store, which may damage frames."""
         return replace(self, checks_frames=False, hashes_loads=False, seals_saves=False)
 
 
@@ -155,16 +155,16 @@ class Backend(ABC):
     A key's value never changes, so `save` is idempotent and it does not matter which of two writers
     is last. All methods run on one event loop and may be called concurrently; none may block it
     (use ``asyncio.to_thread`` or aiofiles). A coroutine must not end while anything can still touch
-    its buffers: the framework hands them on when it ends. It is never cancelled.
+    its buffers: the framework reuses them when it ends. It is never cancelled.
 
-    A bounded store drops a chain from its end: using a block counts as using its ancestors.
+    A bounded store evicts a chain from its end: using a block counts as using its ancestors.
 
     Attributes:
-        capabilities: what the store can do. Of the class; an object whose settings decide makes its
-            own of it, with ``dataclasses.replace``. A class that overrides the `load` of a store,
-            but not its `load_hashed`, sees all loads: the framework calls no other, and believes
-            nothing that was said of the other one. The same holds of `save` and `save_sealed`.
-        deadline_s: what the framework gives each call, in seconds; set before `open`.
+        capabilities: of the class. An object whose settings decide replaces them with
+            ``dataclasses.replace``. If a class overrides the `load` of a store, but not its
+            `load_hashed`, the framework calls only `load`, and drops the capabilities that
+            described `load_hashed`. The same holds of `save` and `save_sealed`.
+        deadline_s: the framework's deadline for each call, in seconds; set before `open`.
     """
 
     capabilities: Capabilities = Capabilities()
@@ -176,7 +176,7 @@ class Backend(ABC):
         _see_all_calls(cls, "save", "save_sealed", "seals_saves")
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
-        """Connect or create; called once, before anything else, with one layout per pool group.
+        """Connects or creates; called once, before anything else, with one layout per pool group.
 
         Raises:
             ConfigurationError: the store cannot hold such blocks (capacity below one block, …).
@@ -184,18 +184,18 @@ class Backend(ABC):
         """
 
     async def close(self) -> None:
-        """Release everything; called once no call is in flight that this class still waits for.
+        """Releases everything; called once no call is in flight that this class still waits for.
 
-        Returns also if the store is gone, and the second time.
+        It also returns if the store is gone, and when it is called again.
         """
 
     @abstractmethod
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading `keys` are present. Changes nothing but recency."""
+        """Returns how many leading `keys` are present. Changes nothing but recency."""
 
     @abstractmethod
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Fill ``into[i]`` with the value of ``keys[i]``; return how many leading ones were filled.
+        """Fills ``into[i]`` with the value of ``keys[i]``; returns how many leading ones it filled.
 
         `into` are 1-D uint8 host tensors, each exactly as long as the frame that was saved, or,
         with `variable_length`, possibly longer. An absent key, or a value of another length, ends
@@ -205,64 +205,65 @@ class Backend(ABC):
 
     @abstractmethod
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Store `blocks`; return how many leading ones are now stored (already present counts).
+        """Stores `blocks`; returns how many leading ones are now stored (already present counts).
 
         A key is stored wholly or not at all, also after an error or a crash at any moment.
         """
 
     @abstractmethod
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forget `keys`; absent ones are no error."""
+        """Deletes `keys`; absent ones are no error."""
 
     async def load_hashed(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """As `load` (default); each of `checksums` is told what arrives in its buffer, or not.
+        """Loads like `load`, the default, and reports the bytes in each buffer to its checksum.
 
-        The store verifies nothing by it: who asked compares.
+        The store verifies nothing with `checksums`: the caller compares them.
         """
         return await self.load(keys, into)
 
     async def save_sealed(
         self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """As `save`, of frames that their `checksums` have yet to seal (`frame.address`).
+        """Saves frames like `save`; their `checksums` have yet to seal them (`frame.address`).
 
-        Frames that are not stored may be left unsealed. The default seals them all, and saves.
+        Frames that are not stored may be left unsealed. The default seals all of them, and saves.
         """
         for checksum in checksums:
             checksum.seal()
         return await self.save(blocks)
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
-        """The stored blocks, full ones and tails, whose parent is `key` (default: none known).
+        """Returns the stored blocks, full ones and tails, whose parent is `key` (default: none).
 
-        Of more than `MAX_CHILDREN` those that were stored last: a short prompt that thousands share
-        has as many, and a lookup must not take longer for it.
+        If there are more than `MAX_CHILDREN`, it returns those that were stored last. A short
+        prompt that thousands of prompts share has as many, and a lookup must not take longer for
+        it.
         """
         return ()
 
     def scan(self) -> AsyncIterator[StoredEntry]:
-        """Everything that is stored, in no order; a snapshot is not promised (default: nothing)."""
+        """Yields all stored entries, in no order and not as a snapshot (default: none)."""
         return _nothing()
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
-        """What `scan` would list of each of `keys`; ``None``: absent, or not known (default).
+        """Returns what `scan` would list for each of `keys`; ``None``: absent or unknown (default).
 
-        For what moves blocks between stores with all that is known of them. Does not count as use.
+        It serves moving blocks between stores with all their fields. It does not count as use.
         """
         return [None] * len(keys)
 
     async def stats(self) -> Mapping[str, float]:
-        """Numbers about the store; at least ``blocks`` and ``bytes`` where they are known."""
+        """Returns numbers about the store: at least ``blocks`` and ``bytes`` where known."""
         return {}
 
     def parts(self) -> Mapping[str, Backend]:
-        """The stores, by name, that hold its frames and answer; none: it holds them itself."""
+        """Returns by name the stores that hold its frames and answer; none: it holds them."""
         return {}
 
     def register(self, region: Tensor) -> None:
-        """`region` is host memory that buffers will come from; a store may pin or register it."""
+        """Announces host memory that buffers will come from; a store may pin or register it."""
 
 
 async def _nothing() -> AsyncIterator[StoredEntry]:
@@ -271,7 +272,10 @@ async def _nothing() -> AsyncIterator[StoredEntry]:
 
 
 def _see_all_calls(cls: type[Backend], plain: str, special: str, *lost: str) -> None:
-    """If `plain` of `cls` was written after the `special` that stands for it: lose `lost`."""
+    """Drops the capabilities `lost` of `cls` if its `plain` method is newer than its `special` one.
+
+    `special` then no longer stands for `plain`.
+    """
     plains = [at for at, kind in enumerate(cls.__mro__) if plain in vars(kind)]
     specials = [at for at, kind in enumerate(cls.__mro__) if special in vars(kind)]
     # The last of both is `Backend`. Where no subclass has a `special`, the first `plain` counts.

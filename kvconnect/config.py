@@ -1,8 +1,7 @@
-"""What a user sets: the KV cache, retention, and the connector.
+"""The settings of the KV cache, of retention, and of the connector.
 
-Fields and defaults are those of TensorRT-LLM's KV cache system where it has them. How unknown
-fields and bad values are refused is in `Settings`, which `kvconnect.settings` holds and this module
-hands on, as the type of all that is here.
+Fields and defaults are those of TensorRT-LLM's KV cache system where it has them. `Settings`,
+their base class in `kvconnect.settings`, refuses unknown fields and bad values.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a configuration's dtype name (never ``auto``)."""
+    """Returns the torch dtype of a configuration's dtype name (never ``auto``)."""
     if name not in _DTYPES:
         raise ConfigurationError(f"dtype: '{name}' is unknown; {nearest(name, _DTYPES)}")
     import torch
@@ -84,8 +83,8 @@ class TokenRangeRetentionConfig(Settings):
     Attributes:
         token_start: first token of the range.
         token_end: end of the range, exclusive; ``None``: the end of the prompt (last range only).
-        priority: 0 (goes first) to 100 (stays longest).
-        duration_ms: how long it lasts, from when the block was first let go; ``None``: for ever.
+        priority: 0 (evicted first) to 100 (kept longest).
+        duration_ms: how long it lasts, from when the block was first released; ``None``: for ever.
             Milliseconds, or a ``timedelta``.
     """
 
@@ -111,7 +110,7 @@ _TokenRange: TypeAlias = TokenRangeRetentionConfig  # its name means the attribu
 
 
 class KvCacheRetentionConfig(Settings):
-    """Which blocks of a request are worth keeping, and for how long.
+    """The retention of a request's blocks: their priority, and for how long.
 
     Attributes:
         token_range_retention_configs: prompt ranges, in any order; they may touch, not overlap.
@@ -137,7 +136,7 @@ class KvCacheRetentionConfig(Settings):
 
     @property
     def decode_retention_policy(self) -> int:
-        """`decode_retention_priority`, by the name of TensorRT-LLM's documentation."""
+        """The `decode_retention_priority`, by the name of TensorRT-LLM's documentation."""
         return self.decode_retention_priority
 
     @model_validator(mode="after")
@@ -210,30 +209,31 @@ class KvCacheConfig(Settings):
 
 
 class TransferConfig(Settings):
-    """How blocks move between the pools of two engines: prefill to decode, peer to peer.
+    """The transfer of blocks between the pools of two engines: prefill to decode, peer to peer.
 
     Attributes:
-        role: ``prefill`` hands out what it computes, ``decode`` fetches, ``both`` does either, as
-            each request's ``kv_transfer_params`` say.
-        transport: what blocks travel by: ``tcp``, or ``nixl``, which needs the extra of that name.
+        role: ``prefill`` publishes the blocks it computes, ``decode`` fetches blocks, ``both`` does
+            either, as each request's ``kv_transfer_params`` say.
+        transport: ``tcp``, or ``nixl``, which needs the extra of that name.
         device: the network device of ``nixl``, as UCX names it: ``lo`` keeps it to this machine;
             UCX authenticates no peer, so name one that only trusted machines reach.
-        listen: ``host:port`` of the control channel; port 0 takes a free one. Of several ranks the
-            first one's: each other listens one port further on. Other hosts than the loopback need
-            a `secret`.
+        listen: ``host:port`` of the control channel; port 0 takes a free one. With several ranks it
+            is the first one's: each other listens one port further on. Other hosts than the
+            loopback need a `secret`.
         advertise: ``host:port`` that peers reach `listen` at, if that is another, as behind
             ``0.0.0.0``; travels in ``kv_transfer_params``.
-        secret: what both sides prove to know before anything else is said; never shown.
-        lease_s: a reader that says nothing for so long has lost its claim, and the blocks go; they
-            do after ``save_timeout_s`` in any case, counted from when the prompt was computed.
-        max_lease_total: bytes of blocks that are kept for readers, at most; ``None``: all there
-            are. What is computed beyond that is not handed out.
-        claim_timeout_s: what a decode request waits for a prompt that the other side has not begun,
-            or does not go on with. Then it computes.
-        min_bytes_per_s: a pull that has moved nothing for 2 s and the time its bytes take at this
-            rate has failed.
-        verify: ``full``: the side that reads compares digests with the other side before what it
-            read counts. TCP has checksums of its own; NIXL leaves integrity to the fabric.
+        secret: both sides prove to know it before they exchange anything else; never shown.
+        lease_s: a reader that sends nothing for so long loses its claim, and its blocks are
+            released. They are released after ``save_timeout_s`` in any case, counted from when the
+            prompt was computed.
+        max_lease_total: bytes of blocks that are kept for readers, at most; ``None``: no limit.
+            Blocks computed beyond that are not published.
+        claim_timeout_s: how long a decode request waits for a prompt that the other side has not
+            begun, or has stopped computing. Then it computes the prompt itself.
+        min_bytes_per_s: a pull fails if it has moved nothing for 2 s plus the time that its bytes
+            take at this rate.
+        verify: ``full``: the reading side compares digests with the other side before the blocks
+            count as valid. TCP has checksums of its own; NIXL leaves integrity to the fabric.
     """
 
     role: Literal["prefill", "decode", "both"] = "both"
@@ -251,7 +251,7 @@ class TransferConfig(Settings):
     def __init__(self, /, *args: Any, **values: Any) -> None:
         secret = values.get("secret")
         if not (secret is None or isinstance(secret, (str, SecretStr))):
-            # Here, where its value is not shown.
+            # Raised here, where the message does not show its value.
             raise ConfigurationError(
                 f"TransferConfig.secret: a {type(secret).__name__} was given; give text, or None"
             )
@@ -283,10 +283,10 @@ class TransferConfig(Settings):
 
 
 class KvCacheConnectorConfig(Settings):
-    """Where KV blocks are loaded from and saved to.
+    """The store or connector that KV blocks are loaded from and saved to.
 
-    Either `url`, a store driven by the built-in
-    pair, or a connector of your own by module and class names, as in TensorRT-LLM.
+    Give either `url`, a store driven by the built-in pair, or a connector of your own by module and
+    class names, as in TensorRT-LLM.
 
     Attributes:
         connector_module: module that holds both classes; required together with both class names.
@@ -302,25 +302,25 @@ class KvCacheConnectorConfig(Settings):
         namespace: engines find each other's blocks only under the same name; ``shared`` is the
             usual one for engines of several kinds. By default each kind has its own: kernels differ
             in the last bits of keys and values.
-        lookup_timeout_ms: what all lookups of one engine step together may delay it by.
-        load_timeout_s: deadline of a load; past it the tokens are computed. A load that is under
-            way when its store freezes waits for this at most: less if the store gives up sooner
-            (Redis after its ``timeout``, 5 s), or finds its server gone, which takes some 15 s.
+        lookup_timeout_ms: the most that all lookups of one engine step together may delay it.
+        load_timeout_s: deadline of a load; after it the tokens are computed. A running load whose
+            store freezes waits at most this long. It waits less if the store gives up sooner (Redis
+            after its ``timeout``, 5 s), or finds its server gone, which takes some 15 s.
         save_timeout_s: deadline of a save, and of draining at close.
         min_load_tokens: load only if at least so many tokens come from the store.
         save_on: save blocks when they are ``full``, or when their request ends (``finish``).
         min_priority: save only blocks of at least this retention priority.
         on_backlog: when the store is slower than the model, ``drop`` blocks or ``wait``.
-        staging_bytes: host memory for blocks on their way.
+        staging_bytes: host memory for blocks that are being loaded or saved.
         save_partial_tails: also save the last, partly filled block of a request.
         layerwise: has no effect any more: blocks are loaded in the background, whole.
         verify_frames: check every loaded block; off is for measuring only, and is logged.
         max_quarantined_fraction: no new load starts while more of the pool than this is held back
             for transfers that timed out.
-        max_loading_fraction: loads in the background, together with what is held back, take at
-            most so much of the pool; others wait for their end, up to ``load_timeout_s``, and are
-            computed then. A load that is larger than that runs alone. Saves take at most so much
-            while there are any that timed out and hold blocks; others are not saved.
+        max_loading_fraction: the share of the pool that background loads, together with blocks held
+            back, take at most. Further loads wait up to ``load_timeout_s`` for others to end; then
+            their tokens are computed. A load that is larger than the share runs alone. While saves
+            that timed out hold blocks, saves take at most this share, and others are not saved.
     """
 
     connector_module: str | None = None
@@ -350,7 +350,7 @@ class KvCacheConnectorConfig(Settings):
 
     def __init__(self, /, *args: Any, **values: Any) -> None:
         if isinstance(values.get("transfer"), Mapping):
-            # Here, where its secret is not shown.
+            # Checked here, where an error does not show its secret.
             values["transfer"] = TransferConfig.given("transfer", values["transfer"])
         super().__init__(*args, **values)
 

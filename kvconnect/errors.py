@@ -1,4 +1,4 @@
-"""Every error that kvconnect raises, as one tree, split by what the caller does next.
+"""The tree of errors that kvconnect raises, split by what the caller does next.
 
 ::
 
@@ -68,19 +68,19 @@ __all__ = [
 
 
 class KvConnectError(Exception):
-    """Base of every error raised on purpose by kvconnect."""
+    """The base of every error raised on purpose by kvconnect."""
 
 
 class ConfigurationError(KvConnectError, ValueError):
-    """A setting or an input is wrong; the message names the field, the value and what is right."""
+    """The error of a wrong setting or input; names the field, the value and the remedy."""
 
 
 class UnknownScheme(ConfigurationError):
-    """No installed backend registers the scheme of a store URL."""
+    """The error of a store URL whose scheme no installed backend registers."""
 
 
 class MissingExtra(ConfigurationError):
-    """An optional dependency is missing; the message says which extra to install."""
+    """The error of a missing optional dependency; the message says which extra to install."""
 
     def __init__(self, what: str, extra: str) -> None:
         # The name is not on PyPI.
@@ -91,14 +91,14 @@ class MissingExtra(ConfigurationError):
 
 
 class UnsupportedModel(ConfigurationError):
-    """The engine cannot serve this model; the message is the reason."""
+    """The error of a model that the engine cannot serve; the message is the reason."""
 
 
 class PeerRefused(ConfigurationError):
-    """A peer and this process do not fit together: one of them must be configured otherwise.
+    """The error of a peer and a process that do not fit together: reconfigure one of them.
 
     Attributes:
-        field: what differs, for example ``dtype`` or ``secret``.
+        field: the field that differs, for example ``dtype`` or ``secret``.
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -107,31 +107,31 @@ class PeerRefused(ConfigurationError):
 
 
 class ConnectorContractError(ConfigurationError):
-    """A connector class broke the contract of its base class; the message names the class."""
+    """The error of a connector class that broke its contract; the message names the class."""
 
 
 class RetryLater(KvConnectError):
-    """The same call may succeed later."""
+    """The base of errors after which the same call may succeed later."""
 
 
 class ModelChanged(RetryLater):
-    """A model directory changed while it was loaded: what was read may be of two models."""
+    """The error of a model directory that changed while it was loaded; the data may be mixed."""
 
 
 class OutOfBlocks(RetryLater):
-    """Blocks cannot be allocated now. Nothing was changed by the call that raised this."""
+    """The error of blocks that cannot be allocated now. The failed call changed nothing."""
 
 
 class BackendUnavailable(RetryLater, OSError):
-    """A store cannot be reached or refused the operation. What was asked may be half done."""
+    """The error of a store that is unreachable or refused. The operation may be half done."""
 
 
 class BackendTimeout(RetryLater, TimeoutError):
-    """A store did not answer within its deadline.
+    """The error of a store that did not answer within its deadline.
 
     Attributes:
         pending: Done when the abandoned operation has really ended. Until then its buffers
-            belong to it and must not be handed on. ``None`` if it never started.
+            belong to it and must not be reused. ``None`` if it never started.
     """
 
     def __init__(self, message: str, pending: Future[None] | None = None) -> None:
@@ -140,14 +140,14 @@ class BackendTimeout(RetryLater, TimeoutError):
 
 
 class PeerUnreachable(RetryLater, OSError):
-    """A peer cannot be reached, is another incarnation than expected, or refuses to talk."""
+    """The error of a peer that is unreachable, another incarnation, or refuses to talk."""
 
 
 class RankLost(RetryLater):
-    """A rank of the engine died, or does not answer: make the engine again, on all ranks.
+    """The error of a rank that died or does not answer: make the engine again, on all ranks.
 
     Attributes:
-        rank: which one.
+        rank: the number of the rank.
     """
 
     def __init__(self, rank: int, message: str) -> None:
@@ -156,27 +156,27 @@ class RankLost(RetryLater):
 
 
 class Recompute(KvConnectError):
-    """Cached data cannot be used; the answer is to compute it."""
+    """The base of errors for cached data that cannot be used; compute it instead."""
 
 
 class BadMessage(Recompute):
-    """A peer sent bytes that are no message of this protocol. The connection is of no use."""
+    """The error of bytes from a peer that are no message. The connection is unusable."""
 
 
 class BadFrame(Recompute):
-    """A stored block is damaged, belongs to another key or layout, or has another format."""
+    """The error of a stored block that is damaged, or has another key, layout or format."""
 
 
 class OtherCodec(Recompute):
-    """A stored block is sound, but its codec or encryption key is not the one configured here."""
+    """The error of a sound stored block with another codec or encryption key than configured."""
 
 
 class PullFailed(Recompute):
-    """A read from a peer's memory did not complete. Its destination holds anything.
+    """The error of an incomplete read from a peer's memory. Its destination is undefined.
 
     Attributes:
-        reason: ``peer`` (it died, was disconnected or broke the protocol), ``corrupt`` (other bytes
-            came than those that it sent), ``refused`` (it has no such memory), ``deadline``,
+        reason: ``peer`` (it died, was disconnected or broke the protocol), ``corrupt`` (the bytes
+            differ from those that it sent), ``refused`` (it has no such memory), ``deadline``,
             ``abandoned``, or ``closed`` (by this side, for all pulls).
     """
 
@@ -186,37 +186,37 @@ class PullFailed(Recompute):
 
 
 class UsageError(KvConnectError):
-    """The calling code broke a rule of the API."""
+    """The base of errors of calling code that broke a rule of the API."""
 
 
 class DuplicateRequest(UsageError):
-    """A live request has this id already."""
+    """The error of a request id that a live request has already."""
 
 
 class UnknownRequest(UsageError, KeyError):
-    """No live request has this id."""
+    """The error of a request id that no live request has."""
 
     def __str__(self) -> str:
         return Exception.__str__(self)
 
 
 class SequencesLive(UsageError):
-    """The operation is refused while a sequence or a pin is live."""
+    """The error of an operation that is refused while a sequence or a pin is live."""
 
 
 class EngineClosed(UsageError):
-    """The engine takes no more requests; ``__cause__`` is the error it died of, if it did."""
+    """The error of an engine that was closed, or died of the error in ``__cause__``."""
 
 
 class RankDivergence(UsageError):
-    """Ranks are in different steps or disagree about its outcome."""
+    """The error of ranks that are in different steps or disagree about an outcome."""
 
 
 _LONGEST_NAME = 100
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A clause for error messages: the valid name that `name` may stand for, or all of them."""
+    """Returns a clause for messages: the valid name that `name` may stand for, or all of them."""
     names = sorted(valid)
     folded = {one.lower(): one for one in names}
     close = get_close_matches(name[:_LONGEST_NAME].lower(), folded, n=1, cutoff=0.5)

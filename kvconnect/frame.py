@@ -2,7 +2,7 @@
 
 ``header (128 bytes) | payload | zeros up to a multiple of 4096``. The checksum covers header and
 payload, and the header holds the store key: a right block under a wrong key fails like a damaged
-one. The payload may be encoded; the flags then say how, and its length is that of what is stored.
+one. If the payload is encoded, the flags say how, and its length is that of the encoded bytes.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _FIELDS = struct.Struct("<8sHHIQ16s32s")
 _FLAGS = slice(10, 12)
 _NOT_ENCODED = bytes(2)
 CHECKSUM_AT = HEADER_NBYTES - 16
-"""Where in the header the checksum is, which is taken of all before and after it."""
+"""The offset of the checksum in the header; it covers all bytes before and after it."""
 CODEC_DATA_NBYTES = CHECKSUM_AT - _FIELDS.size
 """Bytes of the header that codecs may use."""
 
 
 class FrameHeader(NamedTuple):
-    """What a sound frame says of itself. A tuple: every block that is moved makes one.
+    """The fields in the header of a frame. It is a tuple: every moved block makes one.
 
     Attributes:
         valid_tokens: leading tokens of the block that are filled.
@@ -73,17 +73,17 @@ class FrameHeader(NamedTuple):
 
 
 def frame_nbytes(payload_nbytes: int) -> int:
-    """Bytes of the frame of so large a payload: a multiple of 4096, to go to disk as it is."""
+    """Returns the bytes of a frame with so large a payload: a multiple of 4096, as disks need."""
     return -(-(HEADER_NBYTES + payload_nbytes) // ALIGNMENT) * ALIGNMENT
 
 
 def payload(frame: Tensor, payload_nbytes: int) -> Tensor:
-    """The payload of a frame buffer, as a view."""
+    """Returns the payload of a frame buffer, as a view."""
     return frame[HEADER_NBYTES : HEADER_NBYTES + payload_nbytes]
 
 
 def fields(header: FrameHeader) -> bytes:
-    """`header` as it begins in a frame, without codec data and checksum."""
+    """Encodes `header` as the beginning of a frame, without codec data and checksum."""
     return _FIELDS.pack(
         _MAGIC,
         FORMAT_VERSION,
@@ -98,9 +98,9 @@ def fields(header: FrameHeader) -> bytes:
 class FrameChecksum:
     """The checksum of the frame in a buffer, taken while its bytes pass through a core's cache.
 
-    The code that fills the buffer, or reads it, tells what it has just touched; that is hashed at
-    once, on the same thread, and costs a fraction of a pass of its own. What was not told is hashed
-    at the end. For one thread at a time.
+    The code that fills or reads the buffer reports the bytes that it has just touched. They are
+    hashed at once, on the same thread, which costs a fraction of a separate pass. Unreported bytes
+    are hashed at the end. For one thread at a time.
 
     Args:
         buffer: 1-D contiguous uint8 host tensor that the frame is at the beginning of.
@@ -119,10 +119,10 @@ class FrameChecksum:
         self._done = self._end = 0
 
     def passed(self, start: int, stop: int) -> None:
-        """Bytes `start` to `stop` of the frame are in their place, and stay as they are.
+        """Reports that bytes `start` to `stop` of the frame are final.
 
-        In order. From 0 again if the frame is written once more; what does not follow what was
-        told before is left to the end.
+        Reports come in order, and from 0 again if the frame is written once more. Bytes that do not
+        follow the last report are hashed at the end.
         """
         if start == 0:
             self._begin(stop)
@@ -133,33 +133,33 @@ class FrameChecksum:
             self._done = stop
 
     def end_of(self, start: memoryview) -> int | None:
-        """Where the frame that begins with `start` ends; ``None``: that is no header."""
+        """Returns the end of the frame that begins with `start`; ``None``: that is no header."""
         if len(start) < HEADER_NBYTES:
             return None
         return min(HEADER_NBYTES + int(_FIELDS.unpack_from(start)[4]), len(self._view))
 
     def hashed(self, stop: int, digest: bytes) -> None:
-        """The frame, up to `stop`, is in its place; `digest` was taken of it elsewhere."""
+        """Reports that the frame is final up to `stop`; `digest` was computed elsewhere."""
         self._done = self._end = stop
         self._digest = digest
 
     @property
     def encoded(self) -> bool:
-        """Whether the header, which has passed, says so; the frame may be shorter than `array`."""
+        """Returns whether its header, already reported, says that the frame is encoded."""
         return bool(self._view[_FLAGS] != _NOT_ENCODED)
 
     @property
     def left_nbytes(self) -> int:
-        """What `digest` has to hash yet, at most."""
+        """The number of bytes that `digest` has yet to hash, at most."""
         return (self._end or len(self._view)) - self._done
 
     def digest(self) -> bytes:
-        """The checksum of the frame; reads what is left of it."""
+        """Returns the checksum of the frame; reads the bytes that are not hashed yet."""
         self.passed(self._done, len(self._view))
         return self._digest or self._state.digest()
 
     def seal(self) -> None:
-        """Write the checksum into the header; nothing else is missing there (`address`)."""
+        """Writes the checksum into the header, which is otherwise complete (`address`)."""
         self._view[CHECKSUM_AT:HEADER_NBYTES] = self.digest()
 
     def _begin(self, stop: int) -> None:
@@ -173,11 +173,11 @@ class FrameChecksum:
 
 
 def address(frame: Tensor, header: FrameHeader) -> FrameChecksum:
-    """Write header and padding around the payload that is in `frame` already, and no checksum.
+    """Writes header and padding around the payload that is in `frame` already, and no checksum.
 
     `frame` is a 1-D contiguous uint8 host tensor of `frame_nbytes(header.payload_nbytes)`.
-    Everything but its payload is overwritten. It is no sound frame before what is returned has
-    sealed it. Thread-safe for different frames.
+    Everything but its payload is overwritten. The frame is not sound before the returned checksum
+    has sealed it. Thread-safe for different frames.
     """
     need = frame_nbytes(header.payload_nbytes)
     if frame.numel() != need:
@@ -191,7 +191,7 @@ def address(frame: Tensor, header: FrameHeader) -> FrameChecksum:
 
 
 def seal(frame: Tensor, header: FrameHeader) -> None:
-    """Write header, checksum and padding: `address`, and one pass over the payload (12 GB/s)."""
+    """Writes header, checksum and padding: `address`, and one pass over the payload (12 GB/s)."""
     address(frame, header).seal()
 
 
@@ -201,10 +201,10 @@ def check(
     fingerprints: Collection[bytes] | None,
     taken: FrameChecksum | None = None,
 ) -> FrameHeader:
-    """The header of a sound frame of `key`, in one of the layouts `fingerprints` (``None``: any).
+    """Checks a frame of `key` in one of the layouts `fingerprints` (``None``: any).
 
-    Reads the payload, or what is left of it where the checksum of the same buffer was `taken` on
-    the way; changes nothing; thread-safe.
+    Returns its header. Reads the payload, except the bytes that the checksum `taken` of the same
+    buffer has hashed already. Changes nothing; thread-safe.
 
     Raises:
         BadFrame: damaged, cut short, of another key, layout or format version.
@@ -219,12 +219,12 @@ def check(
 def check_header(
     frame: Tensor, key: BlockKey, fingerprints: Collection[bytes] | None
 ) -> FrameHeader:
-    """As `check`, but for the checksum: for frames whose checksum was verified a moment ago."""
+    """Checks a frame like `check`, except its checksum, which was verified just before."""
     return _of(_read_fitting(frame.numpy().data), key, fingerprints)
 
 
 def is_encoded(buffer: Tensor) -> bool:
-    """Whether `buffer` begins with the header of a frame that says so; nothing else is checked."""
+    """Returns whether `buffer` begins with a header that says encoded. Checks nothing else."""
     try:
         return _read(buffer.numpy().data).flags != 0
     except BadFrame:
@@ -232,12 +232,13 @@ def is_encoded(buffer: Tensor) -> bool:
 
 
 def whole(buffer: Tensor) -> Tensor:
-    """The frame at the beginning of `buffer`: all of it, or if encoded, as much as it says.
+    """Returns the frame at the beginning of `buffer`: all of it, or the length in its header.
 
-    Nothing is checked but that there is room for what it says.
+    Only the header of an encoded frame decides. Nothing is checked except that the buffer is long
+    enough.
 
     Raises:
-        BadFrame: there is not, or what seems encoded is no frame.
+        BadFrame: it is not, or an encoded frame has no valid header.
     """
     view = buffer.numpy().data
     if view[_FLAGS] == _NOT_ENCODED:

@@ -1,4 +1,4 @@
-"""Block keys: names of KV content, the same in every process, rank and pool.
+"""The block keys: names of KV content, the same in every process, rank and pool.
 
 ``root`` covers everything that changes the bytes of a block besides its tokens; ``key[i]`` chains
 over the blocks before it, so a key stands for the whole prefix. A tenant's salt is part of the
@@ -104,7 +104,7 @@ def check_salt(cache_salt: object, field: str = "cache_salt") -> None:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceId:
-    """A namespace by its digest: what is kept of it when the requests that named it are gone.
+    """A namespace by its digest, which is kept when the requests that named it are gone.
 
     Attributes:
         digest: 32 bytes, of all fields of the `Namespace`.
@@ -123,10 +123,10 @@ class NamespaceId:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Requests share cached blocks only within one namespace.
+    """A namespace: requests share cached blocks only within one.
 
-    It has the texts that requests gave. Whatever outlives a request holds `id` instead: a salt may
-    be of any length.
+    It holds the texts that requests gave. Objects that outlive a request hold `id` instead, because
+    a salt may be of any length.
 
     Attributes:
         cache_salt: the tenant's salt, never empty.
@@ -167,13 +167,13 @@ class Namespace:
         return self.id.digest
 
     def tag(self) -> bytes:
-        """Returns what stores know the namespace by: `encode`, then the `salt_tag` of its salt."""
+        """Returns the tag of the namespace in stores: `encode`, then the `salt_tag` of its salt."""
         return self.id.digest + salt_tag(self.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of the model this rank holds."""
+    """The part of the model that this rank holds."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -184,30 +184,31 @@ class Shard:
 def root_key(
     model_digest: bytes, layouts: Sequence[KvCacheLayout], namespace: Namespace | NamespaceId
 ) -> BlockKey:
-    """The key before the first block of a namespace of one model and cache geometry."""
+    """Returns the key before the first block of a namespace of one model and cache geometry."""
     geometry = b"".join(layout.fingerprint() for layout in layouts)
     version = struct.pack("<I", FORMAT_VERSION)
     return _digest(b"kvc-root", (version, model_digest, geometry, namespace.encode()))
 
 
 def salt_tag(cache_salt: str | None) -> bytes:
-    """Returns the 16 bytes that stores know a tenant by, whatever the model and engine."""
+    """Returns the 16 bytes that identify a tenant in stores, whatever the model and engine."""
     return _digest(b"kvc-salt", (_optional(cache_salt),))[:_SALT_NBYTES]
 
 
 def salt_of(namespace: bytes) -> bytes | None:
-    """The `salt_tag` in what a store keeps as a block's namespace; ``None``: it has none.
+    """Returns the `salt_tag` in a block's namespace as a store keeps it; ``None``: it has none.
 
-    Blocks of older versions have none, nor those of engines that give an adapter no salt.
+    Blocks of older versions have none, and neither have those of engines that give an adapter no
+    salt.
     """
     has_one = len(namespace) == KEY_NBYTES + _SALT_NBYTES
     return namespace[KEY_NBYTES:] if has_one else None
 
 
 def model_tag(model_digest: bytes, layouts: Sequence[KvCacheLayout] = ()) -> bytes:
-    """What stores know a model by: 16 bytes of its digest, then 16 of its cache geometry.
+    """Returns the tag of a model in stores: 16 bytes of its digest, then 16 of its cache geometry.
 
-    Without `layouts` only the first 16, which the blocks of every geometry of the model begin with.
+    Without `layouts` it returns only the first 16, with which the tags of all geometries begin.
     """
     if not layouts:
         return model_digest[:16]
@@ -216,7 +217,7 @@ def model_tag(model_digest: bytes, layouts: Sequence[KvCacheLayout] = ()) -> byt
 
 
 def chain_key(parent: BlockKey, tokens: TokenArray) -> BlockKey:
-    """The key of the block that holds `tokens` (a whole block or a shorter tail) after `parent`."""
+    """Returns the key of the block that holds `tokens` (whole, or a tail) after `parent`."""
     return BlockKey(chain_keys(parent, tokens.tobytes(), len(tokens)))
 
 
@@ -226,10 +227,10 @@ _BLOCK = hashlib.blake2b(
 
 
 def chain_keys(parent: bytes, tokens: bytes | bytearray, tokens_per_block: int) -> bytes:
-    """The keys of consecutive blocks after `parent`, 32 bytes each, one after the other.
+    """Returns the keys of consecutive blocks after `parent`, 32 bytes each, one after the other.
 
-    Digests as of ``_digest(b"kvc-block", (parent, <number of tokens>, <tokens>))``, at a sixth of
-    its cost: a copied state and one update of what is one block of the hash, at 16 tokens.
+    The digests are those of ``_digest(b"kvc-block", (parent, <number of tokens>, <tokens>))``, at a
+    sixth of its cost: a copied state and one update with one block of the hash, at 16 tokens.
 
     Args:
         parent: 32 bytes.
@@ -253,17 +254,17 @@ def chain_keys(parent: bytes, tokens: bytes | bytearray, tokens_per_block: int) 
 
 
 def split_keys(keys: bytes | bytearray) -> list[BlockKey]:
-    """Keys that lie one after the other, each by itself."""
+    """Splits keys that lie one after the other."""
     # At a fifth of the cost of slicing.
     found: list[BlockKey] = np.frombuffer(keys, f"V{KEY_NBYTES}").tolist()
     return found
 
 
 def store_key(key: BlockKey, group: int = 0, shard: Shard = Shard()) -> BlockKey:
-    """What a store sees: `key` for one pool group and one share of the model.
+    """Returns the key in a store: `key` for one pool group and one share of the model.
 
-    Of tensor parallelism `shard` says which share of the KV heads it is, which is not always the
-    rank's own place: see `kvconnect.shards`.
+    With tensor parallelism `shard` says which share of the KV heads it is, which is not always the
+    number of the rank: see `kvconnect.shards`.
     """
     return store_keys((key,), group, shard)[0]
 
@@ -274,7 +275,7 @@ _STORED = hashlib.blake2b(
 
 
 def store_keys(keys: Iterable[BlockKey], group: int = 0, shard: Shard = Shard()) -> list[BlockKey]:
-    """`store_key` of each of `keys`, at half the cost."""
+    """Returns the `store_key` of each of `keys`, at half the cost."""
     where = struct.pack("<5q", group, shard.tp_rank, shard.tp_size, shard.pp_rank, shard.pp_size)
     end = struct.pack("<q", len(where)) + where
     copy = _STORED.copy
@@ -289,8 +290,8 @@ def store_keys(keys: Iterable[BlockKey], group: int = 0, shard: Shard = Shard())
 class KeyChain:
     """The lazily hashed keys of one request's full blocks.
 
-    Made with the request and shared by block manager, connector and events, so that one block is
-    hashed once. It follows `tokens`, which its owner extends; on a rewind the owner calls
+    It is made with the request and shared by block manager, connector and events, so that each
+    block is hashed once. It follows `tokens`, which its owner extends; on a rewind the owner calls
     `truncate`. Not thread-safe.
     """
 
@@ -303,7 +304,7 @@ class KeyChain:
         self._digests = bytearray()
 
     def __len__(self) -> int:
-        """Full blocks of the tokens so far."""
+        """The number of full blocks of the tokens so far."""
         return len(self._tokens) // self.tokens_per_block
 
     @property
@@ -313,26 +314,26 @@ class KeyChain:
 
     @property
     def num_hashed(self) -> int:
-        """Leading blocks whose keys are known already."""
+        """The number of leading blocks whose keys are known already."""
         return len(self._digests) // KEY_NBYTES
 
     def keys(self, start: int = 0, stop: int | None = None) -> list[BlockKey]:
-        """Keys of the full blocks ``start..stop`` (default: all)."""
+        """Returns the keys of the full blocks ``start..stop`` (default: all)."""
         stop = len(self) if stop is None else min(stop, len(self))
         self._hash_up_to(stop)
         return split_keys(self._digests[start * KEY_NBYTES : stop * KEY_NBYTES])
 
     def digests(self, start: int, stop: int) -> bytes:
-        """The key before block `start`, then those of the full blocks ``start..stop``, in a row."""
+        """Returns the key before block `start`, then those of the full blocks ``start..stop``."""
         self._hash_up_to(min(stop, len(self)))
         return self._key_before(start) + self._digests[start * KEY_NBYTES : stop * KEY_NBYTES]
 
     def parent(self, block: int) -> BlockKey:
-        """The key before block number `block`: its predecessor's, or the root."""
+        """Returns the key before block number `block`: its predecessor's, or the root."""
         return self.keys(block - 1, block)[0] if block else self.root
 
     def tail(self, num_tokens: int) -> BlockKey:
-        """The key of the partial block that ends at `num_tokens`."""
+        """Returns the key of the partial block that ends at `num_tokens`."""
         start = num_tokens - num_tokens % self.tokens_per_block
         if start == num_tokens or num_tokens > len(self._tokens):
             raise ConfigurationError(f"num_tokens: {num_tokens} does not end a partial block")
@@ -340,21 +341,21 @@ class KeyChain:
         return chain_key(parent, self._tokens.view[start:num_tokens])
 
     def truncate(self, num_tokens: int) -> None:
-        """Forget keys of blocks that do not end within the first `num_tokens`."""
+        """Forgets keys of blocks that do not end within the first `num_tokens`."""
         del self._digests[num_tokens // self.tokens_per_block * KEY_NBYTES :]
 
     # ---------------------------------------------------------------- on another thread
 
     def snapshot(self) -> KeyChain:
-        """The chain as it is now, which another thread may hash while this one goes on."""
+        """Returns the chain as it is now, which another thread may hash while this one changes."""
         taken = self._over(self._tokens.snapshot())
         taken.learn(self._digests)
         return taken
 
     def adopt(self, snapshot: KeyChain) -> None:
-        """Take over the keys of a `snapshot` of this chain, which no thread hashes any more.
+        """Takes over the keys of a `snapshot` of this chain, which no thread hashes any more.
 
-        Nothing where the tokens have become others since.
+        It does nothing where the tokens have changed since.
         """
         known = min(snapshot.num_hashed, len(self))
         end = known * self.tokens_per_block
@@ -364,9 +365,10 @@ class KeyChain:
     # ---------------------------------------------------------------- exchange with the block tree
 
     def known(self, start: int, parent: bytes, tokens: bytearray, low: int) -> bytes:
-        """The keys from block `start` on that are known already; nothing is hashed for this.
+        """Returns the known keys from block `start` on, without hashing.
 
-        None if they do not follow `parent`, or are not of the tokens ``tokens[low:]``, in bytes.
+        It returns none if they do not follow `parent`, or do not belong to ``tokens[low:]``, in
+        bytes.
         """
         size = self.tokens_per_block
         stop = min(start + (len(tokens) - low) // (4 * size), self.num_hashed)
@@ -377,7 +379,7 @@ class KeyChain:
         return bytes(self._digests[start * KEY_NBYTES : stop * KEY_NBYTES])
 
     def learn(self, digests: bytes | bytearray) -> None:
-        """Takes the keys of the first blocks as known: they are not hashed again."""
+        """Adds the keys of the first blocks, so that they are not hashed again."""
         if len(digests) > len(self._digests):
             self._digests = bytearray(digests[: len(self) * KEY_NBYTES])
 
@@ -388,7 +390,7 @@ class KeyChain:
         return KeyChain(self.root, self.tokens_per_block, tokens)
 
     def _key_before(self, block: int) -> bytes:
-        # Of a block whose predecessor is hashed.
+        # Returns the key before `block`, whose predecessor is hashed.
         high = block * KEY_NBYTES
         return bytes(self._digests[high - KEY_NBYTES : high]) if block else self.root
 

@@ -17,7 +17,7 @@ __all__ = ["KvCacheLayout"]
 
 @dataclass(frozen=True, slots=True)
 class KvCacheLayout:
-    """What a block of one pool group holds. One block is one contiguous run of bytes.
+    """The layout of a block of one pool group. One block is one contiguous run of bytes.
 
     With ``key_dim == value_dim`` the pool is ``[num_blocks, num_layers, 2, tokens_per_block,
     num_kv_heads, head_dim]`` and `kv_factor` is 2. Where they differ (MLA) `kv_factor` is 1 and the
@@ -67,38 +67,38 @@ class KvCacheLayout:
 
     @property
     def kv_factor(self) -> int:
-        """2 where keys and values are planes of equal shape, else 1."""
+        """The number of planes: 2 where keys and values have equal shape, else 1."""
         return 2 if self.key_dim == self.value_dim else 1
 
     @property
     def plane_elements(self) -> int:
-        """Elements of one layer's plane of a block: the last axis of the flat pool view."""
+        """The elements of one layer's plane of a block: the last axis of the flat pool view."""
         dim = self.key_dim if self.kv_factor == 2 else self.key_dim + self.value_dim
         return self.tokens_per_block * self.num_kv_heads * dim
 
     @property
     def layer_nbytes(self) -> int:
-        """Bytes of one layer of a block."""
+        """The bytes of one layer of a block."""
         return self.kv_factor * self.plane_elements * self.dtype.itemsize
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of one block, all layers, keys and values."""
+        """The bytes of one block, all layers, keys and values."""
         return self.num_layers * self.layer_nbytes
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of one token, all layers, keys and values."""
+        """The bytes of one token, all layers, keys and values."""
         return self.block_nbytes // self.tokens_per_block
 
     def flat_shape(self, num_blocks: int) -> tuple[int, int, int, int]:
-        """Shape of the flat pool view that connectors get."""
+        """Returns the shape of the flat pool view that connectors get."""
         return (num_blocks, self.num_layers, self.kv_factor, self.plane_elements)
 
     def fingerprint(self) -> bytes:
-        """16 bytes that differ whenever any field does; the same in every process."""
+        """Returns 16 bytes that differ whenever any field does; the same in every process."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.layer_numbers == tuple(range(self.num_layers)):
-            del named["layers"]  # one pool for all layers: as before there could be several
+            del named["layers"]  # one pool for all layers: an older fingerprint
         text = ";".join(f"{name}={value}" for name, value in named.items())
         return hashlib.blake2b(text.encode(), digest_size=16).digest()

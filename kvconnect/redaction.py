@@ -1,9 +1,8 @@
-"""URLs as they may be printed: what is a password, or may be one, is ``***``.
+"""Hides passwords, and what may be one, as ``***`` in printed URLs.
 
-`shown_url` prints a URL; nothing else does. It hides more than the passwords of a right URL,
-because wrong ones are printed, too: of ``redis://me:pa/ss@host`` the host is ``me``, and a
-parameter ``passwd`` is none. What reads well enough is shown: user, hosts, ports, paths and the
-parameters that are known to hold no secret.
+Only `shown_url` prints URLs. It hides more than the passwords of valid URLs, because invalid ones
+are printed, too: of ``redis://me:pa/ss@host`` the host is ``me``, and a parameter ``passwd`` does
+not exist. It shows user, hosts, ports, paths and the parameters that are known to hold no secret.
 """
 
 from __future__ import annotations
@@ -128,23 +127,23 @@ def shown_fields(query: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def with_marked_commas(value: str) -> str:
-    """Returns the list `value` of a URL's parameter decoded, but for the commas of its members.
+    """Returns the list `value` of a URL's parameter decoded, except the commas of its members.
 
-    Those are ``%2C``, as they were written: a comma stands between two members.
+    Those are ``%2C``, as they were written: a comma separates two members.
     """
     return ",".join(unquote_plus(member).replace(",", "%2C") for member in value.split(","))
 
 
 def is_hosts(location: str) -> bool:
-    """Whether `location` may be hosts and ports, without a user: ``a:6379,[::1]:6379``."""
+    """Returns whether `location` may be hosts and ports, without a user: ``a:6379,[::1]:6379``."""
     return all(_HOST.fullmatch(host) for host in location.split(","))
 
 
 def text_without_passwords(text: str) -> str:
     """Returns `text`, written by another program, with the URLs in it as they may be printed.
 
-    Where a URL ends cannot be told of one with spaces in its password: all up to the last "@" of
-    the line is taken for user and password.
+    The end of a URL with spaces in its password is unknown: all up to the last "@" of the line
+    counts as user and password.
     """
     shown, done = [], 0
     for start, following in pairwise([*_urls_in(text), len(text)]):
@@ -160,7 +159,7 @@ def text_without_passwords(text: str) -> str:
 
 
 def _urls_in(text: str) -> Iterator[int]:
-    """Where URLs begin."""
+    """Yields the positions where URLs begin."""
     for match in _SCHEME_IN_TEXT.finditer(text):
         if letter := _LETTER.search(text, match.start(), match.end()):
             yield letter.start()
@@ -169,7 +168,7 @@ def _urls_in(text: str) -> Iterator[int]:
 def as_cause(
     error: BaseException, hide: Callable[[str], str] = text_without_passwords
 ) -> BaseException | None:
-    """Returns `error`, to raise from; ``None`` if its traceback tells what `hide` hides."""
+    """Returns `error`, to raise from; ``None`` if its traceback would show what `hide` hides."""
     one: BaseException | None = error
     while one is not None:
         if hide(str(one)).count(HIDDEN) > str(one).count(HIDDEN):
@@ -183,7 +182,10 @@ def _decoded(name: str, value: str) -> str:
 
 
 def _is_torn(location: str, query: Iterable[tuple[str, str]], fragment: str) -> bool:
-    """Whether the "@" after a password may be behind a "?" or "#" of it: all of it is one then."""
+    """Returns whether the "@" after a password may follow a "?" or "#" in the password.
+
+    All of the URL may then be a password.
+    """
     odd = [f"{name}{value}" for name, value in query if name not in _HARMLESS]
     if "@" in fragment or any("@" in one for one in odd):
         return True
@@ -191,7 +193,7 @@ def _is_torn(location: str, query: Iterable[tuple[str, str]], fragment: str) -> 
 
 
 def _head(scheme: str, location: str | None, path: str) -> tuple[str, str, str]:
-    """The user as it may be printed, the hosts, and the path after them."""
+    """Returns the user as it may be printed, the hosts, and the path after them."""
     if scheme in _OF_FILES and not location:
         return "", "", path
     userinfo, at, rest = f"{location or ''}{path}".rpartition("@")
@@ -202,14 +204,14 @@ def _head(scheme: str, location: str | None, path: str) -> tuple[str, str, str]:
 
 
 def _shown_hosts(hosts: str) -> str:
-    """`hosts` up to the first that is none."""
+    """Returns `hosts` up to the first invalid one."""
     each = hosts.split(",")
     sound = list(takewhile(_HOST.fullmatch, each))
     return ",".join([*sound, shown_host(each[len(sound)])])
 
 
 def shown_host(text: str) -> str:
-    """Returns the host and port `text` of a URL, or what stands there: ``user:***``."""
+    """Returns the host and port `text` of a URL; if it is none, the safe part: ``user:***``."""
     if _HOST.fullmatch(text):
         return text
     host, colon, _ = text.partition(":")

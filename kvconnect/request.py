@@ -27,7 +27,7 @@ __all__ = [
 
 
 class RequestState(Enum):
-    """Where a request is in its life."""
+    """The state of a request."""
 
     QUEUED = "queued"  # holds no blocks
     LOADING = "loading"  # holds blocks; a background load fills them
@@ -43,7 +43,7 @@ _NO_TOKENS: TokenArray = np.empty(0, np.int32)
 
 
 class LlmRequest:
-    """One request on its way through the engine. Owned by the engine's thread.
+    """A request on its way through the engine. Owned by the engine's thread.
 
     Attributes:
         request_id: unique within the engine.
@@ -58,12 +58,11 @@ class LlmRequest:
         reused_device_tokens, reused_store_tokens, computed_tokens: what its prompt cost so far.
         reused_host_tokens: those of `reused_device_tokens` that the host tier brought back.
         lookup_late: the connector had no answer of its store when the request was admitted.
-        num_connector_matched_tokens: what of the connector's offer this admission takes; 0: the
-            offer was dropped, and nothing of it may be loaded. Set before
-            `update_state_after_alloc`.
+        num_connector_matched_tokens: tokens of the connector's match that this admission takes; 0:
+            none of them may be loaded. Set before `update_state_after_alloc`.
         is_finished: its generation ended, or was aborted; set before `request_finished`.
         is_finished_normal: it ended by itself.
-        multimodal_positions: where inputs that are no text stand; there are none.
+        multimodal_positions: positions of inputs that are no text; there are none.
     """
 
     multimodal_positions: Sequence[int] | None = None
@@ -117,29 +116,29 @@ class LlmRequest:
 
     @property
     def extra_key(self) -> str | int | None:
-        """Anything else that separates namespaces."""
+        """The value of any other field that separates namespaces."""
         return self.namespace.extra_key
 
     @property
     def may_reuse(self) -> bool:
-        """True if cached KV may stand for prompt tokens; False if their own logits are wanted."""
+        """Returns whether cached KV may stand for prompt tokens, whose logits are not wanted."""
         return self.sampling_params.prompt_logprobs is None
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens so far."""
+        """The number of prompt and generated tokens so far."""
         return len(self.tokens)
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens sampled so far."""
+        """The number of tokens sampled so far."""
         return len(self.tokens) - self.prompt_len
 
     @property
     def context_current_position(self) -> int:
-        """Leading tokens of the context whose KV is there, or on its way from a store.
+        """The number of leading context tokens whose KV is valid or being loaded from a store.
 
-        The context is the prompt, and after a preemption also what was generated before it.
+        The context is the prompt, and after a preemption also the tokens generated before it.
         """
         present = max(self.num_computed_tokens, self.num_external_tokens)
         context = self.state in {RequestState.CONTEXT, RequestState.LOADING, RequestState.QUEUED}
@@ -163,15 +162,15 @@ class LlmRequest:
         return [tokens] if beam is None else tokens
 
     def block_keys(self, start: int = 0, stop: int | None = None) -> Sequence[BlockKey]:
-        """Keys of the full blocks of the tokens so far, hashed lazily and once."""
+        """Returns the keys of the full blocks of the tokens so far, hashed lazily and once."""
         return self.key_chain.keys(start, stop)
 
     def append_tokens(self, tokens: TokenArray) -> None:
-        """Add sampled tokens."""
+        """Appends sampled tokens."""
         self.tokens.extend(tokens)
 
     def rewind(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens, and the keys of the full blocks among them."""
+        """Keeps the first `num_tokens` tokens, and the keys of the full blocks among them."""
         self.tokens.truncate(num_tokens)
         self.key_chain.truncate(num_tokens)
 
@@ -184,12 +183,13 @@ class LlmRequest:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """What one step works on.
+    """The requests of one step.
 
-    `KVCacheManager.prepare_resources` moves requests of `context_requests` that load in the
-    background to `loading_requests`, those that do not fit after all to `refused_requests`, and
-    those whose load has to wait for other loads to `deferred_requests` (nothing changed for either;
-    others may pass the deferred ones). Of the rest every one has its blocks when it returns.
+    `KVCacheManager.prepare_resources` moves requests out of `context_requests`: those that load in
+    the background to `loading_requests`, those that do not fit to `refused_requests`, and those
+    whose load has to wait for other loads to `deferred_requests`. The latter two are unchanged;
+    other requests may overtake the deferred ones. Every remaining request has its blocks when it
+    returns.
     """
 
     context_requests: list[LlmRequest] = field(default_factory=list)
@@ -200,24 +200,24 @@ class ScheduledBatch:
 
     @property
     def requests(self) -> list[LlmRequest]:
-        """Those that compute in this step, context first."""
+        """The requests that compute in this step, context first."""
         return self.context_requests + self.generation_requests
 
     def drop(self, request_ids: Container[int]) -> None:
-        """Those of `request_ids` ended: nothing of them is computed or loaded."""
+        """Removes ended requests: none of them is computed or loaded."""
         for requests in (self.context_requests, self.generation_requests, self.loading_requests):
             requests[:] = [one for one in requests if one.request_id not in request_ids]
 
 
 @dataclass(frozen=True, slots=True)
 class ExternalMatch:
-    """What a connector supplies: `num_tokens` beyond `position`, in this step or the background.
+    """The match of a connector: `num_tokens` beyond `position`, in this step or the background.
 
     Attributes:
         position: tokens of the device match that are kept, a block boundary.
         num_tokens: beyond it; 0: nothing.
         is_async: in the background.
-        deferred: it could, once other loads have ended: ask again in a later step. An admission
+        deferred: possible once other loads have ended: ask again in a later step. An admission
             that does not wait computes instead.
     """
 
@@ -228,15 +228,15 @@ class ExternalMatch:
 
     @property
     def end(self) -> int:
-        """Leading tokens that are valid once it is loaded."""
+        """The number of leading tokens that are valid once it is loaded."""
         return self.position + self.num_tokens
 
 
 class ExternalMatcher(Protocol):
-    """Whom `KVCacheManager.prepare_resources` asks at admission; the connector manager is one."""
+    """The matcher that `KVCacheManager.prepare_resources` asks, such as the connector manager."""
 
     def match_external(self, request: LlmRequest, num_device_tokens: int) -> ExternalMatch:
-        """What the store has beyond the device match, asked for at a block boundary.
+        """Returns the match of the store beyond the device match, at a block boundary.
 
         ``num_tokens`` is 0 unless ``end > num_device_tokens``. When it is taken, the caller keeps
         only ``position`` tokens of the device match.
@@ -245,8 +245,8 @@ class ExternalMatcher(Protocol):
     def blocks_allocated(
         self, request: LlmRequest, block_ids: list[int], by_group: Sequence[list[int]]
     ) -> None:
-        """`request` now holds `block_ids`, in order of its tokens; `by_group` in each pool group.
+        """Reports the blocks of `request`, in order of its tokens; `by_group` in each pool group.
 
-        -1 in `by_group` is a place outside the group's window; places at the end that are not
-        reserved yet are left off.
+        -1 in `by_group` stands for a block outside the group's window. Trailing blocks that are not
+        reserved yet are left out.
         """

@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen, and when it ends."""
+"""The settings of how a request's tokens are chosen, and when it ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Penalty = Annotated[Real, Field(ge=-2, le=2)]
 
 
 class SamplingParams(Settings):
-    """How tokens are chosen and when generation stops. Names and meanings are vLLM's.
+    """The settings of sampling and of when generation stops. Names and meanings are vLLM's.
 
     Attributes:
         n: completions of the one prompt; more than one need a temperature above 0.
@@ -49,7 +49,7 @@ class SamplingParams(Settings):
             prompt is computed for it: nothing of it is taken from the cache or a store.
         stop: a string or several that end the text; they are not part of it.
         stop_token_ids: tokens that end it, besides the model's own.
-        ignore_eos: go on past the model's end-of-sequence tokens.
+        ignore_eos: continue past the model's end-of-sequence tokens.
     """
 
     n: Annotated[Integer, Field(ge=1, le=16384)] = 1
@@ -105,7 +105,7 @@ class SamplingParams(Settings):
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether what was generated so far changes the logits of the next token."""
+        """Returns whether the tokens generated so far change the logits of the next one."""
         return (
             self.min_tokens > 0
             or self.presence_penalty != 0
@@ -114,7 +114,7 @@ class SamplingParams(Settings):
         )
 
     def for_completion(self, index: int) -> SamplingParams:
-        """Returns those of completion `index` alone: n is 1, and the seed its own.
+        """Returns the parameters of completion `index` alone: n is 1, and the seed its own.
 
         Only the first completion computes what is asked of the prompt.
         """

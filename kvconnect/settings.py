@@ -1,4 +1,4 @@
-"""What all settings have in common: they are frozen, and refuse what they do not know.
+"""The base of all settings: they are frozen, and refuse unknown fields.
 
 Every error is a `ConfigurationError` that names the field and the value, and for an unknown field
 the nearest valid one.
@@ -18,7 +18,7 @@ __all__ = ["Settings"]
 
 
 class Settings(BaseModel):
-    """Immutable settings that refuse what they do not know.
+    """A set of immutable settings that refuses unknown fields.
 
     Args:
         args: the fields that the class allows without their names, in order; most allow none.
@@ -32,7 +32,7 @@ class Settings(BaseModel):
         extra="forbid",
         frozen=True,
         arbitrary_types_allowed=True,
-        hide_input_in_errors=True,  # a password, perhaps; `_explain` tells what may be told
+        hide_input_in_errors=True,  # a password, perhaps; `_explain` shows what may be shown
     )
 
     positional: ClassVar[tuple[str, ...]] = ()
@@ -55,11 +55,11 @@ class Settings(BaseModel):
 
     @classmethod
     def checked(cls, field: str, value: object) -> Self:
-        """`value` with every field checked once more: pydantic's copies are made without checks.
+        """Returns `value` with every field checked once more: pydantic's copies are not checked.
 
         Args:
-            field: what the caller calls it, for the error.
-            value: what a caller gave.
+            field: the caller's name of it, for the error.
+            value: given by a caller.
 
         Raises:
             ConfigurationError: it is something else, or a field has a bad value.
@@ -73,13 +73,13 @@ class Settings(BaseModel):
 
     @classmethod
     def given(cls, field: str, value: object) -> Self:
-        """As `checked`; a mapping of field names to values will do, too."""
+        """Checks like `checked`, but also takes a mapping of field names to values."""
         if isinstance(value, Mapping):
             return cls(**{str(name): each for name, each in value.items()})
         return cls.checked(field, value)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        """Settings stay as they are.
+        """Refuses the change of a field.
 
         Raises:
             ConfigurationError: always.
@@ -87,7 +87,7 @@ class Settings(BaseModel):
         self._refuse_change(f"{name} to {shown(value)}", name)
 
     def __delattr__(self, name: str) -> NoReturn:
-        """As `__setattr__`."""
+        """Refuses the removal of a field, like `__setattr__`."""
         self._refuse_change(f"{name} to nothing", name)
 
     def _refuse_change(self, what: str, name: str) -> NoReturn:

@@ -1,9 +1,9 @@
-"""How a store holds the KV heads of a model: the same whatever the tensor parallelism.
+"""The way a store holds the KV heads of a model, whatever the tensor parallelism.
 
 A block is stored once for every share of the KV heads, and its store key says which share of how
-many. With tensor parallelism up to the number of KV heads each rank has a share of its own; beyond
-that, for a latent (MLA), and in models whose attention is not divided, several ranks hold the same
-heads, which are stored once.
+many. With tensor parallelism up to the number of KV heads each rank has a share of its own.
+Several ranks hold the same heads beyond that, for a latent (MLA), and in models whose attention is
+not divided; these heads are stored once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HeadSlice:
     """The heads that a rank and a stored block have in common.
 
     Attributes:
-        shard: whose stored block; for `store_key`.
+        shard: of the stored block; for `store_key`.
         source: heads of the stored block.
         target: the same heads in the rank's block.
     """
@@ -42,7 +42,7 @@ class HeadSlice:
 
 @dataclass(frozen=True, slots=True)
 class StoredHeads:
-    """How the KV heads of one pool group lie in a store, and which of them a rank has.
+    """The division of one pool group's KV heads in a store, and the part that a rank has.
 
     Attributes:
         layout: of the rank's own blocks.
@@ -71,7 +71,7 @@ class StoredHeads:
 
     @property
     def size(self) -> int:
-        """Into so many shares this rank and its like divide the heads; 1: each of them has all."""
+        """The number of shares that such ranks divide the heads into; 1: each rank has all."""
         if self.layout.num_kv_heads == self.num_kv_heads:
             return 1
         return min(self.shard.tp_size, self.num_kv_heads)
@@ -84,21 +84,21 @@ class StoredHeads:
 
     @property
     def own(self) -> Shard:
-        """What `store_key` gets for the rank's own blocks: equal on ranks that hold the same."""
+        """The shard in the `store_key` of the rank's blocks, equal on ranks with the same heads."""
         return self._shard(self._rank, self.size)
 
     @property
     def is_first(self) -> bool:
-        """Whether no rank before this one holds the same heads: the one that saves them."""
+        """Returns whether no earlier rank holds the same heads, so that this one saves them."""
         return self.shard.tp_rank % (self.shard.tp_size // self.size) == 0
 
     # ------------------------------------------------------------------ all sizes
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of shares that a stored block is looked for in: its own first, near ones next.
+        """The numbers of shares that a stored block is searched in: its own, then the nearest.
 
-        Those that tensor parallelism by powers of two makes; at most 8.
+        They are those that tensor parallelism by powers of two makes; at most 8.
         """
         heads, own = self.num_kv_heads, self.size
         powers = (1 << exponent for exponent in range(7))
@@ -107,7 +107,7 @@ class StoredHeads:
         return (own, *nearest)
 
     def shards(self, size: int) -> tuple[Shard, ...]:
-        """The shards that together are all heads, in `size` shares, on all pipeline stages.
+        """Returns the shards that together are all heads, in `size` shares, on all pipeline stages.
 
         A block counts as stored in `size` shares if it is there under the `store_key` of each. The
         leader looks up all of them where the ranks share a store.
@@ -118,9 +118,9 @@ class StoredHeads:
         )
 
     def slices(self, size: int) -> tuple[HeadSlice, ...]:
-        """From which blocks, stored in `size` shares, come which of the rank's heads, in order.
+        """Returns the parts of blocks, stored in `size` shares, that have the rank's heads.
 
-        ``slices(self.size)`` is one: all of the rank's own block.
+        They are in order of the heads. ``slices(self.size)`` is one: all of the rank's own block.
         """
         own, share = self.layout.num_kv_heads, self.num_kv_heads // size
         low, high = self._rank * own, (self._rank + 1) * own
@@ -132,13 +132,13 @@ class StoredHeads:
         return tuple(found)
 
     def layout_of(self, size: int) -> KvCacheLayout:
-        """Of a block as it is stored in `size` shares."""
+        """Returns the layout of a block that is stored in `size` shares."""
         return replace(self.layout, num_kv_heads=self.num_kv_heads // size)
 
     def store_keys(self, key: BlockKey, group: int, size: int) -> tuple[BlockKey, ...]:
-        """What stands in a store for the block of `group` with chained `key`, in `size` shares.
+        """Returns the store keys of the block of `group` with chained `key`, in `size` shares.
 
-        All of them have to be there: see `shards`.
+        All of them have to be present: see `shards`.
         """
         return tuple(store_key(key, group, shard) for shard in self.shards(size))
 
@@ -194,7 +194,7 @@ class RankShard(Shard):
 def stored_heads(
     layouts: Sequence[KvCacheLayout], shard: Shard, num_kv_heads: Sequence[int] = ()
 ) -> tuple[StoredHeads, ...]:
-    """One for each pool group of a rank.
+    """Returns the stored heads of each pool group of a rank.
 
     Args:
         layouts: of the rank's pools.
@@ -219,15 +219,15 @@ def stored_heads(
 def whole_layouts(
     layouts: Sequence[KvCacheLayout], shard: Shard, num_kv_heads: Sequence[int] = ()
 ) -> tuple[KvCacheLayout, ...]:
-    """What `layouts` would be on one rank with all heads: what `root_key` and `model_tag` take.
+    """Returns `layouts` as on one rank with all heads, as `root_key` and `model_tag` take them.
 
-    Args and errors as of `stored_heads`.
+    Args and errors are those of `stored_heads`.
     """
     return tuple(one.layout_of(1) for one in stored_heads(layouts, shard, num_kv_heads))
 
 
 def dividing_rank(heads: Sequence[StoredHeads]) -> tuple[int, int]:
-    """Which rank this is among those that divide the heads of any group, and how many these are.
+    """Returns the number of this rank among those that divide heads of any group, and their number.
 
     ``(0, 1)`` on every rank where each has all heads.
     """

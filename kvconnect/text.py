@@ -1,4 +1,4 @@
-"""Text that a user gives: checked once, where it comes in."""
+"""Checks text that a user gives once, where it comes in."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LOOKED_AT = 4096
 
 
 def check_text(field: str, text: str) -> None:
-    """Nothing, if `text` can be encoded: half of a surrogate pair stands for no character.
+    """Checks that `text` can be encoded: half of a surrogate pair stands for no character.
 
     Raises:
-        ConfigurationError: it cannot; names `field`, what stands where, and the remedy.
+        ConfigurationError: it cannot; names `field`, the character, its position, and the remedy.
     """
     try:
         text.encode()
@@ -29,14 +29,14 @@ def check_text(field: str, text: str) -> None:
 
 
 def shown(value: object) -> str:
-    """`value` for an error message: short, and nothing that may hold a store's password.
+    """Returns `value` for an error message: short, and without a store's password.
 
-    Of long texts and lists only the beginning is looked at.
+    Only the beginning of long texts and lists is read.
     """
     if isinstance(value, (str, bytes, list, tuple)):
         value = value[:_LOOKED_AT]
     text = repr(value)[:_LOOKED_AT]
-    # Where a URL ends in it is not sure, if its password has an odd character.
+    # The end of a URL is uncertain if its password has an odd character.
     decoded = unquote(unquote(text))  # a tier's URL within a store's
     if "@" in decoded or "://" in decoded or text_without_passwords(text) != text:
         return "what was given"

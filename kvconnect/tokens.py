@@ -1,4 +1,4 @@
-"""Token ids: converted once at the edge, int32 everywhere inside."""
+"""The token ids: converted once at the edge, int32 everywhere inside."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AT_ONCE = 1 << 15  # the interpreter does nothing else meanwhile
 
 
 def as_token_array(tokens: Tokens, *, field: str = "tokens") -> TokenArray:
-    """`tokens` as a contiguous one-dimensional int32 array, without a copy where it is one.
+    """Returns `tokens` as a contiguous one-dimensional int32 array, without a copy if it is one.
 
     Raises:
         ConfigurationError: (a ``ValueError``) not one-dimensional, not integers, or outside int32.
@@ -35,7 +35,7 @@ def as_token_array(tokens: Tokens, *, field: str = "tokens") -> TokenArray:
             [as_token_array(tokens[start : start + _AT_ONCE], field=field) for start in starts]
         )
     if isinstance(tokens, list) and tokens and type(tokens[0]) is int:
-        # At half the cost of NumPy, which then says what is wrong.
+        # At half the cost of NumPy, whose error below says what is wrong.
         with suppress(struct.error):
             array = np.empty(len(tokens), np.int32)
             struct.pack_into(f"{len(tokens)}i", array.data, 0, *tokens)
@@ -65,14 +65,14 @@ def _kind(array: npt.NDArray[Any]) -> str:
 
 
 def common_length(left: TokenArray, right: TokenArray) -> int:
-    """How many leading tokens are the same."""
+    """Returns how many leading tokens are the same."""
     count = min(len(left), len(right))
     differs = left[:count] != right[:count]
     return int(differs.argmax()) if differs.any() else count
 
 
 class LateTokens:
-    """Tokens that are converted when they are first read, by the thread that reads them.
+    """The tokens of a prompt that the first reader converts, on its own thread.
 
     Several threads may share them; should two read at once, both convert.
 
@@ -83,7 +83,7 @@ class LateTokens:
         array: the converted ones; ``None``: not read yet.
 
     Raises:
-        ConfigurationError: by every reading, of what `as_token_array` refuses.
+        ConfigurationError: by every reading, for what `as_token_array` refuses.
     """
 
     __slots__ = ("_tokens", "array")
@@ -124,7 +124,7 @@ class TokenBuffer:
         return self._array[: self._length]
 
     def extend(self, tokens: TokenArray) -> None:
-        """Append `tokens`; amortised constant time per token."""
+        """Appends `tokens`; amortised constant time per token."""
         end = self._length + len(tokens)
         array = self._array
         if isinstance(array, LateTokens) or not self._owned or end > len(array):
@@ -136,13 +136,13 @@ class TokenBuffer:
         self._length = end
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens`."""
+        """Keeps the first `num_tokens`."""
         if not 0 <= num_tokens <= self._length:
             raise ConfigurationError(f"num_tokens: {num_tokens} is outside 0..{self._length}")
         self._length = num_tokens
 
     def snapshot(self) -> TokenBuffer:
-        """The tokens as they are now, which another thread may read while these go on."""
+        """Returns the tokens as they are now, which another thread may read while these change."""
         if self._owned:
             return TokenBuffer(self.view.copy())
         taken = TokenBuffer(self._array)
@@ -150,7 +150,7 @@ class TokenBuffer:
         return taken
 
     def starts_as(self, other: TokenBuffer, num_tokens: int) -> bool:
-        """Whether the first `num_tokens` are those of `other`; both have so many."""
+        """Returns whether the first `num_tokens` are those of `other`; both have so many."""
         if self._array is other._array:
             return True
         # As bytes, at a fifth of the cost of NumPy's comparison.

@@ -1,8 +1,8 @@
-"""One place where things that happen are told: counters, logs and the user's hook alike.
+"""Reports events to counters, logs and the user's hooks.
 
 ``with trace("store.load", blocks=8) as span: ... span.set(loaded=7)`` counts the event, adds up its
 numbers and its time, and calls every hook. ``count("frame.bad")`` is an event without duration.
-What has a size rather than happens (memory in use, a breaker's state) is a gauge, read when asked.
+A size (memory in use, a breaker's state) is a gauge, read on request.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ logger = logging.getLogger("kvconnect")
 
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
-"""Which of several an event or a gauge is about: ``(("store", "DiskBackend"), ("place", "disk:///kv"))``."""
+"""The subject of an event or a gauge: ``(("store", "DiskBackend"), ("place", "disk:///kv"))``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened: its name, time, numbers, the error it ended with, and of what."""
+    """An event: its name, time, numbers, the error it ended with, and its labels."""
 
     name: str
     seconds: float = 0.0
@@ -52,7 +52,7 @@ Hook = Callable[[Event], None]
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A size as it is now."""
+    """A size at present."""
 
     name: str
     value: float
@@ -60,14 +60,14 @@ class Gauge:
 
 
 class Metrics:
-    """Counters of this process, and the hooks that hear of every event. Thread-safe.
+    """The counters of this process, and the hooks that are called with every event. Thread-safe.
 
     Counters are named ``event``, ``event.errors``, ``event.seconds`` and ``event.<value>``.
 
     Attributes:
-        engine: whose process this is, for those who tell several apart: ``kvconnect``, or the
-            engine whose adapter was made last.
-        num_events: how many there were: as long as it stays the same, no counter moved.
+        engine: the engine of this process, for readers of several: ``kvconnect``, or the engine
+            whose adapter was made last.
+        num_events: the number of events: as long as it stays the same, no counter changed.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Metrics:
         self._warned: set[str] = set()
 
     def snapshot(self) -> dict[str, float]:
-        """All counters, as a copy; those of different labels added up."""
+        """Returns a copy of all counters, summed over their labels."""
         total: Counter[str] = Counter()
         for counters in self.by_labels().values():
             for name, value in counters.items():
@@ -88,17 +88,16 @@ class Metrics:
         return dict(total)
 
     def by_labels(self) -> dict[Labels, dict[str, float]]:
-        """All counters, as a copy."""
+        """Returns a copy of all counters, by labels."""
         with self._lock:
             return {labels: dict(counters) for labels, counters in self._counters.items()}
 
     def add_gauges(
         self, read: Callable[[], Mapping[str, float]], labels: Labels = ()
     ) -> Callable[[], None]:
-        """Ask `read` for sizes by name whenever `gauges` is called; returns how to end that.
+        """Registers `read`, called for sizes by name in `gauges`; returns how to remove it.
 
-        `read` is called on the thread that asks. What it raises is logged once, and it is passed
-        over.
+        `read` is called on the thread of `gauges`. An error of `read` is logged once and skipped.
         """
         entry = (read, labels)
         with self._lock:
@@ -111,7 +110,7 @@ class Metrics:
         return remove
 
     def gauges(self) -> list[Gauge]:
-        """All sizes as they are now; may block where their readers do."""
+        """Returns all present sizes; may block where their readers do."""
         found = []
         for read, labels in self._gauges:
             try:
@@ -121,9 +120,9 @@ class Metrics:
         return found
 
     def add_hook(self, hook: Hook) -> Callable[[], None]:
-        """Call `hook` with every event, on the thread it happens on; returns how to remove it.
+        """Calls `hook` with every event, on the thread of the event; returns how to remove it.
 
-        An error that it raises is logged once and goes no further.
+        An error that it raises is logged once and not raised further.
         """
         with self._lock:
             self._hooks = (*self._hooks, hook)
@@ -135,7 +134,7 @@ class Metrics:
         return remove
 
     def emit(self, event: Event) -> None:
-        """Count `event` and pass it on."""
+        """Counts `event` and calls the hooks with it."""
         with self._lock:
             counters = self._counters.get(event.labels)
             if counters is None:
@@ -156,7 +155,7 @@ class Metrics:
                 self.warn_once(f"hook {hook!r}", f"hook {hook!r} failed on {event.name}: {error!r}")
 
     def warn_once(self, topic: str, message: str) -> None:
-        """Log `message` as a warning the first time `topic` comes up; later ones only at debug."""
+        """Logs `message` as a warning for the first use of `topic`, at debug level after that."""
         with self._lock:
             first = topic not in self._warned
             if len(self._warned) < 10_000:
@@ -165,7 +164,7 @@ class Metrics:
 
 
 metrics = Metrics()
-"""Of the whole process."""
+"""The metrics of the whole process."""
 
 
 class Span:
@@ -179,7 +178,7 @@ class Span:
         self._labels = labels
 
     def set(self, **values: float) -> None:
-        """Add numbers that are known only at the end."""
+        """Adds numbers that are known only at the end."""
         self._values.update(values)
 
     def __enter__(self) -> Self:
@@ -197,15 +196,15 @@ class Span:
 
 
 def trace(name: str, labels: Labels = (), **values: float) -> Span:
-    """A context manager that tells of `name` when it ends, with its time and `values`."""
+    """Returns a context manager that reports `name` at its end, with its time and `values`."""
     return Span(name, values, labels)
 
 
 def count(name: str, labels: Labels = (), **values: float) -> None:
-    """Tell of `name`, which took no time."""
+    """Counts an event `name` without duration."""
     metrics.emit(Event(name, 0.0, values, labels=labels))
 
 
 def warn_once(topic: str, message: str) -> None:
-    """Log `message` the first time `topic` comes up in this process."""
+    """Logs `message` as a warning for the first use of `topic` in this process."""
     metrics.warn_once(topic, message)

@@ -1,4 +1,4 @@
-"""Where this user's programs keep what they can make again."""
+"""The directory of data that this user's programs can make again."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["cache_directory", "is_private", "replace_file"]
 
 
 def cache_directory() -> Path:
-    """``kvconnect`` where the user keeps caches: ``XDG_CACHE_HOME``, or ``~/.cache``.
+    """Returns ``kvconnect`` in the user's cache directory: ``XDG_CACHE_HOME``, or ``~/.cache``.
 
     Raises:
         RuntimeError: this user has no home directory.
     """
     configured = os.environ.get("XDG_CACHE_HOME", "")
-    # As the XDG specification says, relative paths there mean nothing.
+    # The XDG specification says that relative paths there are ignored.
     base = Path(configured) if Path(configured).is_absolute() else Path.home() / ".cache"
     return base / "kvconnect"
 
@@ -31,7 +31,7 @@ def is_private(descriptor: int) -> bool:
 
 
 def replace_file(path: Path, parts: Iterable[bytes]) -> None:
-    """Write `parts` to `path` at once: another process reads what was there, or all of it.
+    """Writes `parts` to `path` atomically: another process reads the old content or the new.
 
     Its directory is made for this user alone.
 

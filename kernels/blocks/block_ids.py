@@ -1,4 +1,4 @@
-"""Block ids as callers give them, checked before anything is copied."""
+"""Checks block ids as callers give them, before anything is copied."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ BlockIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | Tensor
 _INDEX_DTYPES = {torch.int32, torch.int64}
 
 SMALL = 64
-"""Up to so many, Python's own minimum is faster than NumPy's."""
+"""The most ids of which Python's own minimum is faster than NumPy's."""
 
 
 class Unpadded(NamedTuple):
-    """The ids that are no padding, and where they stood among the others.
+    """The ids that are no padding, and their positions among all.
 
     Attributes:
         ids, positions: ``[n]`` int64.
@@ -50,7 +50,7 @@ class Unpadded(NamedTuple):
 
 
 def on_device(ids: object) -> TypeGuard[Tensor]:
-    """Whether these are a tensor on a device, whose values cannot be seen without waiting."""
+    """Returns whether these are a tensor on a device, whose values cannot be read at once."""
     return isinstance(ids, Tensor) and not ids.is_cpu
 
 
@@ -63,11 +63,11 @@ def host_ids(
     padding: bool = True,
     noun: str = "block ",
 ) -> Ids:
-    """`ids` as an int64 array; the caller's own memory where it is one already.
+    """Returns `ids` as an int64 array; the caller's own memory where it is one already.
 
     Args:
         name: for messages.
-        ids: what the caller gave.
+        ids: given by the caller.
         limit: valid are 0 to `limit` - 1, and -1 with `padding`.
         ndim: dimensions they must have.
         padding: whether -1 is allowed.
@@ -100,7 +100,7 @@ def host_ids(
 
 
 def unpadded(ids: Ids) -> Unpadded:
-    """Without padding."""
+    """Removes the padding."""
     count = len(ids)
     if count <= SMALL:
         if -1 not in ids.tolist():
@@ -114,7 +114,7 @@ def unpadded(ids: Ids) -> Unpadded:
 
 
 def check_targets(name: str, ids: Ids, *, noun: str = "block ") -> None:
-    """No block is written to twice.
+    """Checks that no block is written to twice.
 
     Raises:
         ValueError: one is given twice.

@@ -24,7 +24,7 @@ _ALL = slice(None)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as uint8 with a wider last axis, which must be contiguous."""
+    """Returns the same memory as uint8 with a wider last axis, which must be contiguous."""
     if tensor.stride(-1) != 1:  # a row of one element
         shape, strides = tensor.shape, (*tensor.stride()[:-1], 1)
         tensor = tensor.as_strided(shape, strides, tensor.storage_offset())
@@ -38,11 +38,11 @@ def check_path(path: str) -> None:
 
 
 def layer_range(kv: PagedKv, layers: slice | range) -> range:
-    """The layers meant.
+    """Returns the layers of a slice or range.
 
     Raises:
         TypeError: neither a slice nor a range.
-        ValueError: they do not follow each other, or some are not there.
+        ValueError: they are not consecutive, or some do not exist.
     """
     if layers == _ALL:
         return range(kv.num_layers)
@@ -60,7 +60,7 @@ def layer_range(kv: PagedKv, layers: slice | range) -> range:
 
 
 def check_devices(name: str, kv: torch.device, other: torch.device) -> None:
-    """Both are one device, or one of them is the host.
+    """Checks that both are one device, or one of them is the host.
 
     Raises:
         RuntimeError: otherwise.
@@ -70,7 +70,7 @@ def check_devices(name: str, kv: torch.device, other: torch.device) -> None:
 
 
 def byte_rows(name: str, buffer: Tensor, kv: PagedKv, count: int, nbytes: int) -> Tensor:
-    """`buffer` as uint8 ``[count, nbytes]``, each row contiguous: one block each.
+    """Returns `buffer` as uint8 ``[count, nbytes]``, each row contiguous: one block each.
 
     Args:
         name: for messages.
@@ -102,7 +102,7 @@ def byte_rows(name: str, buffer: Tensor, kv: PagedKv, count: int, nbytes: int) -
 
 
 def typed_rows(name: str, buffer: Tensor, count: int, length: int) -> Tensor:
-    """`buffer` as ``[count, length]`` of its dtype, each row contiguous; see `byte_rows`."""
+    """Returns `buffer` as ``[count, length]`` of its dtype; see `byte_rows`."""
     shape = buffer.shape
     if len(shape) == 2 and shape[0] == count and shape[1] == length:
         step, unit = buffer.stride()
@@ -119,7 +119,7 @@ def typed_rows(name: str, buffer: Tensor, count: int, length: int) -> Tensor:
 
 
 def plain(buffer: Tensor) -> Tensor:
-    """Without what autograd and inference mode would say to writes."""
+    """Returns `buffer` without the checks of autograd and inference mode on writes."""
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
             memory = torch.empty(0, dtype=buffer.dtype, device=buffer.device)

@@ -1,4 +1,4 @@
-"""Where tensors lie in memory, and whether elements share it."""
+"""The extents of tensors in memory, and whether elements share it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["extent", "overlap", "shares_elements"]
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """The address of the first byte, and the one behind the last; strides are not negative."""
+    """Returns the first address and the one after the last byte; strides are not negative."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     low = tensor.data_ptr()
     return low, low + (last + 1) * tensor.element_size()
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether both are of one storage, and what they extend over meets."""
+    """Returns whether both are of one storage, and their extents overlap."""
     if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
     if not one.numel() or not other.numel():
@@ -26,7 +26,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def shares_elements(tensor: Tensor) -> bool:
-    """Whether two indices may name one element."""
+    """Returns whether two indices may refer to one element."""
     # Sorted by stride every axis must step over all that the ones below it span.
     span = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -21,7 +21,7 @@ KvLayer: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planes:
-    """Views of one shape (but for the last axis), layer by layer, keys before values.
+    """The views of one shape (but for the last axis), layer by layer, keys before values.
 
     Attributes:
         views: ``[num_blocks, T, heads, dim]`` or, HND, ``[num_blocks, heads, T, dim]``.
@@ -33,7 +33,7 @@ class Planes:
 
     @staticmethod
     def checked(views: Sequence[Tensor], per_layer: int, name: str) -> Planes:
-        """The planes of these views.
+        """Checks these views and makes planes of them.
 
         Raises:
             TypeError: dtypes differ.
@@ -63,7 +63,7 @@ def check_layout(name: str, layout: str) -> None:
 
 
 def pool_planes(pool: Tensor, layout: KvCacheLayout | None) -> Planes:
-    """The planes of a pool; see `PagedKv.from_pool`."""
+    """Returns the planes of a pool; see `PagedKv.from_pool`."""
     _check_tensor("pool", pool)
     if layout is not None:
         pool = _unfolded(pool, layout)
@@ -86,7 +86,7 @@ def pool_planes(pool: Tensor, layout: KvCacheLayout | None) -> Planes:
 
 
 def _unfolded(pool: Tensor, layout: KvCacheLayout) -> Tensor:
-    """With an axis for each of tokens, heads and dim where keys and values have the same."""
+    """Splits the last axis into tokens, heads and dim where keys and values have equal shape."""
     if pool.dtype != layout.dtype:
         raise TypeError(f"pool: {pool.dtype}, its layout says {layout.dtype}")
     folded = layout.flat_shape(pool.shape[0] if pool.ndim else 0)
@@ -99,7 +99,7 @@ def _unfolded(pool: Tensor, layout: KvCacheLayout) -> Tensor:
 
 
 def layer_planes(layers: Sequence[KvLayer], layout: str) -> Planes:
-    """The planes of one cache per layer; see `PagedKv.from_layers`."""
+    """Returns the planes of one cache per layer; see `PagedKv.from_layers`."""
     check_layout("layout", layout)
     if not len(layers):
         raise ConfigurationError("layers: none; at least one is needed")
@@ -155,7 +155,7 @@ def _check_strides(name: str, view: Tensor) -> None:
 
 
 def _with_unit_rows(view: Tensor) -> Tensor:
-    """A row of one element may have any stride; views as bytes want it to be 1."""
+    """Sets the last stride to 1, which views as bytes need; a row of one element may have any."""
     if view.stride(3) == 1:
         return view
     return view.as_strided(view.shape, (*view.stride()[:3], 1), view.storage_offset())

@@ -1,4 +1,4 @@
-"""Which block goes where: between two paged memories, or one and the rows of a buffer."""
+"""The source and target of each block: two paged memories, or one and the rows of a buffer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ANY = 1 << 62
 
 
 class Moves(NamedTuple):
-    """Blocks to be copied: checked, without padding, one at least.
+    """The blocks to be copied: checked, without padding, at least one.
 
     Attributes:
         source, target: one of them at least is paged memory.
@@ -62,7 +62,7 @@ class Moves(NamedTuple):
 def row_moves(
     kv: PagedKv, block_ids: BlockIds, buffer: Tensor, layers: range, *, gathers: bool
 ) -> Moves | None:
-    """Blocks to the rows of `buffer`, or back; ``None`` if there are none.
+    """Makes the moves of blocks to the rows of `buffer`, or back; ``None`` if there are none.
 
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: as `gather_blocks` and `scatter_blocks`.
@@ -89,7 +89,7 @@ def row_moves(
 
 
 def _count(kv: PagedKv, block_ids: Tensor) -> int:
-    """How many ids there are on the device: only the kernel sees their values."""
+    """Returns how many ids are on the device, where only the kernel reads their values."""
     if block_ids.device != kv.device:
         raise RuntimeError(f"block_ids: on {block_ids.device}, the cache is on {kv.device}")
     check_integers("block_ids", block_ids)
@@ -99,7 +99,7 @@ def _count(kv: PagedKv, block_ids: Tensor) -> int:
 
 
 def split_mapping(mapping: Any) -> tuple[Ids, Ids, Some | None]:
-    """Sources and targets of ``[n, 2]`` pairs, and which pairs were no padding (``None``: all).
+    """Splits ``[n, 2]`` pairs into sources and targets; also returns which are no padding.
 
     Raises:
         TypeError: they are no integers.
@@ -127,7 +127,7 @@ def pair_moves(
     num_tokens: BlockIds | None = None,
     some: Some | None = None,
 ) -> Moves | None:
-    """Blocks of the first of `kvs` to blocks of the second; ``None`` if there are none.
+    """Makes the moves from the first of `kvs` to the second; ``None`` if there are none.
 
     Args:
         kvs: source and target.
@@ -194,7 +194,7 @@ def _token_counts(num_tokens: BlockIds, tokens: int, count: int) -> Ids:
 
 
 def _check_apart(source_ids: Ids, target_ids: Ids) -> None:
-    """No target is a source: which of both copies came first would decide what it holds."""
+    """Checks that no target is a source: the order of both copies would decide its content."""
     if len(target_ids) <= SMALL:
         both = set(source_ids.tolist()).intersection(target_ids.tolist())
     else:

@@ -1,4 +1,4 @@
-"""Paged KV memory, however an engine lays it out, bound once for all copies from and to it."""
+"""The paged KV memory, however an engine lays it out, bound once for all copies from and to it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class PagedKv:
     """The planes of a paged cache: one of keys and one of values for each layer.
 
     A plane is a view ``[num_blocks, T, heads, dim]`` (NHD) or ``[num_blocks, heads, T, dim]``
-    (HND), of any strides but with contiguous rows of `dim` elements. Made once for a layout; the
-    memory is that of the tensors given and stays alive as long as this does. Nothing of it changes
-    but caches; thread-safe.
+    (HND), of any strides but with contiguous rows of `dim` elements. It is made once for a layout.
+    Its memory is that of the given tensors, which stay alive as long as this object. Only its
+    internal caches change; thread-safe.
 
     In a contiguous buffer a block is the planes of its layers one after the other, keys before
-    values, each in the order of its view's axes. That is what `gather_blocks` writes, and for a
-    pool in one piece the block itself.
+    values, each in the order of its view's axes. `gather_blocks` writes blocks in this form. For a
+    pool in one piece it is the block itself.
 
     Attributes:
         views: the planes, layer by layer, keys before values; none for values of dim 0.
@@ -41,11 +41,10 @@ class PagedKv:
         key_dim, value_dim: elements of a row.
         dtype, device: of all planes.
         pinned: whether it is page-locked host memory.
-        planes: where each of `views` lies; offsets are addresses.
+        planes: the location of each of `views`; offsets are addresses.
         memories: the storages that the planes lie in, as bytes.
-        spans: where in each of them, first and last address, by the address of the storage.
-        slot_arrays, tables, partners: what appends, copies to rows and copies to other caches found
-            out about it, and keep here.
+        spans: the first and last address in each of them, by the address of the storage.
+        slot_arrays, tables, partners: cached by appends, copies to rows and copies to other caches.
     """
 
     __slots__ = (
@@ -104,7 +103,7 @@ class PagedKv:
 
     @staticmethod
     def from_pool(pool: Tensor, layout: KvCacheLayout | None = None) -> PagedKv:
-        """Bind a pool tensor.
+        """Binds a pool tensor.
 
         Args:
             pool: ``[num_blocks, num_layers, 2, T, heads, head_dim]``; or with its `layout` the flat
@@ -120,7 +119,7 @@ class PagedKv:
 
     @staticmethod
     def from_layers(layers: Sequence[KvLayer], *, layout: str = "NHD") -> PagedKv:
-        """Bind one cache per layer, as engines hold them.
+        """Binds one cache per layer, as engines hold them.
 
         Args:
             layers: ``[2, num_blocks, T, heads, dim]``, ``[num_blocks, 2, T, heads, dim]``, pairs of
@@ -138,7 +137,7 @@ class PagedKv:
 
     @staticmethod
     def from_views(views: Sequence[Tensor], *, layout: str = "NHD", per_layer: int = 1) -> PagedKv:
-        """Bind planes as they are, see `views`. Raises as `from_layers` does."""
+        """Binds planes as they are, see `views`. Raises as `from_layers` does."""
         check_layout("layout", layout)
         if not views or len(views) % per_layer:
             raise ValueError(f"views: {len(views)}; a multiple of {per_layer} is needed")
@@ -146,11 +145,11 @@ class PagedKv:
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of a block in a contiguous buffer, all layers."""
+        """The bytes of a block in a contiguous buffer, all layers."""
         return self.layers_nbytes(self.num_layers)
 
     def described(self) -> str:
-        """`shape`, for messages."""
+        """Returns `shape`, for messages."""
         return (
             f"{self.num_layers} layers of {self.tokens} tokens, {self.heads} heads of "
             f"{self.key_dim} and {self.value_dim}, {self.layout}"
@@ -158,20 +157,20 @@ class PagedKv:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What must be equal for blocks to be copied between two of them."""
+        """The values that must be equal for blocks to be copied between two of them."""
         dims = (self.tokens, self.heads, self.key_dim, self.value_dim)
         return (self.num_layers, *dims, self.dtype, self.layout)
 
     def layer_views(self, layers: range) -> list[Tensor]:
-        """The planes of these layers, which follow each other."""
+        """Returns the planes of these consecutive layers."""
         return list(self.views[layers.start * self.per_layer : layers.stop * self.per_layer])
 
     def planes_of(self, layers: range) -> Sequence[PlaneBytes]:
-        """Where the planes of these layers lie."""
+        """Returns the locations of the planes of these layers."""
         return self.planes[layers.start * self.per_layer : layers.stop * self.per_layer]
 
     def layers_nbytes(self, num_layers: int) -> int:
-        """Bytes of so many layers of a block in a contiguous buffer."""
+        """Returns the bytes of so many layers of a block in a contiguous buffer."""
         width = (self.key_dim + self.value_dim) * self.dtype.itemsize
         return num_layers * self.tokens * self.heads * width
 
@@ -186,7 +185,7 @@ def _spans(views: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
 
 
 def _memories(views: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[int]]:
-    """The storages that `views` lie in, as 1-D bytes, and which of them each one is in."""
+    """Returns the storages that `views` lie in, as 1-D bytes, and the number of each view's one."""
     found: dict[int, int] = {}
     memories: list[Tensor] = []
     numbers = []
@@ -203,7 +202,7 @@ def _memories(views: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[int]]:
 
 
 def bound(views: Sequence[Tensor], layout: str, per_layer: int) -> PagedKv:
-    """The planes `views` as a `PagedKv`: one that is in use already, if there is one."""
+    """Returns the planes `views` as a `PagedKv`: an existing one, if there is one."""
     known = _LIVE.get(_geometry(views, layout, per_layer))
     return known or PagedKv.from_views(views, layout=layout, per_layer=per_layer)
 

@@ -1,4 +1,4 @@
-"""All runs of a pair of blocks, as the host and a device copy them."""
+"""The runs of a pair of blocks, as the host and a device copy them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Runs: TypeAlias = npt.NDArray[np.void]
 
 
 class RunTable:
-    """All runs of a pair of blocks. Thread-safe.
+    """The runs of a pair of blocks. Thread-safe.
 
     Args:
         strips: the runs as the host copies them.
@@ -38,7 +38,7 @@ class RunTable:
     Attributes:
         nbytes: of all of `strips`.
         num_runs: how many.
-        kept: what the host and devices keep beside the table, by their own keys.
+        kept: data that the host and devices cache beside the table, by their own keys.
     """
 
     def __init__(self, strips: Iterable[Strip], runs: Runs | None = None) -> None:
@@ -51,7 +51,7 @@ class RunTable:
             self.runs = runs
 
     def prefix(self, num_tokens: int) -> RunTable:
-        """The runs of the first `num_tokens` (at least 1) tokens; of a table made for that."""
+        """Returns the runs of the first `num_tokens` (at least 1) of a table made for prefixes."""
         table = self._prefixes.get(num_tokens)
         if table is None:
             table = RunTable(strip.prefix(num_tokens) for strip in self.strips)
@@ -60,7 +60,7 @@ class RunTable:
 
     @cached_property
     def runs(self) -> Runs:
-        """Every run, in the order of the strips."""
+        """The runs one by one, in the order of the strips."""
         runs = np.empty(self.num_runs, RUN)
         start = 0
         for strip in self.strips:
@@ -78,6 +78,6 @@ class RunTable:
 
     @cached_property
     def run_list(self) -> list[tuple[int, ...]]:
-        """`runs` as plain numbers."""
+        """The list of `runs` as plain numbers."""
         numbers: list[tuple[int, ...]] = self.runs.tolist()
         return numbers

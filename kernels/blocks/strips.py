@@ -1,8 +1,8 @@
-"""Copies between two paged memories, as runs of bytes that are contiguous on both sides.
+"""The runs of bytes that are contiguous on both sides of a copy between paged memories.
 
-Whatever is copied between blocks (gather, scatter, copy, single layers, the first tokens of a
-block) is the same few runs for every pair of blocks, at addresses ``offset + block * step``. They
-are found once per pair of layouts and kept; a call brings block ids and origins only.
+Every copy between blocks (gather, scatter, copy, single layers, the first tokens of a block) is the
+same few runs for every pair of blocks, at addresses ``offset + block * step``. They are computed
+once per pair of layouts and kept; a call brings block ids and origins only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_RUN = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PlaneBytes:
-    """Where one layer's keys, or its values, lie. All in bytes.
+    """The location of one layer's keys, or its values. All in bytes.
 
     Attributes:
         offset: of block 0 from the origin.
@@ -37,7 +37,7 @@ class PlaneBytes:
 
 @dataclass(frozen=True, slots=True)
 class PlanePair:
-    """The same plane on both sides; their rows are equally long."""
+    """A plane on both sides of a copy; the rows of both are equally long."""
 
     source: PlaneBytes
     target: PlaneBytes
@@ -45,7 +45,7 @@ class PlanePair:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Where the runs of a strip lie on one side. All in bytes.
+    """The locations of the runs of a strip on one side. All in bytes.
 
     Attributes:
         offset: of the first run, in block 0.
@@ -62,7 +62,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Equal runs, evenly spaced on both sides.
+    """A series of equal runs, evenly spaced on both sides.
 
     Attributes:
         source, target: where they lie.
@@ -81,7 +81,7 @@ class Strip:
     across: bool = False
 
     def prefix(self, num_tokens: int) -> Strip:
-        """The same of the first `num_tokens` (at least 1) tokens only."""
+        """Returns the strip of the first `num_tokens` (at least 1) tokens only."""
         if self.across:
             return replace(self, count=min(self.count, num_tokens))
         return replace(self, nbytes=min(self.nbytes, num_tokens * self.token_nbytes))
@@ -95,7 +95,7 @@ def make_strips(
     tokens_first: bool,
     by_token: bool,
 ) -> list[Strip]:
-    """The strips of `pairs`, as few as possible.
+    """Makes the strips of `pairs`, as few as possible.
 
     Args:
         pairs: planes in the order in which they are to lie one after the other.
@@ -183,7 +183,7 @@ def _strip(
 
 
 def _join(strips: Sequence[Strip]) -> list[Strip]:
-    """Single runs that continue each other on both sides become one."""
+    """Joins single runs that continue each other on both sides."""
     joined: list[Strip] = []
     for strip in strips:
         last = joined[-1] if joined else None
@@ -201,7 +201,7 @@ def _join(strips: Sequence[Strip]) -> list[Strip]:
 
 
 def _space(strips: Sequence[Strip]) -> list[Strip]:
-    """Strips that continue each other, evenly spaced on both sides, become one."""
+    """Joins strips that continue each other, evenly spaced on both sides."""
     spaced: list[Strip] = []
     for strip in strips:
         last = spaced[-1] if spaced else None

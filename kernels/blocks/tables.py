@@ -1,4 +1,4 @@
-"""The runs between two memories: found once, and kept as long as both are bound."""
+"""The runs between two memories: computed once, and kept as long as both are bound."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Partner", "row_table"]
 
 
 def row_table(kv: PagedKv, layers: range, step: int, *, gathers: bool) -> RunTable:
-    """The runs of these layers to a buffer whose blocks are `step` bytes apart, or from it."""
+    """Returns the runs of these layers to or from a buffer whose blocks are `step` bytes apart."""
     key = (gathers, layers.start, layers.stop, step)
     if (table := kv.tables.get(key)) is None:
         planes = kv.planes_of(layers)
@@ -39,7 +39,7 @@ class Partner:
         self._tables: dict[tuple[int, int, bool], RunTable] = {}
 
     def table(self, source: PagedKv, target: PagedKv, layers: range, *, by_token: bool) -> RunTable:
-        """The runs of these layers of both; `by_token`: of whole tokens."""
+        """Returns the runs of these layers of both; `by_token`: of whole tokens."""
         key = (layers.start, layers.stop, by_token)
         if (table := self._tables.get(key)) is None:
             planes = source.planes_of(layers), target.planes_of(layers)
@@ -59,7 +59,7 @@ def _shift(source: PagedKv, target: PagedKv) -> int | None:
 
 
 def _rows(kv: PagedKv, planes: Sequence[PlaneBytes], step: int) -> list[PlaneBytes]:
-    """The same planes in a contiguous buffer."""
+    """Returns the same planes in a contiguous buffer."""
     count, tokens_first = kv.tokens * kv.heads, kv.layout == "NHD"
     offsets = accumulate((count * plane.row for plane in planes), initial=0)
     return [

@@ -1,4 +1,4 @@
-"""A copy that was asked for and may still be on its way."""
+"""A copy that was requested and may not be finished."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ __all__ = ["DONE", "CopyEvent", "Transfer"]
 
 
 class CopyEvent(Protocol):
-    """What is needed of an event behind the copy; `torch.cuda.Event` is one."""
+    """The methods used of an event behind the copy; `torch.cuda.Event` has them."""
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Returns whether it has happened."""
 
     def synchronize(self) -> None:
-        """Block the calling thread until it has happened."""
+        """Blocks the calling thread until it has happened."""
 
     def wait(self, stream: Any) -> None:
-        """What `stream` is given from now on comes behind it."""
+        """Makes later work of `stream` wait for it."""
 
 
 class Transfer:
-    """Keeps alive what a copy reads and writes until it is done, also if it is dropped.
+    """A copy that keeps its memory alive until it is done, also if this object is dropped.
 
-    Thread-safe. Without an event it is done from the start: copies between host memories are over
-    when they are asked for, and empty ones.
+    Thread-safe. Without an event it is done from the start: copies between host memories are done
+    when the call returns, and so are empty ones.
 
     Args:
         event: happens behind the copy; ``None``: it is over.
@@ -48,7 +48,7 @@ class Transfer:
                 one.done()
 
     def done(self) -> bool:
-        """Whether everything is copied. Does not block."""
+        """Returns whether everything is copied. Does not block."""
         event = self._event
         if event is None:
             return True
@@ -58,14 +58,14 @@ class Transfer:
         return True
 
     def wait(self) -> None:
-        """Block the calling thread until everything is copied."""
+        """Blocks the calling thread until everything is copied."""
         event = self._event
         if event is not None:
             event.synchronize()
             self._let_go()
 
     def wait_on(self, stream: Any) -> None:
-        """What `stream` (a `torch.cuda.Stream`) is given from now on comes behind the copy.
+        """Makes later work of `stream` (a `torch.cuda.Stream`) wait for the copy.
 
         Does not block.
         """
@@ -80,4 +80,4 @@ class Transfer:
 
 
 DONE = Transfer()
-"""Of what was over at once; nothing tells one such object from another."""
+"""The transfer that was done at once; all such transfers are alike."""

@@ -1,4 +1,4 @@
-"""What `kv_cache_update` refuses, before anything is written."""
+"""Checks the arguments of `kv_cache_update`, before anything is written."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
 class OutsideCache(ConfigurationError, IndexError):
-    """A sequence's update begins before the cache does, or ends beyond it."""
+    """The error of a sequence's update that begins before the cache does, or ends beyond it."""
 
 
 def check_shapes(
     cache: Tensor, update: Tensor, write_indices: Tensor, update_lengths: Tensor | None
 ) -> None:
-    """All that can be seen without values.
+    """Checks everything that does not need values.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `kv_cache_update`.
@@ -62,7 +62,7 @@ def _check_index(name: str, index: Tensor, length: int, cache: Tensor) -> None:
 
 
 def check_memory(cache: Tensor, update: Tensor) -> None:
-    """The cache can be written to, row by row, without touching the update.
+    """Checks that the cache can be written to, row by row, without touching the update.
 
     Raises:
         ValueError: otherwise.
@@ -79,7 +79,7 @@ def check_memory(cache: Tensor, update: Tensor) -> None:
 def check_values(
     write_indices: list[int], lengths: list[int] | None, total: int, max_length: int
 ) -> None:
-    """Where updates begin and end, on the host.
+    """Checks the first and last tokens of updates, on the host.
 
     Args:
         write_indices: where each begins.

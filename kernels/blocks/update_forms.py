@@ -1,4 +1,4 @@
-"""How an update of a linear cache is laid out and made, by TensorRT's names and by ours."""
+"""The forms and modes of updates of a linear cache, by TensorRT's names and by ours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["AttentionIOForm", "KVCacheMode", "cache_mode_of", "update_form_of"]
 
 
 class AttentionIOForm(Enum):
-    """How new keys or values come: padded ``[B, N, S_new, H]``, or packed ``[tokens, N, H]``.
+    """The form of new keys or values: padded ``[B, N, S_new, H]``, or packed ``[tokens, N, H]``.
 
     The names with ``k`` are those of TensorRT in C++, those without those in Python.
     """
@@ -23,7 +23,7 @@ class AttentionIOForm(Enum):
 
 
 class KVCacheMode(Enum):
-    """How the cache is updated: one token after the other from an index on."""
+    """The mode of cache updates: one token after the other from an index on."""
 
     LINEAR = "linear"
     kLINEAR = LINEAR  # noqa: N815
@@ -41,7 +41,7 @@ _MODES = _names(KVCacheMode)
 
 
 def update_form_of(given: object) -> AttentionIOForm:
-    """Returns what `given` names.
+    """Returns the form that `given` names.
 
     Args:
         given: an `AttentionIOForm`, TensorRT's own, or the name of one: ``"padded_bhnd"``,
@@ -54,7 +54,7 @@ def update_form_of(given: object) -> AttentionIOForm:
 
 
 def cache_mode_of(given: object) -> KVCacheMode:
-    """Returns what `given` names, as `update_form_of` does.
+    """Returns the mode that `given` names, as `update_form_of` does.
 
     Raises:
         ConfigurationError: there is no such mode; names the one that there is.

@@ -1,4 +1,4 @@
-"""Work on its way to a device, checked; it keeps alive what it is about."""
+"""The checked work for a device; it keeps its tensors alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["AppendWork", "BlockCopy", "End", "UpdateWork"]
 
 
 class End(NamedTuple):
-    """One side of a copy of blocks.
+    """A side of a copy of blocks.
 
     Attributes:
         address: that the offsets of runs count from.
@@ -67,11 +67,11 @@ class BlockCopy:
 
     @property
     def on_host(self) -> bool:
-        """Whether the ids are."""
+        """Returns whether the ids are on the host."""
         return not isinstance(self.source.ids, Tensor) and not isinstance(self.target.ids, Tensor)
 
     def part(self, start: int, stop: int) -> BlockCopy:
-        """The same of the pairs from `start` to before `stop`."""
+        """Returns the copy of the pairs from `start` to before `stop`."""
         return replace(
             self,
             source=self.source._replace(ids=self.source.ids[start:stop]),
@@ -81,7 +81,7 @@ class BlockCopy:
 
 
 class UpdateWork(NamedTuple):
-    """One `kv_cache_update`.
+    """The work of a `kv_cache_update`.
 
     Attributes:
         cache: ``[batch, heads, max_length, row]``.
@@ -98,13 +98,13 @@ class UpdateWork(NamedTuple):
 
 
 class AppendWork(NamedTuple):
-    """One `reshape_and_cache`.
+    """The work of a `reshape_and_cache`.
 
     Attributes:
         states: the new keys, and the new values unless the cache has none:
             ``[tokens, heads, row]``.
         kv: the cache.
-        layer: where they go.
+        layer: the layer that they are written to.
         slots: ``[tokens]`` int32 or int64, block times tokens per block plus token; -1 is skipped.
             On the host they are valid; on the device others are skipped and counted.
     """

@@ -1,4 +1,4 @@
-"""Which way a copy takes."""
+"""The choice of a route for a copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MIB = 1024 * _KIB
 
 
 class Direction(Enum):
-    """From where to where, seen from the device."""
+    """The direction of a copy, seen from the device."""
 
     WITHIN = "within"
     LOAD = "load"
@@ -22,11 +22,14 @@ class Direction(Enum):
 
 
 class Route(Enum):
-    """How the bytes move.
+    """The route of a copy.
 
-    `KERNEL`: a kernel reads and writes both sides (page-locked host memory, too). `DMA`: copy
-    engines, run by run. `STAGED`: a kernel between the blocks and a buffer on the device, one copy
-    between that and the host. `BOUNCE`: by way of page-locked memory, as the host's is pageable.
+    | route | how the bytes move |
+    |---|---|
+    | `KERNEL` | a kernel reads and writes both sides (page-locked host memory, too) |
+    | `DMA` | copy engines, run by run |
+    | `STAGED` | a kernel between blocks and a device buffer, one copy between that and the host |
+    | `BOUNCE` | through page-locked memory, as the host's is pageable |
     """
 
     KERNEL = "kernel"
@@ -37,7 +40,7 @@ class Route(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CopyPolicy:
-    """Where one way becomes faster than another, for one device.
+    """The thresholds at which one route becomes faster than another, for one device.
 
     Attributes:
         load_dma_from: bytes of a run from which on loads are DMA; below, a kernel.
@@ -65,7 +68,9 @@ class CopyPolicy:
                 raise ConfigurationError(f"{field.name}: {value!r} must be a positive integer")
 
     def choose(self, direction: Direction, run_nbytes: float) -> Route:
-        """The way for page-locked or device memory, outside of graphs, with ids on the host.
+        """Returns the route for page-locked or device memory.
+
+        It is for copies outside of graphs, with ids on the host.
 
         Args:
             direction: of the copy.

@@ -1,4 +1,4 @@
-"""Validated work to a device: by which way, on which stream, and what is refused.
+"""Submits validated work to a device: chooses the route and the stream, and refuses the rest.
 
 Loading this module loads neither driver nor compiler; the first piece of work does.
 """
@@ -38,11 +38,11 @@ __all__ = [
 
 
 class DeviceWork:
-    """One device: its kernels, its ways, its policy. Thread-safe.
+    """A device: its kernels, its routes, its policy. Thread-safe.
 
     Args:
         driver: of the device.
-        policy: which way a copy takes.
+        policy: the choice of routes.
     """
 
     def __init__(self, driver: Driver, policy: CopyPolicy | None = None) -> None:
@@ -52,7 +52,7 @@ class DeviceWork:
         self._routes = Routes(driver, self._launcher, self.policy)
 
     def copy(self, copy: BlockCopy, stream: Any, path: str) -> Transfer:
-        """Copy blocks.
+        """Copies blocks.
 
         Args:
             copy: checked; one side at least is the device's.
@@ -66,7 +66,7 @@ class DeviceWork:
             memory.
 
         Raises:
-            RuntimeError: that path cannot be had while a graph is captured, with ids on the
+            RuntimeError: that path is not possible while a graph is captured, with ids on the
                 device, or with pageable memory; nothing was copied.
             DriverError: some, all or none of the targets are written.
         """
@@ -91,13 +91,13 @@ class DeviceWork:
         return self._routes.by_kernel(copy, direction, stream, capturing=False)
 
     def update(self, work: UpdateWork) -> Transfer:
-        """`kv_cache_update`, on the current stream."""
+        """Runs `kv_cache_update`, on the current stream."""
         if not work.update.numel():
             return DONE
         return self._run(partial(launch_update, self._launcher, work))
 
     def append(self, work: AppendWork) -> Transfer:
-        """`reshape_and_cache`, on the current stream."""
+        """Runs `reshape_and_cache`, on the current stream."""
         return self._run(partial(launch_append, self._launcher, work))
 
     def _run(self, launch: Callable[[Grid], tuple[object, ...]]) -> Transfer:
@@ -124,7 +124,7 @@ class DeviceWork:
 
 
 def _refuse(copy: BlockCopy, direction: Direction, path: str, *, capturing: bool) -> None:
-    """Raise what `DeviceWork.copy` raises for ways that cannot be gone."""
+    """Raises the errors of `DeviceWork.copy` for impossible routes."""
     if path in {"dma", "staged"}:
         if capturing:
             raise RuntimeError(
@@ -156,7 +156,7 @@ _driven: DeviceWork | None = None
 
 @contextmanager
 def driven_by(driver: Driver, policy: CopyPolicy | None = None) -> Iterator[DeviceWork]:
-    """All work of this process goes to `driver` meanwhile: for tests."""
+    """Sends all work of this process to `driver` within the context, for tests."""
     global _driven  # noqa: PLW0603 (one seam instead of a parameter in every public function)
     before, _driven = _driven, DeviceWork(driver, policy)
     try:
@@ -166,12 +166,12 @@ def driven_by(driver: Driver, policy: CopyPolicy | None = None) -> Iterator[Devi
 
 
 def wanted(device: torch.device) -> bool:
-    """Whether work on memory of `device` comes here."""
+    """Returns whether work on memory of `device` is done here."""
     return device.type == "cuda" or _driven is not None
 
 
 def device_work(device: torch.device) -> DeviceWork:
-    """What a device's work goes to.
+    """Returns the object that runs a device's work.
 
     Raises:
         NoDevice: there is no CUDA driver, or `device` is no CUDA device; the message says which.
@@ -194,9 +194,9 @@ def device_work(device: torch.device) -> DeviceWork:
 
 
 def id_errors(device: torch.device) -> int:
-    """Ids on the device that were out of range since this was last asked. Waits for the device.
+    """Returns how many ids on the device were out of range since the last call.
 
-    Such ids are treated like -1: nothing is read or written for them.
+    It waits for the device. Such ids are treated like -1: nothing is read or written for them.
 
     Raises:
         NoDevice: see `device_work`.

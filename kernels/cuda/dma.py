@@ -1,4 +1,4 @@
-"""Copies as descriptors for the copy engines: merged where they continue each other, in batches."""
+"""Describes copies for the copy engines: merged where they continue each other, in batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["cut", "describe", "submit"]
 
 
 def describe(copy: BlockCopy) -> Descriptors:
-    """All runs of all pairs, as few as possible, in the order of their targets.
+    """Returns all runs of all pairs, as few as possible, in the order of their targets.
 
     Args:
         copy: with its ids on the host.
@@ -49,17 +49,17 @@ def _merged(runs: Descriptors) -> Descriptors:
 
 
 def submit(driver: Driver, descriptors: Descriptors, order: AccessOrder, stream: Any) -> None:
-    """Give `stream` all of them, in as few batches as allowed.
+    """Submits all of them to `stream`, in as few batches as allowed.
 
     Raises:
-        DriverError: the batches before the one that was refused are on their way.
+        DriverError: the batches before the refused one were submitted.
     """
     for start in range(0, len(descriptors), MAX_BATCH):
         driver.copy_batch(descriptors.part(start, start + MAX_BATCH), order, stream)
 
 
 def cut(descriptors: Descriptors, max_nbytes: int) -> Iterator[Descriptors]:
-    """The same bytes in portions of at most `max_nbytes`; long runs are cut."""
+    """Yields the same bytes in portions of at most `max_nbytes`; long runs are cut."""
     pieces = -(-descriptors.sizes // max_nbytes)
     index = np.repeat(np.arange(len(descriptors)), pieces)
     within = np.arange(len(index)) - np.repeat(np.cumsum(pieces) - pieces, pieces)

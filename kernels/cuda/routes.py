@@ -1,4 +1,4 @@
-"""Copies of blocks between a device and host memory, by each of the ways there are."""
+"""Copies blocks between a device and host memory, by each of the routes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Routes"]
 
 
 class _OnStream:
-    """The stream that a copy runs on, and what it uses there."""
+    """The stream that a copy runs on, and the objects that it uses there."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -32,10 +32,10 @@ class _OnStream:
 
 
 class Routes:
-    """The ways of one device. Thread-safe.
+    """The routes of one device. Thread-safe.
 
-    A copy is ordered on the stream it is given, whatever streams it uses; an exception leaves some,
-    all or none of it done or on its way, and what it uses alive until then.
+    A copy is ordered on the given stream, whatever streams it uses. After an exception some, all or
+    none of it is done or running; the objects that it uses stay alive until it ends.
 
     Args:
         driver: the device.
@@ -54,9 +54,9 @@ class Routes:
     def by_kernel(
         self, copy: BlockCopy, direction: Direction, stream: Any, *, capturing: bool
     ) -> Transfer:
-        """One kernel that reads and writes both sides; the only way into a graph.
+        """Copies with one kernel that reads and writes both sides; the only route in a graph.
 
-        While a graph is captured the result is done: what the graph uses is its owner's to keep.
+        While a graph is captured the result is done: the owner of the graph keeps the memory alive.
         """
         grid = Grid(stream, self._ctas(direction))
         if capturing:
@@ -73,14 +73,14 @@ class Routes:
     def by_dma(
         self, copy: BlockCopy, direction: Direction, runs: Descriptors, stream: Any
     ) -> Transfer:
-        """The copy engines, run by run."""
+        """Copies with the copy engines, run by run."""
         with self._beside(stream, direction) as used:
             used.keep += (copy.keep, runs)
             submit(self._driver, runs, _order(copy, direction), used.stream)
         return used.transfer
 
     def by_stage(self, copy: BlockCopy, direction: Direction, stream: Any) -> Transfer:
-        """A kernel between blocks and buffer, and long copies between buffer and host memory."""
+        """Copies with a kernel between blocks and buffer, and long copies from or to the host."""
         staging = staging_of(copy, direction)
         at_once = max(1, self._device_ring.slot_nbytes // staging.nbytes)
         # One after the other on one stream: the link is busy all the time but for the kernels,
@@ -107,9 +107,10 @@ class Routes:
     def by_bounce(
         self, copy: BlockCopy, direction: Direction, runs: Descriptors, stream: Any
     ) -> Transfer:
-        """Through page-locked buffers, for pageable host memory; the calling thread copies, too.
+        """Copies through page-locked buffers, for pageable host memory.
 
-        A load returns when its source has been read, a store when everything has been written.
+        The calling thread copies, too. A load returns when its source has been read, a store when
+        everything has been written.
         """
         with self._beside(stream, direction) as used, self._host_ring.lock:
             used.keep.append(copy.keep)
@@ -165,9 +166,9 @@ class Routes:
 
     @contextmanager
     def _beside(self, stream: Any, direction: Direction) -> Iterator[_OnStream]:
-        """`stream`, or the copy stream in its place: the legacy default stream takes no DMA.
+        """Yields `stream`, or the copy stream instead: the legacy default stream takes no DMA.
 
-        Either way the copies come behind what `stream` was given, and before what it will be.
+        Either way the copies run after the earlier work of `stream`, and before its later work.
         """
         if not self._driver.is_legacy_default(stream):
             with self._on(stream) as used:

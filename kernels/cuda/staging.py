@@ -1,4 +1,4 @@
-"""Copies by way of a buffer: the buffers, and the tables of both halves of such a copy."""
+"""Copies through a buffer: the buffers, and the tables of both halves of such a copy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["Ring", "Slot", "Staging", "staging_of"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Staging:
-    """A copy in two: one side and the buffer, the buffer and the other side.
+    """A copy in two halves: from one side to the buffer, from the buffer to the other side.
 
     In the buffer blocks follow each other, and the runs of a block are in the order in which they
-    lie in host memory: what is in one piece there moves as one.
+    lie in host memory, so that a contiguous piece there moves as one.
 
     Attributes:
         first: from the source to the buffer.
@@ -36,7 +36,7 @@ class Staging:
     nbytes: int
 
     def halves(self, copy: BlockCopy, buffer: int) -> tuple[BlockCopy, BlockCopy]:
-        """Both copies of `copy`, with a buffer at that address."""
+        """Returns both halves of `copy`, with a buffer at that address."""
         rows = np.arange(len(copy), dtype=np.int64)
         target = copy.target._replace(address=buffer, ids=rows)
         source = copy.source._replace(address=buffer, ids=rows)
@@ -47,7 +47,7 @@ class Staging:
 
 
 def staging_of(copy: BlockCopy, direction: Direction) -> Staging:
-    """The two tables for the table of `copy`, kept beside it."""
+    """Returns the two tables for the table of `copy`, kept beside it."""
     kept = copy.table.kept.get(direction)
     if kept is None:
         on_host = "source_offset" if direction is Direction.LOAD else "target_offset"
@@ -66,7 +66,7 @@ def _staging(runs: Runs, on_host: str) -> Staging:
 
 
 class Slot:
-    """A buffer of a ring, and the last use of it."""
+    """A buffer of a ring, and its last use."""
 
     __slots__ = ("event", "memory")
 
@@ -75,22 +75,22 @@ class Slot:
         self.event: CopyEvent | None = None
 
     def wait_on_stream(self, stream: Any) -> None:
-        """What `stream` is given from now on comes behind the last use."""
+        """Makes later work of `stream` wait for the last use."""
         if self.event is not None:
             self.event.wait(stream)
 
     def wait(self) -> None:
-        """Block the calling thread until the last use is over."""
+        """Blocks the calling thread until the last use is over."""
         if self.event is not None:
             self.event.synchronize()
             self.event = None
 
 
 class Ring:
-    """A fixed number of buffers, handed out in turn. Memory is taken when it is first needed.
+    """A fixed number of buffers, used in turn. Memory is allocated when it is first needed.
 
-    The caller that takes a slot waits for its last use and leaves the event behind its own in it
-    before another caller takes one: it holds `lock` meanwhile.
+    The caller that takes a slot waits for its last use and stores its own event in the slot before
+    another caller takes one: it holds `lock` meanwhile.
 
     Args:
         allocate: makes memory of so many bytes.
@@ -106,9 +106,9 @@ class Ring:
         self._next = 0
 
     def take(self, nbytes: int) -> Slot:
-        """The next slot, of at least `nbytes`.
+        """Returns the next slot, of at least `nbytes`.
 
-        One that is too small makes room for a larger one; what still uses it keeps it.
+        A slot that is too small is replaced by a larger one; its users keep the old one.
         """
         at = self._next
         self._next = (at + 1) % len(self._slots)

@@ -1,8 +1,8 @@
-"""Runs copied between host memories, at memcpy speed and without a Python step for each.
+"""Copies runs between host memories, at memcpy speed and without a Python step for each.
 
-Three loops that others wrote in C do the work: torch's row selection into strided rows (which uses
-all of torch's threads), NumPy's assignment to indexed rows of opaque bytes, and memmove where there
-are few. All of them let other threads run.
+Three loops in C do the work: torch's row selection into strided rows (which uses all of torch's
+threads), NumPy's assignment to indexed rows of opaque bytes, and memmove where there are few. All
+of them let other threads run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _THREADED_NBYTES = 1 << 18  # from here on it is worth waking torch's threads
 
 
 def copy_moves(moves: Moves) -> None:
-    """Copy blocks between host memories. Blocks until it is done."""
+    """Copies blocks between host memories. Blocks until it is done."""
     source, target, source_ids, target_ids, _, table, counts, in_order = moves
     if counts is not None:
         for count in set(counts.tolist()):
@@ -93,7 +93,7 @@ class _HostStrip:
     def copy(
         self, source: Blocks, target: Blocks, source_ids: Ids, target_ids: Ids, *, in_order: bool
     ) -> None:
-        """The strip's part of `copy_moves`."""
+        """Copies the strip's part of `copy_moves`."""
         strip, count = self.strip, len(source_ids)
         from_rows, to_rows, opaque = self._source, self._target, self._target_opaque
         if from_rows is None:
@@ -136,13 +136,13 @@ class _HostStrip:
         torch.index_select(rows, 0, torch.from_numpy(ids), out=out)
 
     def _as_opaque(self, rows: Tensor) -> _Opaque:
-        """``[rows, nbytes]`` or ``[rows, runs, nbytes]`` as elements of one run each."""
+        """Returns ``[rows, nbytes]`` or ``[rows, runs, nbytes]`` as elements of one run each."""
         array: _Opaque = rows.numpy().view(self._opaque)[..., 0]
         return array
 
 
 def _view(rows: Blocks, side: Side, strip: Strip) -> Tensor:
-    """The strip's runs on one side, as bytes: ``[rows, nbytes]`` or ``[rows, runs, nbytes]``."""
+    """Returns the strip's runs on one side, as bytes: ``[rows(, runs), nbytes]``."""
     if isinstance(rows, PagedKv):
         memory = rows.memories[side.memory]
         count, start = rows.num_blocks, side.offset - memory.data_ptr()

@@ -1,4 +1,4 @@
-"""Rows quantised by torch, in few passes over memory that stays in the caches."""
+"""Quantises rows with torch, in few passes over memory that stays in the caches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvconnect.kernels.host.reference import LIMITS
 __all__ = ["CHUNK_ELEMENTS", "quantize_rows"]
 
 CHUNK_ELEMENTS = 1 << 16
-"""So many at a time, their float32 temporaries stay in the second-level cache."""
+"""The elements of a chunk, whose float32 temporaries stay in the second-level cache."""
 
 _MAX = torch.finfo(torch.float32).max
 
 
 def quantize_rows(rows: Tensor, code: str) -> tuple[Tensor, Tensor]:
-    """The same as `reference.quantize`, bit for bit, at two to three times its speed."""
+    """Quantises like `reference.quantize`, bit for bit, at two to three times its speed."""
     limit = LIMITS[code]
     exact = rows.to(torch.float32, copy=True)
     largest = exact.abs().amax(-1, keepdim=True)  # NaN where one is

@@ -1,7 +1,7 @@
-"""Every op in plain torch: what the others are tested against, and what ``path="torch"`` runs.
+"""The reference of every op in plain torch, for tests and for ``path="torch"``.
 
-Written to be obviously right, on any device and between devices; nothing is checked. Whole tensors
-are indexed where that says it best.
+It is written to be obviously right, on any device and between devices; nothing is checked. Whole
+tensors are indexed where that is clearest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX = torch.finfo(torch.float32).max
 
 
 def gather(planes: Sequence[Tensor], block_ids: Sequence[int], out: Tensor) -> None:
-    """Row i of `out` becomes block ``block_ids[i]``; -1 is skipped.
+    """Copies block ``block_ids[i]`` to row i of `out`; -1 is skipped.
 
     Args:
         planes: ``[num_blocks, T, heads, dim]`` or ``[num_blocks, heads, T, dim]`` each.
@@ -43,7 +43,7 @@ def gather(planes: Sequence[Tensor], block_ids: Sequence[int], out: Tensor) -> N
 
 
 def scatter(src: Tensor, planes: Sequence[Tensor], block_ids: Sequence[int]) -> None:
-    """Block ``block_ids[i]`` becomes row i of `src`: the mirror of `gather`."""
+    """Copies row i of `src` to block ``block_ids[i]``: the mirror of `gather`."""
     for row, block_id in enumerate(block_ids):
         if block_id >= 0:
             parts = torch.split(src[row], [_flat(plane[0]).numel() for plane in planes])
@@ -60,7 +60,7 @@ def copy(
     *,
     token_axis: int = 0,
 ) -> None:
-    """Block ``pairs[i][1]`` becomes block ``pairs[i][0]``, its first ``num_tokens[i]`` tokens.
+    """Copies the first ``num_tokens[i]`` tokens of block ``pairs[i][0]`` to block ``pairs[i][1]``.
 
     Pairs with a -1 are skipped. `token_axis` is the axis of tokens within a block: 0 for NHD.
     """
@@ -74,7 +74,7 @@ def copy(
 
 
 def append(states: Tensor, plane: Tensor, slots: Sequence[int] | Tensor) -> None:
-    """Token i, ``states[i]`` (``[heads, dim]``), goes to slot ``slots[i]``; -1 is skipped.
+    """Writes token i, ``states[i]`` (``[heads, dim]``), to slot ``slots[i]``; -1 is skipped.
 
     `plane` is ``[num_blocks, T, heads, dim]``; slot s is token ``s % T`` of block ``s // T``.
     """
@@ -85,7 +85,7 @@ def append(states: Tensor, plane: Tensor, slots: Sequence[int] | Tensor) -> None
 
 
 def update_padded(cache: Tensor, update: Tensor, write_indices: Sequence[int]) -> None:
-    """``cache[i, :, write_indices[i] + s] = update[i, :, s]``, see `kv_cache_update`."""
+    """Sets ``cache[i, :, write_indices[i] + s] = update[i, :, s]``, see `kv_cache_update`."""
     length = update.shape[2]
     for index, start in enumerate(write_indices):
         _bytes(cache)[index, :, start : start + length] = _bytes(update)[index]
@@ -94,7 +94,7 @@ def update_padded(cache: Tensor, update: Tensor, write_indices: Sequence[int]) -
 def update_packed(
     cache: Tensor, update: Tensor, write_indices: Sequence[int], update_lengths: Sequence[int]
 ) -> None:
-    """The same with sequences packed one after the other: ``[tokens, heads, dim]``."""
+    """Does the same with sequences packed one after the other: ``[tokens, heads, dim]``."""
     for index, start in enumerate(write_indices):
         first, stop = update_lengths[index : index + 2]
         part = _bytes(update)[first:stop].transpose(0, 1)
@@ -102,7 +102,9 @@ def update_packed(
 
 
 def quantize(rows: Tensor, code: str) -> tuple[Tensor, Tensor]:
-    """Values of one byte and a scale for each row; see `kvconnect.kernels.quantized_payload`.
+    """Quantises to values of one byte and a scale for each row.
+
+    `kvconnect.kernels.quantized_payload` describes the codes.
 
     Args:
         rows: ``[..., dim]`` float32, float16 or bfloat16.
@@ -123,13 +125,13 @@ def quantize(rows: Tensor, code: str) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(values: Tensor, scales: Tensor, code: str, dtype: torch.dtype) -> Tensor:
-    """Rows of `dtype` from what `quantize` returned."""
+    """Returns rows of `dtype` from the results of `quantize`."""
     stored = torch.float8_e4m3fn if code == "fp8_e4m3" else torch.int8
     return (values.view(stored).float() * scales.unsqueeze(-1)).to(dtype)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes; few operations exist for every dtype."""
+    """Returns the same memory as bytes; few operations exist for every dtype."""
     return tensor.view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""New tokens written on the host, as rows of a linear cache or at the slots of a paged one."""
+"""Writes new tokens on the host, as rows of a linear cache or at the slots of a paged one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvconnect.kernels.blocks.paged import PagedKv
 __all__ = ["append", "update_packed", "update_padded"]
 
 _KNOWN = {torch.float64, torch.float32, torch.float16}
-"""NumPy has these types; others are shown to it as bytes."""
+"""The types that NumPy has; tensors of others are viewed as bytes."""
 
 _FEW_ROWS = 4  # up to so many, moving them one by one costs less than NumPy's views
 
@@ -26,7 +26,7 @@ _THREADED_NBYTES = 1 << 18  # from here on it is worth waking torch's threads
 
 
 def append(states: tuple[Tensor, ...], kv: PagedKv, slots: Unpadded, layer: int) -> None:
-    """On the host: every head's row is one element, wherever it comes from."""
+    """Appends on the host: every head's row is one element, wherever it comes from."""
     count = len(slots.ids)
     if count * kv.heads <= _FEW_ROWS:
         _write_few(states, kv, slots, layer)
@@ -39,7 +39,7 @@ def append(states: tuple[Tensor, ...], kv: PagedKv, slots: Unpadded, layer: int)
 
 
 def _slot_arrays(kv: PagedKv, layer: int) -> list[npt.NDArray[np.void]]:
-    """The layer's planes as ``[num_blocks, T, heads]`` of one row each."""
+    """Returns the layer's planes as ``[num_blocks, T, heads]`` of one row each."""
     if (known := kv.slot_arrays.get(layer)) is None:
         views = kv.layer_views(range(layer, layer + 1))
         known = [
@@ -73,7 +73,7 @@ def _write_few(states: tuple[Tensor, ...], kv: PagedKv, slots: Unpadded, layer: 
 
 
 def update_padded(cache: Tensor, update: Tensor, starts: list[int]) -> None:
-    """See `reference.update_padded`."""
+    """Implements `reference.update_padded`."""
     _, heads, length, row = update.shape
     nbytes = length * row * cache.element_size()
     batch = len(starts)
@@ -106,7 +106,7 @@ def _move_few(cache: Tensor, update: Tensor, starts: list[int], nbytes: int) -> 
 
 
 def update_packed(cache: Tensor, update: Tensor, starts: list[int], ends: list[int]) -> None:
-    """See `reference.update_packed`."""
+    """Implements `reference.update_packed`."""
     to_array, from_array = as_bytes(cache).numpy(), as_bytes(update).numpy()
     if ends[-1] == len(starts) and len(starts) > 4 and ends == list(range(len(ends))):
         to_array[np.arange(len(starts)), :, np.array(starts)] = from_array

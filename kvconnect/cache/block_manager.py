@@ -1,4 +1,4 @@
-"""Which block of KV memory holds which tokens."""
+"""Maps the tokens of sequences to blocks of KV memory."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = ["BlockManager", "SequenceAllocation"]
 
 @dataclass(frozen=True, slots=True)
 class SequenceAllocation:
-    """What a new sequence got.
+    """The result of admitting a sequence.
 
     Attributes:
         matched_tokens: leading tokens whose KV its blocks hold already.
-        block_ids: int32, in order of its tokens; the caller's own.
+        block_ids: int32, in order of its tokens; owned by the caller.
     """
 
     matched_tokens: int
@@ -101,7 +101,9 @@ class BlockManager(PinTable):
         lora_id: int | str | None = None,
         extra_key: str | int | None = None,
     ) -> int:
-        """Leading tokens that are published, at most all but the last. Changes nothing.
+        """Returns how many leading tokens are published, at most all but the last.
+
+        Changes nothing.
 
         Raises:
             ConfigurationError: (a ``ValueError``) no tokens, or a token outside int32.
@@ -120,7 +122,9 @@ class BlockManager(PinTable):
         first_chunk: int | None = None,
         external_end: int | None = None,
     ) -> bool:
-        """Whether `add_sequence` of the same arguments would find blocks now. Changes nothing.
+        """Returns whether `add_sequence` would find blocks now for these arguments.
+
+        Changes nothing.
 
         Raises:
             ConfigurationError: (a ``ValueError``) as `add_sequence`.
@@ -131,42 +135,42 @@ class BlockManager(PinTable):
         return self._planner.plan(prompt) is not None
 
     def predict_match(self, prompt: Prompt, keys: KeyChain | None = None) -> int | None:
-        """``matched_tokens`` of `admit` now; ``None``: no blocks. Changes nothing.
+        """Returns the ``matched_tokens`` of `admit` now, or ``None`` without blocks.
 
-        Less than `match` where a partial match has to be given up for want of blocks. `keys` need
-        not hash again what was hashed of the match, if a search by key was made before.
+        Changes nothing. The result is below that of `match` if a partial match does not fit. Once a
+        search by key was made, `keys` takes the keys of the matched blocks from the key index.
         """
         plan = self._planner.plan(prompt, keys)
         return None if plan is None else plan.num_matched
 
     def num_free_blocks(self, *, window: int | None = None) -> int:
-        """Blocks that could be allocated now, without memory of other pools."""
+        """Returns how many blocks could be allocated now without memory of other pools."""
         return self._pools[self._group(window)].num_free
 
     def num_allocated_blocks(self, *, window: int | None = None) -> int:
-        """Blocks held by sequences and pins."""
+        """Returns how many blocks sequences and pins hold."""
         pool = self._pools[self._group(window)]
         return pool.num_blocks - pool.num_free
 
     def num_reclaimed_blocks(self, *, window: int | None = None) -> int:
-        """Published blocks that had to make room so far, whether the host tier took them or not."""
+        """Returns how many published blocks were reclaimed so far, offloaded or dropped."""
         return self._pools[self._group(window)].num_reclaimed
 
     def max_blocks(self, *, window: int | None = None) -> int:
-        """Blocks in all. It changes when pools give each other memory."""
+        """Returns the number of all blocks. It changes when pools exchange memory."""
         return self._pools[self._group(window)].num_blocks
 
     def ensure_free(self, needs: Sequence[int]) -> bool:
-        """Whether each pool group can supply so many blocks; memory moves between them if need be.
+        """Returns whether each pool group can supply so many blocks; moves memory for that.
 
-        False changes nothing.
+        If it returns False, nothing changed.
         """
         return self._slabs.ensure_free(needs)
 
     def block_ids(self, request_id: int, *, window: int | None = None) -> npt.NDArray[np.int32]:
-        """The sequence's blocks in order of its tokens: int32, the caller's own.
+        """Returns the sequence's blocks in order of its tokens: int32, owned by the caller.
 
-        -1 stands for one that the window left behind, and for one that is not reserved yet.
+        -1 stands for a block that the window left behind, and for one that is not reserved yet.
         """
         return self.group_block_ids(request_id, self._group(window))
 
@@ -186,7 +190,7 @@ class BlockManager(PinTable):
         first_chunk: int | None = None,
         external_end: int | None = None,
     ) -> SequenceAllocation:
-        """Give `tokens` their blocks, reusing what is published of them.
+        """Allocates blocks for `tokens`, reusing those that are published.
 
         May order copies and may reclaim published blocks.
 
@@ -223,7 +227,7 @@ class BlockManager(PinTable):
         retention: KvCacheRetentionConfig | None = None,
         keys: KeyChain | None = None,
     ) -> SequenceAllocation:
-        """As `add_sequence`, of a prompt that was made before and was not admitted yet."""
+        """Does what `add_sequence` does, for a prompt that was made before and not admitted yet."""
         if request_id in self._live:
             raise DuplicateRequest(f"request {request_id} has blocks already")
         if keys is not None and keys.tokens_per_block != self._tokens_per_block:
@@ -240,7 +244,7 @@ class BlockManager(PinTable):
     # ---------------------------------------------------------------- the whole
 
     def reset(self) -> None:
-        """Drop every published block.
+        """Drops every published block.
 
         Raises:
             SequencesLive: a sequence or a pin is live.
@@ -254,14 +258,15 @@ class BlockManager(PinTable):
         self._tree.clear()
 
     def take_events(self) -> list[KvCacheEvent]:
-        """Events since the last call, oldest first; see `KvCacheConfig.event_buffer_max_size`.
+        """Returns the events since the last call, oldest first.
 
-        Unlike all else here, this may be called from any thread.
+        Unlike all other methods, it may be called from any thread.
+        `KvCacheConfig.event_buffer_max_size` limits how many are kept.
         """
         return self._events.take()
 
     def check_invariants(self) -> None:
-        """Recount everything.
+        """Recounts the state of the block manager.
 
         Raises:
             AssertionError: names the broken invariant.

@@ -21,7 +21,7 @@ def check_invariants(
     sequences: Collection[Sequence],
     pins: Collection[PinHandle],
 ) -> None:
-    """Recount everything, at a cost proportional to everything.
+    """Recounts all state; the cost is proportional to its size.
 
     Raises:
         AssertionError: names the broken invariant.

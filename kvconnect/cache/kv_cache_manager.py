@@ -89,7 +89,7 @@ class KVCacheManager(BaseKVCacheManager):
     # ---------------------------------------------------------------- the steps of the engine
 
     def prepare_resources(self, batch: ScheduledBatch) -> None:
-        """Allocate what this step needs. See `BaseResourceManager.prepare_resources`.
+        """Allocates what this step needs. See `BaseResourceManager.prepare_resources`.
 
         Raises:
             OutOfBlocks: a running request has no next slot, or no blocks of a window pool for its
@@ -116,22 +116,22 @@ class KVCacheManager(BaseKVCacheManager):
             self._extend(request)
 
     def update_resources(self, batch: ScheduledBatch) -> None:
-        """Publish the blocks that the requests of `batch` filled in this step."""
+        """Publishes the blocks that the requests of `batch` filled in this step."""
         for request in batch.requests:
             if self.blocks.holds(request.request_id):
                 self.blocks.commit(request.request_id, self._num_valid(request))
 
     def free_resources(self, request: LlmRequest) -> None:
-        """Publish what is valid of `request`, tail included, and let go of its blocks, if any."""
+        """Publishes the valid tokens of `request`, tail included; releases its blocks, if any."""
         if self.blocks.holds(request.request_id):
             self.blocks.abort(request.request_id, self._num_valid(request))
 
     def publish_ended(self, request: LlmRequest) -> None:
-        """See `BaseKVCacheManager`. Publishes what is valid of `request`, tail included."""
+        """Publishes the valid tokens of `request`, tail included; see `BaseKVCacheManager`."""
         self.blocks.publish_ended(request.request_id, self._num_valid(request))
 
     def add_padding_request(self, request_id: int) -> None:
-        """Hold a block for a request of one token, to warm up with; nothing of it is published.
+        """Holds a block for a request of one token, for warming up; it is never published.
 
         Raises:
             DuplicateRequest: the id is in use.
@@ -142,22 +142,25 @@ class KVCacheManager(BaseKVCacheManager):
     # ---------------------------------------------------------------- questions
 
     def get_max_resource_count(self) -> int:
-        """Blocks in all, of group 0."""
+        """Returns the number of all blocks of group 0."""
         return self.blocks.max_blocks()
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """See `BaseResourceManager`. The last token that `request` generates takes no slot."""
+        """Implements `BaseResourceManager`.
+
+        The last token that `request` generates takes no slot.
+        """
         return self.needed_blocks(request)[0]
 
     def needed_blocks(self, request: LlmRequest) -> tuple[int, ...]:
-        """See `BaseKVCacheManager`: by pool group, its peak from now on minus what it holds.
+        """Returns by pool group the peak of `request` from now on, minus the blocks that it holds.
 
         Where a prompt is computed in chunks, the peak is that of the worst way of cutting it.
         """
         return tuple(self._needed(request, group) for group in range(len(self.layouts)))
 
     def reusable_tokens(self, request: LlmRequest, published: int = 0) -> int:
-        """See `BaseKVCacheManager`."""
+        """Implements `BaseKVCacheManager`."""
         if not self._config.enable_block_reuse or not request.may_reuse:
             return 0
         most = request.num_tokens - 1  # of the last token the logits are needed
@@ -172,11 +175,11 @@ class KVCacheManager(BaseKVCacheManager):
         return max(matched, min(published, most))
 
     def expect_chunks(self, max_chunk_tokens: int) -> None:
-        """See `BaseKVCacheManager`."""
+        """Implements `BaseKVCacheManager`."""
         self._max_chunk = max_chunk_tokens
 
     def ensure_free(self, needs: Sequence[int]) -> bool:
-        """See `BaseKVCacheManager`."""
+        """Implements `BaseKVCacheManager`."""
         with self._copier.together():
             return self.blocks.ensure_free(needs)
 
@@ -189,21 +192,21 @@ class KVCacheManager(BaseKVCacheManager):
         return True
 
     def take_events(self) -> list[KvCacheEvent]:
-        """See `BlockManager.take_events`; may be called from any thread."""
+        """Implements `BlockManager.take_events`; may be called from any thread."""
         return self.blocks.take_events()
 
     def get_num_free_blocks(self) -> int:
-        """Blocks that could be allocated now."""
+        """Returns how many blocks could be allocated now."""
         return self.blocks.num_free_blocks()
 
     def get_batch_cache_indices(self, requests: Sequence[LlmRequest]) -> Mapping[int, list[int]]:
-        """Block ids of each request, by request id, in order of its tokens; of group 0."""
+        """Maps request ids to the block ids of group 0, in order of the request's tokens."""
         return self.get_group_cache_indices(requests, 0)
 
     def get_group_cache_indices(
         self, requests: Sequence[LlmRequest], group: int
     ) -> Mapping[int, list[int]]:
-        """As `get_batch_cache_indices`, for one pool group.
+        """Does what `get_batch_cache_indices` does, for one pool group.
 
         -1 stands for a block that the window left behind, and for one that is not reserved yet.
         """
@@ -219,42 +222,42 @@ class KVCacheManager(BaseKVCacheManager):
     # ---------------------------------------------------------------- for connectors
 
     def set_external_matcher(self, matcher: ExternalMatcher) -> None:
-        """Ask `matcher` during admission from now on."""
+        """Makes admission ask `matcher` from now on."""
         self._matcher = matcher
 
     def pool_tensor(self, group: int = 0) -> Tensor:
         """The pool, ``[num_blocks, num_layers, kv_factor, elements]``, contiguous.
 
-        Where pools give each other memory, all of them are views of the whole of it.
+        Where pools exchange memory, each of them is a view of the whole arena.
         """
         return self._memory.pools[group]
 
     def detach(self, request: LlmRequest, first_block: int) -> PinnedBlocks:
-        """See `BlockManager.detach`."""
+        """Implements `BlockManager.detach`."""
         return self.blocks.detach(request.request_id, first_block)
 
     def pin(self, request: LlmRequest) -> PinnedBlocks:
-        """Keep the blocks that `request` holds now, also after it let go of them."""
+        """Pins the blocks that `request` holds now; they stay after `request` releases them."""
         return self.blocks.pin(request.request_id)
 
     def unpin(self, handle: PinnedBlocks) -> None:
-        """Let go of what `handle` holds."""
+        """Releases the blocks that `handle` holds."""
         if not isinstance(handle, PinHandle):
             raise ConfigurationError(f"handle: {handle!r} was not made by this manager")
         self.blocks.unpin(handle)
 
     def get_priorities(self, request: LlmRequest, start: int = 0) -> list[int]:
-        """Retention priority of each block of `request` from block `start` on."""
+        """Returns the retention priority of each block of `request` from block `start` on."""
         return self.blocks.priorities(request.request_id, start)
 
     def rewind(self, request: LlmRequest, num_tokens: int) -> None:
-        """The sequence of `request` loses its last `num_tokens` tokens (rejected drafts)."""
+        """Drops the last `num_tokens` tokens of `request` (rejected drafts)."""
         self.blocks.rewind(request.request_id, num_tokens)
 
     # ---------------------------------------------------------------- inside
 
     def _admit(self, request: LlmRequest, batch: ScheduledBatch) -> bool:
-        """Give `request` its blocks, or put it where `batch` has those that got none."""
+        """Admits `request`, or appends it to the refused or deferred requests of `batch`."""
         chunk = self._max_chunk
         most = None if request.may_reuse else 0
         prompt = Prompt.of(request.tokens.view, request.namespace.id).within(
@@ -277,8 +280,8 @@ class KVCacheManager(BaseKVCacheManager):
                 request.request_id, prompt, retention=request.retention, keys=request.key_chain
             )
         except OutOfBlocks:
-            # Also where it would fit without the store: if that reaches further than the device,
-            # less is matched there, so fewer blocks are shared with others.
+            # The request may fit without the store: where a store's match reaches further, less
+            # is matched on the device, and fewer blocks are shared.
             batch.refused_requests.append(request)
             return False
         matched = allocation.matched_tokens
@@ -294,7 +297,7 @@ class KVCacheManager(BaseKVCacheManager):
         return True
 
     def _match_external(self, request: LlmRequest, prompt: Prompt) -> ExternalMatch | None:
-        # What a store has beyond the device's match; None: there are no blocks for the request.
+        # Returns what a store has beyond the device's match; None: there are no blocks for it.
         if self._matcher is None or not request.may_reuse:
             return ExternalMatch()
         matched = self.blocks.predict_match(prompt, request.key_chain)

@@ -1,4 +1,4 @@
-"""The face of a KV cache manager that an engine drives; subclass it to bring your own."""
+"""The interface of a KV cache manager that an engine drives; subclass it to bring your own."""
 
 from __future__ import annotations
 
@@ -20,56 +20,57 @@ __all__ = ["BaseKVCacheManager", "BaseResourceManager", "KVCacheManagerFactory",
 
 
 class BaseResourceManager(ABC):
-    """Resources that requests need while they run. Methods and meaning are TensorRT-LLM's."""
+    """The resources that requests need while they run. The methods are TensorRT-LLM's."""
 
     @abstractmethod
     def prepare_resources(self, batch: ScheduledBatch) -> None:
-        """Allocate what this step needs; called before the forward pass, and the only allocator.
+        """Allocates what this step needs; called before the forward pass, and the only allocator.
 
-        Requests in `batch.context_requests` that hold no blocks yet are admitted: blocks for the
-        whole prompt, ``num_computed_tokens`` set to what is reused. Generating requests get the
-        slot of their next token. See `ScheduledBatch` for what is moved where.
+        Requests in `batch.context_requests` that hold no blocks yet are admitted: they get blocks
+        for the whole prompt, and ``num_computed_tokens`` is set to the reused tokens. Generating
+        requests get the slot of their next token. `ScheduledBatch` says which requests are moved
+        where.
         """
 
     @abstractmethod
     def update_resources(self, batch: ScheduledBatch) -> None:
-        """The step is over and ``num_computed_tokens`` is up to date: publish what was filled."""
+        """Publishes the blocks that the step filled; ``num_computed_tokens`` is up to date."""
 
     @abstractmethod
     def free_resources(self, request: LlmRequest) -> None:
-        """`request` ended or is preempted: publish its ``num_computed_tokens``, then let go."""
+        """Publishes ``num_computed_tokens`` of an ended or preempted `request`, and releases it."""
 
     @abstractmethod
     def get_max_resource_count(self) -> int:
-        """Blocks in all."""
+        """Returns the number of all blocks."""
 
     @abstractmethod
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Blocks that `request` still needs to run to its ``max_tokens``, exactly.
+        """Returns exactly how many blocks `request` still needs to run to its ``max_tokens``.
 
-        Counted without reuse: what it will hold at its end minus what it holds now. With several
-        pools: blocks of group 0.
+        Reuse is not counted: the result is what it holds at its end minus what it holds now. With
+        several pools, the result is for group 0.
         """
 
     def needed_blocks(self, request: LlmRequest) -> tuple[int, ...]:
-        """Blocks of each pool group that `request` needs beyond those it holds, at its peak."""
+        """Returns the peak of `request` by pool group, minus the blocks that it holds."""
         return (self.get_needed_resource_to_completion(request),)
 
 
 class BaseKVCacheManager(BaseResourceManager):
     """A resource manager for KV blocks: what the engine needs besides allocation.
 
-    The methods from `set_external_matcher` on serve connectors; a manager without them says so with
-    ``supports_connector = False`` and the engine then refuses to attach one. One without pools for
-    sliding windows (``supports_window_pools = False``) gets one layout for all layers, and windows
-    are masks only.
+    The methods from `set_external_matcher` on serve connectors. A manager without them sets
+    ``supports_connector = False``, and the engine then refuses to attach one. A manager without
+    pools for sliding windows (``supports_window_pools = False``) gets one layout for all layers;
+    windows are then masks only.
 
-    What `needed_blocks` raises for a request that waits, and `prepare_resources` for a batch of one
-    that is to be admitted, ends that request and no other. (If a batch of several raises, those
-    whose state is not ``QUEUED`` any more are freed, and each comes again alone.) A manager of
-    which other requests' blocks may not be what they should after such an error says so with
-    ``raises_for_requests = False``. Then, as with what it raises anywhere else, the engine ends:
-    who holds which blocks, and what is in them, is not known, and a wrong token is worse.
+    An error of `needed_blocks` for a waiting request ends that request and no other. So does an
+    error of `prepare_resources` for a batch of one request that is to be admitted. (If a batch of
+    several raises, those whose state is not ``QUEUED`` any more are freed, and each is admitted
+    again alone.) A manager sets ``raises_for_requests = False`` if such an error may leave the
+    blocks of other requests wrong. Such an error then ends the engine, as any other error of the
+    manager does: which request holds which content is unknown, and a wrong token is worse.
     """
 
     raises_for_requests: ClassVar[bool] = True
@@ -78,82 +79,83 @@ class BaseKVCacheManager(BaseResourceManager):
 
     @abstractmethod
     def get_batch_cache_indices(self, requests: Sequence[LlmRequest]) -> Mapping[int, list[int]]:
-        """Block ids of each request, by request id, in order of its tokens; of group 0."""
+        """Maps request ids to the block ids of group 0, in order of the request's tokens."""
 
     def get_group_cache_indices(
         self, requests: Sequence[LlmRequest], group: int
     ) -> Mapping[int, list[int]]:
-        """As `get_batch_cache_indices` for one pool group; -1 where the request holds no block."""
+        """Maps request ids to the block ids of one pool group; -1 for a block that is not held."""
         if group != 0:
             raise ConfigurationError(f"group: {group} does not exist; there is only group 0")
         return self.get_batch_cache_indices(requests)
 
     @abstractmethod
     def get_buffers(self, layer_idx: int) -> Tensor | tuple[Tensor, Tensor]:
-        """The layer's KV memory, as a view ``[num_blocks, 2, T, num_kv_heads, head_dim]``.
+        """Returns the layer's KV memory, a view ``[num_blocks, 2, T, num_kv_heads, head_dim]``.
 
-        Where key and value dimensions differ, two views ``[num_blocks, T, num_kv_heads, dim]``.
+        Where key and value dimensions differ, it returns two views
+        ``[num_blocks, T, num_kv_heads, dim]``.
         """
 
     @abstractmethod
     def get_num_free_blocks(self) -> int:
-        """Blocks that could be allocated now; with several pools, of group 0."""
+        """Returns how many blocks could be allocated now; with several pools, of group 0."""
 
     def ensure_free(self, needs: Sequence[int]) -> bool:
-        """Whether each pool group can supply so many blocks now; False changes nothing.
+        """Returns whether each pool group can supply so many blocks now; False changes nothing.
 
-        It may move memory from one pool to another to make it so.
+        It may move memory from one pool to another for that.
         """
         return needs[0] <= self.get_num_free_blocks()
 
     def reusable_tokens(self, request: LlmRequest, published: int = 0) -> int:
-        """Leading tokens that `request`, which holds no blocks, would reuse if it were admitted.
+        """Returns how many leading tokens `request` would reuse if it were admitted.
 
-        Changes nothing. A manager that reuses nothing says 0, as this does: then no request waits
-        for another that computes the same tokens.
+        Changes nothing; `request` holds no blocks. A manager that reuses nothing returns 0, as by
+        default: then no request waits for another that computes the same tokens.
 
         Args:
-            request: waits.
-            published: as if its first so many tokens, whole blocks, were in the cache.
+            request: a waiting request.
+            published: counts its first so many tokens, whole blocks, as published.
         """
         return 0
 
     def expect_chunks(self, max_chunk_tokens: int) -> None:
-        """No request will compute more prompt tokens than this in one step; told at the start.
+        """Limits the prompt tokens that a request computes in one step; called at the start.
 
-        Pools of sliding windows then hold blocks for so many at a time: see `needed_blocks`.
+        Pools of sliding windows then hold blocks for so many tokens at a time: see `needed_blocks`.
         """
 
     def add_padding_request(self, request_id: int) -> None:
-        """Holds a block for a request of one token, to warm up with; nothing of it is published.
+        """Holds a block for a request of one token, for warming up; it is never published.
 
-        The engine does not ask for it; a manager may go without.
+        The engine never calls it; a manager need not have it.
 
         Raises:
-            ConfigurationError: the manager goes without.
+            ConfigurationError: the manager does not have it.
         """
         raise ConfigurationError(
             f"{type(self).__name__} has no padding requests; override add_padding_request"
         )
 
     def reset(self) -> bool:
-        """Drops every cached block; False, as by default: nothing was dropped."""
+        """Drops every cached block. Returns False, the default, if nothing was dropped."""
         return False
 
     def take_events(self) -> list[KvCacheEvent]:
-        """What changed in the cache since the last call, oldest first; on any thread."""
+        """Returns the changes of the cache since the last call, oldest first; on any thread."""
         return []
 
     def set_external_matcher(self, matcher: ExternalMatcher) -> None:
-        """Ask `matcher` during admission from now on."""
+        """Makes admission ask `matcher` from now on."""
         raise self._no_connector()
 
     def pool_tensor(self, group: int = 0) -> Tensor:
-        """The whole pool of a group, as the flat view that connectors register."""
+        """Returns the whole pool of a group, as the flat view that connectors register."""
         raise self._no_connector()
 
     def detach(self, request: LlmRequest, first_block: int) -> PinnedBlocks:
-        """Take the blocks from `first_block` on away from `request`, which gets fresh ones.
+        """Detaches the blocks from `first_block` on from `request`, which gets fresh ones.
 
         Raises:
             OutOfBlocks: there are not enough; nothing changed.
@@ -161,25 +163,25 @@ class BaseKVCacheManager(BaseResourceManager):
         raise self._no_connector()
 
     def pin(self, request: LlmRequest) -> PinnedBlocks:
-        """Keep the blocks that `request` holds now, also after it let go of them."""
+        """Pins the blocks that `request` holds now; they stay after `request` releases them."""
         raise self._no_connector()
 
     def unpin(self, handle: PinnedBlocks) -> None:
-        """Let go of what `handle` holds."""
+        """Releases the blocks that `handle` holds."""
         raise self._no_connector()
 
     def publish_ended(self, request: LlmRequest) -> None:
-        """`request` ended, but holds its blocks until they are saved; `free_resources` follows.
+        """Publishes the valid tokens of an ended `request` whose blocks are still being saved.
 
-        What is valid of it may be published now already. Default: nothing.
+        The request holds its blocks until `free_resources` is called. By default it does nothing.
         """
 
     def get_priorities(self, request: LlmRequest, start: int = 0) -> list[int]:
-        """Retention priority of each block of `request` from block `start` on."""
+        """Returns the retention priority of each block of `request` from block `start` on."""
         raise self._no_connector()
 
     def rewind(self, request: LlmRequest, num_tokens: int) -> None:
-        """`request` loses its last `num_tokens` tokens (rejected drafts)."""
+        """Drops the last `num_tokens` tokens of `request` (rejected drafts)."""
         raise self._no_connector()
 
     def _no_connector(self) -> ConfigurationError:

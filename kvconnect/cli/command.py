@@ -1,4 +1,4 @@
-"""What a module of a subcommand provides."""
+"""The interface of a subcommand's module."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Command(Protocol):
     """A module listed in `kvconnect.cli.main.COMMANDS`."""
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Describe the subcommand to its `parser`, with ``set_defaults(run=...)``.
+        """Adds the options of the subcommand to its `parser`, with ``set_defaults(run=...)``.
 
         ``run(arguments)`` does the work and returns nothing. It raises `ConfigurationError` for
-        what the user can put right; the message is then all that the user sees. It imports the
-        engine itself, so that ``--help`` does not wait for transformers.
+        errors that the user can correct; the user sees only its message. It imports the engine
+        itself, so that ``--help`` does not wait for transformers.
         """
 
 
@@ -54,17 +54,17 @@ def add_number(
     type: type[int | float] = int,  # noqa: A002 - as argparse calls it
     metavar: str = "N",
 ) -> None:
-    """Add an `option` that takes a number."""
+    """Adds an `option` that takes a number."""
     parser.add_argument(option, type=type, default=default, metavar=metavar, help=about)
 
 
 def picked(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """The options that are called like the keyword arguments they become."""
+    """Returns the options that are named like the keyword arguments they become."""
     return {name: getattr(arguments, name) for name in names}
 
 
 def require_at_least_one(arguments: argparse.Namespace, *names: str) -> None:
-    """Checks the options that are called like `names`; those without a value pass.
+    """Checks the options that are named like `names`; those without a value pass.
 
     Raises:
         ConfigurationError: one of them is below 1.
@@ -90,5 +90,5 @@ def chosen(option: str, given: str, known: Iterable[str]) -> tuple[str, ...]:
 
 
 def tell(what: str) -> None:
-    """Prints a line on standard error, as what a command does meanwhile."""
+    """Prints a line about progress on standard error."""
     print(f"kvconnect: {what}", file=sys.stderr, flush=True)

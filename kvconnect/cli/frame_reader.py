@@ -1,4 +1,4 @@
-"""Reading frames out of a store one batch ahead, for commands that go through all of them."""
+"""Reads frames out of a store one batch ahead, for commands that read all of them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class ReadFrame:
     """A stored block as it was read.
 
     Attributes:
-        entry: what the store lists of it.
-        data: the frame, in memory that is used again for the next batch but one.
-        problem: what is wrong with it; empty: it is sound.
+        entry: the store's listing of it.
+        data: the frame, in memory that is reused for the next batch but one.
+        problem: the error in it; empty: it is sound.
         gone: it was there when it was listed, and is not any more.
     """
 
@@ -42,10 +42,10 @@ class ReadFrame:
 async def read_frames(
     store: Backend, entries: AsyncIterator[StoredEntry]
 ) -> AsyncIterator[list[ReadFrame]]:
-    """The frames of `entries`, read and checked, in batches of some 16 MiB.
+    """Yields the frames of `entries`, read and checked, in batches of some 16 MiB.
 
     While the caller works on a batch, the next one is read; a batch's data is valid until the next
-    is asked for. Two batches are all the memory this takes.
+    is asked for. Memory is used for two batches only.
 
     Raises:
         BackendUnavailable: the store as a whole does not answer.
@@ -67,7 +67,7 @@ async def read_frames(
 
 
 class _Arena:
-    """Memory for one batch, page-aligned, as large as the largest batch needed it."""
+    """The page-aligned memory of one batch, as large as the largest batch so far."""
 
     def __init__(self) -> None:
         self._whole = _EMPTY
@@ -93,7 +93,7 @@ class _Reader:
         self._failure: RetryLater | None = None
 
     async def read(self, arena: _Arena) -> list[ReadFrame]:
-        """The next batch; empty at the end."""
+        """Returns the next batch; empty at the end."""
         entries = await self._next_entries()
         sound = [entry for entry in entries if 0 < entry.nbytes <= _LONGEST]
         buffers = arena.buffers([entry.nbytes for entry in sound])
@@ -123,7 +123,7 @@ class _Reader:
         return entries
 
     async def _next(self, *, told: bool) -> StoredEntry | None:
-        """The next entry, or ``None``; raises why the listing failed, but only if `told`."""
+        """Returns the next entry, or ``None``. Raises the error of the listing only if `told`."""
         if self._failure is None:
             try:
                 return await anext(self._entries, None)
@@ -166,7 +166,7 @@ class _Reader:
         return ReadFrame(entry, problem="it is listed, and cannot be loaded")
 
     async def _look_again(self, bad: ReadFrame) -> ReadFrame:
-        """What is bad may have been replaced while it was read."""
+        """Reads a bad block again, as it may have been replaced while it was read."""
         if not bad.data.numel():
             return bad
         again = await self._load_one(bad.entry, bad.data)

@@ -1,6 +1,6 @@
-"""SIGTERM as an exception, like Ctrl-C, so that ``with`` blocks close what they opened.
+"""Turns SIGTERM into an exception, like Ctrl-C, so that ``with`` blocks close what they opened.
 
-And Ctrl-C as a note, for a command that wants to come to an end of its own.
+It also turns Ctrl-C into a note, for a command that ends by itself.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ __all__ = ["Interrupt", "Terminated", "note_interrupt", "raise_on_sigterm"]
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived. Like ``KeyboardInterrupt`` no ``except Exception`` catches it."""
+    """The exception of SIGTERM. Like ``KeyboardInterrupt`` no ``except Exception`` catches it."""
 
 
 @contextmanager
 def raise_on_sigterm() -> Iterator[None]:
-    """Raise `Terminated` in the block when SIGTERM arrives. Main thread only.
+    """Raises `Terminated` in the block when SIGTERM arrives. Main thread only.
 
-    A second one ends what the first began to close.
+    A second SIGTERM interrupts the closing that the first one began.
     """
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -35,7 +35,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 class Interrupt:
-    """Whether Ctrl-C was pressed in a `note_interrupt` block."""
+    """The record whether Ctrl-C was pressed in a `note_interrupt` block."""
 
     def __init__(self) -> None:
         self.noted = False
@@ -43,7 +43,7 @@ class Interrupt:
 
 @contextmanager
 def note_interrupt() -> Iterator[Interrupt]:
-    """In the block the first Ctrl-C is noted only; a second one raises. Main thread only."""
+    """Notes the first Ctrl-C in the block; a second one raises. Main thread only."""
     interrupt = Interrupt()
 
     def note(number: int, frame: FrameType | None) -> None:

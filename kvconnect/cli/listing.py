@@ -1,4 +1,4 @@
-"""The blocks that a store lists, each once, also where a store lists them without end."""
+"""Lists the blocks of a store, each once, also where the store's listing never ends."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kvconnect.errors import BackendUnavailable
 
 __all__ = ["each_block"]
 
-# A part of each key is enough to know it again, and as a number takes least memory.
+# A part of each key identifies it, and as a number takes least memory.
 _SHORT = 8
-# A store may list a block twice when it is moved meanwhile. So many in a row are no news.
+# A store may list a block twice when it is moved meanwhile; so many in a row are an error.
 _MOST_REPEATS = 10_000
 
 
 async def each_block(
     store: Backend, progress: Progress | None = None
 ) -> AsyncIterator[StoredEntry]:
-    """What `store` lists; each block is counted by `progress` and yielded once.
+    """Yields the entries of `store`, each once; `progress` counts them.
 
-    Takes some 100 bytes of memory per block.
+    It takes some 100 bytes of memory per block.
 
     Raises:
         BackendUnavailable: the store fails, or lists the same blocks again and again.

@@ -39,7 +39,7 @@ class Machines(NamedTuple):
 
 
 def parse_machines(arguments: argparse.Namespace, token_nbytes: int | None) -> Machines:
-    """One machine, or one for each size of ``--sweep``.
+    """Returns one machine, or one for each size of ``--sweep``.
 
     Raises:
         ConfigurationError: an option is missing, malformed or out of range.

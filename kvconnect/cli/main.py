@@ -57,12 +57,12 @@ exit codes: 0 success, 1 failure, 2 wrong usage or configuration, 3 nothing matc
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line `arguments` (default: the process's) and return the exit code.
+    """Runs the command line `arguments` (default: the process's) and returns the exit code.
 
-    SIGTERM and Ctrl-C end it like an exception: what is staged for a store is saved first.
+    SIGTERM and Ctrl-C end it like an exception: blocks that are staged for a store are saved first.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    # Before it there are nothing but flags.
+    # Only flags precede it.
     chosen = next((one for one in arguments if not one.startswith("-")), "")
     parsed = make_parser(chosen).parse_args(arguments)
     handler = logging.StreamHandler()
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.DEBUG if parsed.verbose else logging.WARNING, handlers=[handler]
     )
-    # Of what may take minutes before anything else is seen.
+    # Digests may take minutes before anything else is printed.
     logging.getLogger("kvconnect.digest").setLevel(logging.INFO)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """What other packages log may name a store's URL; what this one does shows no password."""
+        """Hides passwords in lines of other packages, which may name a store's URL."""
         line = super().format(record)
         return (
             line if record.name.partition(".")[0] == "kvconnect" else text_without_passwords(line)
@@ -93,7 +93,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Shows no password where it quotes an argument that is a store's URL."""
+    """The argument parser that hides passwords where it quotes a store's URL."""
 
     _given: Sequence[str] = ()
 
@@ -113,7 +113,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """The options of `parser` and of the command that is chosen."""
+    """Yields the options of `parser` and of the chosen command."""
     for action in parser._actions:  # noqa: SLF001  argparse tells them in no other way
         yield from action.option_strings
         if isinstance(action.choices, Mapping):
@@ -144,7 +144,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def make_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser of the whole command line.
+    """Makes the parser of the whole command line.
 
     Args:
         only: the command whose options are needed; those of others, and what their modules import,

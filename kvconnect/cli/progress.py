@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""Shows the progress of long work on standard error: a bar on a terminal, else a line at times."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _BYTES = "bytes"
 class Progress:
     """Counts up to `total` of `unit`; a context manager. Never writes to standard output.
 
-    In ``async with`` it also tells now and then that nothing was counted, as long as the event loop
+    In ``async with`` it also prints at times that nothing was counted, as long as the event loop
     runs.
 
     Args:
-        task: what is done.
+        task: the name of the work.
         total: 0: not known.
-        unit: what is counted; ``bytes`` are shown in the units of people, and with their rate.
+        unit: of the count; ``bytes`` are shown in readable units, and with their rate.
         lines: no bar on a terminal either, for commands that write there meanwhile.
     """
 
@@ -56,7 +56,7 @@ class Progress:
             )
 
     def advance(self, count: int) -> None:
-        """`count` more are done."""
+        """Adds `count` to the finished work."""
         self._done += count
         if self._bar is not None:
             self._bar.update(count)

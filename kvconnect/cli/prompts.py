@@ -1,4 +1,4 @@
-"""The prompts of a command line: arguments, files of one prompt each, and JSONL files of many."""
+"""Reads the prompts of a command line: arguments, files of one prompt, JSONL files of many."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _FORM = 'write {"prompt": "…"}, {"prompt_token_ids": […]} or {"messages": [�
 
 @dataclass(frozen=True, slots=True)
 class GivenPrompt:
-    """One prompt to answer.
+    """A prompt to answer.
 
     Attributes:
         content: of `form`: text, token ids, or the messages of a conversation.
         form: ``prompt``, ``prompt_token_ids`` or ``messages``.
-        sampling: how to go on from it.
+        sampling: its sampling parameters.
         cache_salt: of its blocks.
     """
 
@@ -42,7 +42,7 @@ class GivenPrompt:
     cache_salt: str | None
 
     def as_chat(self) -> GivenPrompt:
-        """The same, its text as what a user says.
+        """Returns the prompt as a conversation, its text as a message of the user.
 
         Raises:
             ConfigurationError: it is token ids.
@@ -55,7 +55,7 @@ class GivenPrompt:
         return GivenPrompt(messages, "messages", self.sampling, self.cache_salt)
 
     def submit(self, llm: LLM, retention: KvCacheRetentionConfig | None) -> RequestHandle:
-        """Start it."""
+        """Starts it."""
         prompt = (
             llm.chat_prompt(self.content) if self.form == "messages" else {self.form: self.content}
         )
@@ -63,7 +63,7 @@ class GivenPrompt:
 
 
 def add_prompt_options(group: argparse._ArgumentGroup) -> None:
-    """Describe where prompts come from."""
+    """Adds the options of prompts."""
     prompts = group.add_mutually_exclusive_group(required=True)
     prompts.add_argument(
         "--prompt", nargs="+", action="extend", metavar="TEXT", help="one prompt or several"
@@ -94,11 +94,11 @@ def add_prompt_options(group: argparse._ArgumentGroup) -> None:
 def read_prompts(
     arguments: argparse.Namespace, sampling: Mapping[str, object]
 ) -> Iterator[GivenPrompt]:
-    """The prompts that `arguments` name, in order.
+    """Yields the prompts that `arguments` name, in order.
 
     Args:
         arguments: of `add_prompt_options`, and ``cache_salt``.
-        sampling: fields of `SamplingParams`, for all that say nothing else.
+        sampling: fields of `SamplingParams`, for prompts without their own.
 
     Raises:
         ConfigurationError: a file cannot be read, or a line of it is wrong, which it names.

@@ -1,4 +1,4 @@
-"""Texts of models on a terminal, which would obey their control characters."""
+"""Shows texts of models on a terminal, which would obey their control characters."""
 
 from __future__ import annotations
 

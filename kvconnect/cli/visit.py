@@ -1,4 +1,4 @@
-"""Opening a store for a command: to look at what is in it, to delete from it, or to fill it."""
+"""Opens a store for a command: to read its blocks, to delete some, or to fill it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _DEADLINE_S = 60.0
 
 
 def add_url(parser: argparse.ArgumentParser, name: str = "url") -> None:
-    """The positional argument that names a store."""
+    """Adds the positional argument that names a store."""
     parser.add_argument(
         name, metavar=name.upper(), help="of a store, as in disk:///var/cache/kv or redis://host"
     )
 
 
 def visit(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end; Ctrl-C and SIGTERM cancel it, and it closes what it opened.
+    """Runs `work` to its end; Ctrl-C and SIGTERM cancel it, and it closes what it opened.
 
     A store that is stuck is left behind some seconds later.
     """
@@ -37,10 +37,10 @@ def visit(work: Coroutine[Any, Any, None]) -> None:
 
 @asynccontextmanager
 async def visiting(url: str, access: Access) -> AsyncIterator[GuardedBackend]:
-    """The store of `url`, open for raw frames. What a running engine has stored stays as it is.
+    """Opens the store of `url` for raw frames; blocks of a running engine stay unchanged.
 
     Raises:
-        ConfigurationError: a bad URL, or a store that nothing can be found in.
+        ConfigurationError: a bad URL, or a store that is always empty from outside.
         BackendUnavailable: it cannot be reached.
     """
     parsed = StoreUrl.parse(url)
@@ -61,12 +61,12 @@ async def visiting(url: str, access: Access) -> AsyncIterator[GuardedBackend]:
 
 
 def parts(store: GuardedBackend) -> Mapping[str, Backend]:
-    """By name the stores that hold frames: the tiers that answer of a tiered one, or `store`."""
+    """Returns by name the stores that hold frames: the answering tiers of a store, or `store`."""
     return store.parts() or {store.name: store}
 
 
 def listed(url: str, store: GuardedBackend) -> dict[str, Backend]:
-    """The parts that can list what they hold.
+    """Returns the parts that can list their blocks.
 
     Raises:
         ConfigurationError: there is none.

@@ -1,4 +1,4 @@
-"""Digests of files that were hashed before, kept for the next process."""
+"""The digests of files that were hashed before, kept for the next process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _DIGEST_NBYTES = 32
 
 
 class DigestCache:
-    """Digests by identity: 1,024 at most, the oldest go first.
+    """The digests by identity: 1,024 at most, the oldest are dropped first.
 
-    One small file, a line for each. It is replaced as a whole, so several processes may use it: one
-    may lose what another adds, which costs time. So does a file that is damaged, that cannot be
-    read or written, or that other users may write.
+    They are kept in one small file, a line for each, which is replaced as a whole. Several
+    processes may use it: one may lose what another adds, which costs time. A file that is damaged,
+    that cannot be read or written, or that other users may write costs time, too, and is ignored.
 
     Args:
         directory: made when first written to, for this user alone; ``None``: nothing is kept.
@@ -35,7 +35,7 @@ class DigestCache:
         self._path = None if directory is None else directory / _NAME
 
     def read(self) -> dict[FileIdentity, bytes]:
-        """All that is kept and whole, the oldest first."""
+        """Returns all valid entries, the oldest first."""
         if self._path is None:
             return {}
         try:
@@ -48,7 +48,7 @@ class DigestCache:
         return dict(entry for entry in entries if entry is not None)
 
     def add(self, entries: Mapping[FileIdentity, bytes]) -> None:
-        """Keep `entries`, too; never raises."""
+        """Adds `entries`; never raises."""
         if self._path is None or not entries:
             return
         kept = {key: value for key, value in self.read().items() if key not in entries}

@@ -1,4 +1,4 @@
-"""A small computation that is repeated, to find out whether it still gives the same bits."""
+"""A small computation that is repeated, to check that it still gives the same bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUM_TRIES = 2
 
 
 class Canary:
-    """Results of a computation, kept to be compared bit for bit with those of later runs.
+    """The results of a computation, to be compared bit for bit with those of later runs.
 
     Finds changes that no counter shows: optimizers and kernels that write past PyTorch's version
     counter, dropout, hooks, adapters that are switched, changed buffers and settings.
@@ -50,14 +50,14 @@ class Canary:
                     break
 
     def agrees(self) -> bool:
-        """Computes again, and returns whether every bit is as it was. Blocks for as long."""
+        """Computes again, and returns whether every bit is equal. Blocks meanwhile."""
         if not self.stable:
             return False
         with _random_numbers_kept(self._device):
             return _equal(self._kept, self._results())
 
     def _results(self) -> list[Tensor]:
-        """The results, those of one dtype as one flat tensor: one comparison, not one a layer."""
+        """Returns the results, one flat tensor for each dtype, to compare once, not per layer."""
         with torch.no_grad():
             results = self._run()
             kinds = dict.fromkeys(one.dtype for one in results)
@@ -69,7 +69,7 @@ class Canary:
 
 @contextmanager
 def _random_numbers_kept(device: torch.device) -> Iterator[None]:
-    """Puts the generators' states back if something was drawn; else it only reads them.
+    """Restores the states of the random generators if numbers were drawn.
 
     Runs must not begin from one state, as with `torch.random.fork_rng`: dropout would look the same
     each time.

@@ -23,7 +23,7 @@ _MAX_THREADS = 16
 
 
 class Content(NamedTuple):
-    """What an open file holds.
+    """An open file to hash.
 
     Attributes:
         descriptor: open for reading; its position is neither used nor moved.
@@ -35,13 +35,13 @@ class Content(NamedTuple):
 
 
 def content_digests(contents: Sequence[Content]) -> list[bytes]:
-    """32 bytes of each of `contents`, of all that it holds.
+    """Returns 32 bytes for each of `contents`, a digest of all its bytes.
 
     Up to 256 MiB that is BLAKE2b of size and content. Beyond, it is BLAKE2b of size and leaves:
     XXH3-128 of every 16 MiB, which is as fast as memory. XXH3 finds every accident; it does not
     stop an author who makes two files alike on purpose.
 
-    Blocks on file I/O and tells every 5 seconds how far it is.
+    Blocks on file I/O, and logs progress every 5 seconds.
 
     Raises:
         ModelChanged: a file is shorter than its size.
@@ -110,7 +110,7 @@ def _pieces(content: Content, span: range, buffer: _Buffer) -> Iterator[memoryvi
 
 
 class _Buffer(threading.local):
-    """One for each thread: new memory for every leaf would cost as much as hashing it."""
+    """A buffer for each thread: new memory for every leaf would cost as much as hashing it."""
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(_PIECE))

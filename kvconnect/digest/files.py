@@ -100,8 +100,8 @@ class ModelFiles:
     def check(self) -> None:
         """Refuses what was read since these files were opened if one of them has changed.
 
-        A file that was added counts if it has weights, or tells which to load. Others may be
-        written meanwhile, as logs are.
+        An added file counts if it has weights, or tells which to load. Other files may be added
+        meanwhile, such as logs.
 
         Raises:
             ModelChanged: names a file that was written to, replaced, added or removed.
@@ -210,7 +210,10 @@ class ModelFiles:
         return state
 
     def _json(self, name: str) -> Mapping[str, object]:
-        """Empty if there is none; its reader says so."""
+        """Returns the JSON object in `name`, or an empty one.
+
+        The reader of the settings reports errors.
+        """
         with suppress(ValueError, KeyError):
             settings = json.loads(_read(self._opened[name].descriptor))
             if isinstance(settings, dict):
@@ -267,7 +270,7 @@ def _open_directory(directory: Path) -> int:
 
 
 def _regular(root: int, *folders: str) -> Iterator[str]:
-    """Names of the regular files in `folders`, relative to `root`, and of links to such."""
+    """Yields the regular files in `folders`, relative to `root`, and links to such."""
     for folder in folders:
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
@@ -287,7 +290,7 @@ def _again(file: OpenFile) -> OpenFile:
 
 
 def _wait_a_tick(states: Iterable[FileIdentity]) -> None:
-    """Waits until the clock's tick of the newest change is over: the next one has another ctime."""
+    """Waits until the clock's tick of the newest change is over, so that a later one differs."""
     newest = max((state.changed_ns for state in states), default=0)
     wait_s = newest / 1e9 + _TICK_S - time.time()
     if wait_s > 0:

@@ -1,4 +1,4 @@
-"""What tells whether a file is still the one it was, without reading it."""
+"""The state of a file, which shows without reading it whether it changed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["FileIdentity"]
 
 
 class FileIdentity(NamedTuple):
-    """Which file, and in which state.
+    """The identity of a file, and its state.
 
-    A write to a file sets its ctime to now, whatever becomes of its mtime; within one tick
-    of the kernel's clock two states may look alike.
+    A write to a file sets its ctime to now, whatever its mtime becomes. Within one tick of the
+    kernel's clock two states may look alike.
 
     Attributes:
-        device, inode: which file.
+        device, inode: identify the file.
         size: in bytes.
         mtime_ns, ctime_ns: nanoseconds since the epoch.
     """
@@ -28,10 +28,10 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def of(cls, stat: os.stat_result) -> Self:
-        """The identity that `stat` tells."""
+        """Makes the identity of `stat`."""
         return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
     @property
     def changed_ns(self) -> int:
-        """When it was changed last."""
+        """The time of the last change, in nanoseconds since the epoch."""
         return max(self.mtime_ns, self.ctime_ns)

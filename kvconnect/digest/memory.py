@@ -140,6 +140,6 @@ def _digests(part: Tensor) -> list[bytes]:
 
 
 def memory_place(tensor: Tensor) -> tuple[object, ...]:
-    """Returns what tells `tensor` from those that lie elsewhere, or are read otherwise."""
+    """Returns a value that differs between tensors that lie elsewhere, or are read otherwise."""
     where = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
     return (*where, tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())

@@ -1,4 +1,4 @@
-"""Lines in the log while something long is hashed."""
+"""Logs the progress of long digests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Progress:
         self._told_at = time.monotonic()
 
     def advance(self, nbytes: int) -> None:
-        """Adds `nbytes` to what is done."""
+        """Adds `nbytes` to the hashed bytes."""
         self._done += nbytes
         now = time.monotonic()
         if now - self._told_at >= _SECONDS_BETWEEN_LINES:

@@ -1,4 +1,4 @@
-"""Pairs of digests that a comparison bit for bit has found to be of the same weights."""
+"""The pairs of digests that a comparison bit for bit has found to be of the same weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_NBYTES = 1 << 20
 
 
 class ProvenContents:
-    """Pairs of a content in memory and a directory that holds it: 1,024, the oldest go first.
+    """The pairs of a content in memory and its directory: 1,024, the oldest are dropped.
 
     A small file of this user's. A line that is damaged is passed over, and so is a file that other
     users may write: both cost a comparison.

@@ -18,7 +18,7 @@ Opened: TypeAlias = Callable[[str], int | None]
 
 
 def weight_map(content: bytes) -> Mapping[str, str]:
-    """Returns which file holds each tensor, of an index's `content`; empty if it does not say."""
+    """Returns the file that holds each tensor, from an index's `content`; empty if it says none."""
     try:
         parsed = json.loads(content)
     except ValueError:
@@ -30,11 +30,11 @@ def weight_map(content: bytes) -> Mapping[str, str]:
 
 
 def chooses(index: str, content: bytes, weights: Collection[str], opened: Opened) -> bool:
-    """Returns whether an index has loaders take other weights than its shards alone tell.
+    """Returns whether an index makes loaders take other weights than its shards alone would.
 
-    It does not if it names all files that are called as its shards are, each of which has just the
-    tensors that the index says, and none twice. (Which tensors files of pickles have is not read:
-    loaders take all of them.)
+    It does not if it names all files that are called like its shards, and each shard has just the
+    tensors that the index says, and none twice. (The tensors in pickled files are not read: loaders
+    take all of them.)
 
     Args:
         index: its name in the model's directory.

@@ -1,4 +1,4 @@
-"""Finds out that weights in memory have changed, at a cost that a step does not notice."""
+"""Detects that weights in memory have changed, at a cost that a step does not notice."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class _Members:
 
 
 class WeightWatch:
-    """Finds that a tensor of a model was replaced or written to since the watch was made.
+    """Detects that a tensor of a model was replaced or written to since the watch was made.
 
     Each call compares every tensor's object, address and version counter, which shows the changes
     that PyTorch counts. Writes that PyTorch does not count (``weight.data.copy_()``, as engines
@@ -87,9 +87,9 @@ class WeightWatch:
     one of 16 offsets in turn. Of tensors on other devices it compares a page of 4 KiB, of eight
     tensors in turn.
 
-    Tensors are held weakly, so that replaced weights are freed. A tensor that is replaced is found
-    when it is freed; one that lives on elsewhere only by a watch made with `of`, within 8 calls.
-    Not thread-safe.
+    Tensors are held weakly, so that replaced weights are freed. A replaced tensor is found when it
+    is freed. If it lives on elsewhere, only a watch made with `of` finds it, within 8 calls. Not
+    thread-safe.
 
     Args:
         tensors: names and tensors, each held by the caller's model. They are read once.
@@ -146,7 +146,7 @@ class WeightWatch:
 
 
 class _Lines:
-    """Bytes of every tensor in host memory, as they were found."""
+    """The bytes of every tensor in host memory, as they were found."""
 
     def __init__(self, watched: Iterable[_Watched]) -> None:
         self._names: list[str] = []
@@ -226,7 +226,7 @@ class _Pages:
 
 
 def _inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """`tensor`, or those that a subclass is made of: quantised ones, shards."""
+    """Yields `tensor`, or those that a subclass consists of: quantised ones, shards."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor
@@ -253,7 +253,7 @@ def _readable_nbytes(tensor: Tensor | None, *, on_host: bool) -> int:
 
 
 def _page(tensor: Tensor) -> Tensor:
-    """The bytes in the middle of a contiguous `tensor`."""
+    """Returns the bytes in the middle of a contiguous `tensor`."""
     nbytes = tensor.numel() * tensor.element_size()
     size = min(_PAGE, nbytes)
     begin = tensor.storage_offset() * tensor.element_size() + (nbytes - size) // 2

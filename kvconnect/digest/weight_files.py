@@ -35,7 +35,7 @@ _Folder: TypeAlias = tuple[int, int]
 
 @dataclass(slots=True)
 class WeightFiles:
-    """Names of files under a model's directory, relative to it, sorted within a folder.
+    """The names of files under a model's directory, relative to it, sorted within a folder.
 
     Folders are followed through links. A folder that is reached by several names counts under the
     first: real ones go before links.
@@ -123,7 +123,7 @@ class _Listed:
 
 
 def _listed(root: int, name: str) -> _Listed | None:
-    """The regular files and the folders in a folder, sorted; ``None``: it cannot be read."""
+    """Returns the regular files and the folders in a folder, sorted, or ``None`` if unreadable."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
     except OSError:

@@ -1,4 +1,4 @@
-"""An engine is put together: ranks, model, cache, connector, in this order."""
+"""Assembles an engine: ranks, model, cache, connector, in this order."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Assembly:
 
 
 def assembled(options: EngineOptions) -> Assembly:
-    """The parts of the engine that `options` describe; blocks until the model is loaded.
+    """Makes the engine that `options` describe; blocks until the model is loaded.
 
     Raises:
         ConfigurationError: the model cannot be loaded or served, the store cannot be opened.
@@ -153,7 +153,7 @@ def _attached(
     wakeup: Callable[[], None],
     leader: Leader | None,
 ) -> Attachment:
-    """The connector of `args`, on every rank."""
+    """Attaches the connector of `args`, on every rank."""
     if leader is None:
         return NoConnector() if args is None else KvCacheConnectorManager(args, kv, wakeup=wakeup)
     leader.set_up(kv)

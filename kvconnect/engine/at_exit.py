@@ -1,4 +1,4 @@
-"""Engines that are still open when the interpreter exits are closed, so that their stores drain."""
+"""Closes engines that are still open when the interpreter exits, so that their stores drain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _open: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 
 def close_at_exit(engine: _Closable) -> None:
-    """Call ``engine.close()`` at a normal exit, if it is still referenced then."""
+    """Registers ``engine.close()`` for a normal exit, if it is still referenced then."""
     _open.add(engine)
 
 

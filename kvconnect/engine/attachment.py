@@ -1,4 +1,4 @@
-"""A connector as the engine attaches it and sees it, and what it sees where there is none."""
+"""A connector as the engine attaches and uses it, and its substitute where there is none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Attachment", "Connector", "NoConnector", "config_of"]
 class NoConnector:
     """The part of `KvCacheConnectorManager` that the engine drives, where none is attached.
 
-    It does nothing but begin the steps of the other ranks, so that the engine need not ask.
+    It only begins the steps of the other ranks, so that the engine needs no condition.
 
     Args:
         communicator: of all ranks; by default there is one.
@@ -95,7 +95,7 @@ Connector: TypeAlias = KvCacheConnectorConfig | Backend | str | Mapping[str, obj
 
 
 def config_of(connector: Connector | None) -> KvCacheConnectorConfig | None:
-    """`connector` as a configuration.
+    """Returns `connector` as a configuration.
 
     Raises:
         ConfigurationError: see `KvCacheConnectorConfig`.

@@ -1,4 +1,4 @@
-"""Prompts that begin alike: one computes what they have in common, the others wait and reuse it."""
+"""Lets prompts that begin alike wait until one has computed the common part, and reuse it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["CommonPrefixes"]
 
 
 class _Beginning(NamedTuple):
-    """What two prompts must have in common to share any block: the namespace and one block."""
+    """The key under which prompts may share blocks: the namespace and the first block."""
 
     root: BlockKey
     tokens: bytes
 
 
 class CommonPrefixes:
-    """The prompts that one step computes, by what they begin with.
+    """The prompts that one step computes, by their beginning.
 
-    A request is held back only for one that computes in this very step, and that one's chunk ends
-    where their prompts part: so it waits for their common tokens alone to be computed, and never
-    for anything that may not come. Held back, it has no blocks.
+    A request is held back only for one that computes in this very step, and whose chunk ends where
+    their prompts differ. So it waits only for their common tokens, never for anything that may not
+    come. While held back, it has no blocks.
 
     Args:
-        kv: publishes what a step computed, and says what a request could reuse then.
-        enabled: else nothing is held back, and no chunk ends early.
+        kv: publishes what a step computed, and predicts what a request could reuse then.
+        enabled: else no request is held back, and no chunk ends early.
     """
 
     def __init__(self, kv: BaseKVCacheManager, *, enabled: bool = True) -> None:
@@ -40,7 +40,7 @@ class CommonPrefixes:
         self._ends: dict[int, int] = {}
 
     def add(self, requests: Iterable[LlmRequest]) -> None:
-        """`requests` compute tokens of their prompts in this step."""
+        """Adds `requests`, which compute tokens of their prompts in this step."""
         if not self._enabled:
             return
         for request in requests:
@@ -48,16 +48,16 @@ class CommonPrefixes:
                 self._computing[beginning].append(request)
 
     def discard(self, requests: Iterable[LlmRequest]) -> None:
-        """None of `requests` computes in this step after all."""
+        """Removes `requests`, which do not compute in this step after all."""
         for request in requests:
             others = self._computing.get(_beginning(request), [])
             if request in others:
                 others.remove(request)
 
     def hold_back(self, request: LlmRequest) -> bool:
-        """Whether `request`, which waits, could reuse more after this step; then it is to wait.
+        """Returns whether waiting `request` could reuse more after this step, and so should wait.
 
-        The one that computes those tokens gets an `end`.
+        The request that computes those tokens gets an `end`.
         """
         beginning = _beginning(request)
         others = () if beginning is None else self._computing.get(beginning, ())
@@ -75,9 +75,9 @@ class CommonPrefixes:
         return True
 
     def end(self, request: LlmRequest, start: int) -> int:
-        """Where the chunk of `request` from token `start` on is to end.
+        """Returns the end of the chunk of `request` from token `start` on.
 
-        That is before its last token if another waits for what comes before.
+        It lies before its last token if another request waits for the tokens before it.
         """
         end = self._ends.get(request.request_id, 0)
         return end if end > start else request.num_tokens

@@ -1,4 +1,4 @@
-"""One step of the engine after the other: what is computed, and what becomes of it."""
+"""Runs the steps of the engine: computes, and processes the results."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ __all__ = ["Engine"]
 class Engine:
     """Runs requests to their end, step by step. One thread owns it, see `EngineThread`.
 
-    What goes wrong for one request, in the connector or here, ends that request by the error; so
-    does what the cache manager raises when it is to admit one, if it says that this concerns no
-    other (`BaseKVCacheManager.raises_for_requests`). What goes wrong for a whole step is raised,
+    An error that concerns one request, in the connector or here, ends that request. So does an
+    error of the cache manager that is to admit one, if the manager declares that it concerns no
+    other (`BaseKVCacheManager.raises_for_requests`). An error that concerns a whole step is raised,
     and no step may follow: see `fail_all`.
 
     Args:
         model: computes.
         kv: the cache manager.
-        connector: told of every step.
+        connector: takes part in every step.
         scheduler: over the same `kv`.
         layers: memory of `kv`.
         followers: the other ranks; by default there are none.
@@ -73,11 +73,14 @@ class Engine:
 
     @property
     def process_ids(self) -> tuple[int, ...]:
-        """Of the ranks' processes, by rank."""
+        """The process ids of the ranks, by rank."""
         return (os.getpid(), *self._followers.process_ids)
 
     def step(self) -> bool:
-        """One step of the engine; False if nothing came of it, so that there is time to sleep."""
+        """Runs one step of the engine.
+
+        Returns False if it had no effect, so that there is time to sleep.
+        """
         # schedule: admit what fits, allocate, share out the budget of tokens
         batch = self._schedule()
         failed = self._live.end_failed(batch)
@@ -117,19 +120,19 @@ class Engine:
     # ------------------------------------------------------------------ arrive
 
     def admit(self, live: LiveRequest) -> None:
-        """Queue `live` for the next steps."""
+        """Queues `live` for the next steps."""
         self._live.add(live)
         self._scheduler.waiting.append(live.request)
         self._connector.on_new_request(live.request)
         self._live.end_failed()
 
     def abort(self, request_id: int) -> None:
-        """End a request now, if it has not ended yet."""
+        """Ends a request now, if it has not ended yet."""
         if live := self._live.get(request_id):
             self._live.finish(live, "abort")
 
     def abort_all(self) -> None:
-        """End every request now."""
+        """Ends every request now."""
         for live in self._live:
             self.abort(live.request.request_id)
         if self._connector.expects_news():  # tell the workers what these have left to save
@@ -137,27 +140,27 @@ class Engine:
             self._settle(self._connector.end_step())
 
     def reset_cache(self) -> bool:
-        """Drop what is cached; False if some of it is in use, and nothing was dropped."""
+        """Drops all cached blocks; returns False if some are in use, and nothing was dropped."""
         try:
             return self._kv.reset()
         finally:
             self._live.recount_blocks()
 
     def fail_all(self, error: BaseException) -> None:
-        """End every request by `error`; nothing is given back, and no step may follow."""
+        """Ends every request by `error`; nothing is released, and no step may follow."""
         self._live.fail_all(error)  # from another thread, if this one is stuck
 
     def sizes(self) -> dict[str, float]:
-        """Gauges, on any thread."""
+        """Returns gauges, on any thread."""
         return self._live.sizes()
 
     def wait_seconds(self) -> float | None:
-        """How long to sleep after a step that brought nothing; ``None``: until there is news."""
+        """Returns how long to sleep after a step without effect; ``None``: until there is news."""
         waits = (self._connector.wait_seconds(), self._followers.longest_wait_s)
         return min((wait for wait in waits if wait is not None), default=None)
 
     def shutdown(self, *, failed: bool = False) -> None:
-        """Drain the connector, and the other ranks' unless a step `failed`; blocks."""
+        """Drains the connector, and the other ranks' unless a step `failed`; blocks."""
         self._followers.close(failed=failed)
         try:
             self._connector.shutdown()
@@ -165,13 +168,16 @@ class Engine:
             self._followers.end(None)
 
     def abandon(self) -> None:
-        """End the other ranks at once; on any thread, also while `shutdown` runs."""
+        """Ends the other ranks at once; on any thread, also while `shutdown` runs."""
         self._followers.end(0.0)
 
     # ------------------------------------------------------------------ schedule
 
     def _schedule(self) -> ScheduledBatch:
-        """The next batch. The last admitted request makes room for those that run longer."""
+        """Returns the next batch.
+
+        The last admitted request is preempted for those that run longer.
+        """
         while True:
             try:
                 return self._scheduler.schedule()
@@ -182,7 +188,7 @@ class Engine:
                 self._send_back(victim)
 
     def _plan(self, requests: Sequence[LlmRequest]) -> tuple[SequenceStep, ...]:
-        """What is computed of `requests`, in which blocks."""
+        """Returns the tokens to compute of `requests`, and their blocks."""
         if not requests:
             return ()
         tables = [self._kv.get_batch_cache_indices(requests)]
@@ -193,7 +199,7 @@ class Engine:
     # ------------------------------------------------------------------ forward
 
     def _forward(self, plan: tuple[SequenceStep, ...]) -> Tensor | None:
-        """Logits after the last ``num_wanted`` tokens of each sequence, ``[rows, vocab]``."""
+        """Returns logits after each sequence's last ``num_wanted`` tokens, ``[rows, vocab]``."""
         if not plan:
             return None
         step = ForwardStep(plan, self._layers, self._connector, device=self._model.device)
@@ -205,11 +211,11 @@ class Engine:
     # ------------------------------------------------------------------ agree
 
     def _advance(self, batch: ScheduledBatch, failed_loads: dict[int, int]) -> list[LiveRequest]:
-        """Moves each request's valid position; one whose load failed gets nothing from this step.
+        """Advances each request's valid position, except where its load failed.
 
-        Returns those that end here, since nothing is to be sampled. Their last token does not count
-        as computed: nothing follows it, and windows keep what a request that goes on from there
-        needs to compute it again.
+        Returns the requests that end here, since nothing is to be sampled. Their last token does
+        not count as computed: no token follows it, and windows keep what a request that continues
+        from there needs to compute it again.
         """
         prefilled = []
         for request in batch.requests:
@@ -258,7 +264,7 @@ class Engine:
     def _sample(
         self, plan: tuple[SequenceStep, ...], batch: ScheduledBatch, logits: Tensor | None
     ) -> list[TokenRun]:
-        """The next tokens of those whose tokens are all computed: none after a failed load."""
+        """Samples the next tokens of requests whose tokens are all computed."""
         if logits is None:
             return []
         owners = [
@@ -287,7 +293,7 @@ class Engine:
     def _take(
         self, live: LiveRequest, chosen: Sequence[int | Exception], logits: Tensor
     ) -> TokenRun:
-        """Append what was chosen from `logits`, and take back the drafts that were not."""
+        """Appends the tokens chosen from `logits`, and rewinds the rejected drafts."""
         tokens = _sampled(chosen)
         count = live.request.sampling_params.logprobs
         run = live.take(tokens, None if count is None else top_tokens(logits, tokens, count))
@@ -306,7 +312,7 @@ class Engine:
     # ------------------------------------------------------------------ settle
 
     def _settle(self, outcome: StepOutcome) -> None:
-        """Loaded requests resume, those without blocks queue again, saved ones let go."""
+        """Resumes loaded requests, queues those without blocks again, and releases saved ones."""
         for request_id, valid in outcome.loaded.items():
             if request := self._scheduler.loading.get(request_id):
                 self._note_loaded(request, valid)
@@ -332,12 +338,12 @@ class Engine:
             self._send_back(victim)
 
     def _note_loaded(self, request: LlmRequest, valid: int) -> None:
-        """A load ended with `valid` leading tokens present."""
+        """Notes that a load ended with `valid` leading tokens present."""
         request.reused_store_tokens += max(0, valid - request.num_computed_tokens)
         request.num_computed_tokens, request.num_external_tokens = valid, 0
 
     def _send_back(self, request: LlmRequest) -> None:
-        """Preempt: what is computed stays in the cache until others need the blocks."""
+        """Preempts: computed blocks stay in the cache until others need them."""
         self._connector.request_reset(request)
         self._kv.free_resources(request)
         self._scheduler.put_back(request)
@@ -345,7 +351,7 @@ class Engine:
         self.stats.preemptions += 1
 
     def _unblock(self) -> bool:
-        """Nothing runs and no transfer will give blocks back: what is next never fits."""
+        """Fails the next request, which never fits: nothing runs and no transfer frees blocks."""
         scheduler = self._scheduler
         request = next(iter([*scheduler.running, *scheduler.waiting]), None)
         if request is None:
@@ -361,7 +367,7 @@ class Engine:
 
 
 def _sampled(chosen: Sequence[int | Exception]) -> list[int]:
-    """`chosen`, if none of it is an error; else that is raised."""
+    """Returns `chosen`, or raises the first error in it."""
     tokens = []
     for one in chosen:
         if isinstance(one, Exception):

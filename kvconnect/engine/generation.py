@@ -1,4 +1,4 @@
-"""What an `LLM` does with prompts: at once, in a chat, one by one, in coroutines."""
+"""The methods of an `LLM` for prompts: at once, in a chat, one by one, in coroutines."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Generation:
         retention: Retention | Sequence[Retention | None] | None = None,
         kv_transfer_params: dict[str, Any] | Sequence[dict[str, Any] | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer `prompts`, texts or token ids, all at once; blocks until the last one ended.
+        """Answers `prompts`, texts or token ids, all at once; blocks until the last one ended.
 
         Args:
             prompts: one or several; one is answered by a list of one. Each is text, token ids, or a
@@ -113,14 +113,14 @@ class Generation:
         chat_template_kwargs: Mapping[str, object] | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[RequestOutput]:
-        """Answer conversations, put into the model's chat template; see `generate`.
+        """Answers conversations, put into the model's chat template; see `generate`.
 
         Args:
             messages: a conversation, or several: lists of dicts with ``role`` and ``content``.
             sampling_params: as in `generate`, one for all, or one for each conversation.
             chat_template: a Jinja template instead of the model's own.
             add_generation_prompt: end the prompt with what begins the model's answer.
-            continue_final_message: leave the last message open, so that the answer goes on with it.
+            continue_final_message: leave the last message open, so that the answer continues it.
             tools: JSON schemas of functions that the template tells the model of.
             chat_template_kwargs: further variables for the template.
             options: those of `generate`.
@@ -142,7 +142,7 @@ class Generation:
         return self.generate(prompts, sampling_params, **options)
 
     def chat_prompt(self, messages: Conversation, **how: Unpack[ChatOptions]) -> Prompt:
-        """The prompt that `chat` answers, for `submit`, `stream` and `generate_async`.
+        """Returns the prompt that `chat` answers, for `submit`, `stream` and `generate_async`.
 
         Raises:
             ConfigurationError: as `chat` does.
@@ -176,7 +176,7 @@ class Generation:
         retention: Retention | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> RequestHandle:
-        """Start one request and return at once; see `generate`.
+        """Starts one request and returns at once; see `generate`.
 
         Args:
             prompt: text or token ids, or a dict of either.
@@ -201,10 +201,10 @@ class Generation:
         sampling_params: Params | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestHandle:
-        """Start one request in a coroutine; see `submit`.
+        """Starts one request in a coroutine; see `submit`.
 
-        ``await`` what it returns for the output, or iterate over it with ``async for``. To cancel
-        the one, or to leave the other early, aborts the request.
+        ``await`` the result for the output, or iterate over it with ``async for``. Cancelling the
+        ``await``, or leaving the iteration early, aborts the request.
         """
         return self.submit(prompt, sampling_params, **options)
 
@@ -214,9 +214,10 @@ class Generation:
         sampling_params: Params | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[StreamChunk]:
-        """Start one request and iterate over what comes out; see `submit`.
+        """Starts one request and iterates over its output; see `submit`.
 
-        Starts at once, not with the first ``next``. Leaving the iteration early aborts the request.
+        It starts at once, not with the first ``next``. Leaving the iteration early aborts the
+        request.
         """
         handle = self.submit(prompt, sampling_params, **options)
         chunks = _abort_when_left(handle)

@@ -1,4 +1,4 @@
-"""How other threads reach the engine's thread, which sleeps while there is nothing to do."""
+"""The inbox of the engine's thread, which sleeps while there is nothing to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Message = TypeVar("_Message")
 
 
 class Inbox(Generic[_Message]):
-    """Messages for one reader, and a bell that wakes it. Nothing but `wait` blocks.
+    """The messages for one reader, and a bell that wakes it. Only `wait` blocks.
 
     Attributes:
         owner: the process of its reader.
@@ -31,7 +31,7 @@ class Inbox(Generic[_Message]):
         self.owner = Owner()
 
     def post(self, message: _Message) -> None:
-        """Leave `message` and wake the reader.
+        """Adds `message` and wakes the reader.
 
         Raises:
             EngineClosed: the reader has stopped; the cause is the error that ended it, if any. Or
@@ -45,7 +45,7 @@ class Inbox(Generic[_Message]):
             self._changed.notify()
 
     def check_open(self) -> None:
-        """Nothing, as long as `post` works.
+        """Checks that `post` works.
 
         Raises:
             EngineClosed: as `post` does.
@@ -59,13 +59,13 @@ class Inbox(Generic[_Message]):
             raise EngineClosed(f"{what}: it takes no more requests") from self._cause
 
     def ring(self) -> None:
-        """Wake the reader; one that is awake will not sleep next time."""
+        """Wakes the reader; one that is awake will not sleep next time."""
         with self._changed:
             self._rung = True
             self._changed.notify()
 
     def take(self) -> Iterator[_Message]:
-        """The messages so far, oldest first, each taken when it is asked for: others stay."""
+        """Yields the messages so far, oldest first; removes each when it is yielded."""
         for _ in range(len(self._messages)):
             with self._changed:
                 if not self._messages:  # closed meanwhile
@@ -74,14 +74,14 @@ class Inbox(Generic[_Message]):
             yield message
 
     def wait(self, timeout: float | None) -> bool:
-        """Sleep until the bell rings, or rang since the last wait; False if `timeout` s passed."""
+        """Sleeps until the bell rings, or rang since the last wait; False if `timeout` s passed."""
         with self._changed:
             rang = self._changed.wait_for(lambda: self._rung, timeout)
             self._rung = False
         return rang
 
     def close(self, cause: BaseException | None) -> list[_Message]:
-        """Accept nothing any more; returns what the reader has not taken. The first cause stays."""
+        """Closes the inbox; returns the remaining messages. The first cause is kept."""
         with self._changed:
             self._closed, self._cause = True, self._cause or cause
             left, self._messages = list(self._messages), deque()

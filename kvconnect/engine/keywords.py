@@ -1,4 +1,4 @@
-"""Keyword arguments: those of a record as a constructor's, and those that a method lacks."""
+"""The decorators for keyword arguments: a record as a constructor's, and unknown ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ S = TypeVar("S")
 
 
 def known_keywords(method: Callable[P, R]) -> Callable[P, R]:
-    """`method`, refusing unknown keyword arguments by an error that names the nearest one.
+    """Makes `method` refuse unknown keyword arguments by an error that names the nearest one.
 
     The method then raises `ConfigurationError` where Python raises ``TypeError``.
     """

@@ -1,4 +1,4 @@
-"""The requests that an engine has, how they leave it, and what is counted of them."""
+"""The requests that an engine has, how they end, and their counts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["LiveRequests"]
 
 
 class LiveRequests:
-    """From a request's arrival until its waiter is told of its end; belongs to the engine's thread.
+    """The requests from their arrival to their end; belongs to the engine's thread.
 
     Args:
         kv: of their blocks.
-        connector: told of each end, and asked what went wrong for single requests.
+        connector: is notified of each end, and reports errors of single requests.
         scheduler: of the same.
-        sampler: keeps something of each.
+        sampler: keeps state of each.
 
     Attributes:
         stats: counts so far, and blocks as they were counted last.
@@ -50,24 +50,24 @@ class LiveRequests:
         return len(self._live)
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        """Those there are now, whatever becomes of them meanwhile."""
+        """Iterates over a copy of the requests, which may end meanwhile."""
         return iter([*self._live.values()])
 
     def __getitem__(self, request_id: int) -> LiveRequest:
         return self._live[request_id]
 
     def get(self, request_id: int) -> LiveRequest | None:
-        """The request of this id; ``None``: it has ended."""
+        """Returns the request of this id; ``None``: it has ended."""
         return self._live.get(request_id)
 
     def add(self, live: LiveRequest) -> None:
-        """`live` arrived."""
+        """Adds `live`."""
         self._live[live.request.request_id] = live
 
     # ------------------------------------------------------------------ their end
 
     def finish(self, live: LiveRequest, reason: FinishReason) -> None:
-        """`live` is over: its waiter is told."""
+        """Ends `live` and notifies its waiter."""
         self._let_go(live, aborted=reason == "abort")
         self._count(live.request)
         self._errors |= self._connector.take_errors()
@@ -78,20 +78,20 @@ class LiveRequests:
                 live.finish(reason)
         except Exception as error:  # noqa: BLE001  no output can be made of it
             live.fail(error)
-        del self._live[live.request.request_id]  # last: what is in there is told of errors
+        del self._live[live.request.request_id]  # last: requests in there are notified of errors
 
     def fail(self, live: LiveRequest, error: Exception) -> None:
-        """`live` ends by an error of its own: its waiter is told."""
+        """Ends `live` by an error of its own, and notifies its waiter."""
         self._let_go(live, aborted=True)
         live.fail(error)
         del self._live[live.request.request_id]
 
     def note_error(self, live: LiveRequest, error: Exception) -> None:
-        """`live` ends by `error` when failed ones are ended next."""
+        """Notes `error`, by which `live` ends in the next `end_failed`."""
         self._errors[live.request.request_id] = error
 
     def end_failed(self, batch: ScheduledBatch | None = None) -> bool:
-        """End those that something went wrong for, also out of `batch`; whether there were any."""
+        """Ends requests with errors, also out of `batch`; returns whether there were any."""
         self._errors |= self._scheduler.take_errors() | self._connector.take_errors()
         errors, self._errors = self._errors, {}
         failed = [live for one in errors if (live := self._live.get(one)) is not None]
@@ -102,12 +102,12 @@ class LiveRequests:
         return bool(failed)
 
     def fail_all(self, error: BaseException) -> None:
-        """Tell every waiter of `error`; nothing is given back. On any thread."""
+        """Fails every waiter by `error`; nothing is released. On any thread."""
         for live in self:
             live.fail(error)
 
     def _let_go(self, live: LiveRequest, *, aborted: bool) -> None:
-        """`live` leaves the engine: its blocks go, or stay until they are saved."""
+        """Removes `live` from the engine; its blocks are released, now or once they are saved."""
         request = live.request
         holds_blocks = request.state is not RequestState.QUEUED
         self._scheduler.remove(request)
@@ -124,12 +124,12 @@ class LiveRequests:
             request.state = RequestState.FINISHED
             if holds_blocks:
                 self._kv.free_resources(request)
-        self.recount_blocks()  # its waiter may look as soon as it is told
+        self.recount_blocks()  # its waiter may read the counts as soon as it is notified
 
     # ------------------------------------------------------------------ what is counted
 
     def recount_blocks(self) -> bool:
-        """Whether more are free: those held for a transfer come back without any request."""
+        """Returns whether more blocks are free: those of transfers return without any request."""
         before = self.stats.free_blocks
         self.stats.free_blocks = self._kv.get_num_free_blocks()
         self.stats.max_blocks = self._kv.get_max_resource_count()
@@ -153,7 +153,7 @@ class LiveRequests:
         )
 
     def sizes(self) -> dict[str, float]:
-        """Gauges, on any thread: blocks as they were at the end of the last step."""
+        """Returns gauges, on any thread: blocks as they were at the end of the last step."""
         free, most = self.stats.free_blocks, self.stats.max_blocks
         scheduler = self._scheduler
         return {

@@ -1,4 +1,4 @@
-"""`LLM`: a model with a KV cache and, if wanted, a store behind it."""
+"""The class `LLM`: a model with a KV cache and, if wanted, a store behind it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class LLM(Generation):
     """A Hugging Face causal LM, served by one engine thread.
 
     Every method may be called from any thread. Close it, or use it as a context manager: closing
-    aborts what runs and drains what the store has not taken yet.
+    aborts running requests and drains what the store has not taken yet.
 
     Args:
         model: directory of the model, or its name in the local Hugging Face cache.
-        options: by keyword: the fields of `EngineOptions`, which says what each means.
+        options: by keyword: the fields of `EngineOptions`, which explains each.
 
     Attributes:
         layouts: of a KV block, one of each pool group: full attention first, then by window.
@@ -63,21 +63,21 @@ class LLM(Generation):
 
     @property
     def layout(self) -> KvCacheLayout:
-        """Of a KV block of group 0."""
+        """The layout of a KV block of group 0."""
         return self.layouts[0]
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens of the longest sequence, prompt and answer, that model and cache have room for."""
+        """The length of the longest sequence, prompt and answer, that fits model and cache."""
         return self._intake.max_seq_len
 
     @property
     def process_ids(self) -> tuple[int, ...]:
-        """Of the ranks' processes, by rank: this one first. For watching them, and for tests."""
+        """The process ids of the ranks, by rank: this one first. For monitoring, and for tests."""
         return self._engine.process_ids
 
     def check_health(self) -> None:
-        """Nothing, as long as requests are taken in; never blocks.
+        """Checks that requests are accepted; never blocks.
 
         Raises:
             EngineClosed: they are not; ``__cause__`` is the error that ended the engine, if any.
@@ -86,11 +86,11 @@ class LLM(Generation):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """The size of the vocabulary: token ids are below it."""
         return self._model.vocab_size
 
     def reset_prefix_cache(self) -> bool:
-        """Drops what the device and the host have cached; the store keeps what it has.
+        """Drops the cached blocks of device and host; the store keeps its blocks.
 
         Blocks for a step.
 
@@ -103,15 +103,15 @@ class LLM(Generation):
         return self._thread.reset_cache()
 
     def take_events(self) -> list[KvCacheEvent]:
-        """What changed in the KV cache since the last call, oldest first; never blocks.
+        """Returns the changes of the KV cache since the last call, oldest first; never blocks.
 
-        Kept are the newest ``KvCacheConfig.event_buffer_max_size``: by default none. A gap in their
-        ``event_id`` tells that some were not taken in time.
+        The newest ``KvCacheConfig.event_buffer_max_size`` are kept: by default none. A gap in their
+        ``event_id`` shows that some were not taken in time.
         """
         return self._kv.take_events()
 
     def stats(self) -> EngineStats:
-        """Counts so far, and what the engine holds now."""
+        """Returns counts so far, and what the engine holds now."""
         scheduler = self._scheduler
         return replace(
             self._engine.stats,
@@ -122,9 +122,9 @@ class LLM(Generation):
         )
 
     def close(self) -> None:
-        """Abort what runs, drain the store, end the thread; blocks until then. Idempotent.
+        """Aborts running requests, drains the store, ends the thread; blocks meanwhile. Idempotent.
 
-        With a connector it takes at most its ``save_timeout_s`` and 2 s, whatever that does.
+        With a connector it returns within ``save_timeout_s`` + 2 s, whatever the connector does.
         """
         self._thread.close()
 

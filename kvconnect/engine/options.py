@@ -112,7 +112,7 @@ class EngineOptions:
 
     @property
     def knows_chunks(self) -> bool:
-        """Whether prompts may be divided where the user did not ask for it.
+        """Returns whether prompts may be divided where the user did not ask for it.
 
         Connectors written for other engines may not expect it: LMCache's saves all of a prompt with
         its first chunk.
@@ -149,7 +149,7 @@ def _directory(model: object) -> Path:
 
 
 def _name(given: object) -> str:
-    """Of a dtype or a device; torch's own objects will do."""
+    """Returns the name of a dtype or a device; accepts torch's own objects."""
     return str(given).removeprefix("torch.")
 
 

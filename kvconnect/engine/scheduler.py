@@ -1,4 +1,4 @@
-"""Which requests a step works on: continuous batching under one of two capacity policies."""
+"""Schedules the requests of a step: continuous batching under one of two capacity policies."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ SchedulingPolicy: TypeAlias = Literal["guaranteed_no_evict", "max_utilization"]
 
 
 class Scheduler:
-    """First come, first served, under a budget of tokens per step and a policy for blocks.
+    """A scheduler: first come, first served, under a token budget per step and a block policy.
 
-    ``guaranteed_no_evict`` admits a request only if what all admitted ones still need to run to
-    their end, and what it needs itself, is free: nothing that runs is ever evicted for another.
-    Reuse only lowers what a request takes, so that holds without knowing how much is reused.
-    Requests whose load has to wait for other loads keep their place in the queue, and let others
-    pass: they are tried first in the next step.
+    ``guaranteed_no_evict`` admits a request only if the blocks are free that it and all admitted
+    ones still need to run to their end: no running request is ever preempted for another. Reuse
+    only lowers a request's demand, so that holds without knowing how much is reused. Requests whose
+    load has to wait for other loads keep their position in the queue, and let others overtake: they
+    are tried first in the next step.
 
     ``max_utilization`` admits a request as soon as its prompt fits beside what the running ones
     need in this step. When one of those finds no block later, the last admitted one is preempted:
-    never the one that runs longest, so that one always gets to its end.
+    never the one that runs longest, so that one always reaches its end.
 
-    Without `divide_prompts` a step computes the rest of a prompt or nothing of it; only one that is
+    Without `divide_prompts` a step computes the rest of a prompt or nothing of it. Only one that is
     longer than a whole step (a preempted one with all that it generated) is divided all the same.
-    What does not fit beside what runs waits, and lets no other pass.
+    A prompt that does not fit beside the running ones waits, and no other overtakes it.
 
-    With `share_prefixes` prompts that begin alike compute what they share once: the first ends a
+    With `share_prefixes` prompts that begin alike compute their common part once: the first ends a
     chunk there, and the others wait for it.
 
     Attributes:
@@ -44,10 +44,10 @@ class Scheduler:
         running: their prompt is computed, or they generate; in order of admission.
         loading: a load in the background fills their blocks; by request id.
         saving: finished, their blocks are kept until they are saved; by request id.
-        send_back: preempts a request; the engine puts its own here, which tells the connector.
+        send_back: preempts a request; the engine sets its own, which notifies the connector.
 
     Raises:
-        ConfigurationError: an unknown policy, or a cache manager that cannot take drafts back.
+        ConfigurationError: an unknown policy, or a cache manager that cannot rewind drafts.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class Scheduler:
         self._ending: set[int] = set()  # the same, taken by the engine
 
     def schedule(self) -> ScheduledBatch:
-        """The next step's batch, admitted and with ``num_scheduled_tokens`` set.
+        """Returns the next step's batch, admitted and with ``num_scheduled_tokens`` set.
 
         Takes from `waiting`; the admitted are in `running`, or in `loading`, afterwards.
 
         Raises:
-            OutOfBlocks: a running request has no room to go on. Nothing was admitted: preempt
+            OutOfBlocks: a running request has no room to continue. Nothing was admitted: preempt
                 `last_admitted` and call again.
         """
         generation = [r for r in self.running if r.state is RequestState.GENERATION]
@@ -112,13 +112,13 @@ class Scheduler:
         return batch
 
     def resume(self, request: LlmRequest) -> None:
-        """The load of `request` ended: the rest of its prompt can be computed."""
+        """Resumes `request`, whose load ended: the rest of its prompt can be computed."""
         del self.loading[request.request_id]
         request.state = RequestState.CONTEXT
         self.running.append(request)
 
     def take_errors(self) -> dict[int, Exception]:
-        """What the cache manager raised for single requests since the last call, by request id.
+        """Returns by request id the cache manager's errors for single requests since the last call.
 
         They are in no queue any more; the engine ends them.
         """
@@ -127,7 +127,7 @@ class Scheduler:
         return taken
 
     def remove(self, request: LlmRequest) -> None:
-        """`request` is not to be scheduled any more."""
+        """Removes `request` from its queue."""
         if request.request_id in self._ending:
             self._ending.remove(request.request_id)
         elif request.state is RequestState.QUEUED:
@@ -138,7 +138,7 @@ class Scheduler:
             self.running.remove(request)
 
     def put_back(self, request: LlmRequest) -> None:
-        """`request` lost its blocks: it is admitted again before all others that wait."""
+        """Queues `request`, which lost its blocks, before all others that wait."""
         self.remove(request)
         request.state = RequestState.QUEUED
         request.num_computed_tokens = 0
@@ -148,11 +148,11 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def last_admitted(self) -> LlmRequest | None:
-        """Whom to preempt for room; ``None``: only one runs, which must get to its end."""
+        """Returns the request to preempt for room; ``None``: only one runs, and must end."""
         return self.running[-1] if len(self.running) > 1 else None
 
     def one_too_many(self) -> LlmRequest | None:
-        """The last admitted running request, if a guarantee was given that holds no more.
+        """Returns the last admitted running request, if a given guarantee does not hold any more.
 
         That happens only when a failed load keeps blocks that no request may use.
         """
@@ -163,7 +163,7 @@ class Scheduler:
     # ------------------------------------------------------------------ what runs
 
     def _propose(self, generation: list[LlmRequest], context: list[LlmRequest]) -> None:
-        """Drafts for plain greedy requests, within the budget, never beyond ``max_tokens``."""
+        """Proposes drafts for plain greedy requests, within the budget and ``max_tokens``."""
         if self._drafter is None:
             return
         spare = self._max_num_tokens - len(generation) - len(context)
@@ -179,7 +179,7 @@ class Scheduler:
             spare -= len(request.draft_tokens)
 
     def _fitting(self, context: list[LlmRequest], batch: ScheduledBatch) -> list[LlmRequest]:
-        """Those of `context`, from the first on, that this step can work on beside `batch`."""
+        """Returns those of `context`, from the first on, that this step can compute."""
         chosen: list[LlmRequest] = []
         _, tokens = self._room(batch)
         for request in context:
@@ -190,7 +190,7 @@ class Scheduler:
         return chosen
 
     def _goes_into(self, tokens: int, wanted: int) -> bool:
-        """Whether `wanted` tokens of a prompt are computed where a step has room for `tokens`."""
+        """Returns whether a step with room for `tokens` computes `wanted` tokens of a prompt."""
         return self._divide_prompts or wanted <= tokens or tokens == self._max_num_tokens
 
     def _prepare_running(self, batch: ScheduledBatch) -> None:
@@ -208,7 +208,7 @@ class Scheduler:
     # ------------------------------------------------------------------ what waits
 
     def _admit(self, batch: ScheduledBatch, prefixes: CommonPrefixes) -> None:
-        """Add to `batch` those from `waiting` that fit and need not wait for another's prefix."""
+        """Adds to `batch` those from `waiting` that fit and need not wait for another's prefix."""
         seats, tokens = self._room(batch)
         if self.waiting and seats > 0 and tokens > 0:
             # All of these end their prompts in this step: the budget has room for more.
@@ -220,7 +220,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(batch.deferred_requests))
 
     def _room(self, batch: ScheduledBatch) -> tuple[int, int]:
-        """Seats and tokens that `batch` has left; none if not positive."""
+        """Returns the seats and tokens that `batch` has left; none if not positive."""
         seats = self._max_batch_size - len(self.running) - len(self.loading)
         tokens = self._max_num_tokens - sum(
             1 + len(request.draft_tokens) for request in batch.generation_requests
@@ -228,9 +228,9 @@ class Scheduler:
         return seats, tokens - sum(map(_remaining, batch.context_requests))
 
     def _take_in_candidates(self, batch: ScheduledBatch, prefixes: CommonPrefixes) -> None:
-        """Take in those that fit, in blocks and in tokens, before any reuse.
+        """Admits those that fit, in blocks and in tokens, before any reuse.
 
-        In the place of those that are deferred come others, until none is.
+        Others replace those that are deferred, until none is.
         """
         passed = -1
         refused: list[LlmRequest] = []
@@ -245,7 +245,7 @@ class Scheduler:
     def _candidates(
         self, prefixes: CommonPrefixes, seats: int, tokens: int
     ) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        """Takes those from `waiting` that fit; which of them are to wait for another's prefix."""
+        """Takes those from `waiting` that fit; also returns those to wait for another's prefix."""
         chosen: list[LlmRequest] = []
         held: list[LlmRequest] = []
         while self.waiting and len(chosen) < seats and tokens > 0:
@@ -265,13 +265,13 @@ class Scheduler:
         return chosen, held
 
     def _fits(self, candidates: Iterable[LlmRequest]) -> bool:
-        """Whether all that is admitted, and `candidates`, can run to its end."""
+        """Returns whether all that is admitted, and `candidates`, can run to its end."""
         return self._have_room([*self.running, *self.loading.values(), *candidates])
 
     def _fill(
         self, batch: ScheduledBatch, prefixes: CommonPrefixes, *, seats: int, tokens: int
     ) -> None:
-        """Take in one after the other, until the first for whose prompt there is no room."""
+        """Admits one after the other, until the first whose prompt has no room."""
         held: list[LlmRequest] = []
         refused: list[LlmRequest] = []
         while self.waiting and not refused and seats > 0 and tokens > 0:
@@ -299,12 +299,12 @@ class Scheduler:
         self.waiting.extendleft(reversed(held + refused))
 
     def _have_room(self, requests: Iterable[LlmRequest]) -> bool:
-        """Whether what is free now lasts to the end of all of these."""
+        """Returns whether the free blocks last to the end of all of these."""
         needs = zip(*map(self._kv.needed_blocks, requests), strict=True)
         return self._kv.ensure_free([sum(blocks) for blocks in needs])
 
     def _take_in(self, candidates: list[LlmRequest], batch: ScheduledBatch) -> list[LlmRequest]:
-        """Have `candidates` admitted into `batch`; returns those for which there was no room."""
+        """Admits `candidates` into `batch`; returns those for which there was no room."""
         if not candidates:
             return []
         admission = ScheduledBatch(list(candidates))
@@ -325,7 +325,7 @@ class Scheduler:
     def _take_in_alone(
         self, candidates: list[LlmRequest], batch: ScheduledBatch, error: Exception
     ) -> list[LlmRequest]:
-        """The manager raised `error`; for whom shows when each of `candidates` comes alone."""
+        """Admits each of `candidates` alone after `error`, to find the one that it concerns."""
         if len(candidates) == 1:
             (request,) = candidates
             if isinstance(error, OutOfBlocks) and request.state is RequestState.QUEUED:
@@ -351,7 +351,7 @@ class Scheduler:
         self.put_back(request)
 
     def _is_sound(self, request: LlmRequest) -> bool:
-        """Whether the manager can tell what `request` needs; else it fails, and is in no queue."""
+        """Returns whether the manager knows the needs of `request`; else it fails, in no queue."""
         try:
             self._kv.needed_blocks(request)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The engine's thread: it steps as long as there is something to do, and takes in what comes."""
+"""Runs the engine's thread: steps as long as there is work, and accepts messages."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request now."""
+    """The message to end a request now."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class ResetCache:
-    """Drop what is cached.
+    """The message to drop all cached blocks.
 
     Attributes:
         dropped: whether it was; set by the engine's thread.
@@ -40,16 +40,16 @@ class ResetCache:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """End everything now."""
+    """The message to end everything now."""
 
 
 class EngineThread:
-    """The thread that owns an engine, and the way to it from any other; runs from the start.
+    """The thread that owns an engine, and its interface for any other; runs from the start.
 
     Args:
         engine: no other thread may use it from now on.
         inbox: empty; rung when a transfer of the engine's connector ended.
-        close_s: what `close` waits for at most; ``None``: until the thread has ended.
+        close_s: the longest wait of `close`; ``None``: until the thread has ended.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EngineThread:
         self._thread.start()
 
     def post(self, live: LiveRequest) -> None:
-        """Have the engine take in `live`.
+        """Posts `live` to the engine.
 
         Raises:
             EngineClosed: it takes no more requests, or runs in another process.
@@ -75,7 +75,7 @@ class EngineThread:
         self._inbox.post(live)
 
     def check_process(self) -> None:
-        """Nothing, unless this process was forked from that of the thread.
+        """Checks that this process was not forked from that of the thread.
 
         Raises:
             EngineClosed: it was.
@@ -83,7 +83,7 @@ class EngineThread:
         self._inbox.owner.check()
 
     def check_open(self) -> None:
-        """Nothing, as long as the engine takes in requests.
+        """Checks that the engine accepts requests.
 
         Raises:
             EngineClosed: as `post` does.
@@ -91,15 +91,15 @@ class EngineThread:
         self._inbox.check_open()
 
     def abort(self, request_id: int) -> None:
-        """Have the engine end a request; does nothing once that has ended."""
+        """Makes the engine end a request; does nothing once that has ended."""
         with contextlib.suppress(EngineClosed):
             self._inbox.post(Abort(request_id))
 
     def reset_cache(self) -> bool:
-        """Have the engine drop what is cached; blocks for a step.
+        """Makes the engine drop all cached blocks; blocks for a step.
 
         Returns:
-            False: some of it is in use, and nothing was dropped.
+            False: some of them are in use, and nothing was dropped.
 
         Raises:
             EngineClosed: as `post` does.
@@ -109,10 +109,10 @@ class EngineThread:
         return message.dropped.result()
 
     def close(self, *, wait: bool = True) -> None:
-        """Have the engine abort what runs and drain its connector; blocks until then, or not.
+        """Makes the engine abort running requests and drain its connector; blocks if `wait`.
 
-        Every request has ended afterwards, also if the thread is stuck in a connector: it is left
-        behind then, and cannot keep the process from ending.
+        With `wait` every request has ended afterwards, also if the thread is stuck in a connector:
+        it is left behind then, and cannot keep the process from ending.
         """
         with contextlib.suppress(EngineClosed):
             self._inbox.post(Close())
@@ -127,7 +127,7 @@ class EngineThread:
             self._inbox.ring()
 
     def _run(self) -> None:
-        """Step until told to close, abort what still runs, drain the connector.
+        """Steps until a close message, aborts the running requests, drains the connector.
 
         An error in a step ends the engine: every request in it fails with that error, which is
         also the cause of the `EngineClosed` that later ones get.
@@ -170,7 +170,7 @@ class EngineThread:
                     self._closing = True
 
     def _turn_away(self, error: BaseException | None) -> None:
-        """Take in nothing more, and tell what still waits why."""
+        """Stops accepting requests, and fails the waiting ones."""
         left = self._inbox.close(error)
         late = error or EngineClosed("the engine was closed before the request was taken in")
         for message in left:
@@ -182,5 +182,5 @@ class EngineThread:
 
 
 def _told(error: BaseException) -> str:
-    """`error` and its traceback as text: a record that is kept must not keep the engine."""
+    """Formats `error` and its traceback as text: a record that is kept must not keep the engine."""
     return "".join((str(error), "\n", *traceback.format_exception(error))).rstrip()

@@ -1,11 +1,11 @@
-"""What `kvconnect.trace` counts, for Prometheus.
+"""Exports the counts of `kvconnect.trace` to Prometheus.
 
 ``serve(9464)`` answers scrapes on a port of its own; ``registry.register(Collector())`` adds the
-same to a registry that the application has already. Nothing is counted twice, and nothing is done
+same to an existing registry of the application. Nothing is counted twice, and nothing is computed
 between scrapes.
 
 Imports the vocabulary. Begin with `table`, which lists every metric, as read from a `snapshot`;
-`server` hands them out.
+`server` serves them.
 """
 
 from __future__ import annotations

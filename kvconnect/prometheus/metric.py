@@ -16,9 +16,9 @@ Sample: TypeAlias = tuple[tuple[str, ...], float]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: its name, what it is, how it is read from a `Snapshot`, and its labels.
+    """A metric: its name, its description, how it is read from a `Snapshot`, and its labels.
 
-    As Prometheus has it, counters are those whose name ends in ``_total``.
+    As in Prometheus, counters are those whose name ends in ``_total``.
     """
 
     name: str
@@ -28,5 +28,5 @@ class Metric:
 
     @property
     def kind(self) -> Literal["counter", "gauge"]:
-        """Returns what Prometheus calls it."""
+        """The type in Prometheus."""
         return "counter" if self.name.endswith("_total") else "gauge"

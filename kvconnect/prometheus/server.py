@@ -33,11 +33,11 @@ class Collector:
         self._families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
     def describe(self) -> Iterable[Family]:
-        """The metrics without values; reads nothing."""
+        """Returns the metrics without values; reads nothing."""
         return [self._family(metric) for metric in METRICS]
 
     def collect(self) -> Iterator[Family]:
-        """The metrics as they are now. Called on the thread of a scrape."""
+        """Yields the present metrics. Called on the thread of a scrape."""
         now = Snapshot.take()
         for metric in METRICS:
             family = self._family(metric)
@@ -56,7 +56,7 @@ class MetricsServer:
     """Answers scrapes until it is closed; a context manager.
 
     Attributes:
-        port: where.
+        port: the port that it listens on.
     """
 
     def __init__(self, port: int, address: str) -> None:
@@ -80,20 +80,20 @@ class MetricsServer:
         self.close()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stops listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 def serve(port: int, address: str = "127.0.0.1") -> MetricsServer:
-    """Answer Prometheus on `port` (0: any that is free), on a thread of its own.
+    """Answers Prometheus on `port` (0: any that is free), on a thread of its own.
 
     Every client of `address` may read the metrics: by default programs of this machine only;
     ``0.0.0.0`` and ``::`` are all of its addresses.
 
     Raises:
-        ConfigurationError: the port cannot be had at `address`.
+        ConfigurationError: the port cannot be listened to at `address`.
         MissingExtra: prometheus-client is not installed.
     """
     return MetricsServer(port, address)

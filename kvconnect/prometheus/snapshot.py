@@ -1,4 +1,4 @@
-"""All that `kvconnect.trace` has counted, at one moment."""
+"""The counters and gauges of `kvconnect.trace` at one moment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvconnect.trace import Gauge, Labels, metrics
 __all__ = ["Snapshot"]
 
 Store: TypeAlias = tuple[str, str]
-"""Its labels ``store`` and ``place``."""
+"""The labels ``store`` and ``place`` of a store."""
 
 _NONE: Store = ("", "")
 
@@ -23,7 +23,7 @@ def _store(labels: Labels) -> Store:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All counters and gauges at one moment, and whose process it was."""
+    """The counters and gauges at one moment, and the engine of their process."""
 
     engine: str
     counters: Mapping[Labels, Mapping[str, float]]
@@ -31,11 +31,11 @@ class Snapshot:
 
     @classmethod
     def take(cls) -> Self:
-        """Of this process; may block for half a second for each store that is slow to tell."""
+        """Takes a snapshot of this process; may block for half a second for each slow store."""
         return cls(metrics.engine, metrics.by_labels(), tuple(metrics.gauges()))
 
     def total(self, name: str) -> float:
-        """A counter over all labels."""
+        """Returns a counter over all labels."""
         return sum(counters.get(name, 0) for counters in self.counters.values())
 
     def labelled(self, name: str, label: tuple[str, str]) -> float:
@@ -45,14 +45,14 @@ class Snapshot:
         )
 
     def stores(self) -> Iterator[tuple[Store, Mapping[str, float]]]:
-        """The counters of each store."""
+        """Yields the counters of each store."""
         for labels, counters in self.counters.items():
             store = _store(labels)
             if store != _NONE:
                 yield store, counters
 
     def gauge(self, name: str) -> dict[Store, float]:
-        """A gauge by store; those that are of none added up."""
+        """Returns a gauge by store; gauges without a store are added up."""
         found: dict[Store, float] = {}
         for gauge in self.gauges:
             if gauge.name == name:

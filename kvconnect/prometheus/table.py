@@ -1,4 +1,4 @@
-"""Every metric: its name, what it says, and which counters or gauges it is made of."""
+"""The table of metrics: their names, descriptions, and counters or gauges."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STATES = ("up", "down")
 # ---------------------------------------------------------------------- how each is read
 
 _Names: TypeAlias = Mapping[tuple[str, ...], str]
-"""What `kvconnect.trace` calls each part of a metric, by the values of its own labels."""
+"""The name in `kvconnect.trace` of each part of a metric, by the values of its labels."""
 
 
 def _totals(names: _Names) -> Callable[[Snapshot], Iterable[Sample]]:
@@ -64,7 +64,7 @@ def _of_stores(names: _Names) -> Callable[[Snapshot], Iterable[Sample]]:
 
 
 def _of_calls(names: _Names) -> Callable[[Snapshot], Iterable[Sample]]:
-    """As `_of_stores`, by operation; of those only that were called."""
+    """Reads like `_of_stores`, by operation, but only operations that were called."""
     return lambda now: [
         ((*store, *values), counters.get(name, 0))
         for store, counters in now.stores()

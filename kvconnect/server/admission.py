@@ -1,4 +1,4 @@
-"""How much runs, waits and is held in memory at once, and when nothing more is taken in."""
+"""Limits how much runs, waits and is held in memory at once, and refuses the rest."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ __all__ = ["Abortable", "Admission", "Ticket"]
 
 
 _FREE_NBYTES = 64 << 10
-"""Of each body: what others hold never keeps out a request of ordinary size."""
+"""The part of each body that is not counted, so that a request of ordinary size always fits."""
 
 _MAX_READING = 256
-"""Bodies that are read at once. One that comes whole is read within milliseconds."""
+"""The most bodies that are read at once. One that comes whole is read within milliseconds."""
 
 _READING_PART = 4
-"""Bodies that are being read have one part in so many of what all bodies may have, beside it."""
+"""The bodies being read may have one part in so many of the limit of all bodies, in addition."""
 
 _MAX_LOGPROBS = 1 << 22
 """Log probabilities that the answers of all requests may hold: 8 bytes each, 300 as JSON is made"""
 
 
 class Abortable(Protocol):
-    """Work that is under way, as a `RequestHandle` is."""
+    """The interface of running work, such as a `RequestHandle`."""
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Returns whether it has ended."""
 
     def abort(self) -> None:
-        """End it."""
+        """Ends it."""
 
 
 class Ticket:
-    """The place of one HTTP request among those that are answered.
+    """A ticket of one HTTP request, from its body to the end of its answer.
 
     Args:
-        admission: that gave it.
+        admission: its issuer.
 
     Attributes:
         completions: that it takes; none before its body is known.
@@ -61,12 +61,12 @@ class Ticket:
 
     @property
     def is_reading(self) -> bool:
-        """True while its body is read."""
+        """Returns whether its body is being read."""
         return self._reading is not None
 
     @asynccontextmanager
     async def reading(self, within_s: float) -> AsyncIterator[None]:
-        """Inside it the body is read, which counts for no completion.
+        """Limits the reading of the body within the block, which counts for no completion.
 
         Raises:
             RequestRefused: it took longer than `within_s` (408), or `drop` ended it.
@@ -83,32 +83,32 @@ class Ticket:
             self._reading = None
 
     def hold(self, body_nbytes: int) -> None:
-        """So much of its body is in memory, until its answer ends.
+        """Counts so much of its body as held in memory, until its answer ends.
 
         Raises:
-            Busy: with the bodies of the others that is too much; it holds what it did.
+            Busy: with the bodies of the others that is too much; the count is unchanged.
         """
         self._admission.hold(self, body_nbytes)
 
     def drop(self, why: RequestRefused) -> None:
-        """Ends the reading of its body; it is answered with `why`."""
+        """Ends the reading of its body and answers it with `why`."""
         if self._reading is not None and self._refused is None:
             self._refused = why
             self._reading.reschedule(asyncio.get_running_loop().time())
 
 
 class Admission:
-    """Counts what is under way. Used by the event loop's thread only.
+    """Counts running requests. Used by the event loop's thread only.
 
     Bodies that are being read have limits of their own, in number and in bytes, and take no room
-    from what runs. At a limit the oldest of them is dropped: clients that never send theirs keep
-    out no others.
+    from running requests. At a limit the oldest of them is dropped, so that clients that never send
+    theirs keep out no others.
 
     Args:
         max_completions: that run or wait at once at most.
         max_bodies_bytes: of the bodies of all requests together, of each what is beyond its first
             64 KiB.
-        noun: what completions are called in what clients are told.
+        noun: the word for completions in messages to clients.
     """
 
     def __init__(
@@ -123,26 +123,26 @@ class Admission:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Returns whether nothing is running."""
         return not self._tickets
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is taken in any more."""
+        """Returns whether new requests are refused."""
         return self._closed
 
     @property
     def completions(self) -> int:
-        """That run or wait."""
+        """The number of completions that run or wait."""
         return sum(ticket.completions for ticket in self._tickets)
 
     @contextmanager
     def enter(self) -> Iterator[Ticket]:
-        """The place of a request from its body to the end of its answer.
+        """Admits a request, from its body to the end of its answer.
 
         Raises:
-            Busy: there is none.
-            ShuttingDown: nothing is taken in any more.
+            Busy: there is no room.
+            ShuttingDown: new requests are refused.
         """
         if self._closed:
             raise ShuttingDown
@@ -161,11 +161,11 @@ class Admission:
             oldest.drop(Dropped())
 
     def hold(self, ticket: Ticket, body_nbytes: int) -> None:
-        """So much of the body of `ticket` is in memory, until its answer ends.
+        """Counts so much of the body of `ticket` as held in memory, until its answer ends.
 
         Raises:
-            Busy: with those of the others that run or wait that is too much; `ticket` holds what it
-                did.
+            Busy: with those of the others that run or wait that is too much; the count is
+                unchanged.
         """
         counted = max(body_nbytes - _FREE_NBYTES, 0)
         if counted:
@@ -173,11 +173,11 @@ class Admission:
         ticket.body_nbytes = counted
 
     def extend(self, ticket: Ticket, completions: int, logprobs: int = 0) -> None:
-        """The body of `ticket` is there: it takes so many completions.
+        """Counts so many completions for `ticket`, whose body is known now.
 
         Args:
-            ticket: whose.
-            completions: that come out of it.
+            ticket: of the request.
+            completions: of all its prompts.
             logprobs: that its answer may hold.
 
         Raises:
@@ -206,7 +206,7 @@ class Admission:
         ticket.logprobs = logprobs
 
     def submitted(self, ticket: Ticket, handles: Sequence[Abortable]) -> None:
-        """`handles` run for `ticket`; they are aborted with all others.
+        """Registers `handles`, which run for `ticket`, so that `abort` reaches them.
 
         Raises:
             ShuttingDown: they were aborted already.
@@ -217,13 +217,13 @@ class Admission:
             raise ShuttingDown
 
     def close(self) -> None:
-        """Take nothing in any more; what is under way goes on, and bodies are read no more."""
+        """Refuses new requests, and drops those whose bodies are being read; others continue."""
         self._closed = True
         for ticket in self._reading():
             ticket.drop(ShuttingDown())
 
     def abort(self) -> None:
-        """End all that is under way; it leaves with an error in place of the rest."""
+        """Aborts all running requests; their answers end with an error."""
         self._closed = self._aborting = True
         for ticket in self._tickets:
             _abort(ticket.handles)

@@ -1,4 +1,4 @@
-"""What the server answers: OpenAI's API, health, metrics."""
+"""The ASGI application of the server: OpenAI's API, health, metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["make_app"]
 def make_app(
     llm: LLM, settings: ServerSettings, admission: Admission, threads: ServerThreads
 ) -> ASGIApp:
-    """The ASGI application over `llm`.
+    """Makes the ASGI application over `llm`.
 
     Args:
         llm: answers; the caller closes it.
@@ -61,7 +61,7 @@ def make_app(
 
 
 class _Model:
-    """The only one, under each of its names."""
+    """The only model, under each of its names."""
 
     def __init__(self, llm: LLM, settings: ServerSettings) -> None:
         self._entries = {
@@ -95,14 +95,14 @@ class _Monitor:
         self._registry.register(Collector())
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are taken in."""
+        """Answers whether requests are accepted."""
         if self._admission.closed:
             raise ShuttingDown
         self._llm.check_health()
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        """What Prometheus reads."""
+        """Answers a scrape of Prometheus."""
         encode, kind = choose_encoder(request.headers.get("accept", ""))
         loop = asyncio.get_running_loop()
         text = await loop.run_in_executor(self._threads.telling, encode, self._registry)

@@ -1,4 +1,4 @@
-"""A request over HTTP, and one generation, from the body to the end of the answer."""
+"""Answers a request over HTTP, one generation, from the body to the end of the answer."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ __all__ = ["Endpoint", "GenerationEndpoint", "check_model"]
 R = TypeVar("R", bound=ModelRequest)
 
 _MANY_LOGPROBS = 1 << 12
-"""More of them take a few milliseconds to be told as JSON."""
+"""From so many on, encoding them as JSON takes a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """A request that runs, and the answer that comes out of it."""
+    """A request that runs, and the answer made of it."""
 
     handles: Sequence[RequestHandle]
     answer: Answer
@@ -87,7 +87,7 @@ class Endpoint(ABC, Generic[R]):
         self._threads = threads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answers one request."""
         with contextlib.suppress(ClientDisconnect), self._admission.enter() as ticket:
             request = Request(scope, receive)
             parsing = self._threads.parsing
@@ -103,7 +103,7 @@ class Endpoint(ABC, Generic[R]):
 
     @abstractmethod
     def _admit(self, wanted: R, request: Request, ticket: Ticket) -> None:
-        """Counts `wanted`, which came with `request`, as what `ticket` stands for.
+        """Counts `wanted`, which came with `request`, for `ticket`.
 
         Raises:
             RequestRefused: it is not served here, or too much runs and waits.
@@ -111,11 +111,11 @@ class Endpoint(ABC, Generic[R]):
 
     @abstractmethod
     async def _response(self, wanted: R, request: Request, ticket: Ticket) -> Response:
-        """Returns the answer, to be sent; `ticket` has the handles of what runs for it."""
+        """Returns the answer, to be sent; `ticket` has the handles of the running work."""
 
 
 class GenerationEndpoint(Endpoint[GenerationRequest]):
-    """Generates. A request whose client leaves is aborted, wherever it stands."""
+    """Generates. A request whose client leaves is aborted, at any stage."""
 
     def _admit(self, wanted: GenerationRequest, request: Request, ticket: Ticket) -> None:
         if wanted.kv_transfer_params is not None:
@@ -154,7 +154,7 @@ class GenerationEndpoint(Endpoint[GenerationRequest]):
         return Response(text, media_type="application/json")
 
     async def _submit(self, wanted: GenerationRequest) -> _Started:
-        """Start `wanted`; when cancelled, ends once no thread holds it, and nothing of it runs."""
+        """Starts `wanted`; if cancelled, returns once no thread holds it and none of it runs."""
         left = threading.Event()
 
         def submit() -> _Started:

@@ -1,4 +1,4 @@
-"""Requests to the model and its cache that generate nothing: tokens, version, an empty cache."""
+"""Serves requests to the model and its cache that generate nothing: tokens, version, reset."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["engine_routes"]
 def engine_routes(
     llm: LLM, settings: ServerSettings, admission: Admission, threads: ServerThreads
 ) -> list[BaseRoute]:
-    """The paths of vLLM's server beyond OpenAI's API; arguments as of `Endpoint`."""
+    """Returns the paths of vLLM's server beyond OpenAI's API; arguments as of `Endpoint`."""
     cache = _Cache(llm, threads)
     return [
         *(
@@ -43,7 +43,7 @@ def engine_routes(
 
 
 class _TokenEndpoint(Endpoint[TokenRequest]):
-    """Each request counts as a completion."""
+    """Answers token requests; each counts as a completion."""
 
     def _admit(self, wanted: TokenRequest, request: Request, ticket: Ticket) -> None:
         check_model(self._settings, wanted.model)
@@ -70,7 +70,7 @@ class _Cache:
         self._threads = threads
 
     async def reset(self, request: Request) -> Response:
-        """Drops what the device and the host have cached; the store keeps what it has."""
+        """Drops the cached blocks of device and host; the store keeps its blocks."""
         loop = asyncio.get_running_loop()
         if await loop.run_in_executor(self._threads.telling, self._llm.reset_prefix_cache):
             return Response()

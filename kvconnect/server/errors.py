@@ -1,4 +1,4 @@
-"""What went wrong with a request, as a status and OpenAI's error object.
+"""Maps the error of a request to a status and OpenAI's error object.
 
 ::
 
@@ -34,7 +34,7 @@ _RETRY_AFTER_S = 1
 
 
 class RequestRefused(Exception):
-    """A request is answered with an error, and nothing else came of it.
+    """The error that a request is answered with, without any other effect.
 
     Attributes:
         status: of HTTP.
@@ -52,14 +52,14 @@ class RequestRefused(Exception):
 
 
 class Busy(RequestRefused):
-    """As much runs and waits as may."""
+    """The error of a request beyond the limits of what runs and waits."""
 
     def __init__(self, message: str) -> None:
         super().__init__(429, message, "queue_full")
 
 
 class Dropped(RequestRefused):
-    """A body that was being read longer than others made room for them."""
+    """The error of a body whose reading was ended to make room for others."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -71,7 +71,7 @@ class Dropped(RequestRefused):
 
 
 class ShuttingDown(RequestRefused):
-    """No request is taken in, and those that ran too long are aborted."""
+    """The error of requests during a shutdown: new ones, and aborted ones."""
 
     def __init__(self) -> None:
         super().__init__(503, "the server is shutting down", "shutting_down", closes=True)
@@ -104,7 +104,7 @@ class ErrorAnswer:
 
 
 def answer_of(error: Exception) -> ErrorAnswer:
-    """The answer to a request that failed by `error`. Logs errors of the server's own."""
+    """Returns the answer to a request that failed by `error`. Logs errors of the server's own."""
     match error:
         case RequestRefused():
             answer = ErrorAnswer(error.status, str(error), error.code)
@@ -120,5 +120,5 @@ def answer_of(error: Exception) -> ErrorAnswer:
             return ErrorAnswer(500, str(error))
         case _:
             _log.error("a request failed: %s", error, exc_info=error)
-            # Its message may tell of this machine.
+            # Its message may reveal facts about this machine.
             return ErrorAnswer(500, f"the request failed ({type(error).__name__})")

@@ -1,4 +1,4 @@
-"""What the engine makes of one request, awaited as a whole or as a stream."""
+"""Awaits the engine's output of one request, as a whole or as a stream."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["ChoiceChunk", "outputs_of", "stream_of"]
 
 @dataclass(frozen=True, slots=True)
 class ChoiceChunk:
-    """What came of one choice, counted over all prompts of the request."""
+    """A chunk of one choice, counted over all prompts of the request."""
 
     index: int
     chunk: StreamChunk
 
 
 async def outputs_of(handles: Sequence[RequestHandle]) -> list[RequestOutput]:
-    """Wait for all of `handles`; to cancel it aborts them.
+    """Waits for all of `handles`; cancelling it aborts them.
 
     Raises:
         ShuttingDown: one was aborted.
-        Exception: what the first one to fail ended by.
+        Exception: the error of the first one that failed.
     """
     outputs = await asyncio.gather(*(_output(handle) for handle in handles))
     _check_ended([one.finish_reason for output in outputs for one in output.outputs])
@@ -36,9 +36,9 @@ async def outputs_of(handles: Sequence[RequestHandle]) -> list[RequestOutput]:
 async def stream_of(
     handles: Sequence[RequestHandle], completions: int
 ) -> AsyncGenerator[ChoiceChunk]:
-    """What comes out of `handles`, in the order in which it comes; leaving it aborts them.
+    """Yields the output of `handles` in the order of its arrival; leaving it aborts them.
 
-    A consumer that is slow gets what came meanwhile in one chunk.
+    A slow consumer gets the output of the meantime in one chunk.
 
     Args:
         handles: one for each prompt.
@@ -46,7 +46,7 @@ async def stream_of(
 
     Raises:
         ShuttingDown: one was aborted.
-        Exception: what the first one to fail ended by.
+        Exception: the error of the first one that failed.
     """
     each = completions // len(handles)
     if len(handles) == 1:

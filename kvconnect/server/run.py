@@ -1,4 +1,4 @@
-"""The life of a server process over an engine: listen, answer, and come to an end."""
+"""Runs a server process over an engine: listens, answers, and shuts down."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["serve"]
 def serve(
     llm: LLM, settings: ServerSettings, listener: Listener, ready: Callable[[], None]
 ) -> None:
-    """Answer until SIGTERM or Ctrl-C, in the main thread; blocks.
+    """Answers until SIGTERM or Ctrl-C, in the main thread; blocks.
 
-    The first signal refuses new requests and waits for those that run, up to
+    The first signal refuses new requests and waits for running ones, up to
     ``shutdown_timeout_s``; then, or at a second one, they are aborted. `llm` is the caller's to
     close; `listener` is closed when this returns. `ready` is called once clients may connect and
-    signals are seen to.
+    signals are handled.
 
     Raises:
         ConfigurationError: the port was taken meanwhile.
@@ -43,7 +43,7 @@ def serve(
 
 
 class _EngineServer(HttpServer):
-    """Over an engine.
+    """The HTTP server over an engine.
 
     Attributes:
         failure: why the engine takes no more requests, if it ended by itself.
@@ -62,7 +62,7 @@ class _EngineServer(HttpServer):
         self.failure: EngineClosed | None = None
 
     def has_failed(self) -> bool:
-        """Whether the engine has ended."""
+        """Returns whether the engine has ended."""
         if self.failure is None:
             try:
                 self._llm.check_health()

@@ -1,4 +1,4 @@
-"""What a user sets of an HTTP server."""
+"""The settings of an HTTP server."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvconnect.settings import Settings
 __all__ = ["HttpSettings", "Seconds", "ServerSettings", "check_header"]
 
 _BODIES = 64
-"""Of the largest size that may be in memory at once."""
+"""The number of bodies of the largest size that may be in memory at once."""
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def check_header(field: str, secret: str | None) -> None:
-    """Nothing, if `secret` can be sent in a header, or is ``None``. Errors do not show it.
+    """Checks that `secret` can be sent in a header, or is ``None``. Errors do not show it.
 
     Raises:
         ValueError: it cannot.
@@ -30,16 +30,16 @@ def check_header(field: str, secret: str | None) -> None:
 
 
 class HttpSettings(Settings):
-    """Where a server listens, who may use it, and what it takes of one client at most.
+    """The settings of any HTTP server: its address, its clients, and their limits.
 
     Attributes:
         host: address or name to listen on; beyond loopback only with an `api_key`.
         port: TCP port; 0: any that is free.
-        api_key: what clients must send as ``Authorization: Bearer …``; ``None``: nothing.
+        api_key: required of clients as ``Authorization: Bearer …``; ``None``: not required.
         max_body_bytes: of one request.
         max_connections: requests on further ones are answered with 503.
-        client_timeout_s: how long a client may take to send a request, and to take what was
-            written to it; then its connection is cut.
+        client_timeout_s: how long a client may take to send a request, and to read the data
+            written to it; then its connection is closed.
         shutdown_timeout_s: how long a shutdown waits for running requests; then they are aborted.
     """
 
@@ -53,7 +53,7 @@ class HttpSettings(Settings):
 
     @property
     def max_bodies_bytes(self) -> int:
-        """Of the bodies of all requests that are read or answered, beyond 64 KiB of each."""
+        """The limit of all bodies that are read or answered, beyond 64 KiB of each."""
         return _BODIES * self.max_body_bytes
 
     @model_validator(mode="after")
@@ -64,17 +64,17 @@ class HttpSettings(Settings):
 
 
 class ServerSettings(HttpSettings):
-    """Of a server over one engine.
+    """The settings of a server over one engine.
 
     Attributes:
-        model_names: what clients call the model; answers say the first one.
+        model_names: the clients' names of the model; answers use the first one.
         require_salt: requests without a ``cache_salt`` are refused.
         max_completions: completions that run or wait at once at most; more are answered with 429.
-        role: ``prefill`` hands out prompts that a router sends it, ``decode`` fetches them,
+        role: ``prefill`` publishes prompts that a router sends it, ``decode`` fetches them,
             ``both`` does either, and then needs a `router_secret`; ``None``: requests with
             ``kv_transfer_params`` are refused. In every role other requests are answered, too.
-        router_secret: what requests with ``kv_transfer_params`` must carry in the header
-            `ROUTER_SECRET_HEADER`; ``None``: nothing but what all requests need.
+        router_secret: required of requests with ``kv_transfer_params`` in the header
+            `ROUTER_SECRET_HEADER`; ``None``: only what all requests need.
         peers: ``host`` or ``host:port`` of prefill servers that prompts may be fetched from; none:
             those of this machine.
     """

@@ -1,4 +1,4 @@
-"""A chat template that a server is given in the place of the model's own."""
+"""A chat template that replaces the model's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The threads of a server, by what they do: none of it waits for the rest."""
+"""The threads of a server, by their work, so that none waits for another kind."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _TELLING = 2
 
 
 class ServerThreads:
-    """What blocks, or takes long, beside the event loop. A context manager, which ends them.
+    """The threads for blocking or long work beside the event loop; a context manager.
+
+    Leaving it ends the threads.
 
     Attributes:
-        parsing: where long bodies are parsed, one after the other: others would only take turns.
+        parsing: where long bodies are parsed, one after the other: more would only take turns.
         tokenizing: where text becomes tokens, and requests are started.
-        telling: where metrics are collected; slow stores may take half a second each to tell of
-            themselves.
+        telling: where metrics are collected; slow stores may take half a second each to report.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Whose ``kv_transfer_params`` are taken: a router's, and only for peers of this server."""
+"""Accepts ``kv_transfer_params`` only from a router, and only for peers of this server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUTER_SECRET_HEADER = "x-kvconnect-router-secret"  # noqa: S105  its name
 
 
 def check_transfer(settings: ServerSettings, headers: Headers, params: KvTransferParams) -> None:
-    """Nothing, if the sender of `params` may ask for what they say.
+    """Checks that the sender of `params` may ask for them.
 
     Raises:
         RequestRefused: the sender is no router that this server trusts, or names an address that is

@@ -1,1 +1,1 @@
-"""What a cache would do for a workload: the block manager without tensors, driven by a trace."""
+"""Predicts the effect of a cache on a workload: a block manager without tensors, and a trace."""

@@ -1,4 +1,4 @@
-"""A copier that moves nothing and counts what would have moved."""
+"""A copier that moves nothing and counts the blocks that it would move."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["CountingCopier"]
 
 
 class CountingCopier:
-    """Fits `BlockCopier`.
+    """A `BlockCopier` that only counts.
 
     Attributes:
         onboarded: blocks copied from host to device.
@@ -24,21 +24,21 @@ class CountingCopier:
         self.device_tokens = 0
 
     def onboard(self, group: int, host_ids: Sequence[int], ids: Sequence[int]) -> None:
-        """See `BlockCopier`."""
+        """Implements `BlockCopier`."""
         self.onboarded += len(ids)
 
     def offload(self, group: int, ids: Sequence[int], host_ids: Sequence[int]) -> None:
-        """See `BlockCopier`."""
+        """Implements `BlockCopier`."""
         self.offloaded += len(ids)
 
     def copy_tokens(
         self, group: int, source: int, target: int, num_tokens: int, *, from_host: bool = False
     ) -> None:
-        """See `BlockCopier`."""
+        """Implements `BlockCopier`."""
         if from_host:
             self.host_tokens += num_tokens
         else:
             self.device_tokens += num_tokens
 
     def move(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `BlockCopier`; with one pool there is no other to give slabs to."""
+        """Implements `BlockCopier`; a single pool never exchanges slabs."""

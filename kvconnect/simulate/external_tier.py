@@ -1,4 +1,4 @@
-"""A store of full blocks beyond the engine: least recently used goes first, chains from the end."""
+"""A store of full blocks beyond the engine that evicts the least recently used chain end first."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _ID = 0
 
 
 class ExternalTier:
-    """Which full blocks a store of `num_blocks` holds.
+    """The full blocks that a store of `num_blocks` holds.
 
-    A store keeps blocks by chained key, drops the one unused for longest that no other one follows,
-    and using a block counts as using those before it. That is what a block manager does with
-    unreferenced blocks; so this is one, whose sequences last for one save. It costs time by
-    segments, where a dictionary of keys would cost a hash per block.
+    A store keeps blocks by chained key and evicts the least recently used one that no other
+    follows. Using a block counts as using those before it. A block manager treats unreferenced
+    blocks the same way, so this is one, whose sequences last for one save. Its cost grows with
+    segments; a dictionary of keys would cost a hash per block.
 
     Args:
         num_blocks: at least 1.
@@ -29,7 +29,7 @@ class ExternalTier:
 
     Attributes:
         num_saved: blocks written so far.
-        num_dropped: blocks that had to make room so far.
+        num_dropped: blocks evicted so far.
     """
 
     def __init__(self, num_blocks: int, tokens_per_block: int) -> None:
@@ -44,12 +44,15 @@ class ExternalTier:
         self._blocks = BlockManager(config, layout, num_blocks=num_blocks + 1)
 
     def match(self, tokens: TokenArray, num_tokens: int) -> int:
-        """How many of the first `num_tokens` tokens it holds, in full blocks. Changes nothing."""
+        """Returns how many of the first `num_tokens` tokens it has in full blocks.
+
+        Changes nothing.
+        """
         return self._blocks.match(_and_one(tokens, num_tokens))
 
     def save(self, tokens: TokenArray, num_tokens: int) -> None:
-        """Publish the full blocks of the first `num_tokens` tokens, which counts as using them."""
-        # Of a chain that is longer than the store, the beginning is kept.
+        """Publishes the full blocks of the first `num_tokens` tokens, and counts as using them."""
+        # A chain that is longer than the store keeps only its beginning.
         stop = min(num_tokens // self._tokens_per_block, self.num_blocks) * self._tokens_per_block
         if stop == 0:
             return
@@ -60,7 +63,7 @@ class ExternalTier:
 
 
 def _and_one(tokens: TokenArray, num_tokens: int) -> TokenArray:
-    """The first `num_tokens` tokens and one more, whatever that is."""
+    """Returns the first `num_tokens` tokens and one more of any value."""
     if num_tokens < len(tokens):
         return tokens[: num_tokens + 1]
     return np.append(tokens[:num_tokens], np.int32(0))

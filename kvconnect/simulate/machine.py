@@ -1,4 +1,4 @@
-"""What is simulated: the sizes of the tiers and how fast requests are served."""
+"""The simulated machine: the sizes of the tiers and the speed of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes of KV cache a model needs per token."""
+"""Measures the bytes of KV cache that a model needs per token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["token_nbytes"]
 
 
 def token_nbytes(directory: Path) -> int:
-    """Bytes of keys and values of one token in all layers, in the model's own dtype.
+    """Returns the bytes of keys and values of one token in all layers, in the model's own dtype.
 
     Reads ``config.json`` and no weights: the model is built without memory, and one token is sent
     through it to see what each layer stores. A sliding window makes no difference here.

@@ -1,4 +1,4 @@
-"""Pictures of a simulation; needs matplotlib, the extra ``plot``."""
+"""Draws pictures of a simulation; needs matplotlib, the extra ``plot``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Find out before the work whether `write_plot` can write to `path`.
+    """Checks before the work whether `write_plot` can write to `path`.
 
     Raises:
         MissingExtra: matplotlib is not installed.
-        ConfigurationError: the folder is not there, or the file's name has another suffix.
+        ConfigurationError: the folder does not exist, or the file's name has another suffix.
     """
     if find_spec("matplotlib") is None:
         raise MissingExtra("--plot", "plot")
@@ -38,7 +38,7 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(report: Report, path: Path) -> None:
-    """Draw `report`: one run over time, or a sweep over sizes; `check_plot` was called before.
+    """Draws `report`: one run over time, or a sweep over sizes; call `check_plot` before.
 
     Raises:
         OSError: the file cannot be written.
@@ -105,10 +105,10 @@ def _draw_sweep(report: Report, swept: str, axes: Axes) -> None:
 
 
 def _unit(report: Report) -> tuple[str, float]:
-    """A unit for plots, and how much of it a token is."""
+    """Returns a unit for plots, and how many of it a token is."""
     return ("tokens", 1) if report.token_nbytes is None else ("GiB", report.token_nbytes / 2**30)
 
 
 def _steps(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The last value once more, so that the last step has its width."""
+    """Repeats the last value, so that the last step has its width."""
     return np.append(values, values[-1])

@@ -1,4 +1,4 @@
-"""What a simulation found: tables for people, JSON for programs."""
+"""The results of a simulation: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _MOVES = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One machine and what happened to it; `label` is the size that a sweep gave it."""
+    """A machine and its counts; `label` is the size that a sweep gave it."""
 
     machine: Machine
     tally: Tally
     label: str = ""
 
     def capacity(self, tier: str) -> int:
-        """Tokens that fit `tier`."""
+        """Returns how many tokens fit `tier`."""
         blocks: int = getattr(self.machine, f"{tier}_blocks")
         return blocks * self.machine.tokens_per_block
 
@@ -67,7 +67,7 @@ class Report:
     swept: str | None = None
 
     def text(self) -> str:
-        """Tables."""
+        """Returns the results as tables."""
         head = f"{self.trace}: {self.requests_read:,} requests, {_time(self.trace_s)}"
         if self.interrupted:
             head += " (interrupted: the figures are those up to here)"
@@ -80,7 +80,7 @@ class Report:
         return "\n\n".join(parts)
 
     def json(self) -> str:
-        """One JSON object; rates are shares of 1, lengths tokens, times seconds."""
+        """Returns one JSON object; rates are shares of 1, lengths tokens, times seconds."""
         runs = []
         for run in self.runs:
             total = run.tally.total()
@@ -112,7 +112,7 @@ class Report:
         )
 
     def moved_tokens(self, run: Run, counts: Counts) -> list[tuple[str, int]]:
-        """Tokens moved between tiers that `run` has; whole blocks count whole."""
+        """Returns the tokens moved between tiers that `run` has; whole blocks count whole."""
         found = []
         for name, blocks, tokens in _MOVES:
             if all(tier in run.tiers for tier in name.split() if tier in TIERS):
@@ -232,7 +232,7 @@ def _time(seconds: float) -> str:
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be: the first to the left, the others to the right."""
+    """Aligns columns at their least width: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = []
     for first, *others in lines:

@@ -1,4 +1,4 @@
-"""Which retention each request of a trace asks for."""
+"""The retention that each request of a trace asks for."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class RetentionPolicy:
             if parts.count(part) > 1:
                 raise ConfigurationError(f"--retention: {part} is given twice")
         if self._rules:
-            self._make(1)  # what is wrong with any prompt is found before the first one
+            self._make(1)  # finds errors that concern every prompt before the first one
 
     @classmethod
     def from_file(cls, path: str) -> Self:
-        """The same `KvCacheRetentionConfig` for every request, its fields as a JSON object.
+        """Makes a policy of the same `KvCacheRetentionConfig`, a JSON object, for every request.
 
         Raises:
             ConfigurationError: it cannot be read, or is none.
@@ -93,10 +93,12 @@ class RetentionPolicy:
         return policy
 
     def config(self, system_length: int | None, line: int) -> KvCacheRetentionConfig | None:
-        """What a request asks for whose system prompt has so many tokens; `line` is its line.
+        """Returns the retention of a request whose system prompt has so many tokens.
+
+        `line` is its line in the trace.
 
         Raises:
-            ConfigurationError: a rule speaks of the system prompt and its length is not known, or
+            ConfigurationError: a rule concerns the system prompt and its length is not known, or
                 rules overlap with this one.
         """
         if not self._rules:

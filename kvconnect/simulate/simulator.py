@@ -1,4 +1,4 @@
-"""The block manager under a stream of requests, in the time of the trace."""
+"""Drives the block manager with a stream of requests, in the time of the trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Running(NamedTuple):
 
 
 class _Moves(NamedTuple):
-    """What was moved and given up since the beginning; named as in `Counts`."""
+    """The moves and evictions since the beginning; named as in `Counts`."""
 
     evicted_blocks: int = 0
     offloaded_blocks: int = 0
@@ -46,14 +46,14 @@ class _Moves(NamedTuple):
 class Simulator:
     """Serves requests in the order in which they arrive; deterministic, on a clock of its own.
 
-    A request is admitted as soon as the blocks for its prompt and its whole answer can be had, and
-    none waits before it. It holds them until its last token: prompt tokens that no tier supplies
-    take ``1 / prefill_tokens_per_s`` each, generated ones ``1 / decode_tokens_per_s``; moving
-    blocks takes no time. Its prompt is published once it is computed, its answer at the end; full
-    blocks go to the external tier at the same moments.
+    A request is admitted as soon as the blocks for its prompt and its whole answer are available,
+    and no request waits before it. It holds them until its last token. Prompt tokens that no tier
+    supplies take ``1 / prefill_tokens_per_s`` each, generated ones ``1 / decode_tokens_per_s``;
+    moving blocks takes no time. Its prompt is published once it is computed, its answer at the end.
+    Full blocks are saved to the external tier at the same moments.
 
     Attributes:
-        tally: what happened so far.
+        tally: the counts so far.
         now: seconds after the first request.
     """
 
@@ -86,7 +86,7 @@ class Simulator:
         self._first_tokens: TokenArray | None = None  # of the first that waits, once made
 
     def arrive(self, request: TraceRequest) -> None:
-        """Go on to the arrival of `request`, and admit it or let it wait.
+        """Advances to the arrival of `request`, and admits it or queues it.
 
         Raises:
             ConfigurationError: the retention policy does not suit it.
@@ -108,7 +108,7 @@ class Simulator:
         counts.most_waiting = max(counts.most_waiting, len(self._waiting))
 
     def finish(self) -> None:
-        """No more requests arrive: serve those that are there."""
+        """Serves the remaining requests; no more arrive."""
         self._run_until(float("inf"))
 
     # ---------------------------------------------------------------- time
@@ -142,7 +142,7 @@ class Simulator:
             self._admit(request, tokens)
 
     def _fits(self, request: TraceRequest, tokens: TokenArray) -> bool:
-        # What is matched needs no more blocks than what is not: this is enough, and at no cost.
+        # Matched tokens need no more blocks than others, so this cheap check is sufficient.
         needed = -(-len(tokens) // self.machine.tokens_per_block)
         if self._blocks.num_free_blocks() >= needed:
             return True
@@ -187,10 +187,10 @@ class Simulator:
     def _match_external(
         self, request: TraceRequest, tokens: TokenArray, prompt: TokenArray
     ) -> tuple[int | None, int]:
-        """How much of the device's match to use (``None``: all), and where the store's ends.
+        """Returns how much of the device's match to use (``None``: all), and the store's end.
 
-        As the engine does it: the store is asked from a block boundary on, and it is used if it
-        reaches further than the device. The last prompt token is always computed.
+        It follows the engine: the store is asked from a block boundary on, and it is used if its
+        match is longer than the device's. The last prompt token is always computed.
         """
         if self._external is None:
             return None, 0
@@ -226,7 +226,7 @@ class Simulator:
     # ---------------------------------------------------------------- counting
 
     def _count_moves(self, counts: Counts) -> _Moves:
-        """Add what was moved since the last call to `counts`; returns it."""
+        """Adds the moves since the last call to `counts`; returns them."""
         copier, external = self._copier, self._external
         now = _Moves(
             self._blocks.num_reclaimed_blocks(),

@@ -1,4 +1,4 @@
-"""What happened, counted over the time of the trace."""
+"""Counts events over the time of the trace."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ _MOST_BUCKETS = 240
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of one stretch of time; all but the peaks add up.
+    """The counts of one stretch of time; all but the peaks add up.
 
     Prompt tokens are those of requests that were admitted in it, and each of them is counted once:
     ``prompt_tokens = device_tokens + host_tokens + external_tokens + computed_tokens``.
 
     Attributes:
         requests: admitted.
-        turned_away: found the queue full.
+        turned_away: refused by the full queue.
         too_long: would not fit the device alone.
         prompt_tokens: of those admitted.
         output_tokens: the same.
         device_tokens: prompt tokens found on the device,
-        host_tokens: brought back from the host,
+        host_tokens: onboarded from the host,
         external_tokens: or loaded from the external tier.
         computed_tokens: the other prompt tokens.
-        evicted_blocks: published blocks that gave way on the device.
+        evicted_blocks: published blocks that were evicted from the device.
         offloaded_blocks: copied from device to host.
         onboarded_blocks: copied from host to device.
         host_copied_tokens: copied out of a host block, which took no device block.
         device_copied_tokens: copied within the device, for matches that end inside a block.
         loaded_blocks: read from the external tier.
         saved_blocks: written to the external tier.
-        external_evicted_blocks: gave way there.
+        external_evicted_blocks: evicted from it.
         waited_s: seconds between arrival and admission, of all requests together.
         longest_wait_s: of one request.
         most_waiting: requests that waited at once.
@@ -65,16 +65,16 @@ class Counts:
 
     @property
     def saved_tokens(self) -> int:
-        """Prompt tokens that need not be computed."""
+        """The number of prompt tokens that need not be computed."""
         return self.device_tokens + self.host_tokens + self.external_tokens
 
     def hit_rate(self, tier: str = "saved") -> float:
-        """The share of prompt tokens that ``device``, ``host``, ``external`` or all supplied."""
+        """Returns the share of prompt tokens from ``device``, ``host``, ``external`` or all."""
         found: int = getattr(self, f"{tier}_tokens")
         return found / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def add(self, other: Self) -> None:
-        """Take `other` in; of the peaks the higher one stays."""
+        """Adds `other`; of the peaks the higher one stays."""
         for field in fields(self):
             mine, its = getattr(self, field.name), getattr(other, field.name)
             peak = field.name.startswith(("most_", "longest_"))
@@ -82,9 +82,9 @@ class Counts:
 
 
 class Tally:
-    """Counts by time, in at most 240 buckets of equal width whatever the length of the trace.
+    """The counts by time, in at most 240 buckets of equal width whatever the length of the trace.
 
-    Buckets begin a second wide. A trace that runs past the last one doubles the width of all.
+    Buckets begin a second wide. When a trace runs past the last one, all buckets double in width.
 
     Attributes:
         width: seconds per bucket.
@@ -97,7 +97,7 @@ class Tally:
         self._end = self.width
 
     def at(self, now: float) -> Counts:
-        """Where to count what happens at `now`, which never goes back."""
+        """Returns the counts for events at `now`, which never decreases."""
         while now >= self._end:
             if now >= _MOST_BUCKETS * self.width:
                 self._halve()
@@ -107,11 +107,11 @@ class Tally:
         return self.buckets[-1]
 
     def total(self) -> Counts:
-        """All of it."""
+        """Returns the sum of all counts."""
         return self._merged(self.buckets)
 
     def rows(self, most: int) -> list[tuple[float, float, Counts]]:
-        """Start and end in seconds, and counts, of at most `most` stretches of equal length."""
+        """Returns start, end (seconds) and counts of at most `most` stretches of equal length."""
         group = -(-len(self.buckets) // most)
         rows = []
         for first in range(0, len(self.buckets), group):

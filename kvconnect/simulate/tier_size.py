@@ -1,4 +1,4 @@
-"""How large a tier is, as the user writes it: in bytes, or in tokens."""
+"""The size of a tier as the user writes it: in bytes, or in tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """Exactly one of `num_bytes` and `num_tokens` is set; `text` is what the user wrote."""
+    """A size: either `num_bytes` or `num_tokens` is set; `text` is the user's own."""
 
     text: str
     num_bytes: int | None = None
@@ -25,7 +25,7 @@ class TierSize:
 
     @classmethod
     def parse(cls, text: str, *, field: str) -> Self:
-        """``16GiB``, ``1.5TB``, ``0``; or ``200000tokens``, ``500ktok``, ``2Mtok`` (decimal).
+        """Parses ``16GiB``, ``1.5TB``, ``0``; or ``200000tokens``, ``500ktok`` (decimal).
 
         Raises:
             ConfigurationError: names `field`, the text and what is right.
@@ -43,7 +43,7 @@ class TierSize:
         return cls(text, num_bytes=parse_size(text, field=field))
 
     def num_blocks(self, tokens_per_block: int, token_nbytes: int | None, *, field: str) -> int:
-        """Blocks that fit; tokens are rounded up to whole blocks, bytes down.
+        """Returns the blocks that fit; tokens are rounded up to whole blocks, bytes down.
 
         Raises:
             ConfigurationError: it is in bytes, and the bytes of a token are not given.

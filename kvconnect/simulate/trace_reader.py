@@ -1,11 +1,11 @@
-"""Traces: JSON lines, one request each, in the format of the published Mooncake traces.
+"""Reads traces: JSON lines, one request each, in the format of the published Mooncake traces.
 
 ``{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}``:
 milliseconds, tokens, and one id per `hash_tokens` (512) tokens of the prompt, of which the last
 stretch may be shorter. Equal ids are equal tokens. Our own additions, which others ignore:
 
-* ``output_hash_ids`` go on where ``hash_ids`` end, over the answer. Without them no other request
-  begins with this one's answer, as the published traces cannot say it.
+* ``output_hash_ids`` continue ``hash_ids`` over the answer. Without them no other request begins
+  with this one's answer, as the published traces cannot express that.
 * ``system_length``: how many leading tokens are a system prompt that others share.
 * ``tokens`` and ``output_tokens`` (or ``output_length``) instead of lengths and ids.
 
@@ -81,12 +81,12 @@ class TraceReader:
 
     @property
     def bytes_read(self) -> int:
-        """How far into the file it is, of `num_bytes`; those are ``None`` for standard input."""
+        """The position in the file, of `num_bytes`; those are ``None`` for standard input."""
         return 0 if self._raw is None or self._raw.closed else self._raw.tell()
 
     @property
     def last_arrival(self) -> float:
-        """Seconds from the first request to the last one that was read."""
+        """The seconds from the first request to the last one that was read."""
         return 0.0 if self._start_ms is None else (self._last_ms - self._start_ms) / 1000
 
     def __iter__(self) -> Iterator[TraceRequest]:

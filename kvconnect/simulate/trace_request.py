@@ -1,4 +1,4 @@
-"""One request of a trace, small while it waits, and as tokens once it is served."""
+"""A request of a trace: small while it waits, converted to tokens once it is served."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["HashedTokens", "TraceRequest"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HashedTokens:
-    """Tokens of which nothing is known but which stretches of them are equal.
+    """The tokens of a request of which only equality is known, stretch by stretch.
 
-    Every id stands for `hash_tokens` tokens that no other id begins with: the id itself, over and
-    over, as pairs of int32. What the ids do not cover is filled with `filler` in the same way.
+    Every id stands for `hash_tokens` tokens that no other id begins with: the id itself, repeated
+    as pairs of int32. Tokens that no id covers are filled with `filler` in the same way.
 
     Attributes:
         ids: int64, at least 0.
@@ -30,7 +30,7 @@ class HashedTokens:
     filler: int
 
     def first(self, num_tokens: int, num_covered: int) -> TokenArray:
-        """The first `num_tokens` tokens, int32; from `num_covered` on they are filler."""
+        """Returns the first `num_tokens` tokens, int32; from `num_covered` on they are filler."""
         tokens = np.repeat(self.ids, self.hash_tokens // 2).view(np.int32)
         covered = min(num_covered, len(tokens))
         if num_tokens <= covered:
@@ -41,7 +41,7 @@ class HashedTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TraceRequest:
-    """One line of a trace.
+    """A line of a trace.
 
     Attributes:
         line: its number in the trace, from 1.
@@ -64,11 +64,11 @@ class TraceRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer."""
+        """The number of tokens of prompt and answer."""
         return self.input_length + self.output_length
 
     def tokens(self) -> TokenArray:
-        """Prompt and answer, int32."""
+        """Returns prompt and answer, int32."""
         if isinstance(self.content, HashedTokens):
             covered = self.num_tokens if self.output_known else self.input_length
             return self.content.first(self.num_tokens, covered)

@@ -1,4 +1,4 @@
-"""Synthetic traces: shared system prompts, chats and agents, as they look to a cache."""
+"""Generates synthetic traces: shared system prompts, chats and agents, as a cache sees them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvconnect.simulate.trace_reader import DEFAULT_HASH_TOKENS
 __all__ = ["KINDS", "Kind", "Workload"]
 
 _ANSWER_TOKENS_PER_S = 50.0
-"""How fast the imagined engine answers; the next turn of a session begins after that."""
+"""The speed of the imagined engine's answers; the next turn of a session begins after one."""
 
 
 class Kind(NamedTuple):
-    """One kind of session. Lengths are medians of log-normal distributions.
+    """A kind of session. Lengths are medians of log-normal distributions.
 
     Attributes:
         turns: mean of a geometric distribution.
-        system_factor: how long its system prompts are, against ``Workload.system_tokens``.
+        system_factor: how long its system prompts are, relative to ``Workload.system_tokens``.
         first_tokens: of the user's first message, document or task.
         input_tokens: that each later turn adds: a message, or the result of a tool.
         output_tokens: of each answer, or call of a tool.
@@ -111,7 +111,10 @@ class Workload:
             )
 
     def lines(self) -> Iterator[str]:
-        """The trace, in order of time, each line with its newline. Holds live sessions only."""
+        """Yields the trace, in order of time, each line with its newline.
+
+        Keeps live sessions only.
+        """
         random = Random(self.seed)
         ids = count()
         prompts = {name: self._make_system_prompts(kind, ids) for name, kind in KINDS.items()}
@@ -148,7 +151,7 @@ class Workload:
 
 
 class _Session:
-    """One user with one growing text."""
+    """A session: one user with one growing text."""
 
     __slots__ = (
         "_hash_ids",
@@ -177,7 +180,7 @@ class _Session:
             self.turns_left += 1
 
     def turn(self, now: float) -> str | None:
-        """The request of the next turn; ``None``: it would get too long, and the session ends."""
+        """Returns the request of the next turn; ``None``: it is too long, and the session ends."""
         kind = self._kind
         first = self._length == self._system_length
         added = self._tokens(kind.first_tokens if first else kind.input_tokens)
@@ -192,7 +195,7 @@ class _Session:
             return None
         self.turns_left -= 1
         size, hash_ids = self._workload.hash_tokens, self._hash_ids
-        # A stretch keeps its id while it fills up: what began in one turn goes on in the next.
+        # A stretch keeps its id while it fills up, over several turns.
         for _ in range(len(hash_ids), -(-(prompt + output) // size)):
             hash_ids.append(next(self._ids))
         self._length, self._last_output = prompt + output, output
@@ -204,7 +207,7 @@ class _Session:
         )
 
     def seconds_to_next(self) -> float:
-        """From the last turn to the next one."""
+        """Returns the seconds from the last turn to the next one."""
         pause = self._random.expovariate(1 / self._kind.pause_s)
         return self._last_output / _ANSWER_TOKENS_PER_S + pause
 

@@ -1,4 +1,4 @@
-"""Tools that tell whether a backend keeps its promises, shipped for everybody's backends.
+"""The tools that check whether a backend keeps its promises, for everybody's backends.
 
 ``class TestMine(BackendConformance)`` for pytest, `check_backend` and ``kvconnect check URL``
 without; and the tools with which they make things fail. ``docs/writing-a-backend.md`` walks through

@@ -1,4 +1,4 @@
-"""Blocks whose content is known from their key, and buffers that show who wrote to them."""
+"""Makes blocks whose content follows from their key, and buffers that show writes to them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ _MARGIN = 4096
 
 
 class BlockMaker:
-    """Makes keys, blocks and buffers. A block's bytes follow from its key: anyone can check them.
+    """Makes keys, blocks and buffers.
+
+    A block's bytes follow from its key: anyone can check them.
 
     Args:
         seed: keys of different seeds differ.
 
     Attributes:
-        layout: of the blocks that `block` makes, unless it is told their size.
+        layout: of the blocks that `block` makes, unless it is given their size.
         frame_nbytes: of those blocks.
         named: every key that was made.
     """
@@ -40,43 +42,43 @@ class BlockMaker:
         self.named: set[BlockKey] = set()
 
     def key(self, *parts: object) -> BlockKey:
-        """The key that is named by `parts`."""
+        """Returns the key that is named by `parts`."""
         name = repr((self.seed, *parts)).encode()
         key = BlockKey(hashlib.blake2b(name, digest_size=32).digest())
         self.named.add(key)
         return key
 
     def keys(self, *parts: object, count: int) -> list[BlockKey]:
-        """`count` keys."""
+        """Returns `count` keys."""
         return [self.key(*parts, number) for number in range(count)]
 
     @staticmethod
     def content(key: BlockKey, nbytes: int) -> Tensor:
-        """What the block of `key` holds if it is `nbytes` long."""
+        """Returns the content of the block of `key` if it is `nbytes` long."""
         whole = np.frombuffer(key * (nbytes // len(key) + 1), np.uint8)[:nbytes]
         return torch.from_numpy(whole.copy())
 
     @staticmethod
     def buffer(nbytes: int, *, shift: int = 0) -> Tensor:
-        """`nbytes` of canaries between canaries, page-aligned but for `shift`."""
+        """Returns `nbytes` of canaries between canaries, page-aligned but for `shift`."""
         whole = torch.full((nbytes + 3 * _MARGIN,), _CANARY, dtype=torch.uint8)
         start = _MARGIN + -(whole.data_ptr() + _MARGIN) % _MARGIN + shift
         return whole[start : start + nbytes]
 
     @staticmethod
     def untouched(buffer: Tensor) -> bool:
-        """Whether `buffer` still holds nothing but canaries."""
+        """Returns whether `buffer` still holds only canaries."""
         return bool((buffer == _CANARY).all())
 
     @staticmethod
     def margins_whole(buffer: Tensor) -> bool:
-        """Whether nothing around `buffer` was written to."""
+        """Returns whether the memory around `buffer` is unchanged."""
         whole = torch.tensor([], dtype=torch.uint8).set_(buffer.untyped_storage())
         start, end = buffer.storage_offset(), buffer.storage_offset() + buffer.numel()
         return bool((whole[:start] == _CANARY).all() and (whole[end:] == _CANARY).all())
 
     def buffers(self, count: int, nbytes: int | None = None) -> list[Tensor]:
-        """`count` of them; without `nbytes` as long as a frame."""
+        """Returns `count` buffers; without `nbytes` as long as a frame."""
         return [self.buffer(self.frame_nbytes if nbytes is None else nbytes) for _ in range(count)]
 
     def block(
@@ -89,7 +91,7 @@ class BlockMaker:
         tokens: Sequence[int] | None = None,
         priority: int = 35,
     ) -> StoredBlock:
-        """A block that holds `content` of its key; without `nbytes`, as the payload of a frame."""
+        """Makes a block with the `content` of its key; without `nbytes`, the payload of a frame."""
         if nbytes is None:
             data = self.buffer(self.frame_nbytes, shift=shift)
             payload = frame.payload(data, self.layout.block_nbytes)
@@ -107,7 +109,7 @@ class BlockMaker:
         tokens: Sequence[int] | None = None,
         priority: int = 35,
     ) -> list[StoredBlock]:
-        """Blocks of `keys`, each the parent of the next."""
+        """Makes blocks of `keys`, each the parent of the next."""
         parents = [None, *keys]
         return [
             self.block(key, parent, nbytes=nbytes, tokens=tokens, priority=priority)
@@ -115,6 +117,6 @@ class BlockMaker:
         ]
 
     def holds(self, buffer: Tensor, key: BlockKey, *, framed: bool = True) -> bool:
-        """Whether `buffer` holds the block of `key`, and no margin was written to."""
+        """Returns whether `buffer` holds the block of `key`, and no margin was written to."""
         data = frame.payload(buffer, self.layout.block_nbytes) if framed else buffer
         return self.margins_whole(buffer) and torch.equal(data, self.content(key, data.numel()))

@@ -1,4 +1,4 @@
-"""What a check of the conformance kit is: an async function that says what it demands."""
+"""Defines a check of the conformance kit: an async function whose docstring is its demand."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ registered: list[Check] = []
 
 
 class Violation(AssertionError):
-    """A backend does not do what a check demands."""
+    """The error of a backend that does not meet the demand of a check."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One demand on a backend.
+    """A demand on a backend.
 
     Attributes:
-        group: which part of the contract it belongs to.
+        group: the part of the contract that it belongs to.
         name: within its group.
-        demands: what it demands, in one sentence.
-        body: raises `Violation` if the subject fails, `Unsupported` if it cannot be asked.
+        demands: the demand, in one sentence.
+        body: raises `Violation` if the subject fails, `Unsupported` if the check does not apply.
         limit_s: seconds after which it counts as hanging.
         needs_root: it mounts file systems.
     """
@@ -44,17 +44,17 @@ class Check:
 
     @property
     def id(self) -> str:
-        """``group.name``."""
+        """The id ``group.name``."""
         return f"{self.group}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a check ended.
+    """The result of a check.
 
     Attributes:
         reason: of a failure or a skip; else empty.
-        error: what was raised, of a failure.
+        error: the exception of a failure.
     """
 
     check: Check
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def check(group: str, *, limit_s: float = 30.0, needs_root: bool = False) -> Callable[[Body], Body]:
-    """Register an async function of a `Subject`; the first sentence of its docstring is shown."""
+    """Registers an async function of a `Subject`; its docstring's first sentence is shown."""
 
     def register(body: Body) -> Body:
         name = getattr(body, "__name__", "")
@@ -77,10 +77,10 @@ def check(group: str, *, limit_s: float = 30.0, needs_root: bool = False) -> Cal
 
 
 def demand(condition: object, message: str) -> None:
-    """Raise unless `condition` holds.
+    """Raises unless `condition` holds.
 
     Raises:
-        Violation: with `message`, which says what the backend did.
+        Violation: with `message`, which describes what the backend did.
     """
     if not condition:
         raise Violation(message)

@@ -18,7 +18,7 @@ __all__ = ["BackendConformance"]
 
 
 class BackendConformance(Subject):
-    """Subclass it, write `make_backend`, and pytest finds a test for each check.
+    """A base class with a test for each check: a subclass writes only `make_backend`.
 
     ::
 

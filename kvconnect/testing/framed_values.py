@@ -1,4 +1,4 @@
-"""Values of any kind in a store that takes nothing but frames."""
+"""Stores values of any kind in a store that takes only frames."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ __all__ = ["FramedValues"]
 
 
 class FramedValues(Backend):
-    """`inner`, each value of it in a frame: for stores that drop what is none, as tiered ones do.
+    """A wrapper that puts each value of `inner` in a frame.
 
-    The kit stores values of its own, of any length.
+    It is for stores that drop other values, as tiered ones do. The kit stores values of its own, of
+    any length.
     """
 
     def __init__(self, inner: Backend) -> None:
@@ -29,19 +30,19 @@ class FramedValues(Backend):
         self.capabilities = replace(inner.capabilities.wrapped(), variable_length=False)
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
-        """With no layouts: frames are of any length."""
+        """Opens `inner` without layouts: frames are of any length."""
         await self.inner.open([], access=access)
 
     async def close(self) -> None:
-        """Close `inner`."""
+        """Closes `inner`."""
         await self.inner.close()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """As `inner` says."""
+        """Calls `inner`."""
         return await self.inner.lookup(keys)
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Fill `into` with values that are exactly so long."""
+        """Fills `into` with values of exactly that length."""
         frames = [
             torch.empty(frame.frame_nbytes(buffer.numel()), dtype=torch.uint8) for buffer in into
         ]
@@ -53,19 +54,19 @@ class FramedValues(Backend):
         return loaded
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Store a copy of each value, in a frame."""
+        """Stores a copy of each value, in a frame."""
         return await self.inner.save([_framed(block) for block in blocks])
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forget `keys`."""
+        """Deletes `keys`."""
         await self.inner.delete(keys)
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
-        """As `inner` lists them."""
+        """Calls `inner`."""
         return await self.inner.children(key)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
-        """What `inner` lists, each with the length of its value; each is loaded for that."""
+        """Yields the entries of `inner`, each loaded to learn the length of its value."""
         async for entry in self.inner.scan():
             data = torch.empty(entry.nbytes, dtype=torch.uint8)
             if await self.inner.load([entry.key], [data]):
@@ -74,7 +75,7 @@ class FramedValues(Backend):
                     yield replace(entry, nbytes=nbytes)
 
     async def stats(self) -> Mapping[str, float]:
-        """As `inner` says."""
+        """Calls `inner`."""
         return await self.inner.stats()
 
 

@@ -1,4 +1,4 @@
-"""Store keys that differ in one ingredient each."""
+"""Makes store keys that differ in one ingredient each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _key(
 
 
 def variants() -> dict[str, BlockKey]:
-    """Store keys that differ from the first one in one ingredient each."""
+    """Returns store keys that differ from the first one in one ingredient each."""
     return {
         "nothing": _key(),
         "model": _key(b"another model, revision 1"),
@@ -56,5 +56,5 @@ def variants() -> dict[str, BlockKey]:
 
 
 def digest() -> str:
-    """The same in every process, whatever its hash seed."""
+    """Returns a digest that is the same in every process, whatever its hash seed."""
     return hashlib.blake2b(b"".join(variants().values())).hexdigest()

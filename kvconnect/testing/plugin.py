@@ -16,6 +16,6 @@ _MARKERS = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the markers known, also to ``--strict-markers``."""
+    """Registers the markers, also for ``--strict-markers``."""
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)

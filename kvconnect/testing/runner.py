@@ -1,4 +1,4 @@
-"""Runs checks, each on a thread and an event loop of its own, so that nothing can hang the rest."""
+"""Runs checks, each on its own thread and event loop, so that none can hang the rest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CLEANING = Check("cleaning", "up", "", lambda subject: subject.clean(), 30.0)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How all checks ended.
+    """The results of all checks.
 
     Attributes:
         outcomes: in the order in which the checks ran.
@@ -39,15 +39,15 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether none failed."""
+        """Returns whether no check failed."""
         return not self.of("failed")
 
     def of(self, result: Result) -> tuple[Outcome, ...]:
-        """The outcomes that ended so."""
+        """Returns the outcomes with this result."""
         return tuple(outcome for outcome in self.outcomes if outcome.result == result)
 
     def raise_on_failure(self) -> None:
-        """Raise unless all is well.
+        """Raises if a check failed.
 
         Raises:
             Violation: names every check that failed, and why.
@@ -76,7 +76,7 @@ def check_backend(
     long: bool = False,
     told: Callable[[Outcome], None] | None = None,
 ) -> Report:
-    """Run all checks on the backends that `make` makes, and say how each ended. Blocks.
+    """Runs all checks on the backends that `make` makes, and returns their results. Blocks.
 
     The store's medium is filled and emptied: give an empty one. Runs without pytest.
 
@@ -105,7 +105,7 @@ def check_backend(
 
 
 def select(only: Sequence[str] = ()) -> tuple[Check, ...]:
-    """The checks with these ids or groups, in their order; all, if there are no names.
+    """Returns the checks with these ids or groups, in their order; all, if there are no names.
 
     Raises:
         ConfigurationError: a name is none of them.
@@ -119,7 +119,7 @@ def select(only: Sequence[str] = ()) -> tuple[Check, ...]:
 
 
 def run_check(one: Check, subject: Subject) -> Outcome:
-    """Run one check and say how it ended; within its limit and a little. Blocks."""
+    """Runs one check and returns its result; within its limit and a little. Blocks."""
     start = time.monotonic()
     raised: list[BaseException] = []
     limit_s = one.limit_s * (20 if subject.long else 1)
@@ -133,7 +133,7 @@ def run_check(one: Check, subject: Subject) -> Outcome:
         try:
             with main_loop(_GRACE_S / 2) as loop:
                 loop.run_until_complete(_limited(one.body(subject), limit_s))
-        except BaseException as error:  # noqa: BLE001 - it is told below, whatever it is
+        except BaseException as error:  # noqa: BLE001 - it is reported below, whatever it is
             raised.append(error)
 
     thread = threading.Thread(target=run, name=f"kvconnect-check {one.id}", daemon=True)

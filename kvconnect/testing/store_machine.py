@@ -1,4 +1,4 @@
-"""Random operations of several clients of a store, compared with a dict; needs hypothesis."""
+"""Compares random operations of several clients of a store with a dict; needs hypothesis."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _RUNS = st.lists(st.integers(0, _KEYS - 1), min_size=1, max_size=3)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One example: its clients, their loop, and what must be so.
+    """An example: its clients, their loop, and its invariants.
 
     Args:
-        subject: whose store.
+        subject: of the store.
         number: of the example; its keys are those of no other one.
         bounded: the store is too small for all of them.
     """
@@ -55,7 +55,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(client=_CLIENTS, run=_RUNS)
     def save(self, client: int, run: list[int]) -> None:
-        """What was stored is there from now on; a store with room stores all."""
+        """Demands that saved blocks are there from now on; a store with room stores all."""
         keys = self._named(run)
         blocks = [self._blocks.block(key, nbytes=_NBYTES) for key in keys]
         saved = self._wait(self._client(client).save(blocks))
@@ -65,13 +65,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(client=_CLIENTS, run=_RUNS)
     def lookup(self, client: int, run: list[int]) -> None:
-        """As many are found as are there."""
+        """Demands that lookups find the blocks that are there."""
         keys = self._named(run)
         self._judge("lookup found", self._wait(self._client(client).lookup(keys)), keys)
 
     @rule(client=_CLIENTS, run=_RUNS)
     def load(self, client: int, run: list[int]) -> None:
-        """As many are loaded as are there, and they are right."""
+        """Demands that loads fill as many blocks as are there, and that they are right."""
         keys = self._named(run)
         into = self._blocks.buffers(len(keys), _NBYTES)
         loaded = self._wait(self._client(client).load(keys, into))
@@ -81,7 +81,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(client=_CLIENTS, run=_RUNS)
     def delete(self, client: int, run: list[int]) -> None:
-        """What was deleted is gone."""
+        """Demands that deleted blocks are gone."""
         keys = self._named(run)
         self._wait(self._client(client).delete(keys))
         self._present -= set(keys)
@@ -90,7 +90,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(client=_CLIENTS, chance=st.integers(0, 3))
     def reopen(self, client: int, chance: int) -> None:
-        """A durable store has what it had; another one may have kept it, all or some."""
+        """Demands that a durable store keeps its blocks; another one may keep all or some."""
         if chance:  # now and then is enough: a store that is not durable starts over
             return
         at = client % len(self._clients)
@@ -100,7 +100,7 @@ class StoreMachine(RuleBasedStateMachine):
             self._present = {key for key in self._present if self._wait(store.lookup([key]))}
 
     def teardown(self) -> None:
-        """Close the clients and their loop."""
+        """Closes the clients and their loop."""
         for store in self._clients:
             self._wait(store.close())
         self._loop.run_until_complete(self._loop.shutdown_default_executor())

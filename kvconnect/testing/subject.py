@@ -1,4 +1,4 @@
-"""A backend under test: how to make it, and what can be done behind its back."""
+"""A backend under test: how to make it, and access to its medium behind its back."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["Address", "Subject", "Unsupported", "Usage"]
 
 
 class Unsupported(Exception):
-    """This cannot be asked of the subject; the message says why, and what would help."""
+    """The error that a check does not apply to the subject; says why, and what would help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens."""
+    """The address of a server."""
 
     host: str
     port: int
@@ -35,17 +35,17 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes of a medium: what the backend says, and what is really there."""
+    """The bytes of a medium: as the backend reports, and as really stored."""
 
     claimed: float
     found: float
 
 
 class Subject(ABC):
-    """How the kit gets at a backend. Only `make_backend` has to be written.
+    """The kit's access to a backend. Only `make_backend` has to be written.
 
-    Whatever else is not overridden makes the checks that need it be skipped, with a sentence that
-    names the method. What a backend can do is read from its `capabilities`.
+    Checks that need another method are skipped until it is overridden, with a sentence that names
+    it. The abilities of a backend are read from its `capabilities`.
 
     Attributes:
         seed: of everything random.
@@ -60,8 +60,9 @@ class Subject(ABC):
             make a disk fail.
         address: of the store's server; enables the checks of a failing network.
         opens_once: a process can have the medium open only once, as of LMDB: no two clients in one.
-        keeps_copies: of a `shared` store: what another process deleted may be found for a while.
-        kill_points: names that the backend passes to what `arm` sets.
+        keeps_copies: of a `shared` store: blocks that another process deleted may be found for a
+            while.
+        kill_points: names that the backend passes to the function that `arm` sets.
         skip: ids or groups of checks that are left out, each with its reason.
         tidy: `clean` after each check, since the medium outlives the run.
     """
@@ -84,52 +85,52 @@ class Subject(ABC):
 
     @abstractmethod
     def make_backend(self) -> Backend:
-        """A backend that is not open, always on the same medium."""
+        """Makes a backend that is not open, always on the same medium."""
 
     def make_small(self, capacity: int) -> Backend:
-        """One on an empty medium that holds at most `capacity` bytes."""
+        """Makes a backend on an empty medium that holds at most `capacity` bytes."""
         raise Unsupported("make_small() is not written: how would a bounded store be made?")
 
     def make_expiring(self, ttl_s: float) -> Backend:
-        """One whose blocks expire after `ttl_s`."""
+        """Makes a backend whose blocks expire after `ttl_s`."""
         raise Unsupported("make_expiring() is not written: how would a store with a TTL be made?")
 
     def make_via(self, address: Address) -> Backend:
-        """One that reaches the server through `address`, which forwards to `self.address`."""
+        """Makes a backend that uses `address`, which forwards to `self.address`."""
         raise Unsupported("make_via() is not written: which network would be made to fail?")
 
     def store_url(self) -> str:
-        """That other processes open the same medium by."""
+        """Returns the URL by which other processes open the same medium."""
         raise Unsupported("store_url() is not written: how would other ranks open the store?")
 
     def store_url_via(self, address: Address) -> str:
-        """The same, with the server reached through `address`, as by `make_via`."""
+        """Returns that URL with the server reached through `address`, as by `make_via`."""
         raise Unsupported("store_url_via() is not written: which network would be made to fail?")
 
     def make_in(self, directory: Path) -> Backend:
-        """One that keeps its files in `directory`, which need not be there."""
+        """Makes a backend with its files in `directory`, which need not exist."""
         raise Unsupported("make_in() is not written: how would its directory be chosen?")
 
     def make_guarded(self, deadline_s: float) -> GuardedBackend:
-        """What an application would use: a backend with everything around it."""
+        """Makes the backend of an application, with everything around it."""
         return open_backend(self.make_backend(), deadline_s=deadline_s)
 
     async def peek(self, backend: Backend, key: BlockKey) -> bytes | None:
-        """The stored bytes of `key`, read behind the back of `backend` where the medium allows.
+        """Returns the stored bytes of `key`, read behind the back of `backend` if possible.
 
-        The default reads through the front door a value that is as long as a frame.
+        The default loads, by the public method, a value that is as long as a frame.
         """
         into = self.blocks().buffer(BlockMaker.frame_nbytes)
         return bytes(into.numpy().data) if await backend.load([key], [into]) else None
 
     async def poke(self, backend: Backend, key: BlockKey, data: bytes) -> None:
-        """Replace the stored bytes of `key`. The default goes through the front door."""
+        """Replaces the stored bytes of `key`. The default uses the public methods."""
         await backend.delete([key])
         value = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
         await backend.save([StoredBlock(key, value.to(torch.uint8))])
 
     async def corrupt(self, backend: Backend, key: BlockKey, at: int, change: int = 1) -> None:
-        """Flip the bits `change` of the stored byte `at` of `key`."""
+        """Flips the bits `change` of the stored byte `at` of `key`."""
         data = bytearray(await self.peek(backend, key) or b"")
         if len(data) <= at:
             raise Unsupported(f"peek() found {len(data)} bytes of a block that was saved")
@@ -137,31 +138,31 @@ class Subject(ABC):
         await self.poke(backend, key, bytes(data))
 
     async def usage(self, backend: Backend) -> Usage:
-        """What `backend` says it uses, and what the medium really holds."""
+        """Returns the bytes that `backend` reports, and those that the medium really holds."""
         raise Unsupported("usage() is not written: what does the medium really hold?")
 
     async def pass_time(self, clock: ShiftedClock, seconds: float) -> None:
-        """Let `seconds` pass for the store. Without a server, moving Python's clock will do."""
+        """Lets `seconds` pass for the store. Without a server, moving Python's clock is enough."""
         clock.forward(seconds)
 
     async def restart_server(self, *, empty: bool) -> None:
-        """Stop the server, kill it if need be, and start it again at the same address."""
+        """Stops the server, kills it if need be, and starts it again at the same address."""
         raise Unsupported("restart_server() is not written")
 
     def arm(self, backend: Backend, at: Callable[[str], None]) -> None:
-        """Have `backend` call `at` on reaching each of `kill_points`."""
+        """Makes `backend` call `at` on reaching each of `kill_points`."""
 
     # ------------------------------------------------------------------------ for the checks
 
     def blocks(self, *parts: object) -> BlockMaker:
-        """A maker of blocks that no other check uses."""
+        """Returns a maker of blocks that no other check uses."""
         maker = BlockMaker((self.seed, *parts))
         if self.tidy:
             self._makers = (*self._makers, maker)
         return maker
 
     async def clean(self) -> None:
-        """Delete what the checks so far have saved."""
+        """Deletes the blocks that the checks so far have saved."""
         keys = [key for maker in self._makers for key in maker.named]
         self._makers = ()
         if keys:
@@ -170,16 +171,16 @@ class Subject(ABC):
                     await store.delete(keys[start : start + 256])
 
     def capabilities(self) -> Capabilities:
-        """What a backend declares."""
+        """Returns the declared capabilities of a backend."""
         return self.bare(self.make_backend()).capabilities
 
     def bare(self, backend: Backend) -> Backend:
-        """`backend` without what stands around it."""
+        """Returns `backend` without the framework around it."""
         return backend.inner if isinstance(backend, GuardedBackend) else backend
 
     @asynccontextmanager
     async def opened(self, backend: Backend | None = None) -> AsyncIterator[Backend]:
-        """The backend alone, open; closed at the end."""
+        """Yields the backend alone, open; closes it at the end."""
         store = self.bare(backend or self.make_backend())
         await store.open([BlockMaker.layout])
         try:
@@ -191,7 +192,7 @@ class Subject(ABC):
     async def guarded(
         self, deadline_s: float = 10.0, backend: Backend | None = None
     ) -> AsyncIterator[GuardedBackend]:
-        """The backend with everything around it, open; closed at the end."""
+        """Yields the backend with everything around it, open; closes it at the end."""
         if backend is None:
             store = self.make_guarded(deadline_s)
         else:
@@ -203,7 +204,7 @@ class Subject(ABC):
             await store.close()
 
     def require(self, capability: str) -> None:
-        """Skip the check unless the backend declares `capability`.
+        """Skips the check unless the backend declares `capability`.
 
         Raises:
             Unsupported: it does not.

@@ -1,4 +1,4 @@
-"""Subjects for backends that come with this package, for URLs and for plain functions."""
+"""The subjects of backends that come with this package, of URLs and of plain functions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class FunctionSubject(Subject):
-    """Whatever a function makes."""
+    """The subject of the backends that a function makes."""
 
     tidy: ClassVar[bool] = True
 
@@ -44,7 +44,7 @@ class FunctionSubject(Subject):
         self._make = make
 
     def make_backend(self) -> Backend:
-        """What the function makes."""
+        """Calls the function."""
         return self._make()
 
 
@@ -63,26 +63,26 @@ class UrlSubject(Subject):
         self.url = url
 
     def make_small(self, capacity: int) -> Backend:
-        """The backend of `small`."""
+        """Makes the backend of `small`."""
         if self.small is None:
             raise Unsupported("--small URL is not given: how would a bounded store be made?")
         return open_backend(self.small.replace("{capacity}", str(capacity))).inner
 
     def make_backend(self) -> Backend:
-        """The backend alone."""
+        """Makes the backend alone."""
         return open_backend(self.url).inner
 
     def store_url(self) -> str:
-        """The URL."""
+        """Returns the URL."""
         return self.url
 
     def make_guarded(self, deadline_s: float) -> GuardedBackend:
-        """With everything around it that the URL asks for."""
+        """Makes the backend with everything around it that the URL asks for."""
         return open_backend(self.url, deadline_s=deadline_s)
 
 
 class TieredSubject(UrlSubject):
-    """``tiered:``, whose tiers take nothing but frames."""
+    """The subject of ``tiered:``, whose tiers take only frames."""
 
     keeps_copies = True  # in the memory of each process, for one
     skip: ClassVar[Mapping[str, str]] = {
@@ -90,33 +90,33 @@ class TieredSubject(UrlSubject):
     }
 
     def make_backend(self) -> Backend:
-        """With a frame around each value."""
+        """Makes the backend with a frame around each value."""
         return FramedValues(super().make_backend())
 
 
 class MemorySubject(Subject):
-    """``memory:``."""
+    """The subject of ``memory:``."""
 
     def make_backend(self) -> Backend:
-        """64 MiB, and room for the one large value."""
+        """Makes a store of 64 MiB, which has room for the one large value."""
         return MemoryBackend(64 << 20)
 
     def store_url(self) -> str:
-        """As `make_backend`; each process has its own."""
+        """Returns a URL like `make_backend`; each process has its own store."""
         return "memory:?capacity=64MiB"
 
     def make_small(self, capacity: int) -> Backend:
-        """So many bytes."""
+        """Makes a store of so many bytes."""
         return MemoryBackend(capacity)
 
     async def usage(self, backend: Backend) -> Usage:
-        """There is nothing to see but what it says."""
+        """Returns the bytes that it reports, as there are no others to see."""
         used = (await backend.stats())["bytes"]
         return Usage(used, used)
 
 
 class DiskSubject(Subject):
-    """``disk:`` in a directory, which it may damage.
+    """The subject of ``disk:`` in a directory, which it may damage.
 
     Attributes:
         directory: of the store. Others are made beside it.
@@ -132,36 +132,36 @@ class DiskSubject(Subject):
         self.directory = directory
 
     def make_backend(self) -> Backend:
-        """Of 4 GiB, which it never takes."""
+        """Makes a store of 4 GiB, which it never fills."""
         return DiskBackend(self.directory, capacity=4 << 30, durability=self.durability)
 
     def store_url(self) -> str:
-        """As `make_backend`."""
+        """Returns the URL of `make_backend`."""
         return f"disk://{quote(str(self.directory))}?capacity=4GiB&durability={self.durability}"
 
     def make_small(self, capacity: int) -> Backend:
-        """In a directory of its own."""
+        """Makes a store in a directory of its own."""
         return DiskBackend(self.directory.with_name(f"small-{capacity}"), capacity=capacity)
 
     def make_expiring(self, ttl_s: float) -> Backend:
-        """The same directory."""
+        """Makes a store in the same directory."""
         return DiskBackend(self.directory, capacity=1 << 30, ttl=ttl_s)
 
     def make_in(self, directory: Path) -> Backend:
-        """Another directory."""
+        """Makes a store in another directory."""
         return DiskBackend(directory, capacity=1 << 30)
 
     def arm(self, backend: Backend, at: Callable[[str], None]) -> None:
-        """It has a hook for this."""
+        """Sets the hook of the store."""
         if isinstance(backend, DiskBackend):
             backend.at = at
 
     async def peek(self, backend: Backend, key: BlockKey) -> bytes | None:
-        """From its slot, found with a connection of its own."""
+        """Reads from its slot, found with a connection of its own."""
         return await asyncio.to_thread(self._peek, key)
 
     async def poke(self, backend: Backend, key: BlockKey, data: bytes) -> None:
-        """Into its slot; a shorter value also into the row that says how long it is.
+        """Writes into its slot; a shorter value also updates the length in its row.
 
         Raises:
             Unsupported: it is longer than the slot.
@@ -169,7 +169,7 @@ class DiskSubject(Subject):
         await asyncio.to_thread(self._poke, key, data)
 
     async def usage(self, backend: Backend) -> Usage:
-        """Bytes of the data files; a slot that is lost for ever shows, too."""
+        """Returns the bytes of the data files, which also show a slot that is lost for ever."""
         if not isinstance(backend, DiskBackend):
             raise Unsupported("not a disk store")
         stats = await backend.stats()
@@ -215,7 +215,7 @@ class DiskSubject(Subject):
 
 
 def _slot_nbytes(directory: Path) -> int:
-    """Bytes of all slots that hold a block or can be had for one."""
+    """Returns the bytes of all slots that hold a block or are free for one."""
     with closing(sqlite3.connect(directory / INDEX_NAME)) as db:
         (nbytes,) = db.execute(
             "SELECT (SELECT coalesce(sum(size), 0) FROM blocks)"
@@ -230,9 +230,9 @@ def _segment_nbytes(directory: Path) -> int:
 
 
 def subject_of(url: str, *, small: str | None = None) -> Subject:
-    """The subject that can do most with the store at `url`.
+    """Returns the subject that enables most checks of the store at `url`.
 
-    Of a disk store that is one in a new directory below it: what is stored there stays.
+    For a disk store it is one in a new directory below it: the stored blocks stay.
 
     Args:
         url: of the store.
@@ -273,7 +273,7 @@ def _subject_of(url: str) -> Subject:
 
 
 def _forgetful(url: str) -> str:
-    """`url` with nothing remembered: several clients would miss what others have just stored."""
+    """Returns `url` with nothing remembered: clients would miss what others have just stored."""
     for name in ("lookup_ttl", "miss_ttl"):
         if f"{name}=" not in url:
             url += f"{'&' if '?' in url else '?'}{name}=0"

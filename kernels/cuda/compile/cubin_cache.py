@@ -1,8 +1,8 @@
-"""Compiled kernels on disk, so that a process compiles only what no other did before.
+"""Caches compiled kernels on disk, so that a process compiles only those that no other did before.
 
-A file is the SHA-256 of the cubin and the cubin; its name is the digest of everything that decides
-what the compiler makes. Files are written under another name first and renamed, so that what is
-found under a key is whole, or was damaged since: then it is compiled again.
+A file is the SHA-256 of the cubin and the cubin; its name is the digest of all inputs of the
+compiler. Files are written under another name first and renamed, so that a file under a key is
+whole, or was damaged since: then it is compiled again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _DIGEST_NBYTES = 32
 
 
 def default_directory() -> Path:
-    """``kvconnect/cubins`` where the user keeps caches: ``XDG_CACHE_HOME``, or ``~/.cache``."""
+    """Returns ``kvconnect/cubins`` in the user's caches: ``XDG_CACHE_HOME``, or ``~/.cache``."""
     return cache_directory() / "cubins"
 
 
 @dataclass(frozen=True, slots=True)
 class CubinKey:
-    """What decides the bytes of a cubin.
+    """The inputs that decide the bytes of a cubin.
 
     Attributes:
         source: the text that is compiled.
@@ -42,7 +42,7 @@ class CubinKey:
     options: tuple[str, ...]
 
     def digest(self) -> str:
-        """A name for it: 64 hexadecimal digits."""
+        """Returns a name for it: 64 hexadecimal digits."""
         hashed = hashlib.sha256()
         for field in (self.source, self.arch, self.compiler, *self.options):
             data = field.encode()
@@ -52,7 +52,7 @@ class CubinKey:
 
 
 class CubinCache:
-    """Cubins by key. Several processes and threads may share a directory.
+    """The cubins by key. Several processes and threads may share a directory.
 
     A directory that cannot be read or written costs time, nothing else.
 
@@ -64,9 +64,9 @@ class CubinCache:
         self._directory = directory or default_directory()
 
     def get(self, key: CubinKey, make: Callable[[], bytes]) -> bytes:
-        """The cubin of `key`: as it was kept, or else made and kept.
+        """Returns the cubin of `key`: the kept one, or else makes and keeps it.
 
-        Whatever `make` raises goes through; then nothing was kept.
+        Errors of `make` are passed on; then nothing was kept.
         """
         path = self._directory / f"{key.digest()}.cubin"
         kept = _read(path)

@@ -1,6 +1,6 @@
-"""CUDA C++ to machine code at run time, without a toolkit: NVRTC, as every CUDA build of torch has.
+"""Compiles CUDA C++ to machine code at run time, with the NVRTC of torch's CUDA builds.
 
-Always to a cubin, never to PTX: PTX that is newer than the driver does not load.
+It needs no toolkit. It makes cubins, never PTX: PTX that is newer than the driver does not load.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _BUILTINS = re.compile(r"libnvrtc-builtins\.so\.(\d+\.\d+)(\.\d+)*")
 
 
 class NvrtcMissing(RuntimeError):
-    """No NVRTC can be loaded; the message names the places that were searched."""
+    """The error that no NVRTC can be loaded; the message names the places that were searched."""
 
 
 class CompileFailed(RuntimeError):
-    """NVRTC refused a source; the message holds its log."""
+    """The error that NVRTC refused a source; the message holds its log."""
 
 
 class Nvrtc:
@@ -50,20 +50,20 @@ class Nvrtc:
 
     @property
     def version(self) -> str:
-        """As ``13.0``.
+        """The version of NVRTC, such as ``13.0``.
 
-        Of the files' names, as loading 100 MB only to find a cubin in the cache takes longer than
-        all else.
+        It comes from the files' names: loading 100 MB only to find a cubin in the cache takes
+        longer than all else.
         """
         match = _BUILTINS.fullmatch(self._builtins.name)
         return match[1] if match else self._builtins.name
 
     def compile(self, source: str, name: str, options: Sequence[str]) -> bytes:
-        """The cubin of a source.
+        """Compiles a source to a cubin.
 
         Args:
             source: the whole text.
-            name: what messages call it.
+            name: its name in messages.
             options: with ``--gpu-architecture=sm_<n>`` among them.
 
         Raises:
@@ -118,11 +118,11 @@ class Nvrtc:
 
 
 def find_nvrtc(folders: Iterable[Path] | None = None) -> Nvrtc:
-    """An NVRTC that is installed.
+    """Finds an installed NVRTC.
 
     Args:
-        folders: where to look, first come first served; by default among the packages of this
-            Python, then in the toolkit's usual place. The major version of torch's CUDA goes first.
+        folders: searched in this order; by default the packages of this Python, then the toolkit's
+            usual folder. The major version of torch's CUDA is preferred.
 
     Raises:
         NvrtcMissing: there is none; the message names the places.
@@ -136,7 +136,7 @@ def _usual_nvrtc() -> Nvrtc:
 
 
 def compile_part(part: CompiledPart, arch: str, nvrtc: Nvrtc, cubins: CubinCache) -> bytes:
-    """The cubin of a part for ``sm_<n>``, from the cache if it is there.
+    """Returns the cubin of a part for ``sm_<n>``, from the cache if it is there.
 
     Raises:
         CompileFailed: see `Nvrtc.compile`.

@@ -1,4 +1,4 @@
-"""The CUDA sources, and what of them is compiled for a launch."""
+"""The CUDA sources, and their parts that are compiled for a launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHARED = "vectors"
 
 @dataclass(frozen=True, slots=True)
 class CompiledPart:
-    """One source file for one width of access: what is compiled, and cached, as a whole.
+    """A source file for one width of access, compiled and cached as a whole.
 
     Attributes:
         file: name of the source without ``.cu``.
@@ -43,13 +43,13 @@ class Kernel:
 
 @cache
 def source_text(file: str) -> str:
-    """All that is compiled for `file`: what the kernels share, and the file."""
+    """Returns the text that is compiled for `file`: the shared source, and the file."""
     names = (_SHARED, file)
     return "\n".join((_FOLDER / f"{name}.cu").read_text(encoding="utf-8") for name in names)
 
 
 def vector_nbytes(*alignments: int) -> int:
-    """The widest access that all of these addresses, strides and lengths are multiples of."""
+    """Returns the widest access that divides all these addresses, strides and lengths."""
     bits = VECTOR_NBYTES[0]
     for value in alignments:
         bits |= value

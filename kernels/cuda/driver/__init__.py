@@ -1,5 +1,5 @@
-"""What the kernels need of a device, and a CUDA device that has it.
+"""The interface of a device for the kernels, and a CUDA device that implements it.
 
-Imports `kvconnect.kernels.blocks` and, of what stands beside it, `compile`. Begin with `interface`:
+Imports `kvconnect.kernels.blocks` and, of its neighbours, `compile`. Begin with `interface`:
 tests bring drivers of their own.
 """

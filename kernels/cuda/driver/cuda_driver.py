@@ -34,7 +34,7 @@ _LEGACY: Final = {0, 1}
 
 
 class _CopyAttributes(ctypes.Structure):
-    """``CUmemcpyAttributes``; the hints are for managed memory."""
+    """The struct ``CUmemcpyAttributes``; the hints are for managed memory."""
 
     _fields_ = (
         ("order", ctypes.c_int),
@@ -45,7 +45,7 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class CudaDriver:
-    """See `kvconnect.kernels.cuda.driver.interface.Driver`. Streams are `torch.cuda.Stream`.
+    """Implements `kvconnect.kernels.cuda.driver.interface.Driver`. Streams are `torch.cuda.Stream`.
 
     Attributes:
         multiprocessors, error_word: see `Driver`.
@@ -69,30 +69,30 @@ class CudaDriver:
         self._lock = threading.Lock()
         self._modules: dict[CompiledPart, ctypes.c_void_p] = {}
         self._functions: dict[Kernel, ctypes.c_void_p] = {}
-        # For what is set up once. Of torch's, so that no other stream is given its memory.
+        # For one-time setup. A stream of torch's, so that no other stream gets its memory.
         self._setup = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._errors = self.constant(np.zeros(1, np.int64))
         self.error_word = self._errors.address
 
     def on_device(self, device: torch.device) -> bool:
-        """See `Driver`."""
+        """Implements `Driver`."""
         return device.type == "cuda"
 
     def current_stream(self) -> torch.cuda.Stream:
-        """See `Driver`."""
+        """Implements `Driver`."""
         return torch.cuda.current_stream(self._device)
 
     def copy_stream(self, kind: Literal["load", "store"]) -> torch.cuda.Stream:
-        """See `Driver`."""
+        """Implements `Driver`."""
         pair = copy_streams(self._device)
         return pair.load if kind == "load" else pair.store
 
     def is_legacy_default(self, stream: torch.cuda.Stream) -> bool:
-        """See `Driver`."""
+        """Implements `Driver`."""
         return stream.cuda_stream in _LEGACY
 
     def capturing(self, stream: torch.cuda.Stream) -> bool:
-        """See `Driver`."""
+        """Implements `Driver`."""
         status = ctypes.c_int()
         handle = ctypes.c_void_p(stream.cuda_stream)
         with self._cuda.current(self._context):
@@ -100,14 +100,14 @@ class CudaDriver:
         return status.value != 0
 
     def record(self, stream: torch.cuda.Stream) -> CopyEvent:
-        """See `Driver`."""
+        """Implements `Driver`."""
         event: CopyEvent = stream.record_event()
         return event
 
     def launch(
         self, kernel: Kernel, ctas: int, params: array[int], stream: torch.cuda.Stream
     ) -> None:
-        """See `Driver`."""
+        """Implements `Driver`."""
         with self._cuda.current(self._context):
             function = self._functions.get(kernel) or self._load(kernel)
             arguments = (ctypes.c_void_p * 1)(params.buffer_info()[0])
@@ -120,7 +120,7 @@ class CudaDriver:
     def copy_batch(
         self, descriptors: Descriptors, order: AccessOrder, stream: torch.cuda.Stream
     ) -> None:
-        """See `Driver`. A driver before 12.8 gets the copies one by one."""
+        """Implements `Driver`. A driver before 12.8 gets the copies one by one."""
         with self._cuda.current(self._context):
             if self._cuda.batch is None:
                 self._copy_each(descriptors, stream)
@@ -128,7 +128,7 @@ class CudaDriver:
                 self._copy_all(descriptors, order, stream)
 
     def upload(self, data: npt.NDArray[Any], stream: torch.cuda.Stream) -> Memory:
-        """See `Driver`."""
+        """Implements `Driver`."""
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         pinned = torch.empty(flat.size, dtype=torch.uint8, pin_memory=True)
         pinned.numpy()[:] = flat
@@ -137,12 +137,12 @@ class CudaDriver:
         return Memory(there.data_ptr(), flat.size, (there, pinned))
 
     def constant(self, data: npt.NDArray[Any]) -> Memory:
-        """See `Driver`."""
+        """Implements `Driver`."""
         flat = np.ascontiguousarray(data)
         address = ctypes.c_uint64()
         source, size = ctypes.c_void_p(flat.ctypes.data), ctypes.c_size_t(flat.nbytes)
         setup = ctypes.c_void_p(self._setup.cuda_stream)
-        # Not of torch's memory: while a graph is captured that would belong to the graph.
+        # Not torch's memory: while a graph is captured that would belong to the graph.
         with self._cuda.current(self._context), self._cuda.outside_of_captures():
             self._cuda.call("cuMemAlloc_v2", ctypes.byref(address), size)
             self._cuda.call("cuMemcpyHtoDAsync_v2", address, source, size, setup)
@@ -150,19 +150,19 @@ class CudaDriver:
         return Memory(address.value, flat.nbytes, _Owned(self._cuda, self._context, address))
 
     def device_memory(self, nbytes: int) -> Memory:
-        """See `Driver`."""
-        # Of the set-up stream's share: what comes from another one's may still be in use there.
+        """Implements `Driver`."""
+        # Allocated on the set-up stream: memory of another stream may still be in use there.
         with torch.cuda.stream(self._setup):
             there = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return Memory(there.data_ptr(), nbytes, there)
 
     def host_memory(self, nbytes: int) -> Memory:
-        """See `Driver`."""
+        """Implements `Driver`."""
         there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return Memory(there.data_ptr(), nbytes, there)
 
     def take_errors(self) -> int:
-        """See `Driver`."""
+        """Implements `Driver`."""
         word, zero = ctypes.c_int64(), ctypes.c_int64()
         address, size = ctypes.c_uint64(self.error_word), ctypes.c_size_t(8)
         torch.cuda.synchronize(self._device)
@@ -223,7 +223,7 @@ class CudaDriver:
 
 
 class _Owned:
-    """Device memory that goes back when nothing refers to it any more."""
+    """A piece of device memory that is freed when nothing refers to it any more."""
 
     def __init__(
         self, cuda: CudaLibrary, context: ctypes.c_void_p, address: ctypes.c_uint64

@@ -19,7 +19,7 @@ _BATCH_SINCE: Final = 12080
 
 
 class CudaLibrary:
-    """Functions of ``libcuda``; `call` raises what they return.
+    """The functions of ``libcuda``; `call` raises the errors that they return.
 
     Attributes:
         batch: ``cuMemcpyBatchAsync`` as of CUDA 12.8, or ``None`` if the driver is older.
@@ -47,7 +47,7 @@ class CudaLibrary:
         self.batch = self._find("cuMemcpyBatchAsync", _BATCH_SINCE)
 
     def call(self, function: str, *arguments: Any) -> None:
-        """Call a function of the library.
+        """Calls a function of the library.
 
         Raises:
             DriverError: it returned an error.
@@ -55,31 +55,31 @@ class CudaLibrary:
         self.check(function, getattr(self._cuda, function)(*arguments))
 
     def check(self, function: str, code: int) -> None:
-        """Raise what `function` returned, unless that is success."""
+        """Raises the error that `function` returned, unless that is success."""
         if code:
             raise DriverError(self._message(function, code))
 
     @property
     def version(self) -> tuple[int, int]:
-        """The CUDA version that the driver supports, as ``(13, 0)``."""
+        """The CUDA version that the driver supports, such as ``(13, 0)``."""
         number = ctypes.c_int()
         self.call("cuDriverGetVersion", ctypes.byref(number))
         return number.value // 1000, number.value % 1000 // 10
 
     def primary_context(self, index: int) -> ctypes.c_void_p:
-        """The context that torch uses on a device, kept alive from now on."""
+        """Returns the context that torch uses on a device, kept alive from now on."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self.call("cuDeviceGet", ctypes.byref(device), index)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         return context
 
     def current(self, context: ctypes.c_void_p) -> CurrentContext:
-        """`context` is the calling thread's meanwhile: a new thread has none."""
+        """Makes `context` that of the calling thread within the block: a new thread has none."""
         return CurrentContext(self, context)
 
     @contextmanager
     def outside_of_captures(self) -> Iterator[None]:
-        """What the calling thread does meanwhile is no part of a graph that is being captured.
+        """Keeps the calling thread's work out of a graph that is being captured.
 
         Without it loading code or taking memory would break any capture in the process.
         """
@@ -117,7 +117,7 @@ class CudaLibrary:
 
 
 class CurrentContext:
-    """See `CudaLibrary.current`; no generator, as every launch goes through it."""
+    """The context manager of `CudaLibrary.current`; no generator, as every launch uses it."""
 
     __slots__ = ("_context", "_library", "_pushed")
 
@@ -141,7 +141,7 @@ class CurrentContext:
 
 @cache
 def cuda_library() -> CudaLibrary:
-    """The library of this process.
+    """Returns the library of this process.
 
     Raises:
         NoDevice: see `CudaLibrary`.

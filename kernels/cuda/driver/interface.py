@@ -1,4 +1,4 @@
-"""What the copies need of a device; tests bring drivers that record, or that run on the CPU."""
+"""The interface of a device for copies; tests bring drivers that record, or run on the CPU."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ __all__ = [
 ]
 
 THREADS = 256
-"""Of a block of every kernel."""
+"""The threads of a block of every kernel."""
 
 MAX_BATCH = 8192
-"""Descriptors of one call of `Driver.copy_batch`, at most."""
+"""The most descriptors of one call of `Driver.copy_batch`."""
 
 
 class NoDevice(RuntimeError):
-    """There is no driver, or no compiler for it; the message names the places searched."""
+    """The error that there is no driver, or no compiler for it; names the places searched."""
 
 
 class DriverError(RuntimeError):
-    """The driver refused a call; the message names it and the driver's error.
+    """The error of a call that the driver refused; names the call and the driver's error.
 
-    What was asked may be done in part.
+    The requested work may be done in part.
     """
 
 
 class AccessOrder(IntEnum):
-    """When a batch may read its sources."""
+    """The time at which a batch may read its sources."""
 
     STREAM = 1
     """In stream order."""
     ANY = 3
-    """At any time from the call on, also before what the stream was given earlier."""
+    """At any time from the call on, also before earlier work of the stream."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """Copies of a batch, in no order: addresses and bytes, int64 ``[n]`` each, contiguous."""
+    """The copies of a batch, in no order: addresses and bytes, contiguous int64 ``[n]`` each."""
 
     sources: npt.NDArray[np.int64]
     targets: npt.NDArray[np.int64]
@@ -64,20 +64,20 @@ class Descriptors:
         return len(self.sizes)
 
     def part(self, start: int, stop: int) -> Descriptors:
-        """Those from `start` to before `stop`."""
+        """Returns those from `start` to before `stop`."""
         return Descriptors(
             self.sources[start:stop], self.targets[start:stop], self.sizes[start:stop]
         )
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """The bytes of all of them."""
         return int(self.sizes.sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """`nbytes` at `address`, valid for as long as `keep` is alive."""
+    """A range of `nbytes` at `address`, valid for as long as `keep` is alive."""
 
     address: int
     nbytes: int
@@ -85,35 +85,35 @@ class Memory:
 
 
 class Driver(Protocol):
-    """One device. Thread-safe. Streams are whatever the driver says, and passed back as they are.
+    """A device. Thread-safe. Streams are opaque objects of the driver.
 
     Every method may raise `DriverError`.
     """
 
     @property
     def multiprocessors(self) -> int:
-        """How many there are."""
+        """The number of multiprocessors."""
 
     def on_device(self, device: torch.device) -> bool:
-        """Whether memory there is this device's own."""
+        """Returns whether memory there is this device's own."""
 
     def current_stream(self) -> Any:
-        """The stream that the calling thread works on."""
+        """Returns the stream that the calling thread works on."""
 
     def copy_stream(self, kind: Literal["load", "store"]) -> Any:
-        """The device's stream for copies to it, or from it; never the legacy default stream."""
+        """Returns the device's stream for loads or stores; never the legacy default stream."""
 
     def is_legacy_default(self, stream: Any) -> bool:
-        """Whether `stream` is the one that waits for all others."""
+        """Returns whether `stream` is the one that waits for all others."""
 
     def capturing(self, stream: Any) -> bool:
-        """Whether what `stream` is given becomes part of a graph instead of running."""
+        """Returns whether new work of `stream` becomes part of a graph instead of running."""
 
     def record(self, stream: Any) -> CopyEvent:
-        """A new event behind all that `stream` was given so far."""
+        """Records a new event behind all work that `stream` has so far."""
 
     def launch(self, kernel: Kernel, ctas: int, params: array[int], stream: Any) -> None:
-        """Give `stream` a kernel of `ctas` blocks of 256 threads.
+        """Launches a kernel of `ctas` blocks of 256 threads on `stream`.
 
         Args:
             kernel: compiled and loaded first if that has not been done.
@@ -126,26 +126,26 @@ class Driver(Protocol):
         """
 
     def copy_batch(self, descriptors: Descriptors, order: AccessOrder, stream: Any) -> None:
-        """Give `stream` at most `MAX_BATCH` copies; not while it captures."""
+        """Submits at most `MAX_BATCH` copies to `stream`; not while it captures."""
 
     def upload(self, data: npt.NDArray[Any], stream: Any) -> Memory:
-        """A copy of `data` on the device, for what `stream` is given from now on.
+        """Copies `data` to the device, for later work of `stream`.
 
-        The result is kept by the caller until that is done. Not while `stream` captures.
+        The caller keeps the result until that is done. Not while `stream` captures.
         """
 
     def constant(self, data: npt.NDArray[Any]) -> Memory:
-        """A copy of `data` on the device, at once and for all streams; also during a capture."""
+        """Copies `data` to the device, at once and for all streams; also during a capture."""
 
     def device_memory(self, nbytes: int) -> Memory:
-        """Memory of the device."""
+        """Allocates memory of the device."""
 
     def host_memory(self, nbytes: int) -> Memory:
-        """Page-locked host memory."""
+        """Allocates page-locked host memory."""
 
     @property
     def error_word(self) -> int:
-        """Address of the int64 in which kernels count invalid ids."""
+        """The address of the int64 in which kernels count invalid ids."""
 
     def take_errors(self) -> int:
-        """The error word, which becomes 0. Waits for all work of the device."""
+        """Returns the error word, and resets it to 0. Waits for all work of the device."""

@@ -15,11 +15,10 @@ _pairs: dict[int, CopyStreamPair] = {}
 
 @dataclass(frozen=True, slots=True)
 class CopyStreamPair:
-    """Streams that do not wait for the legacy default stream, nor it for them.
+    """The streams that do not wait for the legacy default stream, nor it for them.
 
     Attributes:
-        load: for copies to the device; it goes before others, as requests wait for
-            what it brings.
+        load: for copies to the device; it has priority, as requests wait for its blocks.
         store: for copies from the device.
     """
 
@@ -28,13 +27,13 @@ class CopyStreamPair:
 
 
 def device_index(device: torch.device) -> int:
-    """The number of a CUDA device; of the current one if `device` names none."""
+    """Returns the number of a CUDA device; of the current one if `device` names none."""
     index = device.index  # None for "cuda", which torch's annotations forget
     return torch.cuda.current_device() if index is None else index  # type: ignore[redundant-expr]
 
 
 def copy_streams(device: torch.device) -> CopyStreamPair:
-    """Those of `device`, a CUDA device; always the same ones. Thread-safe."""
+    """Returns the pair of `device`, a CUDA device; always the same one. Thread-safe."""
     index = device_index(device)
     with _lock:
         pair = _pairs.get(index)

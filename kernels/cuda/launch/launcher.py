@@ -1,4 +1,4 @@
-"""Rows of bytes as kernel launches: widths, parameters, grids, ids."""
+"""Launches kernels over rows of bytes: widths, parameters, grids, ids."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_VECTORS = 2**31 - 1
 
 @lru_cache(maxsize=4096)
 def divisor(number: int) -> tuple[int, int]:
-    """The two int64 of a ``Divisor`` of the sources."""
+    """Returns the two int64 of a ``Divisor`` of the sources."""
     if not 1 <= number <= MAX_VECTORS:
         raise ConfigurationError(f"{number} rows or vectors are too many for one launch")
     shift = 31 + (number - 1).bit_length()
@@ -41,7 +41,7 @@ def divisor(number: int) -> tuple[int, int]:
 
 
 class Rows(NamedTuple):
-    """What a launch copies: `num_rows` of `nbytes`, in accesses of `width` bytes."""
+    """The rows that a launch copies: `num_rows` of `nbytes`, in accesses of `width` bytes."""
 
     num_rows: int
     nbytes: int
@@ -49,13 +49,13 @@ class Rows(NamedTuple):
 
 
 def span(first: int, num_rows: int, vectors_per_row: int) -> tuple[int, ...]:
-    """The four int64 of a ``Span`` of the sources."""
+    """Returns the four int64 of a ``Span`` of the sources."""
     return first, num_rows * vectors_per_row, *divisor(vectors_per_row)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IdList:
-    """``Ids`` of the sources: where int32 or int64 lie on the device, and their limit."""
+    """The ``Ids`` of the sources: where int32 or int64 lie on the device, and their limit."""
 
     address: int
     width: int
@@ -72,7 +72,7 @@ NO_IDS = IdList(0, 8, 0)
 
 
 class Grid(NamedTuple):
-    """Where a launch goes.
+    """The stream and size of a launch.
 
     Attributes:
         stream: of the driver.
@@ -98,7 +98,7 @@ class Launcher:
         self.max_vectors = max_vectors
 
     def rows(self, entry: str, file: str, rows: Rows, params: Params, grid: Grid) -> None:
-        """Launch ``entry`` over all rows, as often as it takes."""
+        """Launches ``entry`` over all rows, in as many launches as needed."""
         kernel = _kernel(file, entry, rows.width)
         per_row = rows.nbytes // rows.width
         divisor(rows.num_rows)  # more cannot be numbered
@@ -110,7 +110,7 @@ class Launcher:
             self.driver.launch(kernel, ctas, filled, grid.stream)
 
     def ids(self, ids: Tensor | npt.NDArray[Any], limit: int, stream: Any) -> IdList:
-        """The ids on the device: where they are, or uploaded for `stream`.
+        """Returns the ids on the device: the same ones if they are there, or uploaded for `stream`.
 
         Raises:
             RuntimeError: they would have to be uploaded, and `stream` captures.
@@ -135,7 +135,7 @@ class Params(NamedTuple):
     raw: bytes = b""
 
     def filled(self, span: tuple[int, ...]) -> array[int]:
-        """All of them."""
+        """Returns all int64 of the struct."""
         numbers = array("q", (*self.head, *span, *self.tail))
         if self.raw:
             numbers.frombytes(self.raw)

@@ -1,4 +1,4 @@
-"""Copies of blocks as kernel launches."""
+"""Launches copies of blocks as kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COLUMNS = np.dtype([(name, np.int64) for name in ("source_offset", "target_offs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """Runs of a table that one launch can copy: of equal length and steps.
+    """The runs of a table that one launch can copy: of equal length and steps.
 
     Attributes:
         runs: ``[runs]`` of `_COLUMNS` on the device.
@@ -50,12 +50,13 @@ class _Group:
 
 
 def launch_copy(launcher: Launcher, copy: BlockCopy, grid: Grid) -> tuple[object, ...]:
-    """Give a stream the whole of `copy`.
+    """Launches the whole of `copy` on a stream.
 
-    Ids on the host go by value if they are few, or a graph is captured; else they are uploaded.
+    Ids on the host are passed by value if they are few, or a graph is captured; else they are
+    uploaded.
 
     Returns:
-        What is to be kept until that is done.
+        The objects to keep until that is done.
 
     Raises:
         RuntimeError: a graph is captured, and only one side's ids are on the device.

@@ -1,4 +1,4 @@
-"""Updates and appends as kernel launches."""
+"""Launches updates and appends as kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["launch_append", "launch_update"]
 
 
 def launch_update(launcher: Launcher, work: UpdateWork, grid: Grid) -> tuple[object, ...]:
-    """`kv_cache_update`, both forms."""
+    """Launches `kv_cache_update` in both forms."""
     cache, update, packed = work.cache, work.update, work.update_lengths is not None
     batch, heads, max_length, _ = cache.shape
     length = update.shape[0 if packed else 2]
@@ -53,7 +53,7 @@ def launch_update(launcher: Launcher, work: UpdateWork, grid: Grid) -> tuple[obj
 
 
 def launch_append(launcher: Launcher, work: AppendWork, grid: Grid) -> tuple[object, ...]:
-    """`reshape_and_cache`: keys and values in one launch if their rows are equally long."""
+    """Launches `reshape_and_cache`: keys and values at once if their rows are equally long."""
     kv = work.kv
     slots = launcher.ids(work.slots, kv.num_blocks * kv.tokens, grid.stream)
     sides = list(zip(work.states, kv.planes_of(range(work.layer, work.layer + 1)), strict=True))
@@ -91,6 +91,6 @@ def _append(
 
 
 def _byte_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Of all axes but the last, whose elements are contiguous."""
+    """Returns the byte strides of all axes but the last, whose elements are contiguous."""
     size = tensor.element_size()
     return tuple(stride * size for stride in tensor.stride()[:-1])

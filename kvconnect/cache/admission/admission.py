@@ -46,7 +46,7 @@ class Admission:
     def admit(
         self, prompt: Prompt, retention: KvCacheRetentionConfig | None, keys: KeyChain | None
     ) -> Sequence:
-        """A new sequence with its blocks.
+        """Returns a new sequence with its blocks.
 
         Raises:
             OutOfBlocks: there are not enough; nothing changed.
@@ -110,7 +110,7 @@ class Admission:
         held.claim()
 
     def _claim_ids(self, held: HeldBlocks, demand: Demand, num_blocks: int) -> None:
-        # Its ids: none before the window, what was claimed, none yet for what is fresh.
+        # The ids: none before the window, then the claimed ones; fresh ones are filled in later.
         pool = held.pool
         held.first, held.stop = demand.first, demand.stop
         held.ids = ids = no_ids(num_blocks)
@@ -147,7 +147,7 @@ class Admission:
     # ---------------------------------------------------------------- the partial source
 
     def _hold_source(self, source: PartialSource | None) -> Segment | None:
-        # Divide it off, and keep it from being reclaimed; now its segment is just that block.
+        # Splits the block off as a segment of its own, and references it against reclaiming.
         if source is None:
             return None
         segment = source.segment
@@ -184,7 +184,7 @@ class Admission:
     def _inherit(self, sequence: Sequence, held: HeldBlocks, source: Segment) -> None:
         held.inherited = held.pool.published.effective_retention(source)
         if held.pool.host.num_blocks or held.inherited != DEFAULT_RETENTION:
-            # Else it has the default anyway, and there is no copy for that to be set on.
+            # Otherwise it has the default anyway, and there is no copy to set that on.
             sequence.plan.inherit(source.start)
 
     def _copy_part(self, pool: BlockPool, source: Segment, target: int, num_tokens: int) -> None:
@@ -196,7 +196,7 @@ class Admission:
             )
 
     def _take_over(self, held: HeldBlocks, source: Segment) -> None:
-        # The block becomes the sequence's own; where it does not need it, it becomes blank.
+        # Makes the block the sequence's own, or blank where the sequence does not need it.
         pool = held.pool
         state = source.pools[pool.group]
         block = source.start

@@ -1,4 +1,4 @@
-"""How many blocks a request will need, exactly."""
+"""The number of blocks that a request will need, exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["peak_of_decode", "peak_of_prefill", "peak_to_completion"]
 def peak_to_completion(
     request: LlmRequest, window: int | None, tokens_per_block: int, chunk: int | None
 ) -> int:
-    """The most blocks of one pool that `request` holds at any time from now on.
+    """Returns the most blocks of one pool that `request` holds at any time from now on.
 
     Args:
         request: as it stands; the last token that it generates takes no slot.
@@ -40,7 +40,7 @@ def peak_to_completion(
 def peak_of_prefill(
     window: int | None, tokens_per_block: int, num_tokens: int, chunk: int | None
 ) -> int:
-    """The most blocks of one pool that computing a prompt holds at any time.
+    """Returns the most blocks of one pool that computing a prompt holds at any time.
 
     Args:
         window: attention window of the pool; ``None``: full attention.
@@ -59,7 +59,7 @@ def peak_of_prefill(
 def peak_of_decode(
     window: int | None, tokens_per_block: int, num_computed: int, num_tokens: int
 ) -> int:
-    """The most blocks of one pool that generating holds, token by token.
+    """Returns the most blocks of one pool that generating holds, token by token.
 
     Args:
         window: attention window of the pool; ``None``: full attention.

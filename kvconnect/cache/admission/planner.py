@@ -1,4 +1,4 @@
-"""Decides whether a prompt fits, and what it would reuse and take. Changes nothing."""
+"""Decides whether a prompt fits, and what it would reuse and allocate. Changes nothing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["AdmissionPlan", "Demand", "Planner"]
 
 
 class Demand(NamedTuple):
-    """What a new sequence takes from one pool.
+    """The blocks that a new sequence takes from one pool.
 
     Attributes:
         first: number of the first block that it holds.
-        stop: the blocks from it on are for later chunks.
-        onboard: matched blocks that come back from the host, each into a fresh one.
-        fresh: blocks to allocate, those included.
-        claimed: blocks that are free so far, and that it keeps from being reclaimed.
+        stop: blocks from this number on are reserved by later chunks.
+        onboard: matched blocks that are onboarded from the host, each into a fresh one.
+        fresh: blocks to allocate, including those for `onboard`.
+        claimed: unreferenced blocks that the sequence references, so that they are not reclaimed.
     """
 
     first: int
@@ -36,14 +36,14 @@ class Demand(NamedTuple):
 
 
 class AdmissionPlan(NamedTuple):
-    """What a sequence reuses and takes.
+    """The blocks that a sequence reuses and takes.
 
     Attributes:
-        match: what it reuses.
-        num_matched: the same in tokens.
+        match: the published blocks that it reuses.
+        num_matched: tokens of `match`.
         reserved: leading tokens that it gets blocks for.
         demands: by pool group.
-        moves: memory that changes pools before.
+        moves: slabs that change pools first.
     """
 
     match: Match
@@ -54,7 +54,7 @@ class AdmissionPlan(NamedTuple):
 
 
 class Planner:
-    """Plans admissions. A plan is good until anything changes."""
+    """Plans admissions. A plan is valid until anything changes."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class Planner:
         self._any_window = any(pool.window is not None for pool in pools)
 
     def num_matched(self, prompt: Prompt) -> int:
-        """Tokens that could be reused, whether the rest fits or not."""
+        """Returns how many tokens could be reused, whether or not the rest fits."""
         return self._num_tokens(self._match(prompt))
 
     def plan(self, prompt: Prompt, keys: KeyChain | None = None) -> AdmissionPlan | None:
-        """How `prompt` would be admitted now; ``None``: not now.
+        """Returns how `prompt` would be admitted now, or ``None`` if it does not fit.
 
-        A partial match that does not fit is given up for the longest whole one. `keys` learn those
-        of the match, where a search by key was made before.
+        If a partial match does not fit, the longest match of whole blocks is used instead. Once a
+        search by key was made, `keys` takes the keys of the matched blocks from the key index.
         """
         match = self._match(prompt)
         plan = self._plan(prompt, match)
@@ -142,7 +142,7 @@ class Planner:
             end = step.start
             step = step.parent
         if match.source is not None:
-            # Admission holds it in every pool, also where the window has left it behind.
+            # Admission holds the source in every pool, also where the window has left it behind.
             state = match.source.segment.pools[pool.group]
             if state.ids is not None and state.references == 0:
                 claimed += 1

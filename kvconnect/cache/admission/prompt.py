@@ -12,7 +12,7 @@ from kvconnect.tokens import Tokens, as_token_array
 __all__ = ["Prompt", "namespace_of"]
 
 _COMMON = Namespace().id
-"""Of prompts without salt, adapter or other key: a dictionary finds it without comparing."""
+"""The namespace without salt, adapter or other key; a dictionary finds it by identity."""
 
 
 def namespace_of(
@@ -29,11 +29,11 @@ def namespace_of(
 
 
 class Prompt(NamedTuple):
-    """What `BlockManager.add_sequence` was asked for.
+    """The arguments of `BlockManager.add_sequence`, checked.
 
     Attributes:
-        namespace: whose blocks may be reused.
-        tokens: as native int32 bytes; the sequence's own, once it is admitted.
+        namespace: the namespace whose blocks may be reused.
+        tokens: native int32 bytes; owned by the sequence once it is admitted.
         max_matched: reuse at most so many tokens.
         first_chunk: window pools hold blocks for so many tokens to be computed.
         external_end: leading tokens that an external store fills before any is computed.
@@ -47,12 +47,12 @@ class Prompt(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """How many they are."""
+        """The number of tokens."""
         return len(self.tokens) // 4
 
     @staticmethod
     def of(tokens: Tokens, namespace: NamespaceId = _COMMON) -> Prompt:
-        """The prompt of a copy of `tokens`, without limits.
+        """Makes a prompt from a copy of `tokens`, without limits.
 
         Raises:
             ConfigurationError: (a ``ValueError``) no tokens, or one outside int32.
@@ -69,7 +69,7 @@ class Prompt(NamedTuple):
         first_chunk: int | None = None,
         external_end: int | None = None,
     ) -> Prompt:
-        """The same prompt with these limits, and no others.
+        """Returns the same prompt with these limits instead of its own.
 
         Raises:
             ConfigurationError: (a ``ValueError``) one of them is out of range.

@@ -1,4 +1,4 @@
-"""Numbers for the physical slots of blocks, so that two uses of the same memory can be seen."""
+"""Numbers the physical slots of blocks, so that two uses of the same memory can be detected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BlockSlots:
     """The blocks of a pool and the slots that they lie in.
 
     Attributes:
-        kv: the pool, as copies want it.
+        kv: the pool, in the form that copies take.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class BlockSlots:
         self._offset = pool.data_ptr() - pool.untyped_storage().data_ptr()
 
     def slots(self, ids: Sequence[int]) -> list[int]:
-        """The slots that these blocks touch, perhaps with repetitions."""
+        """Returns the slots that these blocks touch, perhaps with repetitions."""
         first, size, nbytes = self._first_slot, self._slot_nbytes, self.kv.block_nbytes
         if size == nbytes and not self._offset:
             return [first + block_id for block_id in ids]
@@ -41,10 +41,10 @@ class BlockSlots:
 
 
 def number_slots(pools: Sequence[tuple[Tensor, KvCacheLayout]]) -> list[BlockSlots]:
-    """Slots for all of `pools`: blocks of any two that share a byte have a slot in common.
+    """Numbers slots for all of `pools`: two blocks that share a byte have a slot in common.
 
-    Pools in one arena get slots of the largest block among them: blocks that only lie close to each
-    other may then have one in common, too, which costs a wait and nothing else.
+    Pools in one arena get slots of the size of their largest block. Neighbouring blocks may then
+    share a slot without sharing a byte, which only costs a wait.
     """
     sizes: dict[int, int] = {}
     for pool, layout in pools:

@@ -50,7 +50,7 @@ class CacheMemory:
         }
 
     def buffers(self, layer_idx: int) -> Tensor | tuple[Tensor, Tensor]:
-        """See `BaseKVCacheManager.get_buffers`."""
+        """Implements `BaseKVCacheManager.get_buffers`."""
         try:
             group, index = self._layers[layer_idx]
         except KeyError:

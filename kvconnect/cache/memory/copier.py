@@ -21,42 +21,43 @@ __all__ = ["BlockCopier", "TensorCopier"]
 
 
 class BlockCopier(Protocol):
-    """Copies between blocks, in the order in which they are asked for.
+    """Copies between blocks, in the order of the calls.
 
-    Whatever is computed afterwards sees the copies, and does not disturb them; on CUDA that means
-    the stream that is current when a method is called. Ids come in any sequence of integers, as
-    many sources as targets; the targets of one call are distinct, and none is a source of it.
+    Later computations see the copies and do not disturb them; on CUDA this holds for the stream
+    that is current during the call. Ids come in any sequence of integers, as many sources as
+    targets. The targets of one call are distinct, and none is a source of the same call.
     """
 
     def onboard(self, group: int, host_ids: Sequence[int], ids: Sequence[int]) -> None:
-        """Copy secondary blocks `host_ids` of a pool group to its primary blocks `ids`."""
+        """Copies secondary blocks `host_ids` of a pool group to its primary blocks `ids`."""
 
     def offload(self, group: int, ids: Sequence[int], host_ids: Sequence[int]) -> None:
-        """Copy primary blocks `ids` of a pool group to its secondary blocks `host_ids`."""
+        """Copies primary blocks `ids` of a pool group to its secondary blocks `host_ids`."""
 
     def copy_tokens(
         self, group: int, source: int, target: int, num_tokens: int, *, from_host: bool = False
     ) -> None:
-        """Copy the first `num_tokens` tokens of block `source` to primary block `target`.
+        """Copies the first `num_tokens` tokens of block `source` to primary block `target`.
 
-        All layers, keys and values. What the target holds beyond them is not specified. `source` is
-        a primary block, or a secondary one with `from_host`.
+        It copies all layers, keys and values. The rest of the target is unspecified. `source` is a
+        primary block, or a secondary one with `from_host`.
         """
 
     def move(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy primary blocks `sources` to primary blocks `targets`, as slabs change pools."""
+        """Copies primary blocks `sources` to primary blocks `targets`, as slabs change pools."""
 
 
 class TensorCopier:
     """Copies within and between the pools of a device and their host tier.
 
-    It tells of host traffic: events ``cache.onboard`` and ``cache.offload``.
+    Host traffic is counted as ``cache.onboard`` and ``cache.offload``.
 
-    On the CPU a copy is over when the method returns: the forward pass writes into the blocks that
-    were offloaded as soon as it begins, so a thread of its own would have nothing to overlap with.
-    On CUDA copies run on streams of their own, see `copy_streams`, and no method waits for them.
-    Not thread-safe; nothing is to be ordered while a CUDA graph is captured. After an exception of
-    `torch` some, all or none of the call's targets are written.
+    On the CPU a copy is finished when the method returns. A thread would gain nothing there: the
+    forward pass writes to the offloaded blocks as soon as it begins. On CUDA copies run on streams
+    of their own, see `copy_streams`, and no method waits for them.
+
+    The class is not thread-safe. No copy may be ordered while a CUDA graph is captured. After an
+    exception of `torch`, some, all or none of the call's targets are written.
 
     Args:
         pools: the primary pool of each group, ``[num_blocks, num_layers, kv_factor, elements]``,
@@ -67,12 +68,12 @@ class TensorCopier:
         streams: orders the copies; made for the device by default.
 
     Attributes:
-        onboarded_tokens: tokens that came from the host in pool group 0, so far.
+        onboarded_tokens: tokens onboarded from the host in pool group 0, so far.
 
     Raises:
-        ConfigurationError: the pools do not fit `layouts` or each other. Orders raise it (it is a
-            ``ValueError``), or ``IndexError``, for blocks that are not there; then nothing of that
-            order was copied.
+        ConfigurationError: the pools do not fit `layouts` or each other. Copies raise it (it is a
+            ``ValueError``), or ``IndexError``, for blocks that do not exist; then that call copied
+            nothing.
     """
 
     def __init__(
@@ -96,14 +97,14 @@ class TensorCopier:
         self._host_pools = [None if pool is None else next(numbered) for pool in host_pools]
 
     def onboard(self, group: int, host_ids: Sequence[int], ids: Sequence[int]) -> None:
-        """See `BlockCopier`."""
+        """Implements `BlockCopier`."""
         host, pool = self._host(group), self._pools[group]
         copy = partial(copy_pairs, host.kv, pool.kv, host_ids, ids)
         self._load(copy, (host, host_ids), (pool, ids))
         self._count_onboard(group, len(ids), len(ids) * self._layouts[group].tokens_per_block)
 
     def offload(self, group: int, ids: Sequence[int], host_ids: Sequence[int]) -> None:
-        """See `BlockCopier`."""
+        """Implements `BlockCopier`."""
         host, pool = self._host(group), self._pools[group]
         copy = partial(copy_pairs, pool.kv, host.kv, ids, host_ids)
         if self._streams is None:
@@ -115,7 +116,7 @@ class TensorCopier:
     def copy_tokens(
         self, group: int, source: int, target: int, num_tokens: int, *, from_host: bool = False
     ) -> None:
-        """See `BlockCopier`. What the target holds beyond the tokens stays as it is."""
+        """Implements `BlockCopier`. The target is unchanged beyond the copied tokens."""
         pool = self._pools[group]
         origin = self._host(group) if from_host else pool
         copy = partial(copy_pairs, origin.kv, pool.kv, [source], [target], [num_tokens])
@@ -126,15 +127,15 @@ class TensorCopier:
             self._load(copy, (pool, [target]))
 
     def move(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `BlockCopier`."""
+        """Implements `BlockCopier`."""
         pool = self._pools[group]
         copy = partial(copy_pairs, pool.kv, pool.kv, sources, targets)
         self._load(copy, (pool, targets))
 
     def together(self) -> AbstractContextManager[None]:
-        """Orders within are one batch: on CUDA, onboarding and offloading overlap.
+        """Makes the orders within one batch: on CUDA, onboarding and offloading overlap.
 
-        Until it ends nothing that touches blocks may be computed. Batches nest.
+        No work that touches blocks may be launched before the batch ends. Batches nest.
         """
         return nullcontext() if self._streams is None else self._streams.together()
 

@@ -1,16 +1,16 @@
-"""The order of copies on CUDA streams: what waits for what.
+"""Orders copies on CUDA streams: which work waits for which.
 
-Two streams carry all copies of a device: `load` writes blocks on the device (and reads the host
-tier), `store` reads them (and writes the host tier). Three rules make every copy read and write
-what it would if all work ran one after the other:
+Two streams carry all copies of a device. `load` writes blocks on the device and reads the host
+tier; `store` reads blocks on the device and writes the host tier. Three rules give every copy the
+result that it would have if all work ran one after the other:
 
-1. a batch of orders comes behind all that the compute stream was given before the batch;
-2. an order comes behind those of the same batch on the other stream that use one of its slots;
-3. the compute stream continues behind all copies of the batch.
+1. a batch runs after all work that was on the compute stream before the batch;
+2. an order runs after those of the same batch on the other stream that use one of its slots;
+3. the compute stream continues after all copies of the batch.
 
-By 1 and 3, slots need to be remembered within a batch only: whatever was ordered before is behind
-the compute stream. Nothing here waits on the calling thread, and nothing runs on the legacy default
-stream, but events are recorded on it, and it waits for them, where it is the compute stream.
+By 1 and 3, slots need to be remembered within a batch only: all earlier orders precede the work of
+the compute stream. No call blocks its thread, and no copy runs on the legacy default stream. If
+that is the compute stream, events are recorded on it and it waits for events.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["CopyStreams", "CudaStreams"]
 
 
 class CudaStreams:
-    """The streams of a CUDA device; tests bring a device that records instead."""
+    """The streams of a CUDA device; tests replace it by a device that records."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def new_stream(self, priority: int) -> torch.cuda.Stream:
-        """One of the device's two, which all copies share; below 0: the one that goes first."""
+        """Returns one of the device's two shared copy streams: `load` for a negative `priority`."""
         pair = copy_streams(self._device)
         return pair.load if priority < 0 else pair.store
 
@@ -41,22 +41,22 @@ class CudaStreams:
         return torch.cuda.current_stream(self._device)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """A new event behind all that `stream` was given so far."""
+        """Records a new event after all work that `stream` has so far."""
         event: torch.cuda.Event = stream.record_event()
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """What `stream` is given from now on comes behind `event`."""
+        """Makes later work of `stream` wait for `event`."""
         stream.wait_event(event)
 
     def launch(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
-        """Give `stream` the copies that `work` enqueues; it runs at once, on that stream."""
+        """Calls `work` at once, with `stream` current; `work` enqueues copies."""
         with torch.cuda.stream(stream):
             work()
 
 
 class _CopyStream:
-    """A copy stream, and what this batch gave it."""
+    """A copy stream, and its copies of this batch."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
@@ -65,19 +65,19 @@ class _CopyStream:
         self._users: dict[int, int] = {}
 
     def launched(self, event: torch.cuda.Event, slots: Iterable[int]) -> None:
-        """`event` is behind a copy that uses `slots`."""
+        """Records that `event` follows a copy that uses `slots`."""
         self._users.update(dict.fromkeys(slots, len(self._events)))
         self._events.append(event)
         self.last = event
 
     def last_user(self, slots: Iterable[int]) -> torch.cuda.Event | None:
-        """The event of this batch behind all copies that use any of `slots`."""
+        """Returns the event of this batch that follows all copies that use any of `slots`."""
         # Those of one stream happen in order, so the newest stands for all.
         newest = max((self._users.get(slot, -1) for slot in slots), default=-1)
         return self._events[newest] if newest >= 0 else None
 
     def forget(self) -> None:
-        """The batch is over."""
+        """Ends the batch: forgets its copies."""
         self._events.clear()
         self._users.clear()
 
@@ -85,7 +85,7 @@ class _CopyStream:
 class CopyStreams:
     """The two copy streams of a device. Not thread-safe.
 
-    A slot is a number for a stretch of memory, on the device or in the host tier: two copies that
+    A slot is the number of a stretch of memory, on the device or in the host tier. Two copies that
     touch the same byte have a slot in common.
     """
 
@@ -99,10 +99,10 @@ class CopyStreams:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Orders within are one batch: loads and stores of different slots overlap.
+        """Makes the orders within one batch: loads and stores of different slots overlap.
 
-        Until it ends the compute stream must not be given work that touches blocks, nor may another
-        stream become current. Batches nest; an order outside of one is a batch of its own.
+        Until the batch ends, the compute stream must get no work that touches blocks, and no other
+        stream may become current. Batches nest. An order outside of a batch is a batch of its own.
         """
         self._depth += 1
         try:
@@ -113,17 +113,17 @@ class CopyStreams:
                 self._end()
 
     def load(self, copy: Callable[[], object], slots: list[int]) -> None:
-        """Launch `copy`, which writes device slots and reads host slots, or device slots.
+        """Launches `copy`, which writes device slots and reads host slots or device slots.
 
         Args:
             copy: enqueues the copies on the current stream.
-            slots: what it writes, and what it reads of the host tier. (No store changes what is on
-                the device.)
+            slots: the slots that it writes, and those of the host tier that it reads. (No store
+                changes device slots.)
         """
         self._launch(self._load, self._store, copy, slots)
 
     def store(self, copy: Callable[[], object], slots: list[int]) -> None:
-        """Launch `copy`, which reads device slots and writes host slots: `slots`, all of them."""
+        """Launches `copy`, which reads device slots and writes host slots, all of `slots`."""
         self._launch(self._store, self._load, copy, slots)
 
     def _launch(

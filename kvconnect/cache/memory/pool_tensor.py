@@ -16,7 +16,7 @@ __all__ = ["allocate_arena", "allocate_host_pool", "allocate_pool", "layer_buffe
 
 
 def allocate_pool(layout: KvCacheLayout, num_blocks: int, device: torch.device) -> Tensor:
-    """Zeroed memory for `num_blocks`, as ``[num_blocks, num_layers, kv_factor, elements]``.
+    """Allocates zeroed memory, ``[num_blocks, num_layers, kv_factor, elements]``.
 
     On the CPU it begins at a multiple of 4 KiB and takes memory page by page as it is written to.
     """
@@ -24,10 +24,10 @@ def allocate_pool(layout: KvCacheLayout, num_blocks: int, device: torch.device) 
 
 
 def allocate_host_pool(layout: KvCacheLayout, num_blocks: int, device: torch.device) -> Tensor:
-    """Host memory for `num_blocks` of a pool on `device`, in the shape of `allocate_pool`.
+    """Allocates host memory for `num_blocks` of a pool on `device`, shaped as by `allocate_pool`.
 
-    It begins at a multiple of 4 KiB. With a CUDA `device` it is page-locked; otherwise it takes
-    memory page by page as it is written to. Page-locking takes seconds per 10 GiB.
+    It begins at a multiple of 4 KiB. With a CUDA `device` it is page-locked, which takes seconds
+    per 10 GiB. Otherwise physical memory is taken page by page as it is written to.
 
     Raises:
         ConfigurationError: so much memory cannot be reserved or page-locked.
@@ -46,7 +46,7 @@ def allocate_host_pool(layout: KvCacheLayout, num_blocks: int, device: torch.dev
 
 
 def allocate_arena(nbytes: int, device: torch.device) -> Tensor:
-    """Zeroed memory that several pools share: 1-D uint8; see `pool_view`.
+    """Allocates zeroed memory that several pools share: 1-D uint8; see `pool_view`.
 
     On the CPU it begins at a multiple of 4 KiB and takes memory page by page as it is written to.
     """
@@ -58,13 +58,13 @@ def allocate_arena(nbytes: int, device: torch.device) -> Tensor:
 
 
 def pool_view(arena: Tensor, layout: KvCacheLayout) -> Tensor:
-    """All of `arena` as blocks of `layout`: ``[num_blocks, num_layers, kv_factor, elements]``.
+    """Views all of `arena` as blocks: ``[num_blocks, num_layers, kv_factor, elements]``.
 
     Views of one arena in several layouts are the same bytes: block ``i`` is the bytes from
-    ``i * block_nbytes`` on. The caller says which layout uses which of them.
+    ``i * block_nbytes`` on. The caller decides which layout uses which of them.
 
     Raises:
-        ConfigurationError: `arena` is no whole number of blocks.
+        ConfigurationError: `arena` is not a whole number of blocks.
     """
     num_blocks, rest = divmod(arena.numel(), layout.block_nbytes)
     if rest:
@@ -77,7 +77,7 @@ def pool_view(arena: Tensor, layout: KvCacheLayout) -> Tensor:
 def layer_buffers(
     pool: Tensor, layout: KvCacheLayout, layer_idx: int
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Views of one layer: ``[num_blocks, 2, T, num_kv_heads, head_dim]``.
+    """The views of one layer: ``[num_blocks, 2, T, num_kv_heads, head_dim]``.
 
     Where key and value dimensions differ, two views ``[num_blocks, T, num_kv_heads, dim]``.
     `layer_idx` counts the layers of this pool from 0.

@@ -1,4 +1,4 @@
-"""How many blocks each pool gets."""
+"""Computes how many blocks each pool gets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DEFAULT_CPU_BYTES", "PoolSizes", "SlabGeometry", "num_primary_blocks
 _CPU = torch.device("cpu")
 
 DEFAULT_CPU_BYTES = 1 << 30
-"""Without CUDA, and without a limit by the user, the cache takes so much."""
+"""The memory of the cache without CUDA and without a limit by the user."""
 
 Blocks = int | Mapping[int | None, int]
 """A number for every pool, or one by window (``None``: full attention)."""
@@ -38,7 +38,7 @@ class SlabGeometry:
     blocks_per_slab: tuple[int, ...]
 
     def block_ids(self, slab: int, group: int) -> range:
-        """The block ids of a slab, in the hands of that pool."""
+        """Returns the block ids of a slab that belongs to pool group `group`."""
         count = self.blocks_per_slab[group]
         return range(slab * count, (slab + 1) * count)
 
@@ -51,7 +51,7 @@ class PoolSizes:
         layouts: of the pools.
         num_blocks: in primary; with slabs, at first.
         num_host_blocks: in secondary.
-        slabs: the memory that pools give each other; ``None``: the split is fixed.
+        slabs: the memory that pools exchange; ``None``: the split is fixed.
     """
 
     layouts: tuple[KvCacheLayout, ...]
@@ -67,10 +67,10 @@ def pool_sizes(
     num_host_blocks: Blocks | None = None,
     device: torch.device = _CPU,
 ) -> PoolSizes:
-    """Share out the memory that `config` allows; explicit numbers of blocks win over it.
+    """Divides the memory that `config` allows; explicit numbers of blocks override it.
 
-    One layout and numbers by window make one pool of that layout for each window. On CUDA it asks
-    the driver for the free memory, so the model's weights must be loaded.
+    One layout and numbers by window make one pool of that layout for each window. On CUDA the free
+    memory is read from the driver, so the model's weights must be loaded before.
 
     Raises:
         ConfigurationError: a pool would have no block, or a setting does not fit the pools; names
@@ -105,7 +105,7 @@ def pool_sizes(
 def num_primary_blocks(
     config: KvCacheConfig, layout: KvCacheLayout, device: torch.device = _CPU
 ) -> int:
-    """Blocks of a primary pool that has all the memory: the smallest that `config` allows.
+    """Returns the blocks of a primary pool alone, by the smallest limit of `config`.
 
     Raises:
         ConfigurationError: not even one block fits; names the limit.
@@ -123,7 +123,7 @@ def num_primary_blocks(
 def _primary_bytes(
     config: KvCacheConfig, layouts: Sequence[KvCacheLayout], device: torch.device
 ) -> tuple[str, int]:
-    # The smallest limit, and what it is called.
+    # Returns the smallest limit, and its name.
     limits: dict[str, int] = {}
     if config.max_tokens is not None:
         limits["max_tokens"] = sum(

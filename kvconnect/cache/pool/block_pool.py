@@ -23,17 +23,17 @@ class BlockPool:
     """The blocks of one pool group (specification: reclaiming primary blocks).
 
     Every block is in one of four states: blank; private (of a sequence or a pin, not in the tree);
-    published and referenced; published and unreferenced. The last can be reclaimed, all of them,
-    by taking the tree apart from its leaves.
+    published and referenced; published and unreferenced. Unreferenced blocks can be reclaimed, all
+    of them, by removing leaves of the tree one after the other.
 
     Attributes:
         group: its number.
         window: attention window in tokens; ``None``: full attention.
         num_blocks: in all.
-        num_reclaimed: published ones that had to leave primary so far.
-        private: those that are blank or private.
-        published: those in the tree.
-        host: the secondary tier; without blocks, what is reclaimed is dropped.
+        num_reclaimed: published ones that left primary so far.
+        private: the blank and the private blocks.
+        published: the blocks in the tree.
+        host: the secondary tier; without blocks, reclaimed blocks are dropped.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now."""
+        """The number of blocks that can be allocated now."""
         return len(self.private.blank) + self.published.num_unreferenced
 
     def reset(self) -> None:
-        """All blocks become blank; the caller empties the tree, and nothing is held."""
+        """Makes all blocks blank. No block may be held; the caller empties the tree."""
         for segment in self._tree.segments():
             ids = segment.pools[self.group].ids
             if ids is not None:
@@ -68,14 +68,14 @@ class BlockPool:
         self.published.clear()
 
     def grow(self, ids: range) -> None:
-        """Memory came from another pool: these blocks are ours now, and blank."""
+        """Adds blank blocks `ids`, whose memory came from another pool."""
         self.num_blocks += len(ids)
         self.private.add(ids)
 
     # ---------------------------------------------------------------- allocating
 
     def require(self, count: int) -> None:
-        """Refuse a number of blocks that cannot be allocated now.
+        """Refuses a number of blocks that cannot be allocated now.
 
         Raises:
             OutOfBlocks: there are not so many; nothing changed.
@@ -86,7 +86,7 @@ class BlockPool:
             )
 
     def allocate(self, count: int) -> BlockIds:
-        """`count` private blocks, reclaiming published ones where blank ones do not suffice.
+        """Allocates `count` private blocks, reclaiming published ones if too few are blank.
 
         Raises:
             OutOfBlocks: there are not so many; nothing changed.
@@ -97,7 +97,7 @@ class BlockPool:
         return self.private.take(count)
 
     def make_blank(self, count: int) -> None:
-        """Reclaim published blocks until `count` are blank; so many must be free."""
+        """Reclaims published blocks until `count` are blank; so many must be free."""
         blank = self.private.blank
         num_blank = len(blank)
         while len(blank) < count:
@@ -105,9 +105,9 @@ class BlockPool:
         self.num_reclaimed += len(blank) - num_blank
 
     def take(self, segment: Segment) -> BlockIds:
-        """Unpublish a segment that nothing follows and only the caller holds.
+        """Unpublishes a segment that has no children and that only the caller holds.
 
-        Its primary blocks, if it has some, are private now; a host copy becomes blank.
+        Its primary blocks, if it has some, become private; a host copy becomes blank.
         """
         self.published.dereference(segment, self.published.next_moment())
         self.host.release(segment)
@@ -116,10 +116,11 @@ class BlockPool:
     # ---------------------------------------------------------------- onboarding
 
     def onboard(self, segment: Segment) -> None:
-        """Bring `segment`, which has holders and is in secondary only, back to primary.
+        """Onboards `segment`, which has holders and is in secondary only, to primary.
 
-        One block after the other, each before anything is reclaimed for the next: its host copy, a
-        second one now, makes room for what the next one pushes out. So many blocks must be free.
+        It proceeds block by block, before another block is reclaimed: the host copy of an onboarded
+        block is redundant and makes room for the block that the next one reclaims. As many blocks
+        as the segment has must be free.
         """
         parts: list[Segment] = []
         while segment.pools[self.group].ids is None:
@@ -129,7 +130,7 @@ class BlockPool:
             self._tree.join(part, same_holders=True)
 
     def _bring_back(self, segment: Segment) -> Segment:
-        # Its first block, or as many as push nothing out but into blank host blocks.
+        # Onboards the first block, or as many as blank primary and host blocks make room for.
         count = max(len(self.private.blank) + len(self.host.blank), 1)
         part = self._first_blocks(segment, count)
         ids = self.allocate(len(part))
@@ -138,9 +139,9 @@ class BlockPool:
         return part
 
     def _exchange(self, segment: Segment, before: Segment) -> tuple[Segment, ...]:
-        # The same for the blocks of a run that go to the host: each takes the place of the copy of
-        # the block that came back just before, and that block's successor takes its own. Returns
-        # nothing where one block at a time would go another way.
+        # Does the same for a run of blocks that are offloaded: each takes the host block of the one
+        # that was onboarded just before, whose successor takes its primary block. Returns nothing
+        # where one block at a time would have another result.
         published, host = self.published, self.host
         if self.private.blank or host.blank or published.candidates.redundant.first() is not before:
             return ()
@@ -180,12 +181,12 @@ class BlockPool:
 
     def _drop(self, segment: Segment, count: int) -> BlockIds:
         if self.window is None and segment.pools[self.group].resident_below:
-            # What is in secondary below the last block could not be reached without it. That makes
+            # Descendants in secondary cannot be reached without the last block. Dropping them makes
             # room there, perhaps for the block before it.
             self._drop_descendants(segment)
             count = 1
         elif count < len(segment) and len(segment.pools) == 1 and not segment.children:
-            # Nothing else is in it or below it: no need to divide it first.
+            # No other pool, tier or child is concerned: no need to divide the segment first.
             return self.published.cut(segment, count)
         return self.published.remove(self._tree.last_blocks(segment, count))
 
@@ -211,7 +212,7 @@ def make_pools(
     copier: BlockCopier | None,
     events: EventLog,
 ) -> Iterator[BlockPool]:
-    """The pools of a block manager, each with its host tier."""
+    """Yields the pools of a block manager, each with its host tier."""
     for group, layout in enumerate(sizes.layouts):
         ids: Iterable[int] = range(sizes.num_blocks[group])
         if sizes.slabs is not None:

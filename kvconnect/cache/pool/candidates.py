@@ -1,4 +1,4 @@
-"""Which segments may leave which tier of a pool."""
+"""Selects the segments that may leave a tier of a pool."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["Candidates"]
 
 
 class Candidates:
-    """What may be given up in one pool, in order (specification: reclaiming primary blocks).
+    """The segments that may leave one pool, in order (specification: reclaiming primary blocks).
 
-    With full attention a tier is taken apart from its leaves: what something follows there stays.
-    In a window pool every segment is a candidate by itself.
+    With full attention a segment may leave a tier only if it has no children there. In a window
+    pool every segment is a candidate by itself.
 
     Attributes:
         primary: segments in primary that have no holder.
-        redundant: segments with a host copy that are in primary, too, held or not: with that
-            copy nothing is lost.
-        sole: segments whose host copy is the only one, and that have no holder.
+        redundant: segments with a host copy that are in primary, too, held or not. Dropping that
+            copy loses nothing.
+        sole: segments without a holder whose only copy is the one on the host.
     """
 
     def __init__(self, group: int, window: int | None, clock: Callable[[], float]) -> None:
@@ -30,11 +30,11 @@ class Candidates:
         self._group = group
         self._leaves_only = window is None
         everything = (self.primary, self.redundant, self.sole)
-        # Where both parts of a candidate that is divided are candidates.
+        # The queues in which both parts of a divided candidate are candidates.
         self._any_part = (self.redundant,) if self._leaves_only else everything
 
     def review(self, segment: Segment) -> None:
-        """The state of `segment` changed: it is a candidate, and in which order, as that says."""
+        """Updates whether `segment` is a candidate, and in which order, after its state changed."""
         state = segment.pools[self._group]
         if state.ids is None or state.references or (self._leaves_only and state.primary_below):
             self.primary.discard(segment)
@@ -53,27 +53,27 @@ class Candidates:
             self.sole.add(segment)
 
     def without_copy(self, segment: Segment) -> None:
-        """`segment` has no host copy any more."""
+        """Updates `segment`, whose host copy was removed."""
         self.redundant.discard(segment)
         self.sole.discard(segment)
 
     def divided(self, upper: Segment, lower: Segment) -> None:
-        """`upper` was split off `lower`, which stands where the whole stood."""
+        """Updates the parts of a segment: `upper` was split off `lower`, which has its position."""
         if self._leaves_only and lower.pools[self._group].host_ids is None:
             return  # of primary, the lower part alone is the leaf
         for queue in self._any_part:
             if lower in queue:
-                # Where the whole stood it would go after what is split off it later.
+                # At the position of the whole it would be reclaimed after what is split off later.
                 queue.add(upper)
                 queue.add(lower)
 
     def forget(self, segment: Segment) -> None:
-        """`segment` is gone."""
+        """Removes `segment` from all queues."""
         self.primary.discard(segment)
         self.without_copy(segment)
 
     def clear(self) -> None:
-        """Everything is gone."""
+        """Removes all segments."""
         self.primary.clear()
         self.redundant.clear()
         self.sole.clear()

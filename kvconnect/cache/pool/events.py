@@ -1,4 +1,4 @@
-"""What changed in the cache, for routers and monitors."""
+"""Records changes of the cache, for routers and monitors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRIMARY, SECONDARY = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Created:
-    """A pool was made, with so many blocks in each level: primary, secondary."""
+    """The event that a pool was made, with its blocks in each level: primary, secondary."""
 
     num_blocks_per_level: tuple[int, int]
 
@@ -32,7 +32,7 @@ class PublishedBlock:
 
     Attributes:
         key: its chained key; of a partly filled block, that of the tokens it has.
-        tokens: what it holds.
+        tokens: the tokens in it.
         level: 0: primary, 1: secondary.
         priority: its retention priority.
         lora_id: adapter of its namespace.
@@ -49,7 +49,7 @@ class PublishedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Blocks that follow each other became reusable; `parent_key` is before the first one."""
+    """The event that consecutive blocks became reusable; `parent_key` precedes the first one."""
 
     parent_key: BlockKey | None
     blocks: tuple[PublishedBlock, ...]
@@ -57,14 +57,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """These blocks are gone from all levels."""
+    """The event that blocks left all levels."""
 
     keys: tuple[BlockKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """A block changed its level or its priority: (old, new); ``None``: that did not change.
+    """The event that a block changed its level or its priority: (old, new), or ``None``.
 
     A priority that reverts after its duration is not reported.
     """
@@ -76,12 +76,12 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheEvent:
-    """One change in one pool.
+    """A change in one pool.
 
     Attributes:
         event_id: one more than that of the event before, dropped ones included.
         window: attention window of the pool; ``None``: full attention.
-        data: what happened.
+        data: the change.
     """
 
     event_id: int
@@ -93,11 +93,11 @@ Change: TypeAlias = Created | Stored | Removed | Updated
 
 
 class EventLog:
-    """The newest events. To replay all of them gives what is published, level by level.
+    """The newest events. Replaying all of them yields the published blocks, level by level.
 
     Attributes:
-        is_on: whether anything is kept.
-        num_dropped: events that were forgotten because they were not taken in time.
+        is_on: whether events are kept.
+        num_dropped: events that were dropped because they were not taken in time.
     """
 
     def __init__(self, max_size: int, sizes: PoolSizes, tree: RadixTree) -> None:
@@ -116,15 +116,15 @@ class EventLog:
             self._add(group, Created((sizes.num_blocks[group], sizes.num_host_blocks[group])))
 
     def take(self) -> list[KvCacheEvent]:
-        """What is there, oldest first; it is not returned again. On any thread."""
+        """Returns the events, oldest first, and removes them. May be called from any thread."""
         events: list[KvCacheEvent] = []
         with suppress(IndexError):  # another thread takes some, too
-            # No more than there are now: they may come faster than they are taken.
+            # No more than there are now: events may be added faster than they are taken.
             events.extend(self._events.popleft() for _ in range(len(self._events)))
         return events
 
     def stored(self, group: int, segment: Segment, first: int = 0) -> None:
-        """The blocks of `segment` from its number `first` on were published."""
+        """Records that the blocks of `segment` from its number `first` on were published."""
         keys = self._keys(segment, first)
         if not keys:
             return
@@ -145,25 +145,25 @@ class EventLog:
         self._add(group, Stored(self._key_before(segment, first), blocks))
 
     def moved(self, group: int, segment: Segment, *, to_primary: bool) -> None:
-        """The blocks of `segment` changed their level."""
+        """Records that the blocks of `segment` changed their level."""
         level = (SECONDARY, PRIMARY) if to_primary else (PRIMARY, SECONDARY)
         for key in self._keys(segment):
             self._add(group, Updated(key, level=level))
 
     def reprioritised(self, group: int, segment: Segment, priority: int) -> None:
-        """The blocks of `segment` are about to get another priority."""
+        """Records that the blocks of `segment` are about to get another priority."""
         old = segment.pools[group].retention.priority
         for key in self._keys(segment):
             self._add(group, Updated(key, priority=(old, priority)))
 
     def removed(self, group: int, segment: Segment, first: int = 0) -> None:
-        """The blocks of `segment` from its number `first` on left the pool."""
+        """Records that the blocks of `segment` from its number `first` on left the pool."""
         keys = self._keys(segment, first)
         if keys:
             self._add(group, Removed(tuple(keys)))
 
     def removed_all(self) -> None:
-        """Everything is about to leave all pools."""
+        """Records that all blocks are about to leave all pools."""
         if not self.is_on:
             return
         for segment in self._tree.segments():
@@ -180,8 +180,8 @@ class EventLog:
         self._next_id += 1
 
     def _keys(self, segment: Segment, first: int = 0) -> list[BlockKey]:
-        # Of its blocks from that number on. A namespace without a key chain gets a root that no
-        # store knows.
+        # Returns the keys of the blocks from `first` on. A namespace without a key chain gets a
+        # root that no store knows.
         index = self._tree.index
         if index is None:
             return []

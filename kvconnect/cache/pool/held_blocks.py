@@ -1,4 +1,4 @@
-"""What a sequence or a pin holds in one pool."""
+"""The blocks that a sequence or a pin holds in one pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvconnect.cache.tree.segment import Segment
 __all__ = ["NOT_HELD", "HeldBlocks", "HeldPath", "PinnedPath", "as_id_array", "no_ids"]
 
 NOT_HELD = -1
-"""Instead of a block id: given up, or not reserved yet."""
+"""The id of a block that was given up, or is not reserved yet."""
 
 _NO_BLOCK = array("i", [NOT_HELD])
 
@@ -29,18 +29,18 @@ def as_id_array(ids: BlockIds) -> npt.NDArray[np.int32]:
 
 
 def no_ids(count: int) -> BlockIds:
-    """`count` times `NOT_HELD`."""
+    """Returns an array of `count` times `NOT_HELD`."""
     return _NO_BLOCK * count
 
 
 @dataclass(slots=True, eq=False)
 class HeldPath:
-    """References to parts of one path in one pool.
+    """The references to parts of one path in one pool.
 
     Attributes:
-        pool: which.
+        pool: the pool.
         segment: the deepest one referenced; ``None``: none.
-        spans: which blocks of the path down to it are referenced; in order and apart. They begin
+        spans: the referenced blocks of the path down to `segment`; in order and apart. Spans begin
             and end where segments do.
     """
 
@@ -49,7 +49,7 @@ class HeldPath:
     spans: list[Span] = field(default_factory=list)
 
     def add(self, segment: Segment, start: int, stop: int) -> None:
-        """The blocks ``start..stop``, of which `segment` has the last, are referenced, too."""
+        """Adds the referenced blocks ``start..stop``; `segment` holds the last of them."""
         if self.segment is None or self.segment.end < segment.end:
             self.segment = segment
         spans = self.spans
@@ -61,7 +61,7 @@ class HeldPath:
             insort(spans, (start, stop))
 
     def segments(self) -> Iterator[Segment]:
-        """What is referenced, the deepest first."""
+        """Yields the referenced segments, the deepest first."""
         step = self.segment
         for first, stop in reversed(self.spans):
             while step is not None and step.end > first:
@@ -70,34 +70,37 @@ class HeldPath:
                 step = step.parent
 
     def ids_held(self) -> Iterator[BlockIds]:
-        """The primary blocks that are held, in parts; `NOT_HELD` may be among them."""
+        """Yields the primary blocks that are held, in parts; `NOT_HELD` may be among them."""
         for segment in self.segments():
             ids = segment.pools[self.pool.group].ids
             if ids is not None:
                 yield ids
 
     def claim(self) -> None:
-        """One more holder of all that."""
+        """Adds a holder to all referenced segments."""
         published = self.pool.published
         for segment in self.segments():
             published.reference(segment)
 
     def let_go(self) -> None:
-        """One holder less of all that, last block first; this object is not used any more."""
+        """Removes a holder from all referenced segments, last block first.
+
+        The path is spent then.
+        """
         published = self.pool.published
         moment = published.next_moment()
         for segment in self.segments():
             published.dereference(segment, moment)
 
     def covers(self, block: int) -> bool:
-        """Whether that block is referenced."""
+        """Returns whether that block is referenced."""
         for start, stop in self.spans:  # noqa: SIM110 - a generator costs several times as much
             if start <= block < stop:
                 return True
         return False
 
     def split_off(self, block: int, split: Callable[[Segment, int], Segment]) -> HeldPath:
-        """What it references before `block`, as an object of its own; this one keeps the rest.
+        """Moves the references before `block` to a new path, and returns that.
 
         `split` divides a segment there, if need be, and returns the upper part.
         """
@@ -115,7 +118,7 @@ class HeldPath:
         return before
 
     def gaps(self, start: int, stop: int) -> Iterator[Span]:
-        """The parts of ``start..stop`` that are not referenced."""
+        """Yields the parts of ``start..stop`` that are not referenced."""
         for low, high in self.spans:
             if low >= stop:
                 break
@@ -128,7 +131,7 @@ class HeldPath:
 
 @dataclass(slots=True, eq=False)
 class HeldBlocks(HeldPath):
-    """What a sequence holds in one pool: its blocks ``first..stop``.
+    """The blocks ``first..stop`` that a sequence holds in one pool.
 
     The blocks in `spans` are published, and referenced in the tree; the others are private.
 
@@ -136,8 +139,8 @@ class HeldBlocks(HeldPath):
         ids: one per block of the sequence; `NOT_HELD` outside ``first..stop``.
         first: the blocks before it were given up, or never held.
         stop: the blocks from it on are not reserved yet.
-        duplicate: with full attention: a block turned out to be published by another sequence, so
-            nothing after it may be published while this one runs.
+        duplicate: with full attention: a block is already published by another sequence, so no
+            block after it may be published while this one runs.
         inherited: retention of the block that was copied in admission.
     """
 
@@ -149,16 +152,16 @@ class HeldBlocks(HeldPath):
 
     @property
     def is_published(self) -> bool:
-        """Whether none of its blocks is private."""
+        """Returns whether none of its blocks is private."""
         spans = self.spans
         return len(spans) == 1 and spans[0] == (self.first, self.stop)
 
     def ids_held(self) -> Iterator[BlockIds]:
-        """See `HeldPath.ids_held`."""
+        """Implements `HeldPath.ids_held`."""
         yield self.ids
 
     def first_private(self, stop: int) -> int:
-        """The first block before `stop` that it holds and that is not published; `stop`: none."""
+        """Returns the first block before `stop` that it holds unpublished, or `stop`."""
         at = self.first
         for low, high in self.spans:
             if low > at:
@@ -167,7 +170,7 @@ class HeldBlocks(HeldPath):
         return at if at < self.stop and at < stop else stop
 
     def private_ids(self, start: int, stop: int) -> BlockIds:
-        """The ids of the blocks ``start..stop`` that it holds and that are not published."""
+        """Returns the ids of the blocks ``start..stop`` that it holds unpublished."""
         ids = new_ids()
         if not self.is_published:
             for low, high in self.gaps(max(start, self.first), min(stop, self.stop)):
@@ -177,10 +180,10 @@ class HeldBlocks(HeldPath):
 
 @dataclass(slots=True, eq=False)
 class PinnedPath(HeldPath):
-    """What a pin holds in one pool.
+    """The blocks that a pin holds in one pool.
 
     Attributes:
-        first, end: it also holds the private ones of these blocks of its sequence.
+        first, end: the pin also holds the private ones of these blocks of its sequence.
         loose: private blocks that no sequence has any more.
     """
 
@@ -189,10 +192,10 @@ class PinnedPath(HeldPath):
     loose: BlockIds = field(default_factory=new_ids)
 
     def ids_held(self) -> Iterator[BlockIds]:
-        """See `HeldPath.ids_held`."""
+        """Implements `HeldPath.ids_held`."""
         yield self.loose
         yield from HeldPath.ids_held(self)  # a class with slots is made anew: no super()
 
     def holds(self, start: int, stop: int) -> bool:
-        """Whether all these blocks of its sequence were pinned."""
+        """Returns whether all these blocks of its sequence were pinned."""
         return self.first <= start and stop <= self.end

@@ -1,4 +1,4 @@
-"""The secondary blocks of one pool: copies in host memory of what was reclaimed from primary."""
+"""The secondary blocks of one pool: host copies of blocks that were reclaimed from primary."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["HostTier"]
 
 
 class HostTier:
-    """Gives host blocks to reclaimed primary ones, and takes them from what matters less.
+    """Assigns host blocks to reclaimed primary ones, and evicts copies of lower priority.
 
     Attributes:
         num_blocks: in all; 0: there is no such tier.
         min_priority: blocks below it are dropped instead of offloaded.
-        blank: ids that hold nothing.
+        blank: ids of unused host blocks.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class HostTier:
         self._copier = copier
 
     def offload(self, segment: Segment, count: int) -> Segment | None:
-        """Copy some of the last `count` primary blocks of `segment`, which has no holder.
+        """Copies some of the last `count` primary blocks of `segment`, which has no holder.
 
-        Returns what was copied, divided off; ``None``: not even the last block may come here.
+        Returns the copied part, split off; ``None``: not even the last block may be offloaded.
         """
         if not self.num_blocks or not self.wants(segment):
             return None
@@ -57,21 +57,21 @@ class HostTier:
         return part
 
     def wants(self, segment: Segment) -> bool:
-        """Whether its priority is enough to be copied here."""
+        """Returns whether its priority is enough for offloading."""
         return self._published.effective_priority(segment) >= self.min_priority
 
     def onboard(self, segment: Segment, ids: BlockIds) -> None:
-        """Copy the host blocks of `segment` to primary blocks `ids`."""
+        """Copies the host blocks of `segment` to primary blocks `ids`."""
         group = self._published.group
         host_ids = segment.pools[group].host_ids
         if self._copier is not None and host_ids is not None:
             self._copier.onboard(group, host_ids, ids)
 
     def exchange(self, leaving: Segment, coming: Segment, room: BlockIds) -> BlockIds:
-        """Copy primary blocks here, last to first, and as many host blocks to where those were.
+        """Offloads `leaving`, last block first, and onboards `coming` into its primary blocks.
 
-        Each that leaves takes the host block of the one that came last, the first one `room`.
-        Returns the primary blocks of `coming`, which has a valid copy here of its last one only.
+        Each offloaded block takes the host block of the one that was onboarded before it, the first
+        one `room`. Returns the primary blocks of `coming`; only its last host copy stays valid.
         """
         group = self._published.group
         left, came = leaving.pools[group], coming.pools[group]
@@ -87,12 +87,12 @@ class HostTier:
         return ids
 
     def release(self, segment: Segment) -> None:
-        """`segment` has no host copy any more, if it had one."""
+        """Drops the host copy of `segment`, if it has one."""
         self.blank.extend(self._published.lose_copy(segment))
 
     def _make_room(self, newcomer: Segment, count: int) -> BlockIds:
-        # Up to `count` host blocks; none: what is here stays. Blank ones first, then copies of what
-        # is in primary, then what has no higher priority.
+        # Returns up to `count` host blocks: blank ones first, then copies of blocks in primary,
+        # then those of no higher priority. None are returned if every copy has a higher priority.
         if self.blank:
             taken = self.blank[-count:]
             del self.blank[-count:]
@@ -107,7 +107,7 @@ class HostTier:
         order, standing = candidates.sole.order_of(victim), candidates.sole.order_of(newcomer)
         if order[0] > standing[0]:
             return new_ids()
-        # Once the first newcomer is here, it may stand before what is left of the victim.
+        # Once the first block of the newcomer is offloaded, it may precede the rest of the victim.
         victim = self._tree.last_blocks(victim, count if order < standing else 1)
         ids = self._published.lose_copy(victim)
         self._published.remove(victim)

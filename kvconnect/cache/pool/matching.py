@@ -1,4 +1,4 @@
-"""What a new sequence can reuse (specification: matching)."""
+"""Finds the published blocks that a new sequence can reuse (specification: matching)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Match", "Matcher", "PartialSource", "first_in_window"]
 
 
 def first_in_window(window: int | None, num_tokens: int) -> int:
-    """The first token that position `num_tokens` reads."""
+    """Returns the first token that position `num_tokens` reads."""
     return 0 if window is None else max(0, num_tokens - window + 1)
 
 
 class PartialSource(NamedTuple):
-    """The first `num_tokens` tokens of block number `block`, which lies in `segment`."""
+    """A partial match: the first `num_tokens` tokens of block number `block` in `segment`."""
 
     segment: Segment
     block: int
@@ -30,7 +30,7 @@ class PartialSource(NamedTuple):
 
 
 class Match(NamedTuple):
-    """What is published of some tokens, and usable.
+    """The published blocks of some tokens that can be reused.
 
     Attributes:
         segment: holds the last whole block; ``None``: not even one block.
@@ -44,16 +44,16 @@ class Match(NamedTuple):
 
 
 FEW = 8
-"""With less candidates for a partial match, all are looked at."""
+"""With fewer candidates for a partial match, all are tried."""
 
 MANY = 512
-"""With more: so many of those let go last, and then all."""
+"""With more, so many of those released last are tried, and then all."""
 
 NO_MATCH = Match(None, 0, None)
 
 
 class Matcher:
-    """Queries over the tree and all pools. They change nothing, not even recency."""
+    """The queries over the tree and all pools. They change nothing, not even recency."""
 
     def __init__(self, tree: RadixTree, pools: Sequence[BlockPool], config: KvCacheConfig) -> None:
         self._tree = tree
@@ -68,10 +68,10 @@ class Matcher:
     def match(
         self, namespace: NamespaceId, tokens: TokenBytes, limit: int, *, partial: bool = True
     ) -> Match:
-        """The most of the first `limit` of `tokens` that every pool can serve.
+        """Returns the longest match within the first `limit` tokens that every pool can serve.
 
         Args:
-            namespace: whose tree.
+            namespace: the namespace whose tree is searched.
             tokens: as bytes.
             limit: tokens that may match.
             partial: also look for a block that matches partly, if the configuration allows it.
@@ -87,7 +87,7 @@ class Matcher:
         return Match(segment if at else None, at, source)
 
     def usable_blocks(self, segment: Segment, at: int) -> int:
-        """The most whole blocks of this path, up to number `at`, that every pool can serve."""
+        """Returns how many leading blocks of this path, at most `at`, every pool can serve."""
         return at if self._plain else self._usable(segment, at, b"", 0).num_blocks
 
     # ---------------------------------------------------------------- several pools, or windows
@@ -107,7 +107,7 @@ class Matcher:
             at = self._next_length(absent, at)
 
     def _served(self, absent: list[list[Span]], at: int, num_tokens: int) -> bool:
-        # Whether every pool has what position `num_tokens` reads of the first `at` blocks.
+        # Returns whether every pool has those of the first `at` blocks that `num_tokens` reads.
         return all(
             not runs
             or runs[0][0] >= at
@@ -116,8 +116,8 @@ class Matcher:
         )
 
     def _next_length(self, absent: list[list[Span]], at: int) -> int:
-        # The next shorter length that is worth a look. Up to a gap that lies within the window of
-        # all longer ones, and through it, there is none.
+        # Returns the next shorter length to try. A gap within the window of every longer match
+        # rules out all lengths down to its start.
         size = self._tokens_per_block
         lengths = [at - 1]
         for pool, runs in zip(self._pools, absent, strict=True):
@@ -152,8 +152,8 @@ class Matcher:
         return PartialSource(segment, at, shared) if shared and self._may_use(segment, at) else None
 
     def _part_of_child(self, segment: Segment, rest: bytes) -> PartialSource | None:
-        # Those that share the first k tokens lie together; each round looks at those that share a
-        # little less than the ones before, until it has one that may be used.
+        # Children that share the first k tokens lie together. Each round tries those that share a
+        # little less than the ones before, until one may be used.
         children = segment.children
         before, after = children.beside(rest, rest)
         while shared := max(shared_tokens(rest, before), shared_tokens(rest, after)):
@@ -165,8 +165,8 @@ class Matcher:
         return None
 
     def _best_of(self, children: Children, prefix: bytes) -> Segment | None:
-        # Of those begun by `prefix`. All prompts may begin with the same few tokens: where there
-        # are many, the one to take is probably among those that were let go last.
+        # Returns the best child begun by `prefix`. All prompts may begin with the same few tokens:
+        # among many children, the best is probably one of those released last.
         candidates = children.begun_by(prefix)
         few = list(islice(candidates, FEW))
         if len(few) == FEW:
@@ -191,7 +191,7 @@ class Matcher:
 
 
 def _absent_runs(group: int, segment: Segment, at: int) -> list[Span]:
-    """Which of the first `at` blocks of the path to `segment` this pool does not have; in order."""
+    """Returns the runs of the first `at` blocks before `segment` that this pool lacks, in order."""
     runs: list[Span] = []
     stop = at
     step: Segment | None = segment
@@ -208,7 +208,7 @@ def _absent_runs(group: int, segment: Segment, at: int) -> list[Span]:
 
 
 def _last_before(runs: list[Span], at: int) -> Span:
-    """The last run that begins before `at`, as far as it does not reach beyond; there is one."""
+    """Returns the last run that begins before `at`, cut there. There must be one."""
     start, stop = next(run for run in reversed(runs) if run[0] < at)
     return start, min(stop, at)
 

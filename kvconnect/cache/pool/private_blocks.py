@@ -1,4 +1,4 @@
-"""The blocks of one pool that nothing is published in: blank ones, and those with holders."""
+"""The unpublished blocks of one pool: blank ones, and private ones with holders."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["PrivateBlocks"]
 
 
 class PrivateBlocks:
-    """Blank blocks, and the holders of the private ones.
+    """The blank blocks of a pool, and the holders of its private ones.
 
-    A private block has one holder, its sequence, but for pins: those hold blocks of a running
+    A private block has one holder, its sequence, except with pins, which hold blocks of a running
     sequence, too. Holders are counted only while there are such pins.
 
     Attributes:
-        blank: ids whose content cannot be found; those used last are at the end.
+        blank: ids of unused blocks; the most recently used are at the end.
         num_pins: how many pins hold private blocks, or held some.
     """
 
@@ -31,14 +31,14 @@ class PrivateBlocks:
         self._holders = np.zeros(max(self.blank, default=-1) + 1, np.int32)
 
     def add(self, ids: range) -> None:
-        """These blocks belong to the pool from now on, and are blank."""
+        """Adds blank blocks to the pool."""
         self.blank.extend(reversed(ids))
         missing = max(ids) + 1 - len(self._holders)
         if missing > 0:
             self._holders = np.pad(self._holders, (0, missing))
 
     def take(self, count: int) -> BlockIds:
-        """`count` blank blocks become private; there must be so many."""
+        """Makes `count` blank blocks private and returns their ids; there must be so many."""
         keep = len(self.blank) - count
         taken = self.blank[keep:]
         del self.blank[keep:]
@@ -46,13 +46,13 @@ class PrivateBlocks:
         return taken
 
     def hold(self, ids: BlockIds) -> None:
-        """One more holder of these private blocks."""
+        """Adds a holder to these private blocks."""
         if ids:
             which = np.frombuffer(ids, np.int32)
             self._holders[which] = np.maximum(self._holders[which], 1) + 1
 
     def drop(self, ids: BlockIds) -> None:
-        """One holder lets go of these private blocks; those without another one are blank."""
+        """Removes a holder from these private blocks; those without another one become blank."""
         if not ids:
             return
         if not self.num_pins:
@@ -64,10 +64,10 @@ class PrivateBlocks:
         self.blank.frombytes(which[left == 0].tobytes())
 
     def published(self, ids: BlockIds) -> None:
-        """These are private no more: their segment counts the holders."""
+        """Stops counting the holders of these blocks; the segment that they now belong to does."""
         if self.num_pins:
             self._holders[np.frombuffer(ids, np.int32)] = 0
 
     def num_holders(self, block: int) -> int:
-        """Holders of a private block."""
+        """Returns the number of holders of a private block."""
         return max(int(self._holders[block]), 1) if self.num_pins else 1

@@ -1,4 +1,4 @@
-"""The published blocks of one pool: how many hold them, how long they are worth keeping."""
+"""The published blocks of one pool: their holders and their retention."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvconnect.cache.tree.segment import Segment
 __all__ = ["PublishedBlocks"]
 
 _NEVER_LET_GO = -(1 << 62)
-"""Stamps from here on count publishing; all are older than any moment of letting go."""
+"""Stamps from here on count publishing; all are older than any moment of release."""
 
 
 class PublishedBlocks:
-    """Every change of the state that segments have in one pool.
+    """Changes the state that segments have in one pool.
 
     With full attention, references cover whole paths from the root, so an unreferenced block never
     has a referenced descendant.
@@ -29,7 +29,7 @@ class PublishedBlocks:
     Attributes:
         group: its number, and the index of its state in every segment.
         window: attention window in tokens; ``None``: full attention.
-        candidates: what may be given up.
+        candidates: the segments that may leave a tier.
         num_unreferenced: blocks in primary that have no holder.
 
     Args:
@@ -65,13 +65,13 @@ class PublishedBlocks:
     def publish(
         self, segment: Segment, ids: BlockIds, retention: Retention, references: int
     ) -> None:
-        """Private blocks become the blocks of `segment`, which is not resident here so far.
+        """Publishes private blocks as the blocks of `segment`, which is not resident here so far.
 
         Args:
             segment: in the tree; with full attention, below primary blocks only.
             ids: one per block of it.
             retention: of these blocks.
-            references: how many hold them, at least one.
+            references: the number of their holders, at least one.
         """
         state = segment.pools[self.group]
         if segment.parent is not None:
@@ -84,7 +84,7 @@ class PublishedBlocks:
             self._events.stored(self.group, segment)
 
     def extend(self, segment: Segment, ids: BlockIds) -> None:
-        """`segment`, whose holders hold these private blocks too, grew by them at its end."""
+        """Publishes private blocks at the end of `segment`, which has the same holders."""
         state = segment.pools[self.group]
         if state.ids is not None:
             state.ids.extend(ids)
@@ -93,10 +93,10 @@ class PublishedBlocks:
             self._events.stored(self.group, segment, len(segment) - len(ids))
 
     def can_extend(self, segment: Segment, retention: Retention) -> bool:
-        """Whether blocks of this retention that one sequence holds may join `segment`."""
+        """Returns whether blocks of this retention that one sequence holds may join `segment`."""
         state = segment.pools[self.group]
         return (
-            state.stamp < 0  # else new blocks would seem to have been let go before
+            state.stamp < 0  # else new blocks would seem to have been released before
             and state.references == 1
             and state.retention == retention
             and state.ids is not None
@@ -106,10 +106,10 @@ class PublishedBlocks:
     def adopt(
         self, segment: Segment, ids: BlockIds, retention: Retention | None, references: int
     ) -> None:
-        """Private blocks become the primary copy of `segment`, which is in secondary only.
+        """Publishes private blocks as the primary copy of `segment`, which is in secondary only.
 
-        As `publish`, but `references` are those that come to what it has, and a `retention` of
-        ``None`` leaves that alone. The host copy stays valid.
+        `references` are added to those that it has. A `retention` of ``None`` keeps the one that it
+        has. The host copy stays valid.
         """
         state = segment.pools[self.group]
         if retention is not None:
@@ -122,12 +122,12 @@ class PublishedBlocks:
     # ---------------------------------------------------------------- references
 
     def next_moment(self) -> int:
-        """A moment of letting go or use, later than all before."""
+        """Returns a new moment of release or use, later than all before."""
         self._now += 1
         return self._now
 
     def reference(self, segment: Segment) -> None:
-        """One more holder of this one segment."""
+        """Adds a holder to this one segment."""
         state = segment.pools[self.group]
         if state.references == 0:
             if state.ids is not None:
@@ -138,7 +138,7 @@ class PublishedBlocks:
         state.references += 1
 
     def dereference(self, segment: Segment, moment: int) -> None:
-        """One holder less of this one segment, which was used until `moment`."""
+        """Removes a holder from this one segment, which was used until `moment`."""
         state = segment.pools[self.group]
         state.references -= 1
         state.stamp = moment
@@ -156,30 +156,30 @@ class PublishedBlocks:
     # ---------------------------------------------------------------- retention
 
     def differs(self, segment: Segment, retention: Retention) -> bool:
-        """Whether setting `retention` would change anything."""
+        """Returns whether setting `retention` would change anything."""
         state = segment.pools[self.group]
         return state.retention != retention or state.expires != inf
 
     def retain(self, segment: Segment, retention: Retention) -> None:
-        """Overwrite the retention of a referenced `segment`."""
+        """Overwrites the retention of a referenced `segment`."""
         self._set_retention(segment, retention)
         self.candidates.review(segment)
 
     def effective_retention(self, segment: Segment) -> Retention:
-        """The retention of `segment`, or the default if its duration is over."""
+        """Returns the retention of `segment`, or the default if its duration is over."""
         state = segment.pools[self.group]
         expired = state.expires != inf and state.expires <= self._clock()
         return DEFAULT_RETENTION if expired else state.retention
 
     def effective_priority(self, segment: Segment) -> int:
-        """The priority of `segment` now."""
+        """Returns the current priority of `segment`."""
         state = segment.pools[self.group]
         return effective_priority(state, self._clock() if state.expires != inf else 0.0)
 
     # ---------------------------------------------------------------- leaving
 
     def evict(self, segment: Segment) -> BlockIds:
-        """`segment`, which has no holder, has only its host copy left; returns the primary ids."""
+        """Evicts `segment`, which has a host copy and no holder, from primary; returns the ids."""
         ids = self._leave_primary(segment)
         self.candidates.review(segment)
         if self._events is not None:
@@ -188,7 +188,7 @@ class PublishedBlocks:
         return ids
 
     def remove(self, segment: Segment) -> BlockIds:
-        """`segment`, which has no holder and no host copy, is gone; returns its primary ids."""
+        """Removes `segment`, which has no holder and no host copy; returns its primary ids."""
         ids = self._leave_primary(segment)
         self.candidates.primary.discard(segment)
         if self._events is not None:
@@ -202,7 +202,7 @@ class PublishedBlocks:
         return ids
 
     def cut(self, segment: Segment, count: int) -> BlockIds:
-        """As `remove`, of the last `count` blocks: they are in no other pool or tier."""
+        """Removes its last `count` blocks, which no other pool or tier has; returns their ids."""
         if self._events is not None:
             self._events.removed(self.group, segment, len(segment) - count)
         state = segment.pools[self.group]
@@ -215,14 +215,14 @@ class PublishedBlocks:
         return ids
 
     def lose_copy(self, segment: Segment) -> BlockIds:
-        """`segment` has no host copy any more; returns the host ids, if it had one."""
+        """Removes the host copy of `segment`; returns the host ids, if it had one."""
         state = segment.pools[self.group]
         ids, state.host_ids = state.host_ids, None
         self.candidates.without_copy(segment)
         return ids if ids is not None else new_ids()
 
     def clear(self) -> None:
-        """The caller empties the tree."""
+        """Forgets all candidates; the caller empties the tree."""
         self.candidates.clear()
         self.num_unreferenced = 0
 

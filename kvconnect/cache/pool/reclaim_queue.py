@@ -1,4 +1,4 @@
-"""The order in which published blocks are given up."""
+"""The order in which published blocks are reclaimed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ ReclaimOrder = tuple[int, int, int]
 """Effective priority, then stamp, then the later block of a path: the smallest goes first."""
 
 _Entry = tuple[int, int, int, int, Segment]
-"""The order, a ticket, and whose."""
+"""The order, a ticket, and the segment."""
 
 
 def effective_priority(state: Residence, now: float) -> int:
-    """The priority of its blocks at time `now`: the default once their duration is over."""
+    """Returns the priority at time `now`: the default once the duration of `state` is over."""
     if state.expires <= now:
         return DEFAULT_RETENTION_PRIORITY
     return state.retention.priority
 
 
 class ReclaimQueue:
-    """Candidates of one pool: lowest effective priority first, then least recently used.
+    """The candidates of one pool: lowest effective priority first, then least recently used.
 
-    A candidate is a segment whose last block may go. What stops being one is not searched for: its
-    ticket is void, and the entry is skipped when it comes up. Most have the default priority and
-    are let go one after the other: those just line up, and only the others need a heap.
+    A candidate is a segment whose last block may be reclaimed. Removing one only voids its ticket;
+    the stale entry is skipped when it comes first. Most candidates have the default priority and
+    are released in order: these stand in a line, and only the others need a heap.
     """
 
     def __init__(self, group: int, clock: Callable[[], float]) -> None:
@@ -45,14 +45,14 @@ class ReclaimQueue:
         self._last_ticket = 0
 
     def __len__(self) -> int:
-        """Candidates."""
+        """The number of candidates."""
         return len(self._tickets)
 
     def __contains__(self, segment: Segment) -> bool:
         return segment in self._tickets
 
     def add(self, segment: Segment) -> None:
-        """`segment` is a candidate from now on, in the order that its state gives it now."""
+        """Makes `segment` a candidate, in the order that its present state gives it."""
         self._last_ticket += 1
         self._tickets[segment] = ticket = self._last_ticket
         state = segment.pools[self._group]
@@ -72,11 +72,14 @@ class ReclaimQueue:
             self._compact()
 
     def discard(self, segment: Segment) -> None:
-        """`segment` is no candidate any more, if it was one."""
+        """Removes the candidate `segment`, if it is one."""
         self._tickets.pop(segment, None)
 
     def first(self) -> Segment:
-        """The candidate whose last block goes next. It stays one; there must be one."""
+        """Returns the candidate whose last block is reclaimed next.
+
+        It stays one; there must be one.
+        """
         if self._expiring:
             self._revert()
         line, heap = self._line, self._heap
@@ -91,12 +94,12 @@ class ReclaimQueue:
                 line.popleft()
 
     def order_of(self, segment: Segment) -> ReclaimOrder:
-        """Where a segment in this state stands, candidate or not."""
+        """Returns the order of a segment in its present state, candidate or not."""
         state = segment.pools[self._group]
         return (effective_priority(state, self._clock()), state.stamp, -segment.start)
 
     def clear(self) -> None:
-        """Forget all candidates."""
+        """Removes all candidates."""
         self._tickets.clear()
         self._line.clear()
         self._heap.clear()

@@ -1,4 +1,4 @@
-"""Memory that pools give each other: slabs of the arena that all of them are cut from."""
+"""Moves memory between pools: slabs of the arena that all of them share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["SlabMove", "Slabs"]
 Ids = npt.NDArray[np.int32]
 
 _FIXED = SlabGeometry(0, (), ())
-"""Of pools that give each other nothing."""
+"""The geometry of pools that exchange no memory."""
 
 
 class Holder(Protocol):
@@ -31,11 +31,11 @@ class Holder(Protocol):
 
     @property
     def held(self) -> Sequence[HeldPath]:
-        """What it holds, by pool group."""
+        """The blocks that it holds, by pool group."""
 
 
 class SlabMove(NamedTuple):
-    """One slab changes pools."""
+    """The move of one slab from a pool to another."""
 
     slab: int
     giver: int
@@ -43,11 +43,11 @@ class SlabMove(NamedTuple):
 
 
 class Slabs:
-    """Which pool has which part of the memory.
+    """The slabs of memory of each pool.
 
-    A pool that is short takes whole slabs from those that have free blocks to spare. Content that
-    lies in such a slab and that has no holder is moved within its pool, so that the least recently
-    used goes, not what happens to lie there.
+    A pool that is short takes whole slabs from those that have free blocks to spare. Unreferenced
+    blocks in such a slab are moved within their pool, so that the least recently used blocks are
+    reclaimed, not those that lie in the slab.
 
     Args:
         pools: of one cache.
@@ -72,13 +72,13 @@ class Slabs:
         self._holders: tuple[Iterable[Holder], ...] = ()
 
     def watch(self, *holders: Iterable[Holder]) -> None:
-        """What these hold from now on stays where it is."""
+        """Keeps slabs with blocks of these holders, present and future, from being moved."""
         self._holders = holders
 
     def plan(self, needs: Sequence[int]) -> Collection[SlabMove] | None:
-        """What must move so that each pool has so many free blocks; ``None``: nothing helps.
+        """Returns the moves after which each pool has so many free blocks, or ``None``.
 
-        Changes nothing.
+        ``None`` means that no moves suffice. Changes nothing.
         """
         for pool, need in zip(self._pools, needs, strict=True):
             if pool.num_free < need:
@@ -106,7 +106,7 @@ class Slabs:
         return moves
 
     def carry_out(self, moves: Collection[SlabMove]) -> None:
-        """Move them. `plan` returned them, and nothing but references was taken since."""
+        """Carries out `moves` of `plan`. Since then only references may have been taken."""
         for giver in {move.giver for move in moves}:
             slabs = [move.slab for move in moves if move.giver == giver]
             self._clear(self._pools[giver], slabs)
@@ -115,7 +115,7 @@ class Slabs:
             self._pools[move.taker].grow(self._geometry.block_ids(move.slab, move.taker))
 
     def ensure_free(self, needs: Sequence[int]) -> bool:
-        """See `BlockManager.ensure_free`."""
+        """Implements `BlockManager.ensure_free`."""
         moves = self.plan(needs)
         if moves is None:
             return False
@@ -123,7 +123,7 @@ class Slabs:
         return True
 
     def supply(self, needs: Sequence[int]) -> None:
-        """After this, no pool fails to allocate so many.
+        """Moves slabs so that every pool can allocate so many blocks.
 
         Raises:
             OutOfBlocks: one pool would; nothing changed.
@@ -133,7 +133,7 @@ class Slabs:
             raise OutOfBlocks(f"{wanted} blocks are needed; {self.free_blocks()}")
 
     def free_blocks(self) -> str:
-        """How many there are in each pool, for messages."""
+        """Describes the free blocks of each pool, for messages."""
         return ", ".join(
             f"{pool.num_free} of {pool.num_blocks} are free"
             + ("" if pool.window is None else f" in the pool of window {pool.window}")
@@ -143,7 +143,7 @@ class Slabs:
     # ---------------------------------------------------------------- inside
 
     def _movable(self, group: int) -> list[int]:
-        # The pool's slabs in which no block is held, those with most blank ones first.
+        # Returns the pool's slabs in which no block is held, those with most blank ones first.
         size = self._geometry.blocks_per_slab[group]
         occupied: set[int] = set()
         for holder in chain(*self._holders):
@@ -157,7 +157,7 @@ class Slabs:
         return sorted(free, key=lambda slab: -int(blank[slab]))
 
     def _clear(self, pool: BlockPool, slabs: list[int]) -> None:
-        # Empty these slabs and take them away from the pool.
+        # Empties these slabs and removes them from the pool.
         size = self._geometry.blocks_per_slab[pool.group]
         while True:
             pool.private.blank = _outside(pool.private.blank, slabs, size)
@@ -180,7 +180,7 @@ class Slabs:
     def _lying(
         self, group: int, slabs: list[int], size: int
     ) -> Iterator[tuple[Segment, list[int]]]:
-        # What is published in these slabs: segments, and which of their blocks.
+        # Yields the segments published in these slabs, and the numbers of their blocks there.
         for segment in self._tree.segments():
             ids = segment.pools[group].ids
             if ids:
@@ -194,7 +194,7 @@ def _array(ids: BlockIds) -> Ids:
 
 
 def _outside(ids: BlockIds, slabs: list[int], size: int) -> BlockIds:
-    """The ids that do not lie in these slabs, in the same order."""
+    """Returns the ids that do not lie in these slabs, in the same order."""
     array = _array(ids)
     outside = new_ids()
     outside.frombytes(array[~np.isin(array // size, slabs)].tobytes())

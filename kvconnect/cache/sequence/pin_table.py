@@ -19,15 +19,15 @@ __all__ = ["PinTable"]
 
 
 class PinTable(SequenceTable):
-    """Live sequences, and the pins that hold blocks beside them.
+    """The live sequences, and the pins that hold blocks beside them.
 
-    Pins hold published blocks by reference to their path, and private ones by count. What a pin
-    holds of a running sequence changes as that goes on: see `Publication` for blocks that become
-    published, and `Sequence.forget` for those it gives up.
+    Pins hold published blocks by reference to their path, and private ones by count. The blocks
+    that a pin holds change with its running sequence: see `Publication` for blocks that become
+    published, and `Sequence.forget` for those that the sequence gives up.
     """
 
     def pin(self, request_id: int) -> PinHandle:
-        """Keep the blocks that the sequence holds now, also when it lets go of them."""
+        """Pins the blocks that the sequence holds now; they stay after it releases them."""
         sequence = self._get(request_id)
         handle = PinHandle(as_id_array(sequence.held[0].ids), self._pools)
         for held, pinned in zip(sequence.held, handle.held, strict=True):
@@ -44,10 +44,10 @@ class PinTable(SequenceTable):
         return handle
 
     def pin_keys(self, keys: Items[BlockKey]) -> PinHandle:
-        """Keep the longest leading run of blocks with these keys; perhaps none.
+        """Pins the longest leading run of blocks with these keys, which may be empty.
 
-        Only prompts that came with a `KeyChain` can be found. The first call hashes what is
-        published.
+        Only prompts that came with a `KeyChain` can be found. The first call hashes all published
+        blocks.
         """
         if self._tree.index is None:
             self._tree.index = KeyIndex(self._tree.roots.values(), self._tree.tokens_per_block)
@@ -83,7 +83,7 @@ class PinTable(SequenceTable):
         return self._tree.split(segment, block) if block < segment.end else segment
 
     def unpin(self, handle: PinHandle) -> None:
-        """Let go of what `handle` holds; blocks without another holder can be reused.
+        """Releases the blocks of `handle`; those without another holder can be reused.
 
         Raises:
             ConfigurationError: (a ``ValueError``) it was unpinned before.
@@ -105,10 +105,10 @@ class PinTable(SequenceTable):
             sequence.pins.remove(handle)
 
     def detach(self, request_id: int, first_block: int) -> PinHandle:
-        """Take the blocks from `first_block` on away from the sequence, and give it fresh ones.
+        """Detaches the blocks from `first_block` on from the sequence, which gets fresh ones.
 
-        The handle holds them, unpublished: something may still write to them. Of the sequence at
-        most ``first_block * tokens_per_block`` tokens count as computed.
+        The handle holds the detached blocks, unpublished: something may still write to them. At
+        most ``first_block * tokens_per_block`` tokens of the sequence then count as computed.
 
         Raises:
             ConfigurationError: (a ``ValueError``) no such block, or it is published.

@@ -1,4 +1,4 @@
-"""The handle of pinned blocks, as a cache manager gives it out."""
+"""The handle of pinned blocks that a cache manager returns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ __all__ = ["PinnedBlocks"]
 
 
 class PinnedBlocks:
-    """An opaque handle of blocks that stay until `BaseKVCacheManager.unpin` is given it."""
+    """An opaque handle of blocks that stay until it is passed to `BaseKVCacheManager.unpin`."""
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""One attempt to publish blocks of a sequence."""
+"""A single attempt to publish blocks of a sequence."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ __all__ = ["Publication"]
 
 
 class Publication:
-    """Walks along the path of a sequence and publishes, pool by pool, what is not published yet.
+    """Follows the path of a sequence and publishes, pool by pool, its unpublished blocks.
 
-    A block that is in primary already stays private. One that is in secondary only, or that this
-    pool does not have, becomes the sequence's own. The sequence references what it publishes.
+    If a block of the path is in primary already, that of the sequence stays private. If it is in
+    secondary only, or not in this pool, that of the sequence is published. The sequence references
+    what it publishes.
 
     Args:
-        tree: in which.
-        sequence: whose blocks.
-        ends: the sequence lets go of everything right after this.
+        tree: the tree to publish in.
+        sequence: the sequence whose blocks are published.
+        ends: the sequence releases all its blocks right after this.
     """
 
     __slots__ = ("_closed", "_done", "_ends", "_held", "_sequence", "_stop", "_tree")
@@ -39,7 +40,7 @@ class Publication:
     # ---------------------------------------------------------------- what is published
 
     def blocks(self, first: int, stop: int) -> None:
-        """Publish the full blocks ``first..stop``."""
+        """Publishes the full blocks ``first..stop``."""
         sequence = self._sequence
         if self._all_stopped():
             return
@@ -58,7 +59,7 @@ class Publication:
         self._tree.prune(segment)
 
     def tail(self, block: int, num_tokens: int) -> None:
-        """Publish the first `num_tokens` of that block, unless a block begins with them already."""
+        """Publishes the first `num_tokens` of that block, unless a published block has them."""
         missing = [held for held in self._held if self._may_publish(held, block, block + 1)]
         if not missing:
             return
@@ -81,9 +82,10 @@ class Publication:
     # ---------------------------------------------------------------- at the end of a sequence
 
     def close_pinned(self, stop: int) -> None:
-        """With full attention: a duplicate, and what follows it, stays if a pin holds private ones.
+        """Excludes duplicates, and the blocks after them, in pools where a pin holds private ones.
 
-        `stop` is the number of blocks that are valid, in whole or in part.
+        Only pools of full attention are concerned. `stop` is the number of blocks that are valid,
+        in whole or in part.
         """
         for held in self._held:
             if held.duplicate and held.pool.window is None:
@@ -93,7 +95,7 @@ class Publication:
                     self._closed.append(held)
 
     def first_private(self, stop: int) -> int:
-        """The first block before `stop` that may still be published; `stop`: none."""
+        """Returns the first block before `stop` that may still be published, or `stop`."""
         first = stop
         for held in self._held:
             if held not in self._closed:
@@ -103,7 +105,7 @@ class Publication:
     # ---------------------------------------------------------------- inside: where
 
     def _start_below(self, position: int) -> Segment:
-        # A segment above that block, as far down as is known.
+        # Returns the deepest known segment above that block.
         best: Segment | None = None
         for held in self._held:
             segment = held.segment
@@ -159,14 +161,14 @@ class Publication:
     # ---------------------------------------------------------------- inside: publishing
 
     def _piece(self, above: Segment, start: int, stop: int, run: RetentionRun) -> Segment:
-        # Publish blocks of the path below `above`, from its end up to `stop` or a part of that.
+        # Publishes blocks of the path below `above`, from its end up to `stop` or a part of that.
         found = self._tree.step(above, self._sequence.tokens, stop) if above.children else None
         if found is None:
             return self._new(above, start, stop, run)
         segment, at = found
         if at < segment.end:
             if self._only_duplicates(segment, start, at):
-                # Nothing is added to this segment: divide it only to go on below.
+                # No block is added to this segment: it is divided only to continue below.
                 self._settle(segment, start, at, run)
                 if at == self._stop or self._all_stopped():
                     self._done = True
@@ -189,8 +191,8 @@ class Publication:
         return segment
 
     def _may_extend(self, above: Segment, start: int, stop: int, run: RetentionRun) -> bool:
-        # Whether the new blocks would be in the same state as those of `above`, in every pool. That
-        # there is one holder, and that this sequence holds it, names the holder.
+        # Returns whether the new blocks would have the state of those of `above` in every pool.
+        # This sequence holds `above`, so if there is one holder, it is this sequence.
         if above.children or run.inherited or self._sequence.pins:
             return False
         for held in self._held:

@@ -1,4 +1,4 @@
-"""When the blocks of sequences are published (specification: publishing)."""
+"""Decides when the blocks of sequences are published (specification: publishing)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Publisher"]
 
 
 class Publisher:
-    """Publishes what sequences filled, while they run and at their end.
+    """Publishes the blocks that sequences filled, while they run and at their end.
 
-    With full attention a running sequence stops at the first block that another one published
-    before: what followed would be a referenced block under one that this sequence does not
-    reference. At its end nothing of it is referenced any more, and the publisher tries every
-    valid block once more. Window pools know no such order.
+    With full attention a running sequence stops publishing at the first block that another one
+    published before. Later blocks would be referenced below a block that this sequence does not
+    reference. At its end none of its blocks is referenced any more, and the publisher tries every
+    valid block once more. Window pools have no such order.
     """
 
     def __init__(self, tree: RadixTree, config: KvCacheConfig) -> None:
@@ -25,16 +25,16 @@ class Publisher:
         self._tails = config.enable_partial_reuse
 
     def commit(self, sequence: Sequence, stop: int) -> None:
-        """Publish its full blocks up to number `stop`; it goes on to hold them."""
+        """Publishes its full blocks up to number `stop`; the sequence keeps holding them."""
         first = sequence.attempted
         if stop > first and self._reuse:
             sequence.attempted = stop
             Publication(self._tree, sequence).blocks(first, stop)
 
     def publish_ended(self, sequence: Sequence, num_valid: int) -> None:
-        """Publish what is valid of a sequence that ended and goes on to hold it, tail included.
+        """Publishes the valid blocks of an ended sequence that keeps them, tail included.
 
-        A duplicate, and with full attention what follows it, waits for `finish`.
+        A duplicate, and with full attention every block after it, waits for `finish`.
         """
         blocks, tail = divmod(num_valid, self._tree.tokens_per_block)
         self.commit(sequence, blocks)
@@ -42,7 +42,7 @@ class Publisher:
             Publication(self._tree, sequence).tail(blocks, tail)
 
     def finish(self, sequence: Sequence, num_valid: int) -> None:
-        """Publish what is valid at the end of `sequence`; the caller then lets go of its blocks."""
+        """Publishes the valid blocks at the end of `sequence`; the caller then releases them."""
         if not self._reuse:
             return
         size = self._tree.tokens_per_block

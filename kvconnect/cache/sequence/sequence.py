@@ -22,12 +22,12 @@ __all__ = ["PinHandle", "Sequence", "check_position"]
 
 
 class PinHandle(PinnedBlocks):
-    """Blocks that stay until they are unpinned.
+    """The blocks of a pin, which stay until they are unpinned.
 
     Attributes:
         block_ids: int32, the blocks of group 0 in order of their tokens, as of when they were
             pinned; -1 where there is none, or only in secondary.
-        sequence: whose private blocks it holds, too; ``None``: none, or it ended.
+        sequence: the sequence whose private blocks the pin holds, too; ``None``: none, or it ended.
         held: by pool group.
         shares_private: whether it was made of a sequence.
     """
@@ -49,8 +49,8 @@ class Sequence:
     """The tokens and blocks of one request.
 
     Attributes:
-        tokens: as native int32 bytes.
-        held: what it holds, by pool group.
+        tokens: native int32 bytes.
+        held: the blocks that it holds, by pool group.
         attempted: leading blocks that a commit published, or left private as duplicates.
         computed: leading tokens that were matched or committed.
         matched: leading tokens that were matched.
@@ -73,24 +73,24 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and appended tokens."""
+        """The number of tokens, prompt and appended."""
         return len(self.tokens) // 4
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that its tokens need."""
+        """The number of blocks that its tokens need."""
         return len(self.held[0].ids)
 
     @property
     def is_published(self) -> bool:
-        """Whether it has no private block."""
+        """Returns whether it has no private block."""
         for held in self.held:  # noqa: SIM110 - a generator costs several times as much
             if not held.is_published:
                 return False
         return True
 
     def block_keys(self, tokens_per_block: int, layouts: Items[KvCacheLayout]) -> Items[BlockKey]:
-        """See `BlockManager.block_keys`; `layouts` are those of the pools."""
+        """Implements `BlockManager.block_keys`; `layouts` are those of the pools."""
         chain = self.chain
         if chain is None:
             root = root_key(b"", layouts, self.namespace)
@@ -99,7 +99,7 @@ class Sequence:
         return chain.keys(0, self.num_tokens // tokens_per_block)
 
     def priorities(self, start: int) -> list[int]:
-        """See `BlockManager.priorities`."""
+        """Implements `BlockManager.priorities`."""
         held = self.held[0]
         found: list[int] = []
         for run in self.plan.runs(0, len(held.ids)):
@@ -111,9 +111,9 @@ class Sequence:
         return found[start:]
 
     def forget(self, held: HeldBlocks, start: int, stop: int) -> BlockIds:
-        """The sequence gives up these blocks in one pool; returns the private ones among them.
+        """Gives up these blocks in one pool; returns the private ones among them.
 
-        Pins that hold private ones keep them, loose.
+        Pins that hold private ones keep them as loose blocks.
         """
         private = self.hand_over(held, start, stop)
         start, stop = max(start, held.first), min(stop, held.stop)
@@ -122,21 +122,21 @@ class Sequence:
         return private
 
     def hand_over(self, held: HeldBlocks, start: int, stop: int) -> BlockIds:
-        """As `forget`, of a sequence that ends: its ids are not used any more."""
+        """Does what `forget` does for a sequence that ends: its ids are not used any more."""
         for pin in self.pins:
             pinned = pin.held[held.pool.group]
             pinned.loose.extend(held.private_ids(max(start, pinned.first), min(stop, pinned.end)))
         return held.private_ids(start, stop)
 
     def disband(self) -> None:
-        """The sequence ended, and its pins hold only what they have themselves."""
+        """Ends the sequence: its pins keep only the blocks that they hold themselves."""
         for pin in self.pins:
             pin.sequence = None
         self.pins.clear()
 
 
 def check_position(field: str, position: int, num_tokens: int) -> None:
-    """Refuse a number of leading tokens that there are not.
+    """Refuses a position outside the tokens of a sequence.
 
     Raises:
         ConfigurationError: (a ``ValueError``) it is outside ``0..num_tokens``.

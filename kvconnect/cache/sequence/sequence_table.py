@@ -24,9 +24,9 @@ __all__ = ["SequenceTable"]
 
 
 class SequenceTable:
-    """Sequences by request id: how they grow and shrink, and how they end.
+    """The sequences by request id: how they grow and shrink, and how they end.
 
-    All methods raise `UnknownRequest` if no live sequence has the id that they are given.
+    All methods raise `UnknownRequest` if no live sequence has the given id.
     """
 
     def __init__(
@@ -52,51 +52,52 @@ class SequenceTable:
     # ---------------------------------------------------------------- queries
 
     def num_tokens(self, request_id: int) -> int:
-        """Tokens of the sequence, prompt and appended."""
+        """Returns the number of tokens of the sequence, prompt and appended."""
         return self._get(request_id).num_tokens
 
     def tokens(self, request_id: int, start: int = 0) -> npt.NDArray[np.int32]:
-        """A copy of the sequence's tokens from `start` on, int32."""
+        """Returns a copy of the sequence's tokens from `start` on, int32."""
         return np.frombuffer(bytes(self._get(request_id).tokens[4 * start :]), np.int32)
 
     def holds(self, request_id: int) -> bool:
-        """Whether there is a sequence of this id."""
+        """Returns whether a sequence of this id is live."""
         return request_id in self._live
 
     def group_block_ids(self, request_id: int, group: int) -> npt.NDArray[np.int32]:
-        """The sequence's blocks in a pool group, in order of its tokens: int32, the caller's own.
+        """Returns the sequence's blocks in a pool group, in order of its tokens: an int32 copy.
 
-        -1 stands for one that the window left behind, and for one that is not reserved yet.
+        -1 stands for a block that the window left behind, and for one that is not reserved yet.
         """
         return as_id_array(self._get(request_id).held[group].ids)
 
     def num_blocks(self, request_id: int, group: int = 0) -> int:
-        """How many blocks the sequence holds in a pool group."""
+        """Returns how many blocks the sequence holds in a pool group."""
         held = self._get(request_id).held[group]
         return held.stop - held.first
 
     def num_reserved_tokens(self, request_id: int) -> int:
-        """Leading tokens of the sequence that every pool group has blocks for."""
+        """Returns how many leading tokens of the sequence have blocks in every pool group."""
         return self._get(request_id).reserved
 
     def block_keys(self, request_id: int) -> Items[BlockKey]:
-        """Chained keys of the sequence's full blocks, each hashed once by its `KeyChain`.
+        """Returns the chained keys of the sequence's full blocks.
 
-        Without a chain in `add_sequence` they are hashed now, and no store knows them.
+        Its `KeyChain` hashes each once. If `add_sequence` got no chain, they are hashed now, and no
+        store knows them.
         """
         return self._get(request_id).block_keys(self._tokens_per_block, self._layouts)
 
     def priorities(self, request_id: int, start: int = 0) -> list[int]:
-        """Retention priority of each of the sequence's blocks from number `start` on, in group 0.
+        """Returns the retention priority of each block of the sequence from `start` on, in group 0.
 
-        Of a block that it does not hold: the priority that the request asked for.
+        A block that it does not hold has the priority that the request asked for.
         """
         return self._get(request_id).priorities(start)
 
     # ---------------------------------------------------------------- growing and shrinking
 
     def reserve(self, request_id: int, num_tokens: int) -> None:
-        """Before a later chunk: window pools get blocks up to position `num_tokens`.
+        """Reserves blocks of window pools up to position `num_tokens`, before a later chunk.
 
         Raises:
             ConfigurationError: (a ``ValueError``) `num_tokens` is beyond the sequence.
@@ -115,7 +116,7 @@ class SequenceTable:
         sequence.reserved = num_tokens
 
     def append_tokens(self, request_id: int, tokens: Tokens) -> None:
-        """The sequence goes on with `tokens`; takes a block where one begins.
+        """Appends `tokens` to the sequence; allocates a block where one begins.
 
         Raises:
             ConfigurationError: (a ``ValueError``) its prompt is not wholly reserved.
@@ -137,7 +138,7 @@ class SequenceTable:
         sequence.reserved = num_tokens
 
     def rewind(self, request_id: int, num_tokens: int) -> None:
-        """Drop the last `num_tokens` tokens, and the blocks that held nothing else.
+        """Drops the last `num_tokens` tokens, and the blocks that held no others.
 
         Raises:
             ConfigurationError: (a ``ValueError``) negative, or below what was committed or matched.
@@ -165,10 +166,10 @@ class SequenceTable:
     # ---------------------------------------------------------------- valid KV
 
     def commit(self, request_id: int, num_computed_tokens: int) -> None:
-        """The KV of the first `num_computed_tokens` is valid: publish the full blocks among them.
+        """Publishes the full blocks among the first `num_computed_tokens`, whose KV is valid.
 
-        Window pools then give up the blocks that lie wholly before what the next token reads.
-        Below an earlier commit it does nothing.
+        Window pools then give up the blocks that lie wholly before what the next token reads. A
+        call for fewer tokens than were committed does nothing.
 
         Raises:
             ConfigurationError: (a ``ValueError``) beyond the sequence, or what is reserved of it.
@@ -197,10 +198,10 @@ class SequenceTable:
     # ---------------------------------------------------------------- the end
 
     def publish_ended(self, request_id: int, num_valid_tokens: int) -> None:
-        """The sequence ended, but its blocks stay: publish what is valid, full blocks and tail.
+        """Publishes the valid blocks, tail included, of an ended sequence that keeps its blocks.
 
-        `abort` or `release` lets go of them later, and publishes duplicates and what follows those;
-        nothing else may change the sequence in between.
+        `abort` or `release` releases them later, and publishes duplicates and the blocks after
+        them. The sequence must not change in between.
 
         Raises:
             ConfigurationError: (a ``ValueError``) beyond the sequence.
@@ -210,23 +211,23 @@ class SequenceTable:
         self._publisher.publish_ended(sequence, num_valid_tokens)
 
     def release(self, request_id: int) -> None:
-        """The sequence ended, and the KV of all its tokens but the last is valid.
+        """Ends the sequence, all of whose tokens but the last have valid KV.
 
-        Publishes that, full blocks and tail, and lets go of its blocks.
+        Publishes the valid blocks, full ones and tail, and releases all blocks.
 
         Raises:
             ConfigurationError: (a ``ValueError``) its prompt is not wholly reserved.
         """
         sequence = self._get(request_id)
         _check_reserved(sequence, sequence.num_tokens)
-        # A block that was committed whole is offered whole.
+        # A block that was committed whole is published whole.
         committed = sequence.computed // self._tokens_per_block * self._tokens_per_block
         self._end(request_id, max(sequence.num_tokens - 1, committed))
 
     def abort(self, request_id: int, num_valid_tokens: int) -> None:
-        """The sequence ended: as `release`, but only the first `num_valid_tokens` are valid.
+        """Ends the sequence like `release`, but only the first `num_valid_tokens` are valid.
 
-        What was committed stays published.
+        Blocks that were committed stay published.
 
         Raises:
             ConfigurationError: (a ``ValueError``) beyond the sequence.

@@ -1,4 +1,4 @@
-"""The radix tree: which token paths are published.
+"""The radix tree of published token paths.
 
 Imports the vocabulary only. Begin with `radix_tree`, then `segment` (a run of blocks as a node) and
 `residence` (its state in one pool).

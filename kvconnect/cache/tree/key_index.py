@@ -11,11 +11,11 @@ __all__ = ["KeyIndex"]
 
 
 class KeyIndex:
-    """Segments by the key of their first block. Other keys are hashed when a search gets there.
+    """Maps the key of a segment's first block to the segment. Other keys are hashed by searches.
 
-    Made when the first search comes: without one, nothing is hashed. Namespaces in which
-    no sequence brought a key chain have no keys. What the chain of a sequence knows is not hashed
-    again, nor the other way round.
+    It is made by the first search: without one, nothing is hashed. Namespaces in which no sequence
+    brought a key chain have no keys. Keys that the chain of a sequence has are not hashed again,
+    and neither are those that the index has.
     """
 
     def __init__(self, roots: Iterable[Root], tokens_per_block: int) -> None:
@@ -25,7 +25,7 @@ class KeyIndex:
             self.named(root)
 
     def find(self, keys: Sequence[BlockKey]) -> tuple[Segment, int] | None:
-        """The deepest segment on the path of `keys`, and how many of them lead there."""
+        """Returns the deepest segment on the path of `keys`, and how many keys lead there."""
         found: Segment | None = None
         at = 0
         while at < len(keys):
@@ -43,12 +43,12 @@ class KeyIndex:
         return None if found is None else (found, at)
 
     def keys_of(self, segment: Segment, first: int = 0) -> list[BlockKey]:
-        """The keys of its blocks from number `first` on; none in a namespace without chain root."""
+        """Returns the keys of its blocks from `first` on, or none without a chain root."""
         self._hash(segment, len(segment))
         return split_keys(segment.keys[first * KEY_NBYTES :])
 
     def named(self, root: Root) -> None:
-        """`root` got its chain root: what is below it has keys now."""
+        """Adds the segments below `root`, which got its chain root and so has keys now."""
         waiting = list(root.children.values())
         while waiting:
             segment = waiting.pop()
@@ -56,7 +56,7 @@ class KeyIndex:
             waiting.extend(segment.children.values())
 
     def added(self, segment: Segment, chain: KeyChain | None = None) -> None:
-        """`segment` was inserted for a sequence with this `chain`."""
+        """Adds `segment`, which was inserted for a sequence with this `chain`."""
         if chain is not None:
             self.take(segment, chain)
         self._hash(segment, 1)
@@ -64,7 +64,7 @@ class KeyIndex:
             self._first.setdefault(_first_key(segment), segment)
 
     def take(self, segment: Segment, chain: KeyChain) -> None:
-        """Do not hash again what `chain` knows, if it leads to this segment."""
+        """Copies the keys that `chain` knows, if it leads to this segment, instead of hashing."""
         known = len(segment.keys) // KEY_NBYTES
         parent = self._key_before(segment, known)
         if parent is not None:
@@ -72,9 +72,10 @@ class KeyIndex:
             segment.keys += chain.known(segment.start + known, parent, segment.tokens, low)
 
     def teach(self, chain: KeyChain, segment: Segment, num_blocks: int) -> None:
-        """`chain` is of tokens that match `num_blocks` blocks of the path down to `segment`.
+        """Teaches `chain` the keys of the first `num_blocks` blocks of the path to `segment`.
 
-        They get their keys here, as whatever is published after them needs these.
+        The tokens of `chain` match those blocks. Keys that are missing here are hashed: whatever is
+        published after the blocks needs them.
         """
         if chain.num_hashed >= num_blocks:
             return
@@ -89,7 +90,7 @@ class KeyIndex:
         chain.learn(keys[: num_blocks * KEY_NBYTES])
 
     def divided(self, upper: Segment, lower: Segment) -> None:
-        """`lower` was split; `upper` is its first part."""
+        """Updates the index after `lower` was split; `upper` is its first part."""
         if upper.keys:
             first = _first_key(upper)
             if self._first.get(first) is lower:
@@ -97,19 +98,22 @@ class KeyIndex:
             self.added(lower)
 
     def joining(self, upper: Segment, lower: Segment) -> None:
-        """`lower`, which has keys only if all of `upper` have some, takes in `upper`."""
+        """Updates the index before `lower` absorbs `upper`.
+
+        `lower` has keys only if all of `upper` do.
+        """
         self.removed(lower)
         if upper.keys and self._first.get(_first_key(upper)) is upper:
             self._first[_first_key(upper)] = lower
 
     def removed(self, segment: Segment) -> None:
-        """`segment` left the tree."""
+        """Removes `segment`, which left the tree."""
         # Callers that give two namespaces one chain root make equal keys: the first stays.
         if segment.keys and self._first.get(_first_key(segment)) is segment:
             del self._first[_first_key(segment)]
 
     def check(self, segments: Sequence[Segment]) -> None:
-        """Raise `AssertionError` unless just the first keys of `segments` are here."""
+        """Raises `AssertionError` unless exactly the first keys of `segments` are indexed."""
         expected = {_first_key(segment) for segment in segments if segment.keys}
         right = all(_first_key(segment) == key for key, segment in self._first.items())
         if not right or self._first.keys() != expected:
@@ -126,7 +130,7 @@ class KeyIndex:
             segment.keys += chain_keys(parent, tokens, size)
 
     def _key_before(self, segment: Segment, known: int) -> bytes | None:
-        # The key before its block number `known`, which is the first without one.
+        # Returns the key before its block number `known`, the first without a key.
         if known:
             return bytes(segment.keys[-KEY_NBYTES:])
         parent = segment.parent

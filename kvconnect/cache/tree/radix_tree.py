@@ -1,4 +1,4 @@
-"""The compressed radix tree: which token paths are published, whatever pools they are in."""
+"""The compressed radix tree: the published token paths, whatever pools they are in."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ TokenBytes = bytes | bytearray
 
 
 class RadixTree:
-    """Token paths by namespace, in runs of blocks.
+    """The token paths by namespace, in runs of blocks.
 
-    It moves segments; what their state means is the pools' affair.
+    The tree moves segments; the pools interpret their state.
 
     Attributes:
         roots: of each namespace that has something published; only the tree changes it.
         index: finds segments by block key, once a search by key was made.
         on_split: called with the upper and the lower part of every segment that is divided, before
             the caller of `split` sees them.
-        on_join: called with the upper of two segments that became one, which is gone.
+        on_join: called with the upper of two segments that became one; it is removed.
     """
 
     def __init__(self, tokens_per_block: int, num_pools: int) -> None:
@@ -41,7 +41,7 @@ class RadixTree:
         self.roots: dict[NamespaceId, Root] = {}
 
     def root(self, namespace: NamespaceId, chain_root: BlockKey | None = None) -> Root:
-        """The namespace's root, made if need be; it goes with its last child.
+        """Returns the namespace's root, made if need be; it is removed with its last child.
 
         The first `chain_root` that is given is the key before its first blocks.
         """
@@ -55,7 +55,7 @@ class RadixTree:
         return root
 
     def segments(self) -> Iterator[Segment]:
-        """All segments, parents before children; nothing may be changed meanwhile."""
+        """Yields all segments, parents before children; the tree must not change meanwhile."""
         waiting: list[Segment] = []
         for root in self.roots.values():
             waiting.extend(root.children.values())
@@ -65,7 +65,7 @@ class RadixTree:
             waiting.extend(segment.children.values())
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Removes everything."""
         self.roots.clear()
         if self.index is not None:
             self.index = KeyIndex((), self.tokens_per_block)
@@ -73,7 +73,7 @@ class RadixTree:
     # ---------------------------------------------------------------- queries: these change nothing
 
     def walk(self, segment: Segment, tokens: TokenBytes, stop: int) -> tuple[Segment, int]:
-        """Follow whole blocks of `tokens` from the end of `segment`, up to `stop` blocks.
+        """Follows whole blocks of `tokens` from the end of `segment`, up to `stop` blocks.
 
         Returns the deepest segment reached and the blocks that matched, from the root on.
         """
@@ -93,7 +93,7 @@ class RadixTree:
         return segment, at
 
     def step(self, segment: Segment, tokens: TokenBytes, stop: int) -> tuple[Segment, int] | None:
-        """As `walk`, but into one child only; ``None``: there is none."""
+        """Walks like `walk`, but into one child only; returns ``None`` if no child matches."""
         at, stride = segment.end, self.stride
         child = segment.children.get(bytes(tokens[at * stride : (at + 1) * stride]))
         if child is None:
@@ -102,7 +102,7 @@ class RadixTree:
         return child, at + (self._common(tokens, at, child.tokens, count) if count > 1 else 1)
 
     def followers(self, segment: Segment, at: int, prefix: TokenBytes) -> Iterator[Segment]:
-        """Segments with a block after the first `at` of this path that begins with `prefix`."""
+        """Yields segments with a block after the first `at` of this path that has this `prefix`."""
         if at < segment.end:
             if segment.tokens.startswith(prefix, (at - segment.start) * self.stride):
                 yield segment
@@ -122,9 +122,9 @@ class RadixTree:
     def insert(
         self, parent: Segment, tokens: bytearray, num_blocks: int, chain: KeyChain | None = None
     ) -> Segment:
-        """Add a segment after `parent`, which has no child that begins with the same block.
+        """Adds a segment after `parent`, which has no child that begins with the same block.
 
-        It is in no pool yet. What `chain` knows of its keys is not hashed again.
+        The segment is in no pool yet. Keys that `chain` knows are not hashed again.
         """
         segment = Segment(parent, parent.end, parent.end + num_blocks, tokens, self._num_pools)
         parent.add_child(bytes(tokens[: self.stride]), segment)
@@ -135,32 +135,32 @@ class RadixTree:
     def lengthen(
         self, segment: Segment, tokens: bytearray, num_blocks: int, chain: KeyChain | None = None
     ) -> None:
-        """Add blocks at the end of `segment`, which has no children."""
+        """Adds blocks at the end of `segment`, which has no children."""
         segment.tokens += tokens
         segment.end += num_blocks
         if self.index is not None and chain is not None:
             self.index.take(segment, chain)
 
     def shorten(self, segment: Segment, num_blocks: int) -> None:
-        """Take the last blocks off a segment without children that has more; no pool has them."""
+        """Removes the last blocks of a longer, childless segment. No pool may have them."""
         segment.end -= num_blocks
         keep = segment.end - segment.start
         del segment.tokens[keep * self.stride :], segment.keys[keep * KEY_NBYTES :]
 
     def let_go(self, segment: Segment) -> None:
-        """`segment` was let go, or used, just now in group 0."""
+        """Records that `segment` was released, or used, just now in group 0."""
         parent = segment.parent
         if parent is not None and parent.children.recent is not None:
             parent.children.let_go(bytes(segment.tokens[: self.stride]))
 
     def split(self, segment: Segment, at: int) -> Segment:
-        """Divide `segment` before block number `at`; returns the upper part, a new segment.
+        """Divides `segment` before block number `at`; returns the upper part, a new segment.
 
         Both parts have the state of the whole. `segment` becomes the lower part.
         """
         count = at - segment.start
         cut = count * self.stride
-        # What is cut off is mostly short: the upper part keeps the memory, the lower one is copied.
+        # The lower part is mostly short: the upper one keeps the memory, the lower one is copied.
         upper = Segment(segment.parent, segment.start, at, segment.tokens, 0)
         upper.pools = list(segment.pools)  # replaced by the pools' own parts, below
         upper.keys = segment.keys
@@ -178,10 +178,10 @@ class RadixTree:
         return upper
 
     def join(self, upper: Segment, *, same_holders: bool = False) -> None:
-        """Undo a `split`: `upper` and the one segment that follows it become one, if they may.
+        """Undoes a `split`: joins `upper` and the one segment that follows it, if possible.
 
-        They may if they have no holder, or the caller knows that they have the same holders, of
-        whom none ends between them; and if every pool has them in the same state. They must be
+        They are joined if they have no holder, or the caller knows that they have the same holders,
+        none of which ends between them. Every pool must have them in the same state. They must be
         short, as joining copies both. The lower object stays.
         """
         lower = next(iter(upper.children.values()), None)
@@ -204,19 +204,19 @@ class RadixTree:
             absorbed(upper)
 
     def last_blocks(self, segment: Segment, count: int) -> Segment:
-        """`segment`, which is divided so that it has just its last `count` blocks."""
+        """Splits `segment` so that it keeps its last `count` blocks; returns it."""
         if count < len(segment):
             self.split(segment, segment.end - count)
         return segment
 
     def descend(self, segment: Segment, tokens: TokenBytes, stop: int) -> Segment:
-        """The segment that ends after `stop` blocks of `tokens`, made if need be."""
+        """Returns the segment that ends after `stop` blocks of `tokens`, made if need be."""
         if segment.end == stop:
             return segment
         return self.arrive(*self.walk(segment, tokens, stop), tokens, stop)
 
     def arrive(self, segment: Segment, at: int, tokens: TokenBytes, stop: int) -> Segment:
-        """As `descend`, from where `walk` to `stop` came to."""
+        """Does what `descend` does, from the result of a `walk` to `stop`."""
         if at < segment.end:
             segment = self.split(segment, at)
         if at < stop:
@@ -225,7 +225,7 @@ class RadixTree:
         return segment
 
     def prune(self, segment: Segment) -> None:
-        """Remove `segment`, and those above it, as far as no pool has them and nothing follows."""
+        """Removes `segment` and its ancestors as far as they have no children and no pool."""
         while not segment.children and not segment.is_resident:
             parent = segment.parent
             if parent is None:
@@ -239,7 +239,7 @@ class RadixTree:
 
 
 def shared_tokens(left: bytes, right: bytes) -> int:
-    """How many leading tokens are equal."""
+    """Returns how many leading tokens are equal."""
     if left[:4] != right[:4]:
         return 0  # mostly
     size = min(len(left), len(right))

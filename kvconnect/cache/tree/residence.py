@@ -1,4 +1,4 @@
-"""Where a run of blocks is in one pool."""
+"""The state of a run of blocks in one pool."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _NO_IDS: BlockIds = array("i")
 
 
 def new_ids() -> BlockIds:
-    """No ids."""
+    """Returns an empty array of ids."""
     return _NO_IDS[:]  # half the time of making one
 
 
 @dataclass(slots=True, eq=False)
 class Residence:
-    """Where the blocks of a segment are in one pool, and what is known of them there.
+    """The state of a segment's blocks in one pool.
 
     Attributes:
         ids: one primary block per block of the segment; ``None``: not in primary.
         host_ids: the same in secondary. With both, the host copy is valid, too.
         references: sequences and pins that hold these blocks.
         retention: priority and duration.
-        expires: when `retention` reverts to the default; ``inf``: never, or not let go since it was
-            set.
+        expires: when `retention` reverts to the default; ``inf``: never, or not released since it
+            was set.
         stamp: moment of the last dereference or partial copy; block order breaks ties, later blocks
-            are older. Below zero: never let go, in order of publishing.
+            are older. Below zero: never released, in order of publishing.
         primary_below: child segments with blocks in primary.
         resident_below: child segments with blocks in primary or secondary.
     """
@@ -53,11 +53,11 @@ class Residence:
 
     @property
     def is_resident(self) -> bool:
-        """Whether the blocks are in primary or secondary."""
+        """Returns whether the blocks are in primary or secondary."""
         return self.ids is not None or self.host_ids is not None
 
     def divide(self, count: int) -> Residence:
-        """Split off the state of the first `count` blocks; this object keeps that of the others."""
+        """Splits off the state of the first `count` blocks; this object keeps the rest."""
         upper = Residence()
         if self.ids is not None:
             upper.ids, self.ids = self.ids, self.ids[count:]
@@ -74,7 +74,7 @@ class Residence:
         return upper
 
     def goes_on_as(self, below: Residence) -> bool:
-        """Whether these blocks and those `below` are in the same state."""
+        """Returns whether these blocks and those `below` are in the same state."""
         if not self.is_resident:
             return not below.is_resident
         return (
@@ -86,8 +86,8 @@ class Residence:
         )
 
     def absorb(self, upper: Residence) -> None:
-        """Take in the blocks of `upper`, which stand before these and go on as these."""
-        self.stamp = upper.stamp  # of what is in neither, the moments may differ
+        """Adds the blocks of `upper`, which precede these and have the same state."""
+        self.stamp = upper.stamp  # the moments of blocks that are in neither tier may differ
         if self.ids is not None and upper.ids is not None:
             self.ids = upper.ids + self.ids
         if self.host_ids is not None and upper.host_ids is not None:

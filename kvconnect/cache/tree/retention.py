@@ -1,4 +1,4 @@
-"""Which retention each block of a sequence gets."""
+"""The retention that each block of a sequence gets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DEFAULT_RETENTION", "Retention", "RetentionPlan", "RetentionRun"]
 
 
 class Retention(NamedTuple):
-    """How long a block is worth keeping: priority 0..100, and seconds (``None``: for ever)."""
+    """The retention of a block: priority 0..100, and seconds (``None``: for ever)."""
 
     priority: int
     duration: float | None = None
@@ -21,7 +21,7 @@ DEFAULT_RETENTION = Retention(DEFAULT_RETENTION_PRIORITY)
 
 
 class RetentionRun(NamedTuple):
-    """Blocks ``start..stop`` of a sequence have this retention.
+    """The retention of blocks ``start..stop`` of a sequence.
 
     Attributes:
         requested: the request set it; else it is the default.
@@ -38,8 +38,8 @@ class RetentionRun(NamedTuple):
 class RetentionPlan:
     """The retention of every block of one sequence, by block number.
 
-    A block takes the range that holds its first token; blocks whose first token was generated take
-    the decode policy. Immutable but for `inherit` and `rewind`.
+    The range that holds a block's first token decides its retention. Blocks whose first token was
+    generated get the decode policy. Immutable but for `inherit` and `rewind`.
     """
 
     __slots__ = ("_decode", "_first_decoded", "_inherited", "_ranges")
@@ -65,7 +65,7 @@ class RetentionPlan:
                 self._ranges.append(RetentionRun(start, stop, retention, requested=True))
 
     def requested(self, start: int, stop: int) -> list[RetentionRun]:
-        """The prompt blocks within ``start..stop`` whose retention the request sets, in order."""
+        """Returns the prompt blocks in ``start..stop`` whose retention the request sets."""
         found: list[RetentionRun] = []
         for run in self._ranges:
             low, high = max(run.start, start), min(run.stop, stop)
@@ -74,16 +74,16 @@ class RetentionPlan:
         return found
 
     def inherit(self, block: int) -> None:
-        """`block` is a copy, and has the retention of its source; a range of the request wins."""
+        """Gives `block`, a copy, the retention of its source, if the request sets none for it."""
         if not self.requested(block, block + 1):
             self._inherited = block
 
     def rewind(self, num_blocks: int) -> None:
-        """The tokens that come after so many blocks are generated, also where the prompt was."""
+        """Counts the tokens after so many blocks as generated, also where the prompt was."""
         self._first_decoded = min(self._first_decoded, num_blocks)
 
     def runs(self, start: int, stop: int) -> Iterator[RetentionRun]:
-        """All blocks ``start..stop``, in order, as runs of equal retention."""
+        """Yields all blocks ``start..stop``, in order, as runs of equal retention."""
         at = start
         if self._ranges or self._decode is not None or self._inherited is not None:
             for run in self._set(start, stop):

@@ -15,12 +15,12 @@ __all__ = ["Children", "Root", "Segment"]
 class Children(dict[bytes, "Segment"]):
     """The segments that follow another one, each found by its whole first block.
 
-    Sorted, too, because the child that shares the longest prefix with some tokens is then beside
-    the position that those would have, and all that share so much lie together.
+    They are sorted, too: the child that shares the longest prefix with some tokens is then beside
+    the position that the tokens would have, and all that share as much lie together.
 
     Attributes:
-        order: the first blocks, once they were needed: most segments have one child at most.
-        recent: the same, those last that were let go last in group 0; once they were needed.
+        order: the first blocks, made when first needed: most segments have one child at most.
+        recent: the first blocks, the last released in group 0 at the end; made when first needed.
     """
 
     __slots__ = ("order", "recent")
@@ -30,17 +30,17 @@ class Children(dict[bytes, "Segment"]):
         self.recent: dict[bytes, None] | None = None
 
     def begun_by(self, prefix: bytes) -> Iterator[Segment]:
-        """The children whose first block begins with `prefix`, or holds just that."""
+        """Yields the children whose first block begins with `prefix`, or equals it."""
         return map(self.__getitem__, self._sorted().begun_by(prefix) if self else ())
 
     def beside(self, low: bytes, high: bytes) -> tuple[bytes, bytes]:
-        """The last first block before `low`, and the first one from `high` on; empty: none."""
+        """Returns the last first block before `low`, and the first one from `high` on, or empty."""
         return self._sorted().beside(low, high) if self else (b"", b"")
 
     def latest(self, prefix: bytes, most: int) -> Iterator[Segment]:
-        """Of the `most` children that were let go last, those begun by `prefix`; the last first.
+        """Yields those of the `most` last released children that begin with `prefix`, latest first.
 
-        Children that were never let go are among them at any position.
+        Children that were never released are among them at any position.
         """
         if self.recent is None:
             self.recent = dict.fromkeys(sorted(self, key=lambda key: self[key].pools[0].stamp))
@@ -49,13 +49,13 @@ class Children(dict[bytes, "Segment"]):
                 yield self[key]
 
     def let_go(self, key: bytes) -> None:
-        """The child that `key` names was let go, or used, just now; see `recent`."""
+        """Records that the child `key` was released, or used, just now; see `recent`."""
         if self.recent is not None:
             del self.recent[key]
             self.recent[key] = None
 
     def add(self, key: bytes, segment: Segment) -> None:
-        """`key` must be new."""
+        """Adds `segment` under `key`, which must be new."""
         self[key] = segment
         if self.order is not None:
             self.order.add(key)
@@ -63,7 +63,7 @@ class Children(dict[bytes, "Segment"]):
             self.recent[key] = None
 
     def remove(self, key: bytes) -> None:
-        """`key` must be there."""
+        """Removes `key`, which must be present."""
         del self[key]
         if self.order is not None:
             self.order.remove(key)
@@ -77,20 +77,20 @@ class Children(dict[bytes, "Segment"]):
 
 
 _NO_CHILDREN = Children()
-"""Of every segment that never had one: most."""
+"""The children of every segment that never had one, which are most."""
 
 
 class Segment:
-    """Consecutive blocks of one path that are in the same state, in every pool.
+    """A run of consecutive blocks of one path that are in the same state, in every pool.
 
-    A root has no blocks and no parent; a tail has one block of less than `tokens_per_block` tokens
-    and never children. All other segments hold whole blocks. One that no pool has blocks of is
-    there because something below it is. Splitting keeps this object as the lower part: what
-    refers to a segment as the deepest of a path still refers to that path.
+    A root has no blocks and no parent. A tail has one block of less than `tokens_per_block` tokens
+    and never children. All other segments hold whole blocks. A segment that no pool has blocks of
+    exists because a pool has some below it. Splitting keeps this object as the lower part: a
+    reference to the deepest segment of a path still refers to that path.
 
     Attributes:
-        parent: what the first block follows; ``None`` for a root.
-        children: what follows the last block; see `add_child`.
+        parent: the segment before the first block; ``None`` for a root.
+        children: the segments after the last block; see `add_child`.
         start: blocks before the first one.
         end: blocks up to and including the last one.
         tokens: of all blocks, as native int32 bytes.
@@ -112,25 +112,25 @@ class Segment:
         self.keys = bytearray()
 
     def __len__(self) -> int:
-        """Blocks."""
+        """The number of blocks."""
         return self.end - self.start
 
     @property
     def is_resident(self) -> bool:
-        """Whether any pool has its blocks."""
+        """Returns whether any pool has its blocks."""
         for state in self.pools:  # noqa: SIM110 - a generator costs several times as much
             if state.ids is not None or state.host_ids is not None:
                 return True
         return False
 
     def add_child(self, key: bytes, child: Segment) -> None:
-        """`child` follows; `key` is its first block, and no other child begins with that."""
+        """Adds `child`; `key` is its first block, and no other child begins with that."""
         if self.children is _NO_CHILDREN:
             self.children = Children()
         self.children.add(key, child)
 
     def path(self, first: int = 0) -> list[Segment]:
-        """The segments from the one that begins with block number `first` down to this one."""
+        """Returns the segments from the one that begins with block `first` down to this one."""
         path = []
         segment = self
         while segment.parent is not None and segment.start >= first:
@@ -141,10 +141,10 @@ class Segment:
 
 
 class Root(Segment):
-    """Where the paths of a namespace begin: no blocks, no parent.
+    """The root of the paths of a namespace: no blocks, no parent.
 
     Attributes:
-        namespace: whose.
+        namespace: its namespace.
         chain_root: the key before the first block, once a sequence brought it.
     """
 

@@ -1,4 +1,4 @@
-"""Keys that are kept in order."""
+"""A set of keys that is kept in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CHUNK = 512
 
 
 class SortedKeys:
-    """Distinct keys in order, in chunks: adding one moves few, however many there are."""
+    """A set of keys in order, in chunks: adding a key moves few others, however many there are."""
 
     __slots__ = ("_chunks", "_firsts")
 
@@ -25,7 +25,7 @@ class SortedKeys:
             yield from chunk
 
     def add(self, key: bytes) -> None:
-        """`key` must be new."""
+        """Adds `key`, which must be new."""
         if not self._chunks:
             self._chunks.append([key])
             self._firsts.append(key)
@@ -40,7 +40,7 @@ class SortedKeys:
             del chunk[_CHUNK:]
 
     def remove(self, key: bytes) -> None:
-        """`key` must be there."""
+        """Removes `key`, which must be present."""
         number = bisect_right(self._firsts, key) - 1
         chunk = self._chunks[number]
         del chunk[bisect_left(chunk, key)]
@@ -50,7 +50,7 @@ class SortedKeys:
             del self._chunks[number], self._firsts[number]
 
     def beside(self, low: bytes, high: bytes) -> tuple[bytes, bytes]:
-        """The last one before `low`, and the first one from `high` on; empty: there is none."""
+        """Returns the last key before `low`, and the first one from `high` on; empty: none."""
         if not self._chunks:
             return b"", b""
         number, at = self._locate(low)
@@ -65,7 +65,7 @@ class SortedKeys:
         return before, self._firsts[number + 1] if number + 1 < len(self._firsts) else b""
 
     def begun_by(self, prefix: bytes) -> Iterator[bytes]:
-        """Those that begin with `prefix`, or are just that."""
+        """Yields the keys that begin with `prefix`, or equal it."""
         if not self._chunks:
             return
         number, at = self._locate(prefix)

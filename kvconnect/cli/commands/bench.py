@@ -1,4 +1,4 @@
-"""``kvconnect bench``: speed, as ratios to what the machine can do in the same run."""
+"""The command ``kvconnect bench``: speed, as ratios to the machine's in the same run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_A_CHECKOUT = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``bench``, and add its benchmarks: `restart` and `store`, a checkout's beside."""
+    """Adds the options of ``bench``: `restart` and `store`, and in a checkout the others."""
     parser.description = (
         "Measure speed. Each figure stands beside its floor, measured in the same run."
     )
@@ -87,7 +87,7 @@ in the interpreter given.""",
 
 
 def run_restart(arguments: argparse.Namespace) -> None:
-    """Measure a restart, then an idle connector, then what two ranks exchange in a step."""
+    """Measures a restart, then an idle connector, then what two ranks exchange in a step."""
     from kvconnect.bench.rank_exchanges import rank_exchanges
     from kvconnect.bench.report import render
     from kvconnect.bench.restart import idle_overhead, restart
@@ -107,7 +107,7 @@ def run_restart(arguments: argparse.Namespace) -> None:
 
 
 def run_store(arguments: argparse.Namespace) -> None:
-    """Measure a store.
+    """Measures a store.
 
     Raises:
         ConfigurationError: names the option and what is right.

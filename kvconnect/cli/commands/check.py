@@ -1,4 +1,4 @@
-"""``kvconnect check``: whether a store keeps the contract of a backend."""
+"""The command ``kvconnect check``: tests whether a store keeps the contract of a backend."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ exit codes: 0 nothing failed, 1 a check failed, 2 wrong usage or configuration
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``check``."""
+    """Adds the options of ``check``."""
     parser.description = _DESCRIPTION
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Check the store, print a table, and exit with 1 if anything failed."""
+    """Checks the store, prints a table, and exits with 1 if anything failed."""
     from kvconnect.testing.subjects import DiskSubject, subject_of
 
     if arguments.minutes <= 0:

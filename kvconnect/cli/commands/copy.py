@@ -1,4 +1,4 @@
-"""``kvconnect copy``: brings the blocks of one store to another."""
+"""The command ``kvconnect copy``: copies the blocks of one store to another."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["add_options", "parents_first", "run"]
 
 _KEYS_PER_LOOKUP = 256
-# A part of each key is enough to know it again, and takes less memory.
+# A part of each key identifies it, and takes less memory.
 _SHORT = 12
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``copy``."""
+    """Adds the options of ``copy``."""
     parser.description = (
         "Copy the blocks of one store to another, with all that is known of them. What "
         "is there already is skipped, so a copy that was interrupted goes on where it was. Every "
@@ -56,7 +56,7 @@ class _Copied:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Copy, and say what was copied, also after Ctrl-C.
+    """Copies, and prints the result, also after Ctrl-C.
 
     Raises:
         ConfigurationError: source and target are the same.
@@ -119,10 +119,10 @@ async def _selected(
 async def parents_first(
     entries: AsyncIterator[StoredEntry], keys: set[bytes]
 ) -> AsyncIterator[StoredEntry]:
-    """`entries`, each after its parent if that is among `keys`, the beginnings of their keys.
+    """Yields `entries`, each after its parent if that is among `keys`, the beginnings of keys.
 
-    So what an interrupted copy leaves are prompts' beginnings, which are of use. Only entries that
-    come before their parent are kept back; `keys` is used up.
+    An interrupted copy then leaves the beginnings of prompts, which can be used. Only entries that
+    come before their parent are kept back. `keys` is emptied.
     """
     waiting: dict[bytes, list[StoredEntry]] = {}
     async for listed_entry in entries:
@@ -137,7 +137,7 @@ async def parents_first(
             keys.discard(short)
             yield entry
             ready += waiting.pop(short, [])
-    # Their parents went away between the two listings.
+    # Their parents were deleted between the two listings.
     for orphans in waiting.values():
         for entry in orphans:
             yield entry
@@ -149,7 +149,7 @@ async def _missing(
     done: _Copied,
     progress: Progress,
 ) -> AsyncIterator[StoredEntry]:
-    """The entries that `target` does not have, as far as asking for many at once tells."""
+    """Yields the entries that `target` lacks, as far as lookups of many at once show that."""
     batch: list[StoredEntry] = []
     async for entry in entries:
         batch.append(entry)
@@ -194,7 +194,7 @@ async def _write(target: GuardedBackend, batch: Sequence[ReadFrame], done: _Copi
     while blocks:
         saving = asyncio.ensure_future(target.save(blocks))
         try:
-            # Also after Ctrl-C it goes on: closing the target would wait for it anyway.
+            # The save continues after Ctrl-C: closing the target would wait for it anyway.
             await asyncio.wait({saving})
         finally:
             stored = await saving

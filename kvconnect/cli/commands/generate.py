@@ -1,4 +1,4 @@
-"""``kvconnect generate``: answer prompts, with or without a store."""
+"""The command ``kvconnect generate``: answers prompts, with or without a store."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _SAMPLING = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``generate``."""
+    """Adds the options of ``generate``."""
     parser.description = (
         "Answer prompts with a Hugging Face causal language model. With --store, the "
         "KV cache of prompts and answers is kept there, and prompts that share a beginning with an "
@@ -142,7 +142,7 @@ def _add_metrics(group: Options) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Answer the prompts, in order, each printed when it is finished.
+    """Answers the prompts, in order, each printed when it is finished.
 
     Raises:
         ConfigurationError: a bad option, an unreadable prompt file, an unusable model or store.
@@ -158,7 +158,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _fields(prompt: GivenPrompt, output: RequestOutput) -> dict[str, object]:
-    """Returns what ``--json`` prints; single completions only where they say more."""
+    """Returns the fields of ``--json``; single completions only where they add anything."""
     fields = {name: getattr(output, name) for name in _JSON_FIELDS}
     if prompt.sampling.n > 1 or prompt.sampling.logprobs is not None:
         fields["outputs"] = [

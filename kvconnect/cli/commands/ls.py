@@ -1,4 +1,4 @@
-"""``kvconnect ls``: the blocks in a store."""
+"""The command ``kvconnect ls``: lists the blocks in a store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ROW = "{:<16}  {:>10}  {:>5}  {:>5}  {:>4}  {:>6}  {:>5}  {:<8}  {:<8}"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``ls``."""
+    """Adds the options of ``ls``."""
     parser.description = (
         "List the blocks in a store. A listing that is not sorted is printed as it is "
         "read, however long it is; it does not count as use of the blocks."
@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the listing."""
+    """Prints the listing."""
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigurationError(f"--limit {arguments.limit}: must be at least 1")
     selection = Selection.from_arguments(arguments)
@@ -115,7 +115,7 @@ def _print_json(entry: StoredEntry) -> None:
 
 
 def as_json(entry: StoredEntry) -> dict[str, object]:
-    """`entry` without its tokens, which are a prompt; ``salt`` is `salt_tag`, if it is known."""
+    """Returns `entry` without its tokens, which are a prompt; ``salt`` is `salt_tag`, if known."""
     salt = salt_of(entry.namespace)
     return {
         "key": entry.key.hex(),

@@ -1,4 +1,4 @@
-"""``kvconnect make-model``: a small random model to try things with."""
+"""The command ``kvconnect make-model``: writes a small random model for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIZES = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``make-model``."""
+    """Adds the options of ``make-model``."""
     parser.description = (
         "Write a random model with a byte-level tokenizer (one token per byte) to DIR, "
         "as a Hugging Face model directory. Nothing is downloaded. Equal arguments write equal "
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the model and say what it is.
+    """Writes the model and prints a line about it.
 
     Raises:
         ConfigurationError: an unknown architecture or a bad size, or the directory holds a model.

@@ -1,4 +1,4 @@
-"""``kvconnect make-trace``: a synthetic trace of requests for ``kvconnect simulate``."""
+"""The command ``kvconnect make-trace``: a synthetic trace for ``kvconnect simulate``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LINES_PER_UPDATE = 256
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``make-trace``."""
+    """Adds the options of ``make-trace``."""
     parser.description = (
         "Write a trace of requests as JSON lines, in the format of the published "
         "Mooncake traces: single prompts behind shared system prompts (prompt), chats of several "
@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the trace, and say what it is on standard error.
+    """Writes the trace, and prints a line about it on standard error.
 
     Raises:
         ConfigurationError: a bad option, or the file exists.

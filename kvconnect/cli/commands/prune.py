@@ -1,4 +1,4 @@
-"""``kvconnect prune``: deletes blocks of a store by age, use, size, model or salt."""
+"""The command ``kvconnect prune``: deletes blocks by age, use, size, model or salt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEYS_PER_DELETE = 256
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``prune``."""
+    """Adds the options of ``prune``."""
     parser.description = (
         "Delete the blocks that fit all that is given; with --to-size only as many of "
         "them as must go: lowest priority first, then longest unused, and always the end of a "
@@ -55,7 +55,7 @@ class _Pruned:
 
 @dataclass(slots=True)
 class _Stored:
-    """What matters of one block; a store may hold millions."""
+    """The fields of one block that pruning needs; a store may hold millions."""
 
     key: BlockKey
     parent: BlockKey | None
@@ -66,7 +66,7 @@ class _Stored:
 
 @dataclass(slots=True)
 class _Inventory:
-    """All blocks of a store, by whether they fit the selection."""
+    """The blocks of a store, by whether they fit the selection."""
 
     chosen: list[_Stored] = field(default_factory=list)
     nbytes: int = 0
@@ -84,7 +84,7 @@ class _Inventory:
             )
 
     def leaves_first(self) -> Iterator[_Stored]:
-        """The chosen ones, least valuable first, none before its stored children.
+        """Yields the chosen blocks, least valuable first, none before its stored children.
 
         A block with a child that is not chosen comes after all others.
         """
@@ -108,10 +108,10 @@ class _Inventory:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Delete, and say what was deleted, also after Ctrl-C.
+    """Deletes, and prints the result, also after Ctrl-C.
 
     Raises:
-        ConfigurationError: nothing says what to delete.
+        ConfigurationError: no option selects what to delete.
         NothingMatched: no block is of the model, salt, adapter or group that is named.
     """
     size = None

@@ -1,4 +1,4 @@
-"""``kvconnect route``: a router in front of prefill and decode servers."""
+"""The command ``kvconnect route``: a router in front of prefill and decode servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INSTANCE_API_KEY = "KVCONNECT_INSTANCE_API_KEY"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``route``."""
+    """Adds the options of ``route``."""
     parser.description = (
         "Answer as `kvconnect serve` does, by way of other servers: a prompt is computed on a "
         "prefill server, by preference one that has computed its beginning before, and answered "
@@ -73,7 +73,7 @@ def _seconds(group: argparse._ArgumentGroup, option: str, about: str, default: f
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Route until a signal.
+    """Routes until a signal.
 
     Raises:
         ConfigurationError: a bad option, URL, host or port.

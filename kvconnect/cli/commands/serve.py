@@ -1,4 +1,4 @@
-"""``kvconnect serve``: a model over HTTP, as OpenAI's API has it."""
+"""The command ``kvconnect serve``: serves a model over HTTP with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TRANSFER_SECRET = "KVCONNECT_TRANSFER_SECRET"  # noqa: S105  its name
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``serve``."""
+    """Adds the options of ``serve``."""
     parser.description = (
         "Serve a Hugging Face causal language model over HTTP: /v1/completions, "
         "/v1/chat/completions and /v1/models as OpenAI's API has them, /health and /metrics. "
@@ -116,13 +116,13 @@ def _add_transfer(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Serve until a signal.
+    """Serves until a signal.
 
     Raises:
         ConfigurationError: a bad option, an unusable model, store, host or port.
         EngineClosed: the engine failed.
     """
-    connector_of(arguments)  # a wrong URL is told at once, and not after all imports
+    connector_of(arguments)  # reports a wrong URL at once, not after all imports
     try:
         from kvconnect.server.http.listener import Listener
         from kvconnect.server.run import serve
@@ -141,7 +141,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     transfer = _transfer_of(arguments)
     template = None if arguments.chat_template is None else read_template(arguments.chat_template)
-    # First: a port that cannot be had is told at once, not after the model is loaded.
+    # First, so that a port that is taken is reported before the model is loaded.
     listener = Listener.bind(settings)
     try:
         with open_llm(arguments, transfer=transfer) as llm:

@@ -1,4 +1,4 @@
-"""``kvconnect simulate``: what a cache of some size would do for a trace of requests."""
+"""The command ``kvconnect simulate``: predicts the effect of a cache on a trace."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``simulate``."""
+    """Adds the options of ``simulate``."""
     parser.description = _DESCRIPTION
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -124,7 +124,7 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Simulate, then print and draw what was found; after Ctrl-C, what was found until then.
+    """Simulates, then prints and draws the results; after Ctrl-C, those until then.
 
     Raises:
         ConfigurationError: a bad option, trace, model or policy.
@@ -175,7 +175,7 @@ def _simulate(arguments: argparse.Namespace) -> Report:
 def _drive(
     simulators: Sequence[Simulator], trace: TraceReader, most: int | None
 ) -> tuple[int, bool]:
-    """Let every simulator have every request; returns how many, and whether Ctrl-C ended it."""
+    """Passes every request to every simulator; returns the count, and whether Ctrl-C ended it."""
     num_read = told = 0
     with _progress(trace, most) as progress, note_interrupt() as interrupt:
         for request in islice(trace, most):

@@ -1,4 +1,4 @@
-"""``kvconnect stats``: what a store holds, in numbers."""
+"""The command ``kvconnect stats``: the contents of a store in numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIZES = ("bytes", "file_bytes", "capacity", "used_memory", "maxmemory")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``stats``."""
+    """Adds the options of ``stats``."""
     parser.description = (
         "What a store says of itself and, where it can list its blocks, how they "
         "are divided between models, namespaces and pool groups."
@@ -35,13 +35,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the numbers."""
+    """Prints the numbers."""
     visit(_sum_up(arguments))
 
 
 @dataclass(slots=True)
 class _Census:
-    """Blocks and bytes, in all and by model, namespace and group."""
+    """The blocks and bytes of a store, in all and by model, namespace and group."""
 
     blocks: int = 0
     nbytes: int = 0
@@ -101,9 +101,9 @@ async def _sum_up(arguments: argparse.Namespace) -> None:
 
 
 def _of_store(numbers: Mapping[str, float], url: StoreUrl) -> dict[str, float]:
-    """`numbers` without those of this command's own calls, and with the capacity that `url` says.
+    """Returns `numbers` without those of this command's own calls, and with the capacity of `url`.
 
-    A store that is only read applies no capacity, and so tells none.
+    A store that is only read applies no capacity, and so reports none.
     """
     found = {name: value for name, value in numbers.items() if name.rpartition(".")[2] not in _OWN}
     if (capacity := url.query.get("capacity")) is not None:

@@ -1,4 +1,4 @@
-"""``kvconnect verify``: reads every frame of a store and checks it."""
+"""The command ``kvconnect verify``: reads every frame of a store and checks it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REPORTED = 1000
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``verify``."""
+    """Adds the options of ``verify``."""
     parser.description = (
         "Read every block of a store and check that header, key and checksum fit. An "
         "engine does the same with each block it loads, and computes what is bad; this finds it "
@@ -49,7 +49,7 @@ class _Findings:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Check, report (also after Ctrl-C), and raise `BadFrame` if a block is bad."""
+    """Checks, reports (also after Ctrl-C), and raises `BadFrame` if a block is bad."""
     findings = _Findings(url=str(StoreUrl.parse(arguments.url)))
     try:
         visit(_verify(arguments, findings))
@@ -83,7 +83,7 @@ async def _verify(arguments: argparse.Namespace, findings: _Findings) -> None:
 
 
 def _sort_out(part: str, batch: Sequence[ReadFrame], findings: _Findings) -> list[ReadFrame]:
-    """Count `batch`; return what is bad."""
+    """Counts `batch`; returns its bad frames."""
     bad = [one for one in batch if one.problem]
     sound = [one for one in batch if not one.problem and not one.gone]
     findings.sound += len(sound)

@@ -1,4 +1,4 @@
-"""Options that several commands have, or that are many: what they are, and what comes of them.
+"""The options that several commands share, or that are many, and the objects made of them.
 
 Begin with `engine_options`.
 """

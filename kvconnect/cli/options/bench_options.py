@@ -10,7 +10,7 @@ __all__ = ["add_model_options", "add_run"]
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Describes the model, and where files of the benchmark go."""
+    """Adds the options of the model, and of the folder for scratch files."""
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="default: a random Llama of 46 million parameters"
     )
@@ -20,6 +20,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None]) -> None:
-    """Adds ``--json``, and has `run` called with the arguments."""
+    """Adds ``--json``, and makes the command call `run` with the arguments."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)

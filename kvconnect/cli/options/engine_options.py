@@ -26,7 +26,7 @@ __all__ = [
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Describe the model."""
+    """Adds the model's argument."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -37,7 +37,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_cache_options(
     parser: argparse.ArgumentParser, *, lookup_timeout_ms: float = 1000.0
 ) -> Options:
-    """Describe the KV cache and the store; returns their group."""
+    """Adds the options of the KV cache and the store; returns their group."""
     group = parser.add_argument_group("KV cache")
     group.add_argument("--store", metavar="URL", help="for example disk:///var/cache/kv")
     add_number(
@@ -76,9 +76,9 @@ def add_cache_options(
 def add_engine_options(
     parser: argparse.ArgumentParser, *, scheduling: str = "guaranteed_no_evict"
 ) -> Options:
-    """Describes the engine; returns the group.
+    """Adds the options of the engine; returns their group.
 
-    An option that is called like an argument of `LLM` becomes that argument.
+    An option that is named like an argument of `LLM` becomes that argument.
 
     Args:
         parser: gets the options.
@@ -123,7 +123,7 @@ def add_engine_options(
 def connector_of(
     arguments: argparse.Namespace, *, transfer: TransferConfig | None = None
 ) -> KvCacheConnectorConfig | None:
-    """The store that `arguments` name, checked before anything is loaded that takes long.
+    """Returns the store that `arguments` name, checked before anything slow is loaded.
 
     Raises:
         ConfigurationError: its URL is wrong.
@@ -140,7 +140,7 @@ def connector_of(
 
 
 def check_model(name: str) -> None:
-    """Checks that there is a model of this name, before the library is loaded that reads it.
+    """Checks that a model of this name exists, before the library that reads it is loaded.
 
     Raises:
         ConfigurationError: there is none.
@@ -153,7 +153,7 @@ def check_model(name: str) -> None:
 
 
 def open_llm(arguments: argparse.Namespace, *, transfer: TransferConfig | None = None) -> LLM:
-    """The engine that `arguments` describe, which hands prompts out or fetches as in `transfer`.
+    """Makes the engine that `arguments` describe, which publishes or fetches prompts by `transfer`.
 
     Raises:
         ConfigurationError: names the option or the field, and what is right.

@@ -21,7 +21,7 @@ _EXTRA = ("httpx2", "jiter", "prometheus_client", "starlette", "uvicorn")
 
 
 def add_http_options(group: Options) -> None:
-    """Describe where the server listens, and what it takes of a client."""
+    """Adds the options of the server's address, and of its limits for clients."""
     group.add_argument(
         "--host",
         default="127.0.0.1",
@@ -58,7 +58,7 @@ def add_http_options(group: Options) -> None:
 
 
 def http_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `HttpSettings` that `arguments` and the environment say."""
+    """Returns the fields of `HttpSettings` from `arguments` and the environment."""
     key = os.environ.get(_API_KEY) if arguments.api_key is None else arguments.api_key
     return {
         **picked(arguments, "host", "port"),
@@ -70,12 +70,12 @@ def http_fields(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def missing_extra(command: str, error: ModuleNotFoundError) -> Exception:
-    """What to raise from `error`: itself, unless a package of the extra ``serve`` is missing."""
+    """Returns the error to raise: `error`, or `MissingExtra` for a package of extra ``serve``."""
     if (error.name or "").partition(".")[0] not in _EXTRA:
         return error
     return MissingExtra(f"kvconnect {command}", "serve")
 
 
 def tell_url(name: str, listener: Listener) -> None:
-    """Print where `name` is found."""
+    """Prints the URL of `name`."""
     print(f"kvconnect: {name} on {listener.url}/v1", flush=True)

@@ -1,4 +1,4 @@
-"""Retention on the command line: ``0:1024=90:30s`` and ``decode=50``."""
+"""Parses retention on the command line: ``0:1024=90:30s`` and ``decode=50``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FORM = "write START:END=PRIORITY[:DURATION] or decode=PRIORITY[:DURATION], as i
 
 
 def parse_retention(texts: Iterable[str]) -> KvCacheRetentionConfig | None:
-    """What the options `texts` say together; ``None`` without any.
+    """Returns the retention of all options `texts` together; ``None`` without any.
 
-    ``START:END`` are prompt tokens; without END, all from START on. ``decode`` stands for what is
-    generated. A duration is 500ms, 30s, 10m, …; without one it lasts.
+    ``START:END`` are prompt tokens; without END, all from START on. ``decode`` stands for generated
+    tokens. A duration is 500ms, 30s, 10m, …; without one it is unlimited.
 
     Raises:
         ConfigurationError: names the text and what is right.

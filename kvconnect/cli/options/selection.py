@@ -1,4 +1,4 @@
-"""Which stored blocks a command is about: ``--older-than 7d --model DIR --salt TEXT``."""
+"""Selects the stored blocks of a command: ``--older-than 7d --model DIR --salt TEXT``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _HEX = re.compile(r"[0-9a-fA-F]{4,64}")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Blocks that fit every criterion that is given.
+    """The blocks that fit every given criterion.
 
     Attributes:
         created_before, used_before: Unix seconds.
         model: hexadecimal digits that the block's model begins with.
         salt: tag of a tenant's salt.
-        namespaces: digests of salt and adapter; without an adapter those that blocks of older
-            versions have, which tell of no salt by itself.
+        namespaces: digests of salt and adapter; without an adapter those of blocks of older
+            versions, which store no salt by itself.
         groups: pool groups.
     """
 
@@ -42,7 +42,7 @@ class Selection:
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        """The options that `from_arguments` reads."""
+        """Adds the options that `from_arguments` reads."""
         group = parser.add_argument_group(
             "which blocks", "A block is meant if it fits all that is given. TIME is 30m, 12h, 7d, …"
         )
@@ -69,7 +69,7 @@ class Selection:
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> Selection:
-        """What the options say.
+        """Makes the selection of the options.
 
         Raises:
             ConfigurationError: names the option and what is right.
@@ -89,20 +89,20 @@ class Selection:
 
     @property
     def everything(self) -> bool:
-        """Whether no criterion is given."""
+        """Returns whether no criterion is given."""
         return self == Selection()
 
     @property
     def names_something(self) -> bool:
-        """True if it names a model, a tenant, an adapter or a group, and not an age alone."""
+        """Returns whether it names a model, a tenant, an adapter or a group, not an age alone."""
         return any(one is not None for one in (self.model, self.namespaces, self.groups))
 
     def fits(self, entry: StoredEntry) -> bool:
-        """Whether `entry` is meant."""
+        """Returns whether `entry` is selected."""
         return self._fits_but_tenant(entry) and self._fits_tenant(entry.namespace)
 
     def cannot_tell(self, entry: StoredEntry) -> bool:
-        """True if `entry` does not say which salt it has."""
+        """Returns whether `entry` might be selected, but does not say which salt it has."""
         return (
             self.salt is not None
             and salt_of(entry.namespace) is None

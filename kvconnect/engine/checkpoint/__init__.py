@@ -1,4 +1,4 @@
-"""Directories of models: found, loaded with digest and tokenizer, and small random ones written.
+"""The directories of models: found, loaded with digest and tokenizer, and random ones written.
 
 Imports the vocabulary, and of the engine `model` and the tokenizer of `request`. Begin with
 `loading`, then `hub_cache` (from a name to a directory). `random_model` and `byte_tokenizer` make

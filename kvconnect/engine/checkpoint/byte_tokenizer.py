@@ -19,7 +19,7 @@ _CHAT_TEMPLATE = (
 
 
 def write_byte_tokenizer(directory: Path, *, model_max_length: int) -> None:
-    """Write ``tokenizer.json``, its configuration and a chat template to `directory`."""
+    """Writes ``tokenizer.json``, its configuration and a chat template to `directory`."""
     # Byte-level BPE names byte b by a printable character: bytes that are printable in latin-1
     # stand for themselves, the others are moved up behind them, in order.
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]

@@ -1,4 +1,4 @@
-"""Models by name, ``org/name``, out of the local Hugging Face cache; never from the network."""
+"""Finds models by name, ``org/name``, in the local Hugging Face cache; never on the network."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ _SHOWN = 10
 
 
 def model_directory(model: str | Path) -> Path:
-    """The directory of `model`: itself, or the snapshot of that name in the local cache.
+    """Returns the directory of `model`: itself, or the snapshot of that name in the local cache.
 
-    A directory goes before a name. The cache is where huggingface_hub has it (``HF_HUB_CACHE``,
-    ``HF_HOME``); of several snapshots, the one of the branch ``main``.
+    A directory has precedence over a name. The cache is that of huggingface_hub (``HF_HUB_CACHE``,
+    ``HF_HOME``); of several snapshots, the one of the branch ``main`` is taken.
 
     Raises:
-        ConfigurationError: there is neither; the message says what is in the cache, and how to
-            download.
+        ConfigurationError: there is neither; the message lists the cache, and how to download.
     """
     directory = Path(model)
     if isinstance(model, Path) or directory.is_dir() or not _is_name(model):

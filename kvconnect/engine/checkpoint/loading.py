@@ -1,4 +1,4 @@
-"""From a directory to a model, its tokenizer and its digest, all of the same files."""
+"""Loads a model, its tokenizer and its digest from a directory, all of the same files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["LoadedModel", "load_model"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model and what came with it.
+    """A model with its tokenizer and digest.
 
     Attributes:
         model: loaded.
@@ -40,9 +40,9 @@ def load_model(
     revision: str | None = None,
     ranks: ModelRanks | None = None,
 ) -> LoadedModel:
-    """Load the model of `directory`; blocks until its weights are read and digested.
+    """Loads the model of `directory`; blocks until its weights are read and digested.
 
-    A directory that is switched to another one meanwhile changes nothing: files are opened once.
+    Switching the directory to another one meanwhile has no effect: files are opened once.
 
     Args:
         directory: of the model.

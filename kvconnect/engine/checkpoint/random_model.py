@@ -1,6 +1,7 @@
-"""Small random models of many architectures, for tests and demonstrations. Nothing is downloaded.
+"""Makes small random models of many architectures, for tests and demonstrations.
 
-Their weights are large on purpose: a damaged KV cache then changes the output and is noticed.
+Nothing is downloaded. Their weights are large on purpose: a damaged KV cache then changes the
+output and is noticed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ModelSize:
 
     @property
     def head_dim(self) -> int:
-        """Elements of one head."""
+        """The elements of one head."""
         return self.hidden_size // self.num_heads
 
 
@@ -144,7 +145,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Callable[[ModelSize], dict[str, Any]]]] =
     "opt": ("opt", _opt),
     "deepseek_v3": ("deepseek_v3", _deepseek_v3),
 }
-"""Name of an architecture: its transformers model type, and what its configuration is made of."""
+"""The architectures by name: the transformers model type, and the fields of its configuration."""
 
 
 def make_model(
@@ -158,7 +159,7 @@ def make_model(
     config_overrides: Mapping[str, Any] | None = None,
     **size: int,
 ) -> Path:
-    """Write a random model with a byte-level tokenizer to `directory` and return it.
+    """Writes a random model with a byte-level tokenizer to `directory` and returns it.
 
     Equal arguments write equal weights.
 

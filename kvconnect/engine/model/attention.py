@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: chunks of a prompt, and batches of single tokens.
+"""Computes attention over a paged KV cache: chunks of a prompt, and batches of single tokens.
 
 Both gather the pages they need and call torch's fused attention. Grouped queries are handled by
 views: the heads that share a KV head become a dimension of their own, nothing is repeated.
@@ -31,12 +31,12 @@ _TILE = 512
 """Queries that share a mask on the CPU: none of them looks at keys behind the last of them."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001  no other name
-"""What `scaled_dot_product_attention` runs on the CPU; it tells the sum of the exponentials too."""
+"""The kernel of `scaled_dot_product_attention` on the CPU; it also returns sums of exponentials."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionInput:
-    """What one layer attends with, of all tokens of the packed row.
+    """The inputs of one layer's attention, of all tokens of the packed row.
 
     Attributes:
         query: ``[1, heads, tokens, dim]``; fewer tokens where not all are attended from.
@@ -54,7 +54,7 @@ class AttentionInput:
 
 
 def held_blocks(table: BlockTable, first: int, stop: int) -> BlockTable:
-    """The blocks ``first..stop`` of `table`, all of which must be held.
+    """Returns the blocks ``first..stop`` of `table`, all of which must be held.
 
     Raises:
         UsageError: one is not: the cache manager gave up, or never gave, what this step needs.
@@ -70,7 +70,7 @@ def held_blocks(table: BlockTable, first: int, stop: int) -> BlockTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Span:
-    """The keys that some queries see: which pages, which tokens of these, under which mask.
+    """The keys that some queries see: their pages, their tokens in these, their mask.
 
     Attributes:
         pages: of all sequences, one after the other.
@@ -87,7 +87,7 @@ class _Span:
 
 
 class _Tile(NamedTuple):
-    """Consecutive queries of a chunk, the keys of its span that any of them sees, their mask."""
+    """A run of consecutive queries of a chunk, the keys that they see, and their mask."""
 
     queries: slice
     keys: slice
@@ -96,11 +96,11 @@ class _Tile(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Several consecutive tokens of one request.
+    """A chunk of several consecutive tokens of one request.
 
     Attributes:
-        rows: where their queries, and what becomes of them, are in the packed row.
-        keys: where their keys and values are.
+        rows: the rows of their queries, and of their results, in the packed row.
+        keys: the rows of their keys and values.
         start: the first one's position in its sequence.
         table: block ids of the sequence.
         tokens_per_block: of the pool.
@@ -119,7 +119,7 @@ class Chunk:
     _before: PageNumbers | None = None
 
     def tiles(self) -> Iterator[Chunk]:
-        """The chunk in parts that are small enough for masks of bounded size."""
+        """Splits the chunk into parts that are small enough for masks of bounded size."""
         count = self.end - self.start
         size = max(1, _MAX_MASK // self.end)
         for first in range(0, count, size):
@@ -136,12 +136,12 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """The position behind the last one."""
+        """The position after the last one."""
         length: int = self.rows.stop - self.rows.start
         return self.start + length
 
     def span(self, window: int | None, dtype: torch.dtype) -> _Span:
-        """The keys from the first one in the window on."""
+        """Returns the keys from the first one in the window on."""
         if span := self._spans.get(window):
             return span
         size = self.tokens_per_block
@@ -157,7 +157,7 @@ class Chunk:
         return span
 
     def attend(self, given: AttentionInput, pages: LayerPages, out: Tensor) -> None:
-        """Attend from these tokens to those up to each of them; fills their rows of `out`.
+        """Attends from these tokens to those up to each of them; fills their rows of `out`.
 
         Args:
             given: of all tokens; the K/V of these is in the pool already.
@@ -179,10 +179,10 @@ class Chunk:
             rows[queries] = _attended(q[:, queries], k[:, keys], v[:, keys], mask, scaling)
 
     def _attend_in_two(self, given: AttentionInput, pages: LayerPages, out: Tensor) -> None:
-        """To the tokens before the chunk, all of which are seen, and to those of the chunk.
+        """Attends to the tokens before the chunk, all of which are seen, and to those of the chunk.
 
-        Neither needs a mask, which costs as much as a third of the products. What each gives is
-        weighed by the sum of its exponentials, of which there are logarithms.
+        Neither needs a mask, which costs as much as a third of the products. Both results are
+        weighted by the sums of their exponentials, whose logarithms are known.
         """
         q, scaling = _grouped(given.query[0, :, self.rows], given.key.shape[1]), given.scaling
         own = [_shared(both[0, :, self.keys], q) for both in (given.key, given.value)]
@@ -215,10 +215,10 @@ class Chunk:
 
 @dataclass(slots=True, eq=False)
 class DecodeGroup:
-    """Single tokens of several requests, attended to in one call.
+    """Attends from single tokens of several requests in one call.
 
     Attributes:
-        rows: where they are in the packed row, ``[requests]`` int64.
+        rows: their rows in the packed row, ``[requests]`` int64.
         all_rows: these are all of it, in order.
         lengths: tokens of each sequence, this one included.
         tables: block ids of each sequence.
@@ -233,17 +233,17 @@ class DecodeGroup:
     _spans: dict[int | None, _Span] = field(default_factory=dict)
 
     def span(self, window: int | None, dtype: torch.dtype) -> _Span:
-        """The keys in each request's window, padded to one length; made once, for all layers."""
+        """Returns the keys in each request's window, padded to one length; made once."""
         if window not in self._spans:
             self._spans[window] = self._make_span(window, dtype)
         return self._spans[window]
 
     def attend(self, given: AttentionInput, pages: LayerPages, out: Tensor) -> None:
-        """Attend from each request's token to all before it and itself; see `Chunk.attend`."""
+        """Attends from each request's token to all before it and itself; see `Chunk.attend`."""
         out.index_copy_(0, self.rows, self.attended(given, pages))
 
     def attended(self, given: AttentionInput, pages: LayerPages) -> Tensor:
-        """As `attend`; what it gives its rows, in their order."""
+        """Returns the results of `attend` for its rows, in their order."""
         span = self.span(given.window, given.query.dtype)
         count = len(self.lengths)
         k, v = (
@@ -300,7 +300,7 @@ def _attended(
 
 
 def _suits_flash(given: AttentionInput) -> bool:
-    # What torch checks before it takes this way, and what is unchecked there.
+    # The conditions that torch checks before it uses this kernel, and those that it does not.
     states = given.query, given.key, given.value
     return all(
         one.device.type == "cpu" and one.stride(-1) == 1 and one.shape[-1] == states[0].shape[-1]

@@ -1,6 +1,6 @@
-"""Compares what a model declares of its attention with what its attention is told.
+"""Compares what a model declares of its attention with the arguments of its attention.
 
-Windows stand in three places: in the configuration, which transformers' own cache goes by; in the
+Windows stand in three places: in the configuration, which transformers' own cache follows; in the
 mask that a model asks for; in what it passes to its attention. An engine that follows one of them
 computes other tokens than one that follows another. Both the engine and `PromptCache` use this.
 """
@@ -50,7 +50,7 @@ class _Recorder:
     layers: dict[int, _Layer] = field(default_factory=dict)
 
     def function_of(self, mask: Tensor | None) -> _MaskFunction | None:
-        """Returns what `mask` was made of; ``None`` if the model made or changed it itself."""
+        """Returns the function of `mask`; ``None`` if the model made or changed it itself."""
         return next((function for made, function in self.masks if made is mask), None)
 
 
@@ -105,7 +105,7 @@ def checked_windows(
         The windows; ``None`` if the model has no attention interface, so that they are not known.
 
     Raises:
-        UnsupportedModel: the configuration, the masks and what attention is told differ; attention
+        UnsupportedModel: the configuration, the masks and attention's arguments differ; attention
             looks ahead; or a window, chunk or sink of the configuration reaches no attention.
     """
     config = model.config.get_text_config(decoder=True)
@@ -181,7 +181,7 @@ def _with_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def _window_of(mask: _MaskFunction, longest: int | None) -> int | None:
-    """Returns the window that `mask` is, after asking it what some tokens see.
+    """Returns the window of `mask`, from what some tokens see.
 
     Raises:
         UnsupportedModel: it is no causal mask with a window or without.

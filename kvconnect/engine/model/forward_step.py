@@ -1,4 +1,4 @@
-"""What one forward pass works on: all requests' tokens packed in a row, and where their KV lies."""
+"""The input of one forward pass: all requests' tokens packed in a row, and their KV slots."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ __all__ = ["CachedLayer", "ForwardStep", "LayerHooks"]
 
 
 class LayerHooks(Protocol):
-    """Who is told where the forward pass stands; the connector manager is one."""
+    """The hooks that follow the forward pass; the connector manager has them."""
 
     def wait_for_layer_load(self, layer_idx: int) -> None:
-        """After this, loaded KV of the layer may be read."""
+        """Waits until loaded KV of the layer may be read."""
 
     def save_kv_layer(self, layer_idx: int) -> None:
-        """The layer's KV of this step is written."""
+        """Announces that the layer's KV of this step is written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedLayer:
-    """One attention layer of the model: its KV memory, its pool group, and how far it looks back.
+    """An attention layer of the model: its KV memory, its pool group, and its window.
 
     Attributes:
         pages: its memory.
-        group: whose block tables it goes by.
+        group: whose block tables it uses.
         window: how many tokens each one sees, itself included; ``None``: all.
     """
 
@@ -48,17 +48,17 @@ class CachedLayer:
 class ForwardStep:
     """The ``kv=`` argument of one forward pass: writes K/V into the pools and attends over them.
 
-    Sequences are packed along one dimension; `position_ids` carries each token's place in its own.
+    Sequences are packed along one dimension; `position_ids` has each token's position in its own.
 
     Args:
-        plan: what is computed; at least one sequence.
+        plan: the sequences to compute; at least one.
         layers: the model's.
-        hooks: told of every layer.
+        hooks: called for every layer.
         device: where it is computed.
 
     Attributes:
         input_ids, position_ids: ``[1, tokens]`` int64.
-        last_tokens: ``[rows]`` int64, the places in the row whose logits are wanted: of each
+        last_tokens: ``[rows]`` int64, the rows whose logits are wanted: of each
             sequence of `plan` the last ``num_wanted``.
 
     Raises:
@@ -87,7 +87,7 @@ class ForwardStep:
         self._groups = [GroupStep(slices, group, size, device) for group in groups]
 
     def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
-        """Write one layer's keys and values, and attend over all that is cached.
+        """Writes one layer's keys and values, and attends over all that is cached.
 
         Args:
             layer_idx: layers come in ascending order.
@@ -115,7 +115,7 @@ class ForwardStep:
         return out[None]
 
     def check_complete(self) -> None:
-        """Every layer went through `attend` exactly once.
+        """Checks that every layer used `attend` exactly once.
 
         Raises:
             UsageError: one did not, so the model's output is not that of its cache.

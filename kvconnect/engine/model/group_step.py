@@ -1,4 +1,4 @@
-"""What one forward pass writes and reads in one pool group."""
+"""The reads and writes of one forward pass in one pool group."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["GroupStep", "RequestSlice"]
 
 @dataclass(frozen=True, slots=True)
 class RequestSlice:
-    """One sequence's part of the packed row: its tokens ``start..end``.
+    """A sequence's part of the packed row: its tokens ``start..end``.
 
     Attributes:
-        sequence: whose.
-        start, end: places in its sequence.
+        sequence: of these tokens.
+        start, end: positions in its sequence.
         first_row: of their queries.
         first_key: row of their keys and values; another one only where queries are left out.
     """
@@ -42,23 +42,23 @@ class RequestSlice:
 
     @property
     def wanted(self) -> int:
-        """How many of its tokens, the last ones, logits are wanted after."""
+        """The number of its last tokens whose logits are wanted."""
         return self.sequence.num_wanted
 
     @property
     def count(self) -> int:
-        """Its tokens."""
+        """The number of its tokens."""
         return self.end - self.start
 
 
 class GroupStep:
-    """Where the tokens of a step lie in the pool of one group, for all of its layers.
+    """The locations of a step's tokens in the pool of one group, for all of its layers.
 
     Several tokens of one request are a chunk, single tokens are batched by length.
 
     Args:
         slices: the packed row.
-        group: whose tables are gone by; -1 stands there in places that a sequence does not hold.
+        group: whose tables are used; -1 in them stands for blocks that a sequence does not hold.
         tokens_per_block: of the pool.
         device: of the pool.
 
@@ -83,13 +83,13 @@ class GroupStep:
         self._last_parts: list[Chunk | DecodeGroup] | None = None
 
     def write(self, pages: LayerPages, key: Tensor, value: Tensor) -> None:
-        """Put each token's key and value (``[tokens, kv_heads, dim]``) at its slot."""
+        """Writes each token's key and value (``[tokens, kv_heads, dim]``) at its slot."""
         pages.write(self._slots, key, value)
         if self._blank is not None:
             pages.blank(*self._blank)
 
     def attend(self, given: AttentionInput, pages: LayerPages) -> Tensor:
-        """Attend over what is cached; see `ForwardStep.attend`."""
+        """Attends over the cached tokens; see `ForwardStep.attend`."""
         _, heads, tokens, _ = given.query.shape
         parts = self._parts
         if tokens < given.key.shape[2]:
@@ -177,7 +177,7 @@ class GroupStep:
 
 
 def _wanted(slices: Sequence[RequestSlice]) -> list[RequestSlice]:
-    """Those of the tokens whose logits are wanted, with their queries side by side."""
+    """Returns the tokens whose logits are wanted, with their queries side by side."""
     wanted = []
     row = 0
     for part in slices:

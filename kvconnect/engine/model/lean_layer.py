@@ -1,4 +1,4 @@
-"""One decoder layer of the Llama family on the CPU, with fewer and larger operations."""
+"""A decoder layer of the Llama family on the CPU, with fewer and larger operations."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _Norm: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class LeanStep:
-    """What the layers of a stack share in one forward pass.
+    """The state that the layers of a stack share in one forward pass.
 
     Attributes:
-        count: tokens; rows behind them only fill up a product.
+        count: tokens; rows after them only fill up a product.
         kv: of the model's call.
     """
 
@@ -43,7 +43,7 @@ class LeanStep:
         self._sin = sin.chunk(2, -1)
 
     def turned(self, states: Tensor) -> Tensor:
-        """RoPE of queries and keys together, ``[1, heads, tokens, dim]``."""
+        """Applies RoPE to queries and keys together, ``[1, heads, tokens, dim]``."""
         turned = states * self._cos  # and either half turns into the other
         (low, high), (first, second) = states.chunk(2, -1), turned.chunk(2, -1)
         first.addcmul_(high, self._sin[0], value=-1)
@@ -51,12 +51,12 @@ class LeanStep:
         return turned
 
     def filled_up(self, rows: Tensor) -> Tensor:
-        """At least as many rows as a product is fast with."""
+        """Pads `rows` to as many as a product is fast with."""
         missing = self._least - len(rows)
         return rows if missing <= 0 else pad(rows, (0, 0, 0, missing))
 
     def attended(self, rows: Tensor) -> Tensor:
-        """The same, in memory that is written again by the next layer."""
+        """Pads `rows` in memory that the next layer writes again."""
         if len(rows) >= self._least:
             return rows
         if self._room is None:
@@ -67,10 +67,10 @@ class LeanStep:
 
 
 class LeanLayer:
-    """What one decoder layer computes.
+    """Computes one decoder layer.
 
     Attributes:
-        is_last: only what becomes of the last tokens is looked at.
+        is_last: only the results of the last tokens are used.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -95,9 +95,9 @@ class LeanLayer:
         self.is_last = False
 
     def __call__(self, rows: Tensor, step: LeanStep) -> Tensor:
-        """``[rows, hidden]`` in and out; only those of the last tokens where these are looked at.
+        """Maps ``[rows, hidden]`` to the same shape, padded.
 
-        Both are filled up.
+        Where only the last tokens are used, it returns only these.
         """
         states = self._qkv(self._before_attention(rows))[: step.count]
         last_tokens = step.kv.last_tokens
@@ -111,7 +111,7 @@ class LeanLayer:
         return torch.cat([self._fed_forward(tile) for tile in torch.split(rows, _TILE)])
 
     def release(self) -> None:
-        """The layer's own forward is not called any more."""
+        """Releases the weights: the layer's own forward is not called any more."""
         for parts, projection in zip(self._parts, self._projections, strict=True):
             for part in parts:
                 release(part, projection)

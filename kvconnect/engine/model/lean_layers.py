@@ -1,6 +1,6 @@
-"""Decoder layers of the Llama family on the CPU, with fewer and larger operations.
+"""Replaces decoder layers of the Llama family on the CPU by fewer and larger operations.
 
-What a step of one token costs beside reading the weights is operations, and some hundred modules
+Besides reading the weights, a step of one token costs operations, and some hundred modules
 around them. A lean layer computes the same as transformers' own, checked when the model is loaded;
 layers of other kinds, or for which the check fails, stay as they are.
 """
@@ -28,7 +28,7 @@ _ACTIVATIONS = frozenset({"SiLU", "SiLUActivation"})
 
 
 def make_lean(model: nn.Module) -> int:
-    """Have the layers of `model`, which lies on the CPU, compute in the lean way.
+    """Makes the layers of `model`, which lies on the CPU, compute in the lean way.
 
     Consecutive ones become a single module of their list. Weights are packed, or change their
     strides; either way they are in memory once, beside those of a single layer while this runs.
@@ -57,7 +57,7 @@ def make_lean(model: nn.Module) -> int:
 
 
 def _stacked(layers: nn.ModuleList) -> list[LeanStack]:
-    """Put stacks in the places of runs of layers that can be lean."""
+    """Replaces runs of layers that can be lean by stacks."""
     if not any(type(layer).__name__ in _SERVED for layer in layers):
         return []
     stacks: list[LeanStack] = []
@@ -96,11 +96,11 @@ def _projections(layer: Any) -> Iterator[nn.Module]:
 
 
 class LeanStack(nn.Module):
-    """Consecutive decoder layers, in place of the first of them.
+    """A stack of consecutive decoder layers, in place of the first of them.
 
     Attributes:
-        layers: what they were; their parameters, some of which are released.
-        lean: what computes instead.
+        layers: the original ones; their parameters, some of which are released.
+        lean: the layers that compute instead.
     """
 
     def __init__(self, layer: nn.Module, lean: LeanLayer) -> None:
@@ -109,13 +109,13 @@ class LeanStack(nn.Module):
         self.lean = [lean]
 
     def append(self, layer: nn.Module, lean: LeanLayer) -> None:
-        """One more, behind the last."""
+        """Appends a layer."""
         self.layers.append(layer)
         self.lean.append(lean)
 
     @property
     def last(self) -> LeanLayer:
-        """The last of them."""
+        """The last layer."""
         return self.lean[-1]
 
     def forward(
@@ -126,7 +126,7 @@ class LeanStack(nn.Module):
         kv: KvStep,
         **_: object,
     ) -> Tensor:
-        """As of a layer: ``[1, tokens, hidden]`` in and out; tokens not looked at are zero."""
+        """Computes like a layer: ``[1, tokens, hidden]`` in and out; unused tokens are zero."""
         return _computed(self.lean, hidden_states, position_embeddings, kv)
 
 

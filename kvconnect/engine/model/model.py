@@ -37,7 +37,7 @@ _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, slots=True)
 class PositionLimit:
-    """How long a sequence may get, and why."""
+    """The longest sequence, and the reason for the limit."""
 
     num_tokens: int
     reason: str
@@ -48,7 +48,7 @@ class Model:
 
     Args:
         directory: of the model.
-        dtype: of weights and KV; ``auto``: what the checkpoint says.
+        dtype: of weights and KV; ``auto``: the checkpoint's.
         device: ``auto``: CUDA where there is one.
         ranks: that share the model; this one's part is loaded.
 
@@ -96,10 +96,10 @@ class Model:
         unmap(self._model)  # last: what is packed is no copy of a file any more
 
     def forward(self, step: ForwardStep) -> Tensor:
-        """Compute `step` and write its KV into the pools.
+        """Computes `step` and writes its KV into the pools.
 
         Returns:
-            Logits after each sequence's last token and its drafts, ``[rows, vocab]``; of ranks
+            Logits after each sequence's last token and its drafts, ``[rows, vocab]``; on ranks
             that follow none, ``[0, vocab]``.
         """
         wanted = step.last_tokens if self._leads else step.last_tokens[:0]
@@ -216,14 +216,14 @@ def _no_thread_of_progress_bars() -> Iterator[None]:
 
 
 def _sharded(model: Any, ranks: ModelRanks) -> dict[int, int]:
-    """Cut `model` down to the part of this rank; KV heads in all, by layer, where these are cut."""
+    """Cuts `model` down to this rank's part; returns KV heads in all by layer, where cut."""
     if ranks.size == 1:
         return {}
     return shard(model, _plan(model), ranks, num_heads=_num_heads(model))
 
 
 def check_sharing(directory: Path, size: int) -> None:
-    """Nothing, if so many ranks can share the model, of which the configuration alone is read.
+    """Checks that so many ranks can share the model. Only its configuration is read.
 
     Raises:
         ConfigurationError: the directory is wrong.
@@ -266,7 +266,7 @@ def _rope_parameters(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
 
 
 def position_limit(config: PreTrainedConfig) -> PositionLimit | None:
-    """How long a sequence may get; ``None``: no limit is known.
+    """Returns the limit of a sequence's length; ``None``: no limit is known.
 
     Raises:
         UnsupportedModel: its RoPE changes with the length of a sequence, at an unknown length.

@@ -1,4 +1,4 @@
-"""One layer's keys and values in the pages of the pool: written by slot, read by page."""
+"""The keys and values of one layer in the pages of the pool: written by slot, read by page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["LayerPages", "PageNumbers", "SlotNumbers"]
 
 
 class PageNumbers:
-    """Pages to be gathered from every layer of a pool group.
+    """The pages to be gathered from every layer of a pool group.
 
     Attributes:
         pages: int64, of the pool's device.
@@ -29,7 +29,7 @@ class PageNumbers:
         self._pairs: dict[int, Tensor] = {}
 
     def pairs(self, step: int) -> Tensor:
-        """Rows of all keys, then of all values, where a page's lie side by side; made once.
+        """Returns rows of all keys, then of all values, where a page's are adjacent; made once.
 
         Args:
             step: rows from one page to the next.
@@ -41,7 +41,7 @@ class PageNumbers:
 
 
 class SlotNumbers:
-    """Slots to be written in every layer of a pool group: block times T plus offset in the block.
+    """The slots to be written in every layer of a pool group: block times T plus offset.
 
     Attributes:
         slots: int64, of the pool's device.
@@ -63,7 +63,7 @@ class SlotNumbers:
         self._rows: dict[tuple[int, int], Tensor] = {}
 
     def rows(self, tokens: int, step: int) -> Tensor:
-        """Rows of memory that holds a token in each; made once.
+        """Returns the rows of memory with a token in each; made once.
 
         Args:
             tokens: T, of a block.
@@ -76,20 +76,20 @@ class SlotNumbers:
 
 
 class LayerPages:
-    """A layer's KV memory, as `BaseKVCacheManager.get_buffers` gives it.
+    """The KV memory of a layer, as `BaseKVCacheManager.get_buffers` returns it.
 
-    Where the pool holds another dtype than the model computes in (fp8), values are rounded when
+    Where the pool has another dtype than the model computes in (fp8), values are rounded when
     they are written, those beyond its range to its largest one, and converted when they are read.
 
     Args:
         buffers: a view ``[num_blocks, 2, T, num_kv_heads, head_dim]``, or where the dimensions of
             keys and values differ, two views ``[num_blocks, T, num_kv_heads, dim]``.
-        layout: what they must look like.
+        layout: their required layout.
         num_blocks: the same; ``None``: as many as there are.
-        dtype: what the model computes in; ``None``: the layout's.
+        dtype: that the model computes in; ``None``: the layout's.
 
     Raises:
-        ConfigurationError: they do not.
+        ConfigurationError: they do not fit.
     """
 
     __slots__ = (
@@ -132,25 +132,25 @@ class LayerPages:
         self._pairs = None if isinstance(buffers, tuple) else _pairs(buffers)
 
     def as_stored(self, states: Tensor) -> Tensor:
-        """Keys or values as they read back once they were written, in the model's dtype."""
+        """Returns keys or values as they read back after a write, in the model's dtype."""
         if self._stored == self._dtype:
             return states
         return self._rounded(states).to(self._dtype)
 
     def write(self, numbers: SlotNumbers, keys: Tensor, values: Tensor) -> None:
-        """Put token i's ``keys[i]`` and ``values[i]`` (``[tokens, heads, dim]``) at its slot."""
+        """Writes token i's ``keys[i]`` and ``values[i]`` (``[tokens, heads, dim]``) at its slot."""
         keys, values = self._rounded(keys), self._rounded(values)
         if self._key_memory.put(numbers, keys) and self._value_memory.put(numbers, values):
             return
         reshape_and_cache(keys, values, self._kv, numbers.slots, layer=0)
 
     def blank(self, blocks: Tensor, offsets: Tensor) -> None:
-        """Zero these slots."""
+        """Zeroes these slots."""
         self._key_memory.view[blocks, offsets] = 0
         self._value_memory.view[blocks, offsets] = 0
 
     def gather(self, numbers: PageNumbers) -> tuple[Tensor, Tensor]:
-        """Copies of pages, one after the other: ``[number of pages * T, heads, dim]`` each."""
+        """Returns copies of pages in a row: ``[number of pages * T, heads, dim]`` each."""
         if self._pairs is not None:
             matrix, step = self._pairs
             rows = torch.index_select(matrix, 0, numbers.pairs(step))
@@ -186,7 +186,7 @@ class _Memory:
         self._tokens = _token_rows(self.view)
 
     def put(self, numbers: SlotNumbers, states: Tensor) -> bool:
-        """Write ``states[i]`` at slot i, if tokens lie in rows of memory of the host."""
+        """Writes ``states[i]`` at slot i, if tokens lie in rows of memory of the host."""
         if self._tokens is None:
             return False
         matrix, step = self._tokens
@@ -205,7 +205,7 @@ class _Memory:
 
 
 def _pairs(buffers: Tensor) -> tuple[Tensor, int] | None:
-    """As `_rows`, of keys and values, row by row: one selection gets both."""
+    """Returns rows like `_rows`, of keys and values in turn: one selection gets both."""
     whole = buffers.view(torch.uint8) if buffers.dtype.itemsize == 1 else buffers
     found = _rows(whole)
     if found is None:
@@ -215,7 +215,7 @@ def _pairs(buffers: Tensor) -> tuple[Tensor, int] | None:
 
 
 def _rows(view: Tensor) -> tuple[Tensor, int] | None:
-    """The memory of `view` as rows of one page each, and how many rows lie between two pages.
+    """Returns the memory of `view` as rows of one page each, and the rows between two pages.
 
     Selecting rows of a matrix is one memcpy a row; selecting from a strided view is several times
     slower. ``None`` where pages do not lie at whole multiples of their size.
@@ -228,7 +228,7 @@ def _rows(view: Tensor) -> tuple[Tensor, int] | None:
 
 
 def _token_rows(view: Tensor) -> tuple[Tensor, int] | None:
-    """As `_rows`, with a row for each token; ``None`` also on devices, which have a kernel."""
+    """Returns a row for each token; ``None`` also on devices, which have a kernel."""
     _, tokens, heads, dim = view.shape
     elements = heads * dim
     if _rows(view) is None or view.device.type != "cpu" or view.stride(0) % elements:

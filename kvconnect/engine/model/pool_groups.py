@@ -1,4 +1,4 @@
-"""Which layers share a pool: those with one window and one shape of keys and values."""
+"""Groups the layers that share a pool: those with one window and one shape of keys and values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["CacheGeometry", "effective_windows", "group_layouts", "single_layout
 
 @dataclass(frozen=True, slots=True)
 class CacheGeometry:
-    """How a model's layers lie in the KV cache.
+    """The layout of a model's layers in the KV cache.
 
     Attributes:
         layouts: one of each pool group, in group order.
@@ -40,7 +40,7 @@ class CacheGeometry:
 
     @property
     def whole_layouts(self) -> tuple[KvCacheLayout, ...]:
-        """What `layouts` would be if one rank had all heads: what keys are made with."""
+        """The `layouts` if one rank had all heads, which keys are made with."""
         return tuple(
             replace(layout, num_kv_heads=heads)
             for layout, heads in zip(self.layouts, self.num_kv_heads, strict=True)
@@ -48,7 +48,7 @@ class CacheGeometry:
 
     @classmethod
     def of(cls, model: Model, config: KvCacheConfig, *, window_pools: bool) -> CacheGeometry:
-        """The geometry of `model` under `config`.
+        """Returns the geometry of `model` under `config`.
 
         Args:
             model: the model.
@@ -81,7 +81,7 @@ class CacheGeometry:
         return cls(layouts, windows, narrowed, heads, computes_in)
 
     def digest(self, model_digest: bytes) -> bytes:
-        """Returns what stands for the model in keys, 32 bytes.
+        """Returns the digest of the model in keys, 32 bytes.
 
         Windows of the cache's own, and another dtype than the cache's to compute in, make other
         keys and values of the same weights.
@@ -125,7 +125,7 @@ def _with(digest: bytes, more: str) -> bytes:
 def effective_windows(
     layers: Sequence[LayerShape], given: Sequence[int] | None, longest: int | None
 ) -> tuple[int | None, ...]:
-    """How far each layer looks back: its own window, or a shorter one that was asked for.
+    """Returns the window of each layer: its own, or a shorter one that was asked for.
 
     Args:
         layers: the model's.
@@ -151,7 +151,7 @@ def group_layouts(
     tokens_per_block: int,
     dtype: torch.dtype,
 ) -> tuple[KvCacheLayout, ...]:
-    """A layout for each set of layers that share a pool: full attention first, then by window."""
+    """Returns a layout for each set of layers that share a pool: full attention, then by window."""
     members: dict[tuple[int | None, int, int, int], list[int]] = {}
     for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
         key = (window, layer.num_kv_heads, layer.key_dim, layer.value_dim)
@@ -175,7 +175,7 @@ def group_layouts(
 def single_layout(
     layers: Sequence[LayerShape], *, tokens_per_block: int, dtype: torch.dtype
 ) -> KvCacheLayout:
-    """The layout of the one pool that all layers share; a sliding window is a mask only.
+    """Returns the layout of the one pool that all layers share; a sliding window is a mask only.
 
     Raises:
         UnsupportedModel: layers differ in what they store.

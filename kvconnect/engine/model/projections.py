@@ -1,4 +1,4 @@
-"""Products with a weight matrix, which is packed for oneDNN where that is faster.
+"""Multiplies by a weight matrix, which is packed for oneDNN where that is faster.
 
 A product of a few rows mostly reads the matrix. oneDNN reads one that lies in blocks of its own
 order, where torch's plain product rearranges it every time.
@@ -22,7 +22,7 @@ _PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 
 class Projection(Protocol):
-    """``rows @ weight.T + bias``.
+    """The product ``rows @ weight.T + bias``.
 
     Attributes:
         least_rows: fewer take longer than as many.
@@ -31,20 +31,20 @@ class Projection(Protocol):
     least_rows: int
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """The product, ``[..., out_features]``, of ``[..., in_features]``."""
+        """Returns the product, ``[..., out_features]``, of ``[..., in_features]``."""
 
     def silu(self, rows: Tensor) -> Tensor:
-        """The product times its sigmoid, element by element."""
+        """Returns the product times its sigmoid, element by element."""
 
     def plus(self, rows: Tensor, other: Tensor) -> Tensor:
-        """The product and `other` added up."""
+        """Returns the sum of the product and `other`."""
 
     def times(self, rows: Tensor, other: Tensor) -> Tensor:
-        """The product times `other`, element by element."""
+        """Returns the product times `other`, element by element."""
 
 
 def project(*parts: nn.Linear) -> Projection:
-    """What `parts` compute, side by side, as one product.
+    """Returns the products of `parts`, side by side, as one product.
 
     Where the weights are packed, `parts` keep theirs until `release`; else theirs change strides,
     not values, and become views of one matrix if there are several. Weights of `parts` lie on the
@@ -61,7 +61,7 @@ def project(*parts: nn.Linear) -> Projection:
 
 
 def release(module: nn.Linear, projection: Projection) -> None:
-    """`projection` stands in for `module` from now on: a packed matrix is not kept twice.
+    """Releases the weight of `module`, replaced by `projection`: a packed matrix is kept once.
 
     The module's weight keeps shape and dtype, but any use of it raises.
     """
@@ -71,7 +71,7 @@ def release(module: nn.Linear, projection: Projection) -> None:
 
 
 class _Plain:
-    """Torch's own product."""
+    """The product of torch itself."""
 
     least_rows = 1
 
@@ -97,12 +97,12 @@ class _Plain:
 
 
 class _Packed:
-    """oneDNN's product with a matrix in the order that it reads."""
+    """The product of oneDNN with a matrix in the order that it reads."""
 
     least_rows = 5  # its kernels for less wait for memory: 1.3 times as long
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        # What torch's own compiler calls; there are no public names.
+        # The functions that torch's own compiler calls; there are no public names.
         operations = torch.ops.mkldnn
         self._weight = operations._reorder_linear_weight(weight, _HINT)  # noqa: SLF001
         self._bias = bias
@@ -126,7 +126,7 @@ class _Packed:
         return product
 
     def agrees_with(self, weight: Tensor) -> bool:
-        """Whether the products are those with the plain `weight`."""
+        """Returns whether the products are those with the plain `weight`."""
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(2, weight.shape[1], generator=generator).to(weight.dtype)
         other = torch.randn(2, weight.shape[0], generator=generator).to(weight.dtype)
@@ -154,7 +154,7 @@ def _packs(dtype: torch.dtype) -> bool:
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
-    """Whether they differ by no more than the order of sums may make of it."""
+    """Returns whether they differ by no more than the order of sums explains."""
     tolerance = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())
     return bool(torch.allclose(found, expected, rtol=0, atol=tolerance))
 
@@ -166,7 +166,7 @@ def _bias(parts: tuple[nn.Linear, ...]) -> Tensor | None:
 
 
 def laid_out(weight: Tensor) -> Tensor:
-    """`weight`, ``[out_features, in_features]``, with its longer side contiguous in memory."""
+    """Returns `weight`, ``[out_features, in_features]``, with its longer side contiguous."""
     # A product with one row reads the matrix along its rows in memory: long ones are faster (by
     # half, from 512 to 2048 elements).
     out_features, in_features = weight.shape

@@ -1,4 +1,4 @@
-"""How many ranks can share a model: what its tensor-parallel plan divides, and into what."""
+"""Checks how many ranks can share a model, from the parts of its tensor-parallel plan."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """Something that ranks have to share evenly.
+    """A quantity that ranks have to share evenly.
 
     Attributes:
         count: how much there is of it.
-        unit: what it is.
+        unit: its name.
         repeats: several ranks may have the same, if each of it is on equally many.
     """
 
@@ -49,7 +49,7 @@ class _Limit:
 
 
 def divided_parts(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
-    """Name, style and object of every module and every parameter of `model` that is divided.
+    """Yields name, style and object of every divided module and parameter of `model`.
 
     Args:
         model: whole.
@@ -70,7 +70,7 @@ def divided_parts(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[s
 
 
 def check_size(model: nn.Module, plan: Mapping[str, str], size: int, *, num_heads: int) -> None:
-    """Nothing, if so many ranks can share `model`, of which the weights are not looked at.
+    """Checks that so many ranks can share `model`. Its weights are not read.
 
     Args:
         model: whole; on the meta device, for instance.
@@ -141,7 +141,7 @@ def _is_plain_linear(module: object) -> bool:
 
 
 def unknown_style(style: str, name: str) -> UnsupportedModel:
-    """The error of a `style` that is not served."""
+    """Returns the error of a `style` that is not served."""
     return UnsupportedModel(
         f"tensor_parallel_size: {name} is divided by the style '{style}', which is not served"
     )

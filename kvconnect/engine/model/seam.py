@@ -1,6 +1,6 @@
 """The seam between transformers' models and the paged KV cache: one attention function.
 
-Models hand it the ``kv=`` that they are called with. No mask function is registered under its name,
+Models pass it the ``kv=`` that they are called with. No mask function is registered under its name,
 so transformers builds no masks; the step knows what each token may see.
 """
 
@@ -22,12 +22,12 @@ __all__ = ["ATTENTION", "AttentionProbe", "KvStep", "LayerShape"]
 ATTENTION = "kvconnect"
 """The ``attn_implementation`` that models are loaded with."""
 
-# What models pass along that does not change what attention computes.
+# The arguments of models that do not change the result of attention.
 _HARMLESS = frozenset({"dropout", "position_ids", "is_causal", "position_embeddings", "use_cache"})
 
 
 class KvStep(Protocol):
-    """What models are called with as ``kv=``.
+    """The ``kv=`` that models are called with.
 
     Attributes:
         last_tokens: ``[rows]`` int64, the tokens whose logits are wanted: all that the last layer
@@ -37,7 +37,7 @@ class KvStep(Protocol):
     last_tokens: Tensor
 
     def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
-        """Attention of one layer; see `ForwardStep.attend`."""
+        """Computes the attention of one layer; see `ForwardStep.attend`."""
 
 
 def _attention(
@@ -63,7 +63,7 @@ AttentionInterface.register(ATTENTION, _attention)
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer stores per token, and how far it looks back."""
+    """The shape of what one layer stores per token, and its window."""
 
     num_kv_heads: int
     key_dim: int
@@ -85,7 +85,7 @@ class AttentionProbe:
         self.last_tokens = torch.zeros(1, dtype=torch.int64)
 
     def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
-        """Record the layer; its output is zero."""
+        """Records the layer; its output is zero."""
         if layer_idx != len(self.layers):
             raise UnsupportedModel(
                 f"attention layer {layer_idx} ran when layer {len(self.layers)} was expected: "
@@ -97,7 +97,7 @@ class AttentionProbe:
         return given.query.new_zeros(1, tokens, heads, value[3])
 
     def check(self, module: nn.Module, mask: Tensor | None, extra: Mapping[str, Any]) -> None:
-        """Refuse what changes the scores in a way that the paged attention does not follow.
+        """Refuses changes of the scores that the paged attention does not support.
 
         Raises:
             UnsupportedModel: softcap, sinks, a mask of the model's own, bidirectional attention, …

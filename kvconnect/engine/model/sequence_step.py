@@ -1,4 +1,4 @@
-"""What a step computes of one sequence: all that a rank needs to know of it."""
+"""The computation of one sequence in a step: all that a rank needs to know of it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["SequenceStep", "first_scheduled_token", "planned", "sampled_rows"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceStep:
-    """Consecutive tokens of one request, and the blocks of all of its tokens.
+    """A run of consecutive tokens of one request, and the blocks of all of its tokens.
 
     Attributes:
-        request_id: whose.
-        start: the first token's place in its sequence.
-        tokens: ``[n]`` int32; drafts stand behind the last known token.
+        request_id: of the request.
+        start: the first token's position in its sequence.
+        tokens: ``[n]`` int32; drafts follow the last known token.
         num_wanted: how many of them, the last ones, logits are wanted after: one, and one for each
             draft; all of them where log probabilities of the prompt are asked for.
         is_prompt: they are of the prompt.
@@ -37,19 +37,19 @@ class SequenceStep:
 
     @property
     def end(self) -> int:
-        """The place behind the last token."""
+        """The position after the last token."""
         return self.start + len(self.tokens)
 
 
 def first_scheduled_token(request: LlmRequest) -> int:
-    """The first token of `request` to compute: behind what a load of this step brings."""
+    """Returns the first token of `request` to compute, after a load of this step."""
     return max(request.num_computed_tokens, request.num_external_tokens)
 
 
 def planned(
     requests: Sequence[LlmRequest], tables: Sequence[Mapping[int, Sequence[int]]]
 ) -> tuple[SequenceStep, ...]:
-    """What a step computes of `requests`, with ``num_scheduled_tokens`` and drafts set.
+    """Returns the computation of `requests`, with ``num_scheduled_tokens`` and drafts set.
 
     Args:
         requests: in the order in which they are packed.

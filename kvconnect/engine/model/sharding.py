@@ -1,9 +1,9 @@
-"""A model's weights cut into the parts of tensor-parallel ranks, by transformers' own plan.
+"""Cuts a model's weights into the parts of tensor-parallel ranks, by transformers' own plan.
 
 The plan (``base_model_tp_plan``) names, for each module, how its weights are divided: ``colwise``
-by outputs, ``rowwise`` by inputs with the ranks' results added up. What it says of modules whose
-input and output every rank has whole (embeddings, the head, projections that are gathered) is a
-matter of memory only: those stay whole here.
+by outputs, ``rowwise`` by inputs with the ranks' results added up. The division of modules whose
+input and output every rank has whole (embeddings, the head, projections that are gathered) only
+saves memory: those stay whole here.
 
 Where there are fewer KV heads than ranks, which transformers refuses, each head is held by several
 ranks: the plan's ``colwise`` of ``k_proj`` and ``v_proj`` then cuts by whole heads.
@@ -38,14 +38,14 @@ class ModelRanks(Protocol):
 
     @property
     def rank(self) -> int:
-        """This one; 0 is the leader."""
+        """The number of this rank; 0 is the leader."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Make `tensor` the sum of all ranks'; collective, in place, blocks until all came."""
+        """Replaces `tensor` by its sum over all ranks; collective, blocks until all came."""
 
 
 class SingleRank:
@@ -55,18 +55,18 @@ class SingleRank:
     size = 1
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Nothing: `tensor` is the sum."""
+        """Does nothing: `tensor` is the sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What of a dimension this rank keeps: part `index` of `parts` equal ones."""
+    """The part of a dimension that this rank keeps: part `index` of `parts` equal ones."""
 
     index: int
     parts: int
 
     def of(self, tensor: Tensor, dim: int) -> Tensor:
-        """A copy of the part."""
+        """Returns a copy of the part."""
         return tensor.chunk(self.parts, dim)[self.index].clone(
             memory_format=torch.contiguous_format
         )
@@ -75,9 +75,9 @@ class _Cut:
 def shard(
     model: nn.Module, plan: Mapping[str, str], ranks: ModelRanks, *, num_heads: int
 ) -> dict[int, int]:
-    """Leave in `model` what this rank computes; its modules exchange sums with the others'.
+    """Leaves in `model` this rank's part; its modules exchange sums with the others'.
 
-    Weights are cut where they lie, and copied; what is not needed any more is let go.
+    Weights are cut in place, and copied; the rest is freed.
 
     Args:
         model: whole, on the CPU; changed.
@@ -157,7 +157,7 @@ def _layer(name: str) -> int:
 
 
 class _Rowwise:
-    """In place of a linear layer's ``forward``: its inputs are divided, its outputs added up."""
+    """Replaces a linear layer's ``forward``: its inputs are divided, its outputs summed."""
 
     def __init__(self, module: Any, ranks: ModelRanks) -> None:
         self._module, self._ranks = module, ranks
@@ -169,7 +169,7 @@ class _Rowwise:
 
 
 class _Summed:
-    """In place of a module's ``forward``: what the ranks compute is added up."""
+    """Replaces a module's ``forward``: the results of the ranks are summed."""
 
     def __init__(self, forward: Any, ranks: ModelRanks) -> None:
         self._forward, self._ranks = forward, ranks

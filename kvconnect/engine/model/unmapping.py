@@ -1,4 +1,4 @@
-"""Weights that are a mapped file until they are copied: a write to it changes the model."""
+"""Copies weights out of mapped files: a write to such a file would change the model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def unmap(model: nn.Module) -> None:
 
 
 class _MappedFiles:
-    """Addresses of this process behind which there is a file."""
+    """The addresses of this process that map a file."""
 
     def __init__(self, ranges: list[tuple[int, int]]) -> None:
         self._ranges = sorted(ranges)

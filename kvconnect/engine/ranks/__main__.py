@@ -18,10 +18,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _end_with_leader(pipe: int, leader: int) -> NoReturn:
-    """End this process when the leader's has ended: its end of the pipe is closed then.
+    """Ends this process when the leader's has ended, which closes its end of the pipe.
 
-    A process that was forked from the leader's may keep that end open; so look for a new parent,
-    too. The leader ends its stores' transfers by itself: nothing is drained here.
+    A process that was forked from the leader's may keep that end open, so a new parent is checked
+    for, too. The leader ends its stores' transfers by itself: nothing is drained here.
     """
     while os.getppid() == leader:
         if select.select([pipe], [], [], _POLL_S)[0] and not os.read(pipe, 1):
@@ -42,9 +42,9 @@ def _be_killed_with_leader(leader: int) -> None:
 
 
 def main() -> NoReturn:
-    """Be the follower of the rank that is asked for.
+    """Follows as the rank that is asked for.
 
-    The process ends at once afterwards: the interpreter takes seconds to let go of all modules, and
+    The process ends at once afterwards: the interpreter takes seconds to free all modules, and
     nothing is left to be done. After an error it must not keep the other ranks waiting, either.
     """
     leader = os.getppid()
@@ -65,7 +65,7 @@ def main() -> NoReturn:
     settings = RankSettings.decode(lines[1])
     try:
         follow(settings, Meeting.joined(start["port"], rank, settings.size), rank)
-    except BaseException as error:  # noqa: BLE001  the leader raises what it is told
+    except BaseException as error:  # noqa: BLE001  the leader raises it
         _log.error("rank %d ended: %s: %s", rank, type(error).__name__, error)
         status = 1
     else:

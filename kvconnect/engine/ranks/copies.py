@@ -1,4 +1,4 @@
-"""Copies of blocks: those that the leader's block manager orders are made on every rank."""
+"""Makes the copies that the leader's block manager orders on every rank."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["CopyLog", "make_copies"]
 
 
 class CopyLog:
-    """The copies that were made since they were last taken, in order."""
+    """The log of copies since they were last taken, in order."""
 
     def __init__(self) -> None:
         self._copies: list[BlockCopy] = []
 
     def take(self) -> tuple[BlockCopy, ...]:
-        """The copies so far, each once."""
+        """Returns the copies so far, each once."""
         taken, self._copies = tuple(self._copies), []
         return taken
 
     def add(self, copy: BlockCopy) -> None:
-        """A copy was made."""
+        """Adds a copy that was made."""
         self._copies.append(copy)
 
     def copier(
@@ -34,7 +34,7 @@ class CopyLog:
         host_pools: Sequence[Tensor | None],
         layouts: Sequence[KvCacheLayout],
     ) -> TensorCopier:
-        """A `TensorCopier` whose copies are in this log."""
+        """Makes a `TensorCopier` whose copies are in this log."""
         return _LoggedCopier(self, pools, host_pools, layouts)
 
 
@@ -80,7 +80,7 @@ class _LoggedCopier(TensorCopier):
 
 
 def make_copies(copier: BlockCopier, copies: Sequence[BlockCopy]) -> None:
-    """Make `copies`, in order."""
+    """Makes `copies`, in order."""
     for one in copies:
         match one.kind:
             case CopyKind.ONBOARD:

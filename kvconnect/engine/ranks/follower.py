@@ -46,7 +46,7 @@ def follow(settings: RankSettings, meeting: Meeting, rank: int) -> None:
 
     Raises:
         RankLost: a rank is lost; names it.
-        BaseException: whatever went wrong on this rank; the other ranks hear of it.
+        BaseException: any error of this rank; the other ranks are notified of it.
     """
     group = RankGroup(rank, settings.size, load_timeout_s=settings.load_timeout_s)
     try:

@@ -21,13 +21,13 @@ from kvconnect.errors import ConfigurationError, EngineClosed
 __all__ = ["CONNECT_S", "RankGroup"]
 
 CONNECT_S = 30.0
-"""So long a rank may let the others wait when they connect: all have loaded their models then."""
+"""The longest wait of ranks for another to connect: all have loaded their models then."""
 
 _GLOO_PATIENCE = 5
-"""gloo waits for a connection so many times as long as it is told."""
+"""The factor by which gloo waits longer for a connection than its timeout."""
 
 _STEP_S = 120.0
-"""So long one rank may compute longer than another, beyond what it waits for loads."""
+"""The longest that one rank may compute beyond another, besides its waits for loads."""
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -52,12 +52,12 @@ class RankGroup:
 
     @property
     def rank(self) -> int:
-        """This one; 0 is the leader."""
+        """The number of this rank; 0 is the leader."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self._size
 
     def connect(self, store: Store, device: torch.device) -> None:
@@ -152,9 +152,9 @@ def _destroy(groups: list[dist.ProcessGroup], *, with_default: bool) -> None:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Groups of gloo that are made meanwhile listen to this machine alone, unless told otherwise.
+    """Makes new groups of gloo listen to this machine alone, unless configured otherwise.
 
-    What they exchange is trusted: see `DistributedCommunicator`.
+    Their exchanges are trusted: see `DistributedCommunicator`.
     """
     names = [name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}]
     if _INTERFACE in os.environ or not names:

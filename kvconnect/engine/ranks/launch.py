@@ -1,4 +1,4 @@
-"""The followers as processes that the leader starts, and that never outlive it."""
+"""Starts the followers as processes that never outlive the leader."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["FollowerProcesses"]
 
 
 class FollowerProcesses:
-    """One process for each rank but the leader.
+    """A process for each rank but the leader.
 
     Each of them has a pipe to the leader as its standard input, and ends when that is closed: at
-    the latest when the leader's process ends, however that does. On Linux the kernel kills it then,
+    the latest when the leader's process ends, in whatever way. On Linux the kernel kills it then,
     also if it is stopped. They are in sessions of their own, so that Ctrl-C reaches the leader
     alone, which ends them.
 
     Args:
         settings: of all ranks.
-        port: where they find the leader.
+        port: of the leader.
     """
 
     def __init__(self, settings: RankSettings, port: int) -> None:
@@ -68,13 +68,13 @@ class FollowerProcesses:
         return started.result()
 
     def on_lost(self, do: Callable[[], None]) -> None:
-        """Call `do`, on a thread of this, when a process ended that was not to."""
+        """Registers `do`, called on a thread of this when a process ended unexpectedly."""
         self._on_lost = do
         if self._lost is not None:
             do()
 
     def check(self) -> None:
-        """Nothing, as long as all of them run.
+        """Checks that all of them run.
 
         Raises:
             RankLost: one has ended; names it.
@@ -83,7 +83,7 @@ class FollowerProcesses:
             raise RankLost(self._lost.rank, str(self._lost))
 
     def end(self, wait_s: float) -> None:
-        """Wait for them for so long, and kill those that are left; idempotent.
+        """Waits for them for so long, and kills the rest; idempotent.
 
         None of them runs afterwards.
         """
@@ -128,4 +128,4 @@ def _started(rank: int, settings: RankSettings, start: str) -> subprocess.Popen[
 
 
 def _nothing() -> None:
-    """Nobody is told."""
+    """Does nothing."""

@@ -30,7 +30,7 @@ __all__ = ["Leader", "NoFollowers", "start_followers"]
 
 _LIFE_SIGN_S = 1.0
 _END_S = 1.5
-"""For a process to end, beyond what it drains."""
+"""The time for a process to end, beyond its drain."""
 
 _number = itertools.count()
 
@@ -147,12 +147,12 @@ class Leader:
     # ------------------------------------------------------------------ steps
 
     def work(self, plan: Sequence[SequenceStep]) -> StepWork:
-        """Returns what the others do in a step; the connector sends it when the step begins.
+        """Returns the others' work in a step; the connector sends it when the step begins.
 
         Call it once for each step.
 
         Args:
-            plan: what is computed; nothing in an idle step.
+            plan: the computation; empty in an idle step.
 
         Raises:
             RankLost: a rank is lost; names it.
@@ -161,7 +161,7 @@ class Leader:
         return StepWork(self._copies.take(), self._plans.message(plan))
 
     def wait(self) -> None:
-        """Lets the others live on without work.
+        """Keeps the others alive without work.
 
         Raises:
             RankLost: as `work`.
@@ -197,7 +197,7 @@ class Leader:
         self._leave()
 
     def _leave(self) -> None:
-        """Gives back descriptors and ports, also while an error keeps this object."""
+        """Releases descriptors and ports, also while an error keeps this object."""
         self.group.close()
         self._meeting.close()
 
@@ -210,7 +210,7 @@ def start_followers(settings: RankSettings) -> Leader:
     """Starts the other ranks of an engine.
 
     Under ``torchrun`` they are started already: this is one of them, perhaps. It then follows until
-    the leader closes its engine, and ends its process, so that a script goes on in the leader's
+    the leader closes its engine, and ends its process, so that a script continues in the leader's
     alone.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where the ranks of an engine meet before they are connected: a store of torch.distributed."""
+"""The meeting of an engine's ranks before they are connected: a store of torch.distributed."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _LOADING = timedelta(hours=2)
 _POLL_S = 0.02
 _BEAT_S = 1.0
 _SILENT_S = 60.0
-"""So long a rank that loads its model may give no sign of life."""
+"""The longest silence of a rank that loads its model."""
 _HERE = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a rank says when its model is loaded, or is not.
+    """The report of a rank that its model is loaded, or is not.
 
     Attributes:
         digest: of the model, in hexadecimal.
@@ -61,7 +61,7 @@ class Meeting:
 
     Attributes:
         store: the same.
-        port: that the others find it at, if this rank made it.
+        port: of the store, if this rank made it.
     """
 
     def __init__(self, store: Store, rank: int, size: int, *, port: int = 0) -> None:
@@ -70,7 +70,7 @@ class Meeting:
 
     @classmethod
     def opened(cls, size: int) -> Meeting:
-        """The leader's, on a free port of this machine's loopback."""
+        """Makes the leader's, on a free port of this machine's loopback."""
         # By itself the store would listen to the whole network.
         listener = socket.create_server((_HERE, 0))
         port = listener.getsockname()[1]
@@ -86,19 +86,19 @@ class Meeting:
 
     @classmethod
     def joined(cls, port: int, rank: int, size: int) -> Meeting:
-        """A follower's; blocks until the leader's is there."""
+        """Makes a follower's; blocks until the leader's is there."""
         store = TCPStore(_HERE, port, is_master=False, timeout=_LOADING)
         return cls(PrefixStore("kvconnect", store), rank, size)
 
     @classmethod
     def under_torchrun(cls, number: int) -> Meeting:
-        """Any rank's, as the environment says; `number` counts this process's engines."""
+        """Makes any rank's, by the environment; `number` counts this process's engines."""
         store, rank, size = next(iter(rendezvous("env://", timeout=_LOADING)))
         return cls(PrefixStore(f"kvconnect/{number}", store), rank, size)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """This rank loads its model meanwhile, and says every second that it lives."""
+        """Reports every second that this rank lives, while it loads its model."""
         over = threading.Event()
 
         def beat() -> None:
@@ -117,17 +117,17 @@ class Meeting:
             thread.join()
 
     def say_loaded(self, loaded: Loaded) -> None:
-        """This rank's model is loaded, or is not."""
+        """Reports that this rank's model is loaded, or is not."""
         self.store.set(f"loaded/{self._rank}", json.dumps(asdict(loaded)))
 
     def wait_for_all(self, check: Callable[[], None]) -> list[Loaded]:
-        """What every rank said, by rank; the leader waits for it.
+        """Returns every rank's report, by rank; the leader waits for them.
 
         Args:
-            check: raises if a rank that has said nothing cannot any more.
+            check: raises if a rank without a report cannot send one any more.
 
         Raises:
-            KvConnectError: what a rank raised instead of loading its model.
+            KvConnectError: as a rank raised instead of loading its model.
             RankLost: a rank that loads gives no sign of life.
         """
         missing = [*range(self._size)]
@@ -147,19 +147,19 @@ class Meeting:
         return [said[rank] for rank in range(self._size)]
 
     def go_on(self) -> None:
-        """All have loaded: the others may connect. The leader says it."""
+        """Lets the others connect, as all have loaded. Called by the leader."""
         self.store.set("go", "")
 
     def say_connecting(self) -> None:
-        """This rank begins to connect."""
+        """Reports that this rank begins to connect."""
         self.store.set(f"connecting/{self._rank}", "")
 
     def say_connected(self) -> None:
-        """This rank is connected to all others."""
+        """Reports that this rank is connected to all others."""
         self.store.set(f"connected/{self._rank}", "")
 
     def wait_until_all_connect(self, check: Callable[[], None], timeout_s: float) -> None:
-        """Blocks until every rank begins to connect; the leader waits for it, so long at most.
+        """Blocks until every rank begins to connect; the leader waits at most so long.
 
         Args:
             check: raises if a rank cannot any more.
@@ -176,7 +176,7 @@ class Meeting:
             time.sleep(_POLL_S)
 
     def lost_rank(self, seconds: float) -> RankLost:
-        """What the leader raises when ranks began to connect, and did not within `seconds`."""
+        """Returns the leader's error after ranks began to connect, and did not within `seconds`."""
         rank = self._first_without("connected")
         return _not_connected(self._size - 1 if rank is None else rank, seconds)
 
@@ -185,7 +185,7 @@ class Meeting:
         return next((one for one in others if not self.store.check([f"{what}/{one}"])), None)
 
     def call_off(self, why: str) -> None:
-        """The leader ends, whatever the others wait for."""
+        """Ends the others' wait, as the leader ends."""
         self.store.set("go", why)
 
     def close(self) -> None:
@@ -204,14 +204,14 @@ class Meeting:
 
 
 class _Beats:
-    """What the leader has heard of ranks that load; of one that has not begun, nothing yet."""
+    """The signs of life of loading ranks; a rank that has not begun has none."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._heard: dict[int, tuple[bytes, float]] = {}
 
     def check(self, rank: int) -> None:
-        """Nothing, if the rank has said something new in the last minute.
+        """Checks that the rank gave a new sign of life in the last minute.
 
         Raises:
             RankLost: it has not; names it.
@@ -238,7 +238,7 @@ def _read(said: bytes) -> Loaded:
 
 
 def rank_error(rank: int, error: tuple[str, str]) -> KvConnectError:
-    """What the leader raises for what a rank raised when it was started: class and text."""
+    """Returns the leader's error for the class and text of a rank's error at its start."""
     name, text = error
     made = getattr(errors, name, None)
     if isinstance(made, type) and issubclass(made, ConfigurationError):
@@ -247,7 +247,7 @@ def rank_error(rank: int, error: tuple[str, str]) -> KvConnectError:
 
 
 def torchrun_rank(size: int) -> int | None:
-    """This process's rank under ``torchrun``; ``None``: it was started without.
+    """Returns this process's rank under ``torchrun``; ``None``: it was started without.
 
     Raises:
         ConfigurationError: there are not `size` processes.

@@ -1,4 +1,4 @@
-"""How much memory the cache may take on a rank."""
+"""The memory that the cache may take on a rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["free_nbytes", "limited"]
 
 
 def free_nbytes(config: KvCacheConfig, device: torch.device) -> int:
-    """Memory of `device` that the cache may take; 0 where that is no limit."""
+    """Returns the memory of `device` that the cache may take; 0 where that is no limit."""
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
@@ -18,7 +18,7 @@ def free_nbytes(config: KvCacheConfig, device: torch.device) -> int:
 
 
 def limited(config: KvCacheConfig, nbytes: int) -> KvCacheConfig:
-    """`config` for a cache of at most so many bytes; 0: no further limit."""
+    """Returns `config` for a cache of at most so many bytes; 0: no further limit."""
     if not nbytes:
         return config
     given = config.max_gpu_total_bytes or nbytes

@@ -124,7 +124,7 @@ class PlanWriter:
         self._tables: dict[int, tuple[Int32Array, ...]] = {}
 
     def message(self, plan: Sequence[SequenceStep]) -> tuple[SequenceMessage, ...]:
-        """Returns `plan` as it is sent."""
+        """Returns `plan` as messages."""
         tables = {one.request_id: tuple(map(_int32, one.tables)) for one in plan}
         made = tuple(self._sequence(one, tables[one.request_id]) for one in plan)
         self._tables = tables

@@ -1,4 +1,4 @@
-"""What a follower's process does first, so that a connector's imports mean what they do here."""
+"""Prepares a follower's process first, so that a connector's imports have their effect here."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ _calls: dict[str, None] = {}
 
 
 def in_followers(call: str) -> None:
-    """Every follower that is started from now on calls `call`, as ``module:function``. Idempotent.
+    """Makes every follower that is started later call `call`, as ``module:function``. Idempotent.
 
-    Before it imports the connector's module, and anything of kvconnect but what starts it; without
-    arguments.
+    It is called without arguments, before the import of the connector's module, and of anything in
+    kvconnect except what starts the process.
     """
     _calls[call] = None
 
 
 def preparation() -> tuple[str, ...]:
-    """What followers are to call, in order."""
+    """Returns the calls of followers, in order."""
     return tuple(_calls)
 
 
 def prepare(calls: Sequence[str]) -> None:
-    """Make `calls`, and have processes that this one starts make them, too.
+    """Makes `calls`, also in the processes that this one starts.
 
     Raises:
-        Exception: what one of them raises.
+        Exception: the error of one of them.
     """
     for call in calls:
         module, _, name = call.partition(":")

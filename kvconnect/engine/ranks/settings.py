@@ -1,4 +1,4 @@
-"""What a follower is started with."""
+"""The start arguments of a follower."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["RankSettings", "check_tensor_parallel_size", "rank_device"]
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What all ranks of an engine have in common.
+    """The settings that all ranks of an engine have in common.
 
     Attributes:
         size: how many ranks there are.
@@ -62,11 +62,11 @@ class RankSettings:
 
     @property
     def load_timeout_s(self) -> float:
-        """So long a rank may wait for a load in a step."""
+        """The seconds that a rank may wait for a load in a step."""
         return 0.0 if self.connector is None else self.connector.load_timeout_s
 
     def encode(self) -> str:
-        """As one line of JSON."""
+        """Returns the settings as one line of JSON."""
         given: dict[str, Any] = asdict(self) | {
             "directory": str(self.directory),
             "kv_cache": _given(self.kv_cache),
@@ -76,7 +76,7 @@ class RankSettings:
 
     @classmethod
     def decode(cls, line: str) -> Self:
-        """Of what `encode` made.
+        """Reads the settings from a line of `encode`.
 
         Raises:
             ConfigurationError: a setting is wrong.
@@ -94,7 +94,7 @@ class RankSettings:
 
 
 def _given(settings: Settings) -> dict[str, Any]:
-    """The class, which may be one with more fields, and what the user set of it."""
+    """Returns the class, which may be one with more fields, and the fields that the user set."""
     of = type(settings)
     return {
         "module": of.__module__,
@@ -104,7 +104,7 @@ def _given(settings: Settings) -> dict[str, Any]:
 
 
 def _made(field: str, given: Mapping[str, Any]) -> Any:
-    """What `_given` was given, on another rank."""
+    """Makes the settings of `_given` on another rank."""
     made: type[Settings] = getattr(import_module(given["module"]), given["name"])
     return made.given(field, given["fields"])
 
@@ -121,7 +121,7 @@ def _plain(value: object) -> object:
 
 
 def check_tensor_parallel_size(size: object, manager: object) -> None:
-    """Nothing, if an engine can have so many ranks.
+    """Checks that an engine can have so many ranks.
 
     Args:
         size: as the user gave it.
@@ -140,7 +140,7 @@ def check_tensor_parallel_size(size: object, manager: object) -> None:
 
 
 def rank_device(device: str, rank: int, size: int) -> str:
-    """The device of a rank: ``cpu`` or ``cuda:rank``.
+    """Returns the device of a rank: ``cpu`` or ``cuda:rank``.
 
     Args:
         device: as the user gave it.

@@ -1,4 +1,4 @@
-"""The sums of a model that is divided among ranks."""
+"""Computes the sums of a model that is divided among ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["ModelSums"]
 
 _LOOK_EVERY = timedelta(seconds=0.25)
 _FIND_OUT_S = 5.0
-"""So long it may take to hear which rank is lost when a sum failed."""
+"""The longest wait for the name of the lost rank after a failed sum."""
 
 _LEAVE_S = 1.0
-"""So long a sum of an engine that has ended may take to end in gloo."""
+"""The longest wait for a sum in gloo after the engine has ended."""
 
 
 class ModelSums:
-    """Sums over all ranks, each of which ends when the ranks cannot go on together.
+    """Sums over all ranks; a sum ends when the ranks cannot continue together.
 
     gloo may wait for a sum for ever, or until its own timeout, though the other ranks are gone. The
     engine's thread waits in slices of 0.25 s and asks `communicator` after each.

@@ -1,4 +1,4 @@
-"""Conversations: from messages to the tokens of a prompt, by the model's chat template."""
+"""Turns conversations into the tokens of a prompt, by the model's chat template."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 def as_conversations(
     messages: Conversation | Sequence[Conversation],
 ) -> list[Conversation]:
-    """`messages` as a list of conversations, also if it is a single one.
+    """Returns `messages` as a list of conversations, also if it is a single one.
 
     Raises:
         ConfigurationError: it is neither, or empty.
@@ -45,13 +45,13 @@ def _check_list(messages: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How a conversation becomes a prompt; the names are transformers'.
+    """The form in which a conversation becomes a prompt; the names are transformers'.
 
     Attributes:
         chat_template: a Jinja template; ``None``: the model's own.
-        add_generation_prompt: end with what begins the model's answer.
-        continue_final_message: leave the last message open, so that the answer goes on with it.
-        tools: JSON schemas of functions that the template tells the model of.
+        add_generation_prompt: end with the beginning of the model's answer.
+        continue_final_message: leave the last message open, so that the answer continues it.
+        tools: JSON schemas of functions that the template shows the model.
         chat_template_kwargs: further variables for the template.
     """
 
@@ -64,7 +64,7 @@ class ChatFormat:
     def tokens(
         self, conversation: Conversation, tokenizer: Tokenizer | None, *, most: int | None = None
     ) -> TokenArray:
-        """The prompt that `conversation` becomes; `most` as of `Tokenizer.encode`.
+        """Returns the prompt of `conversation`; `most` as of `Tokenizer.encode`.
 
         Raises:
             ConfigurationError: there is no tokenizer or no template, a message is wrong, or the
@@ -114,7 +114,7 @@ class ChatFormat:
 
 
 def _checked(message: Message, number: int) -> dict[str, object]:
-    """A copy of `message` whose content is text, as templates take it."""
+    """Returns a copy of `message` whose content is text, as templates take it."""
     where = f"messages[{number}]"
     if not isinstance(message, Mapping):
         raise ConfigurationError(
@@ -132,7 +132,7 @@ def _checked(message: Message, number: int) -> dict[str, object]:
 
 
 def _text(content: object, where: str) -> str | None:
-    """The text of a message; its parts are joined by newlines, as vLLM does."""
+    """Returns the text of a message; its parts are joined by newlines, as vLLM does."""
     if content is None:
         return None
     if isinstance(content, str):

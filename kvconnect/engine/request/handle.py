@@ -18,8 +18,8 @@ __all__ = ["RequestHandle"]
 class RequestHandle:
     """A submitted request. Every method may be called from any thread.
 
-    In a coroutine, ``await handle`` gives the output, and ``async for chunk in handle`` what comes
-    out as it comes; neither takes a thread. A cancelled ``await``, and an ``async for`` that is
+    In a coroutine, ``await handle`` returns the output, and ``async for chunk in handle`` yields it
+    piece by piece; neither takes a thread. A cancelled ``await``, and an ``async for`` that is
     left early, abort the request.
 
     Args:
@@ -35,7 +35,7 @@ class RequestHandle:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Returns whether it has ended."""
         return all(live.done for live in self._lives)
 
     @property
@@ -47,16 +47,16 @@ class RequestHandle:
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Those of its prompt, complete once its first chunk came; ``None`` if not asked for."""
+        """The log probabilities of its prompt, whole with its first chunk; ``None``: unwanted."""
         return self._lives[0].prompt_logprobs
 
     def result(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the output.
+        """Waits for the output.
 
         Raises:
-            TimeoutError: it has not ended within `timeout` seconds; it goes on.
+            TimeoutError: it has not ended within `timeout` seconds; it continues.
             EngineClosed: it has not ended, and this process was forked from the engine's.
-            KvConnectError: or whatever else ended the request, or the engine with it.
+            KvConnectError: or any other error that ended the request, or the engine with it.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         outputs = []
@@ -71,9 +71,9 @@ class RequestHandle:
         return as_one(outputs)
 
     def stream(self) -> Iterator[StreamChunk]:
-        """What comes out, from the start, as it comes; the last chunk has a finish reason.
+        """Yields the output, from the start, as it arrives; the last chunk has a finish reason.
 
-        With several completions, chunks of all of them in the order in which they come.
+        With several completions, chunks of all of them come in the order of their arrival.
 
         Raises:
             KvConnectError: as in `result`, in place of the chunk that never came.
@@ -92,7 +92,7 @@ class RequestHandle:
             reader.close()
 
     def abort(self) -> None:
-        """End it now; its result has what came so far. Does nothing once it has ended."""
+        """Ends it now; its result has the output so far. Does nothing once it has ended."""
         self._abort()
 
     def __await__(self) -> Generator[object, None, RequestOutput]:
@@ -127,7 +127,7 @@ class RequestHandle:
 
 
 class _Reader:
-    """Goes through what comes out of several requests; told of news by a call of `ring`."""
+    """A reader of the output of several requests; new output calls `ring`."""
 
     def __init__(self, lives: Sequence[LiveRequest], ring: Callable[[], None]) -> None:
         self._lives = lives
@@ -136,15 +136,15 @@ class _Reader:
         self._open = set(range(len(lives)))
         for live in lives:
             live.add_listener(ring)
-        ring()  # what is there already is told to no listener
+        ring()  # earlier output reaches no listener
 
     @property
     def ended(self) -> bool:
-        """Whether the last chunk of all was taken."""
+        """Returns whether the last chunk of all was taken."""
         return not self._open
 
     def take(self) -> Iterator[StreamChunk]:
-        """What came since the last time, of each request at most one chunk."""
+        """Yields the output since the last time, of each request at most one chunk."""
         for number in sorted(self._open):
             chunk = self._lives[number].chunk_beyond(self._seen[number])
             if chunk is None:
@@ -155,7 +155,7 @@ class _Reader:
             yield chunk
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stops listening."""
         for live in self._lives:
             live.remove_listener(self._ring)
 
@@ -178,11 +178,11 @@ class _Wakeup:
         self._rung = asyncio.Event()
 
     def ring(self) -> None:
-        """Wake the coroutine, or keep it from sleeping next time. Never blocks, never raises."""
+        """Wakes the coroutine, or keeps it from sleeping next time. Never blocks, never raises."""
         with contextlib.suppress(RuntimeError):  # the loop was closed: no coroutine waits
             self._loop.call_soon_threadsafe(self._rung.set)
 
     async def wait(self) -> None:
-        """Wait for a ring since the last wait."""
+        """Waits for a ring since the last wait."""
         await self._rung.wait()
         self._rung.clear()

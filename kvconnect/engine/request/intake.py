@@ -1,4 +1,4 @@
-"""From a prompt to a request: converted once, and refused here if it can never run."""
+"""Turns a prompt into a request: converted once, and refused here if it can never run."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class Intake:
         retention: KvCacheRetentionConfig | None,
         kv_transfer_params: dict[str, Any] | None,
     ) -> LlmRequest:
-        """A request in the state QUEUED.
+        """Makes a request in the state QUEUED.
 
-        All that it carries is checked here, on the thread of its submitter: what comes up in a step
-        of the engine comes up between other requests.
+        All its fields are checked here, on the thread of its submitter: an error in a step of the
+        engine would delay other requests.
 
         Raises:
             ConfigurationError: it is empty, has tokens that the model does not know, or is longer
@@ -101,7 +101,7 @@ class Intake:
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens of the longest sequence that model and cache have room for."""
+        """The length of the longest sequence that model and cache have room for."""
         room = self._max_blocks * self._tokens_per_block
         limit = self._model.position_limit
         if limit is None:
@@ -110,7 +110,7 @@ class Intake:
 
     @property
     def most_prompt_tokens(self) -> int | None:
-        """Tokens that no prompt may have more of; ``None``: there is no such limit."""
+        """The most tokens that a prompt may have; ``None``: there is no such limit."""
         room = self._max_blocks * self._tokens_per_block if self._grows_with_length else None
         limit = self._model.position_limit
         limits = (self._max_prompt, None if limit is None else limit.num_tokens, room)
@@ -122,7 +122,7 @@ class Intake:
         return len(self._layouts) == 1 and self._layouts[0].window is None
 
     def another(self, first: LlmRequest, request_id: int, params: SamplingParams) -> LlmRequest:
-        """A request like `first`, in the state QUEUED, of the same tokens."""
+        """Makes a request like `first`, in the state QUEUED, of the same tokens."""
         return LlmRequest(
             request_id,
             first.tokens.view,

@@ -28,13 +28,13 @@ __all__ = ["LiveRequest", "TokenRun"]
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """What one step brought a request.
+    """The result of one step for a request.
 
     Attributes:
         live: the request.
         tokens: appended to it; the last one was not fed yet.
-        statuses: what each of them brought; only the last may end the request.
-        num_rejected: drafts that were fed and not taken.
+        statuses: the status of each of them; only the last may end the request.
+        num_rejected: drafts that were fed and rejected.
         top: the log probabilities of each token; ``None`` if the request asked for none.
     """
 
@@ -46,25 +46,25 @@ class TokenRun:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the request ended with this run, if it did."""
+        """The reason why the request ended with this run, if it did."""
         return self.statuses[-1].finish_reason
 
 
 class LiveRequest:
-    """A request in the engine, what it cost so far, and what has come out of it.
+    """A request in the engine, its cost so far, and its output so far.
 
     The engine's thread owns it. Any other may call `done`, `result`, `chunk_beyond`, `wait_beyond`,
     `add_listener` and `remove_listener`, and once there is a token `prompt_logprobs`, and nothing
     else: what they read is written under a lock.
 
     Args:
-        request: as it was taken in.
-        stops: follows its text, and says when it ends.
+        request: as it was admitted to the engine.
+        stops: follows its text, and decides when it ends.
         index: its number among the completions of its prompt.
         tokenizer: for the texts beside log probabilities; ``None``: they have none.
 
     Attributes:
-        request: what the scheduler, the cache and connectors see of it.
+        request: the view of scheduler, cache and connectors.
         index: its number among the completions of its prompt.
         preemptions: how often it lost its blocks.
     """
@@ -114,7 +114,7 @@ class LiveRequest:
         self._prompt_logprobs.append(top[max(0, known - first) :])
 
     def take(self, chosen: Sequence[int], top: TopTokens | None = None) -> TokenRun:
-        """Append what a step yielded: the drafts that were right and one more, up to the end.
+        """Appends the tokens of a step: the accepted drafts and one more, up to the end.
 
         Args:
             chosen: the token after the request's last one and after each of its drafts.
@@ -145,7 +145,7 @@ class LiveRequest:
         )
 
     def emit(self, run: TokenRun) -> None:
-        """Show `run` to those that wait for it."""
+        """Shows `run` to its waiters."""
         if self._first_token_at is None:
             self._first_token_at = time.perf_counter()
         with self._changed:
@@ -158,7 +158,7 @@ class LiveRequest:
         self._tell()
 
     def finish(self, reason: FinishReason) -> None:
-        """End it; what waits for it gets its output."""
+        """Ends it; its waiters get its output."""
         with self._changed:
             if reason == "abort":
                 self._texts.append(self._stops.abort())
@@ -167,7 +167,7 @@ class LiveRequest:
         self._tell()
 
     def fail(self, error: BaseException) -> None:
-        """End it by an error; later ones are ignored."""
+        """Ends it by an error; later ones are ignored."""
         with self._changed:
             if not self.done:
                 self._error = error
@@ -176,16 +176,16 @@ class LiveRequest:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Returns whether it has ended, well or not."""
         return self._output is not None or self._error is not None
 
     @property
     def aborted(self) -> bool:
-        """Whether it was ended before its end."""
+        """Returns whether it was aborted."""
         return self._output is not None and self._output.finish_reason == "abort"
 
     def result(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the end; see `RequestHandle.result`."""
+        """Waits for the end; see `RequestHandle.result`."""
         if not self.done:
             self._owner.check()
             if not self._ended.wait(timeout):
@@ -196,7 +196,7 @@ class LiveRequest:
         return self._output
 
     def wait_beyond(self, seen: int) -> StreamChunk:
-        """Wait for more than `seen` tokens, or the end; return what came since."""
+        """Waits for more than `seen` tokens, or the end; returns the output since."""
         self._owner.check()
         with self._changed:
             self._streams += 1
@@ -208,15 +208,15 @@ class LiveRequest:
             return self._chunk(seen)
 
     def chunk_beyond(self, seen: int) -> StreamChunk | None:
-        """What came beyond `seen` tokens, or the end; ``None`` if neither did yet."""
+        """Returns the output beyond `seen` tokens, or at the end; ``None``: neither yet."""
         with self._changed:
             return self._chunk(seen) if len(self._tokens) > seen or self.done else None
 
     def add_listener(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever tokens came, and at the end.
+        """Registers `listener`, which is called for new tokens, and at the end.
 
-        On the engine's thread, which must not be kept waiting and takes no exceptions. What came
-        before is not told again: look after adding it.
+        It runs on the engine's thread, which must not be kept waiting and takes no exceptions.
+        Earlier output is not reported again: check it after adding the listener.
 
         Raises:
             EngineClosed: it has not ended, and this process was forked from the engine's.
@@ -227,7 +227,7 @@ class LiveRequest:
             self._listeners += (listener,)
 
     def remove_listener(self, listener: Callable[[], None]) -> None:
-        """Call `listener` no more; a call that is under way goes on."""
+        """Removes `listener`; a running call continues."""
         with self._changed:
             self._listeners = tuple(one for one in self._listeners if one != listener)
 
@@ -249,7 +249,7 @@ class LiveRequest:
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Those of its prompt, complete once it has a token; ``None`` if not asked for."""
+        """The log probabilities of its prompt, complete once it has a token; ``None``: unwanted."""
         if self.request.sampling_params.prompt_logprobs is None:
             return None
         return PromptLogprobs(self._prompt_logprobs.view())

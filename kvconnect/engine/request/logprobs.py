@@ -1,4 +1,4 @@
-"""Log probabilities of tokens: of the chosen one, and of the likeliest."""
+"""The log probabilities of tokens: of the chosen one, and of the likeliest."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class LogprobTable:
 
 
 def _grown(before: TopTokens | None, count: int, like: TopTokens, size: int) -> TopTokens:
-    """A copy of the first `count` rows of `before`, with room for `size`."""
+    """Returns a copy of the first `count` rows of `before`, with room for `size`."""
     width = like.token_ids.shape[1]
     grown = TopTokens(
         np.empty((size, width), np.int32),

@@ -1,4 +1,4 @@
-"""What a request carries besides its prompt and how tokens are chosen."""
+"""The options of a request besides its prompt and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["BatchOptions", "ChatOptions", "RequestOptions"]
 
 
 class RequestOptions(TypedDict, total=False):
-    """Keyword arguments of `LLM.submit`, which says what they are."""
+    """The keyword arguments of `LLM.submit`, which explains them."""
 
     cache_salt: str | None
     lora_id: int | str | None
@@ -21,7 +21,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class BatchOptions(TypedDict, total=False):
-    """Keyword arguments of `LLM.generate`, which says what they are."""
+    """The keyword arguments of `LLM.generate`, which explains them."""
 
     cache_salt: str | Sequence[str | None] | None
     lora_id: int | str | None
@@ -36,7 +36,7 @@ class BatchOptions(TypedDict, total=False):
 
 
 class ChatOptions(TypedDict, total=False):
-    """Keyword arguments of `LLM.chat`; see `ChatFormat`."""
+    """The keyword arguments of `LLM.chat`; see `ChatFormat`."""
 
     chat_template: str | None
     add_generation_prompt: bool

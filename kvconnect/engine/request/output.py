@@ -1,4 +1,4 @@
-"""What a request gives back."""
+"""The output of a request."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["CompletionOutput", "EngineStats", "RequestOutput", "StreamChunk", "a
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One of the completions of a prompt.
+    """A completion of a prompt.
 
     Attributes:
         index: its number among them, from 0.
         text: without special tokens and without the stop string; empty without a tokenizer.
-        token_ids: what came out; a stop token is part of it.
+        token_ids: the generated tokens; a stop token is part of it.
         finish_reason: a stop token or string, the length, or an abort.
         stop_reason: which of the request's own stop strings or stop tokens ended it; ``None`` for
             the model's end-of-sequence token, too.
@@ -87,17 +87,17 @@ class RequestOutput:
 
     @property
     def logprobs(self) -> LogprobView | None:
-        """Of the first completion; see `CompletionOutput`."""
+        """The log probabilities of the first completion; see `CompletionOutput`."""
         return self.outputs[0].logprobs if self.outputs else None
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Of the first completion; see `CompletionOutput`."""
+        """The value of the first completion; see `CompletionOutput`."""
         return self.outputs[0].cumulative_logprob if self.outputs else None
 
 
 def as_one(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """The output of a prompt, from those of its completions in order."""
+    """Returns the output of a prompt, from those of its completions in order."""
     first = outputs[0]
     if len(outputs) == 1:
         return first
@@ -115,10 +115,10 @@ def as_one(outputs: Sequence[RequestOutput]) -> RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """What came since the chunk before it.
+    """The output since the chunk before it.
 
     Attributes:
-        request_id: whose.
+        request_id: of the request.
         token_ids: new tokens.
         text: new text; it lags behind the tokens where characters or stop strings are unfinished.
         finish_reason: set in the last chunk, of each completion if there are several.
@@ -136,14 +136,14 @@ class StreamChunk:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts since the start, and what the engine holds now.
+    """The counts since the start, and what the engine holds now.
 
     Attributes:
         steps: forward passes.
         finished_requests: ended, aborts included.
         prompt_tokens, computed_tokens, reused_device_tokens, reused_store_tokens: of these.
         generated_tokens: of finished requests, too.
-        reused_host_tokens: those of `reused_device_tokens` that the host tier brought back.
+        reused_host_tokens: those of `reused_device_tokens` that were onboarded from the host tier.
         preemptions: requests sent back to the queue.
         drafted_tokens, accepted_tokens: proposed by speculative decoding, and found right.
         waiting_requests, running_requests, loading_requests, saving_requests: now.

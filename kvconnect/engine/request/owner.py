@@ -1,4 +1,4 @@
-"""Which process an engine's threads run in."""
+"""The process that an engine's threads run in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Owner"]
 
 
 class Owner:
-    """The process that made this. One that is forked from it has none of the engine's threads."""
+    """The process that made this. A process forked from it has none of the engine's threads."""
 
     __slots__ = ("_process",)
 
@@ -18,7 +18,9 @@ class Owner:
         self._process = os.getpid()
 
     def check(self) -> None:
-        """Nothing, in the owner. In a forked process call it before any lock: who holds it is gone.
+        """Checks that this is the owner. In a forked process call it before any lock.
+
+        The holder of a lock does not exist there.
 
         Raises:
             EngineClosed: this process was forked from the owner.

@@ -1,4 +1,4 @@
-"""What `LLM.generate` takes: one prompt or several, and settings for all or one for each."""
+"""Checks the arguments of `LLM.generate`: one prompt or several, settings for all or each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Setting = TypeVar("_Setting")
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """`prompts` as a list, also if it is a single one.
+    """Returns `prompts` as a list, also if it is a single one.
 
     Raises:
         ConfigurationError: it is neither text, nor a dict, nor a sequence.
@@ -47,7 +47,7 @@ def _is_number(value: object) -> bool:
 
 
 def as_text_or_tokens(prompt: Prompt) -> str | Tokens:
-    """`prompt` without the dict around it.
+    """Returns `prompt` without the dict around it.
 
     Raises:
         ConfigurationError: the dict has another key, not exactly one, or a value of another kind.
@@ -72,7 +72,7 @@ def as_text_or_tokens(prompt: Prompt) -> str | Tokens:
 
 
 def one_each(field: str, given: _Setting | Sequence[_Setting], count: int) -> list[_Setting]:
-    """`given` for each of `count` prompts: a list or tuple has one for each, all else is for all.
+    """Returns `given` for each of `count` prompts: a list or tuple has one for each, else for all.
 
     Raises:
         ConfigurationError: as many were not given; names `field`.

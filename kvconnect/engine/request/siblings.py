@@ -1,4 +1,4 @@
-"""The completions of one prompt: the first computes it, the others begin when it has."""
+"""The completions of one prompt: the first computes it, the others begin after that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Siblings"]
 
 
 class Siblings:
-    """Requests of equal prompts, started so that they share the KV blocks of the prompt.
+    """The requests of equal prompts, started so that they share the KV blocks of the prompt.
 
     Every method may be called from any thread, and none waits for the engine.
 
@@ -35,7 +35,7 @@ class Siblings:
         self._waiting = lives[1:]  # not posted yet
 
     def start(self) -> None:
-        """Post the first one.
+        """Posts the first one.
 
         Raises:
             EngineClosed: the engine takes no more requests.
@@ -46,7 +46,7 @@ class Siblings:
         self._post(first)
 
     def abort(self) -> None:
-        """End all that have not ended."""
+        """Ends all that have not ended."""
         with self._lock:
             waiting, self._waiting = self._waiting, ()
         for live in waiting:

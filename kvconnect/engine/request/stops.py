@@ -1,4 +1,4 @@
-"""When a generation ends: tokens, strings, length."""
+"""Decides when a generation ends: tokens, strings, length."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class StopStatus:
-    """What one more token brought: text that is certain now, and whether it was the last one.
+    """The result of one more token: text that is certain now, and whether it was the last one.
 
     Attributes:
         text: follows that of the tokens before.
         finish_reason: set if it was the last one.
-        stop_reason: what it ended with, of the request's own stop strings and stop tokens.
+        stop_reason: the one of the request's own stop strings and stop tokens that ended it.
     """
 
     text: str
@@ -57,7 +57,7 @@ class StopChecker:
         self._held = ""
 
     def add(self, token: int) -> StopStatus:
-        """`token` was generated."""
+        """Adds the generated `token`."""
         self._count += 1
         if token in self._stop_tokens and self._count >= self._min_tokens:
             reason = token if token in self._named else None
@@ -72,7 +72,7 @@ class StopChecker:
         return StopStatus(text[:certain], None)
 
     def abort(self) -> str:
-        """The text held back so far; nothing more will come."""
+        """Returns the text held back so far; no more text will come."""
         return self._rest(self._held)
 
     def _at_length(self, text: str) -> StopStatus:
@@ -85,7 +85,7 @@ class StopChecker:
         return text + (self._detokenizer.finish() if self._detokenizer else "")
 
     def _find(self, text: str) -> _Found | None:
-        """The earliest stop string in `text`, if any may count yet.
+        """Returns the earliest stop string in `text`, if any may count yet.
 
         It ends in what was added to the text held back: one that ended there came too early.
         """
@@ -112,7 +112,7 @@ class _Found:
 
 
 def _beginning(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of `text` may begin one of `stops`."""
+    """Returns how many characters at the end of `text` may begin one of `stops`."""
     longest = max((len(stop) for stop in stops), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
         if any(stop.startswith(text[-length:]) for stop in stops):

@@ -17,7 +17,7 @@ __all__ = ["Detokenizer", "Tokenizer"]
 
 _UNFINISHED = "\ufffd"
 _CHARACTERS_OF_TOKEN = 8
-"""More than a token has on average."""
+"""The characters of a token: more than the average."""
 _FURTHER = 8
 _CUT_TOKENS = 64
 """As many tokens may begin a text that is cut off, and not the whole text."""
@@ -48,20 +48,20 @@ class Tokenizer:
 
     @staticmethod
     def of(directory: Path) -> Tokenizer | None:
-        """The tokenizer of `directory`, or ``None``: token ids can be generated without one."""
+        """Returns the tokenizer of `directory`, or ``None``: token ids need none."""
         names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
         return Tokenizer(directory) if any((directory / name).exists() for name in names) else None
 
     def encode(
         self, text: str, *, most: int | None = None, special_tokens: bool = True
     ) -> TokenArray:
-        """Token ids of `text`.
+        """Returns the token ids of `text`.
 
         Args:
             text: without lone surrogates.
             most: tokens that there is room for. A text that has more of them in its beginning is
-                not encoded to its end: a long one takes seconds. One that has only some more than
-                that is for the engine to refuse, whose message says more.
+                not encoded to its end: a long one takes seconds. The engine refuses one with
+                slightly more, with a better message.
             special_tokens: with those that the model expects.
 
         Raises:
@@ -90,11 +90,11 @@ class Tokenizer:
         return ids
 
     def use_chat_template(self, template: str) -> None:
-        """Makes `template`, Jinja's, stand in the place of the model's own."""
+        """Makes the Jinja `template` replace the model's own."""
         self._encoder.chat_template = template
 
     def info(self) -> dict[str, str | None]:
-        """Its class, its special tokens and its chat template, as its configuration names them."""
+        """Returns its class, special tokens and chat template, named as in its configuration."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         template = self._encoder.chat_template
         return {
@@ -105,11 +105,11 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model says how conversations become prompts."""
+        """Returns whether the model has a chat template."""
         return bool(self._encoder.chat_template)
 
     def render_chat(self, messages: Sequence[Mapping[str, object]], **how: Any) -> str:
-        """The text of a conversation; `how` as in ``apply_chat_template`` of transformers.
+        """Returns the text of a conversation; `how` as in ``apply_chat_template`` of transformers.
 
         Special tokens are those of the template; none are to be added.
         """
@@ -118,17 +118,17 @@ class Tokenizer:
         return text
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of `tokens`, without special tokens."""
+        """Returns the text of `tokens`, without special tokens."""
         text: str = self._decoder.decode(tokens, skip_special_tokens=True)
         return text
 
     def whole_text(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, with special tokens."""
+        """Returns the text of `tokens`, with special tokens."""
         text: str = self._decoder.decode(list(tokens), skip_special_tokens=False)
         return text
 
     def text_of(self, token: int) -> str:
-        """The text of one token alone, also of a special one."""
+        """Returns the text of one token alone, also of a special one."""
         text = self._texts.get(token)
         if text is None:
             text = self._texts[token] = self._decoder.decode([token])
@@ -152,7 +152,7 @@ class Detokenizer:
         self._pending_from = 0  # tokens from here on have not become text yet
 
     def add(self, token: int) -> str:
-        """The text that `token` completes; empty while a character is unfinished."""
+        """Returns the text that `token` completes; empty while a character is unfinished."""
         self._tokens.append(token)
         text = self._new_text()
         if text and not text.endswith(_UNFINISHED):
@@ -163,13 +163,13 @@ class Detokenizer:
         return self._give_up(text)
 
     def finish(self) -> str:
-        """What is left, unfinished characters replaced."""
+        """Returns the rest of the text, unfinished characters replaced."""
         text = self._new_text()
         self._prefix_from = self._pending_from = len(self._tokens)
         return text
 
     def _give_up(self, text: str) -> str:
-        """What of `text`, which too many tokens have, stays as it is whatever comes."""
+        """Returns the part of `text`, of too many tokens, that no later token can change."""
         if not text:  # special tokens: they are no text of anything that follows, either
             del self._tokens[self._pending_from :]
             return ""
@@ -184,7 +184,7 @@ class Detokenizer:
         return text
 
     def _take(self, until: int) -> None:
-        """The tokens before `until` have become text."""
+        """Notes that the tokens before `until` have become text."""
         self._prefix_from, self._pending_from = self._pending_from, until
 
     def _new_text(self, until: int | None = None) -> str:

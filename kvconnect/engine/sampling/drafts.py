@@ -1,4 +1,4 @@
-"""Drafts: tokens that a request will probably generate next, found in what it has so far.
+"""Proposes drafts: tokens that a request will probably generate next, found in its tokens so far.
 
 A forward pass verifies them all at once: those that are what the model would have chosen are kept,
 and one token more comes for free. The output is that of plain greedy decoding.
@@ -22,7 +22,7 @@ NO_DRAFTS: TokenArray = np.empty(0, np.int32)
 
 
 class NgramSpeculation(Settings):
-    """Prompt lookup: what followed the last few tokens when they occurred before.
+    """The settings of prompt lookup: the last few tokens may continue as they did before.
 
     Only greedy requests are drafted for; with a temperature above 0, a penalty or ``min_tokens`` a
     request runs without drafts.
@@ -48,7 +48,7 @@ class NgramSpeculation(Settings):
 
     @classmethod
     def of(cls, speculative: Speculation | None) -> NgramSpeculation | None:
-        """What the user asked for: settings, also as a dict, or ``ngram`` for the defaults.
+        """Returns the user's settings: as given, of a dict, or for ``ngram`` the defaults.
 
         Raises:
             ConfigurationError: another name.
@@ -65,7 +65,7 @@ class NgramSpeculation(Settings):
 
 
 Speculation: TypeAlias = NgramSpeculation | Mapping[str, object] | Literal["ngram"]
-"""What an engine takes as ``speculative``."""
+"""The values of an engine's ``speculative``."""
 
 
 class NgramDrafter:
@@ -75,10 +75,10 @@ class NgramDrafter:
         self._settings = settings
 
     def propose(self, tokens: TokenArray, limit: int) -> TokenArray:
-        """What may follow `tokens`: at most `limit` drafts, none if nothing like it occurred.
+        """Returns likely successors of `tokens`: at most `limit` drafts, perhaps none.
 
-        The longest run of last tokens wins that occurred before, of several places the latest. What
-        repeats is thought to go on repeating. One pass over `tokens` at memory speed.
+        The longest run of last tokens that occurred before decides, of several occurrences the
+        latest. Repetition is expected to continue. One pass over `tokens` at memory speed.
         """
         settings = self._settings
         count = min(settings.num_draft_tokens, limit)
@@ -97,11 +97,11 @@ class NgramDrafter:
 
 
 def accepted_run(drafts: TokenArray, chosen: Sequence[int]) -> list[int]:
-    """What a verified step yields: the drafts that were right, and the token behind them.
+    """Returns the result of a verified step: the right drafts, and the token after them.
 
     Args:
-        drafts: the tokens that were fed behind the request's last one.
-        chosen: what the model chose behind that one and behind each draft, one more than `drafts`.
+        drafts: the tokens that were fed after the request's last one.
+        chosen: the model's choice after that one and after each draft, one more than `drafts`.
     """
     run = [chosen[0]]
     for draft, following in zip(drafts.tolist(), chosen[1:], strict=True):

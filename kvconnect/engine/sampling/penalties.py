@@ -1,4 +1,4 @@
-"""How what was generated so far changes the logits of the next token."""
+"""Changes the logits of the next token by the tokens so far."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Penalties"]
 
 
 class Penalties:
-    """The least length and the penalties of `SamplingParams`; remembers prompts of live requests.
+    """Applies the least length and the penalties of `SamplingParams`; keeps live requests' prompts.
 
     Args:
         eos_token_ids: tokens that end a generation, whatever its parameters say.
@@ -25,7 +25,7 @@ class Penalties:
         self._in_prompt: dict[int, Tensor] = {}  # by request id: bool, [vocab]
 
     def apply(self, scores: Tensor, request: LlmRequest) -> Tensor:
-        """The logits that the next token of `request` is chosen from.
+        """Returns the logits that the next token of `request` is chosen from.
 
         Args:
             scores: ``[vocab]`` float32, of the model; not changed.
@@ -50,7 +50,7 @@ class Penalties:
         return adjusted
 
     def forget(self, request: LlmRequest) -> None:
-        """`request` is over."""
+        """Forgets `request`, which ended."""
         self._in_prompt.pop(request.request_id, None)
 
     def _prompt_of(self, request: LlmRequest, scores: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Penalties:
 
 
 def _counts(tokens: TokenArray, scores: Tensor) -> Tensor:
-    """How often each token of the vocabulary is in `tokens`: int64, ``[vocab]``."""
+    """Returns how often each token of the vocabulary is in `tokens`: int64, ``[vocab]``."""
     # A copy: torch does not take arrays that are not to be written to.
     ids = torch.tensor(tokens, dtype=torch.int64, device=scores.device)
     return torch.bincount(ids, minlength=len(scores))

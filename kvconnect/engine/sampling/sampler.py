@@ -1,4 +1,4 @@
-"""How the next token is chosen from the logits."""
+"""Chooses the next token from the logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Sampler"]
 
 
 class Sampler:
-    """Greedy and random sampling. Holds one random generator per live request that samples.
+    """Samples greedily or at random. Has one random generator per live request that samples.
 
     A request draws one number per token from its own generator: equal seeds give equal samples,
     whatever else is in the batch.
@@ -28,11 +28,11 @@ class Sampler:
         self._penalties = Penalties(eos_token_ids)
 
     def sample(self, logits: Tensor, requests: Sequence[LlmRequest]) -> list[int | Exception]:
-        """One token for each request, or why there is none for it.
+        """Returns one token for each request, or the error that prevented it.
 
         Args:
             logits: ``[requests, vocab]``.
-            requests: whose; the generators of those that sample advance.
+            requests: in the order of the rows; the generators of those that sample advance.
         """
         # As in transformers: the choice is made in float32, whatever the model computes in.
         scores = logits.float()
@@ -47,12 +47,12 @@ class Sampler:
         return tokens
 
     def forget(self, request: LlmRequest) -> None:
-        """`request` is over."""
+        """Forgets `request`, which ended."""
         self._generators.pop(request.request_id, None)
         self._penalties.forget(request)
 
     def _choose(self, scores: Tensor, request: LlmRequest) -> int:
-        """From the logits ``[vocab]`` of a request that asks for more than the best token."""
+        """Chooses from the logits ``[vocab]`` of a request that wants more than the best token."""
         params = request.sampling_params
         if params.adjusts_logits:
             scores = self._penalties.apply(scores, request)
@@ -73,7 +73,7 @@ class Sampler:
 
 
 def _best(scores: Tensor) -> list[int]:
-    """The first of the highest in each row of ``[rows, vocab]``."""
+    """Returns the first of the highest in each row of ``[rows, vocab]``."""
     if scores.device.type != "cpu":
         best: list[int] = scores.argmax(dim=-1).tolist()
     else:  # torch's own takes 20 times as long here

@@ -1,4 +1,4 @@
-"""The body of a request: read within limits, and parsed."""
+"""Reads the body of a request within limits, and parses it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _LONG_NBYTES = 1 << 14  # takes a millisecond
 
 
 class Place(Protocol):
-    """The place of a request among others, as a `Ticket` is."""
+    """The interface of a request's ticket, such as `Ticket`."""
 
     def reading(self, within_s: float) -> AbstractAsyncContextManager[None]:
-        """Inside it the body is read; raises `RequestRefused` where that takes too long."""
+        """Limits the reading of the body; raises `RequestRefused` if that takes too long."""
 
     def hold(self, body_nbytes: int) -> None:
-        """So much of the body is in memory; raises `RequestRefused` if there is no room for it."""
+        """Counts so much of the body as in memory; raises `RequestRefused` if there is no room."""
 
 
 async def read_json(
@@ -40,22 +40,22 @@ async def read_json(
     make: Callable[[dict[str, Any]], T],
     place: Place,
 ) -> T:
-    """What `make` makes of the JSON object that `request` carries.
+    """Returns the result of `make` for the JSON object that `request` carries.
 
     Args:
-        request: whose body is read.
+        request: the request whose body is read.
         settings: its limits.
         thread: where long bodies are parsed, and `make` is called with them: one thread, since more
             of them would only take turns.
         make: does not block.
-        place: among others that are read and answered.
+        place: the request's ticket.
 
     Raises:
         RequestRefused: it is no JSON (400, also where it nests deeper than 200 or has a key twice),
             is not declared as such in UTF-8 and uncompressed (415), is too large or holds too many
             values for its size (413), comes too slowly (408), or there is no room for it (429).
         ClientDisconnect: the client left.
-        Exception: what `make` raises.
+        Exception: as `make` raises.
     """
     _check_kind(request)
     length = request.headers.get("content-length", "")

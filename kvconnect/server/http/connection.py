@@ -1,4 +1,4 @@
-"""Connections that are cut when their client does not get on."""
+"""Closes connections whose client makes no progress."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _KEEPALIVE = (
     (socket.TCP_KEEPINTVL, 10),
     (socket.TCP_KEEPCNT, 3),
 )
-"""A client whose machine is gone is noticed within a minute, also while nothing is sent."""
+"""The loss of a client's machine is noticed within a minute, also while nothing is sent."""
 
 _SEND_BUFFER_NBYTES = 128 << 10
 """By itself the system would hold megabytes for each client that does not read."""
 
 _AHEAD_NBYTES = 64 << 10
-"""A client that sends more beyond a request, before that is answered, is cut."""
+"""A client that sends more beyond a request before the answer is disconnected."""
 
 _READ_NBYTES = 16 << 10
 """At a time: of chunks of one byte each, even so much takes 30 ms to parse, and all others wait."""
 
 _TOLD = 64
-"""Connections beyond the limit that are told so. Further ones are cut at once."""
+"""Connections beyond the limit that get an answer. Further ones are closed at once."""
 _TOLD_WITHIN_S = 1.0
 
 
 class Connection(H11Protocol):
-    """A client's connection, with deadlines for what the client owes.
+    """A client's connection, with deadlines for the client.
 
-    A request must come whole within `timeout_s` of its first byte, the first one of the
-    connection's start. A client that takes nothing for `timeout_s`, or too little for the
-    transport to take more, is gone. Between requests uvicorn's keep-alive timeout counts.
-
-    Requests on connections beyond ``limit_concurrency`` are answered with OpenAI's error object.
+    A whole request must arrive within `timeout_s` of its first byte, the first one within
+    `timeout_s` of the connection's start. A client that reads nothing for `timeout_s`, or too
+    little for the transport to write more, is disconnected. Between requests uvicorn's keep-alive
+    timeout counts. Requests on connections beyond ``limit_concurrency`` are answered with OpenAI's
+    error object.
     """
 
     timeout_s: ClassVar[float]
@@ -53,11 +53,11 @@ class Connection(H11Protocol):
 
     @classmethod
     def with_timeout(cls, timeout_s: float) -> type[Connection]:
-        """The class whose connections have this deadline."""
+        """Returns the class whose connections have this deadline."""
         return type("Connection", (cls,), {"timeout_s": timeout_s})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
+        """Starts to wait for a request."""
         self._within, self._limit = self.app, self.limit_concurrency
         self.limit_concurrency = None  # uvicorn's own answer is a text
         super().connection_made(transport)
@@ -75,7 +75,7 @@ class Connection(H11Protocol):
         self._reading = self.loop.call_later(timeout_s, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        """Begin to wait for the rest of a request, or stop waiting: it is whole."""
+        """Starts to wait for the rest of a request, or stops waiting once it is whole."""
         under_way = max(len(self.connections), len(self.tasks))
         full = self._limit is not None and under_way >= self._limit
         self.app = _too_many if full else self._within
@@ -87,7 +87,7 @@ class Connection(H11Protocol):
             self._reading = self.loop.call_later(self.timeout_s, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
-        """Tell the client that this is no HTTP; it is cut if it has its answer, or a part of it."""
+        """Answers that this is no HTTP, or closes a connection that has a part of its answer."""
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             super().send_400_response(msg)
         else:  # uvicorn would raise, and each such client fill the log
@@ -108,18 +108,18 @@ class Connection(H11Protocol):
             self.flow.resume_reading()
 
     def pause_writing(self) -> None:
-        """The client takes less than is written: begin to wait for it."""
+        """Starts to wait for a client that reads less than is written."""
         super().pause_writing()
         if self._writing is None:
             self._writing = self.loop.call_later(self.timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It goes on."""
+        """Stops waiting for the client to read."""
         super().resume_writing()
         self._stop_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait for nothing any more."""
+        """Cancels all waiting."""
         self._stop_reading()
         self._stop_writing()
         super().connection_lost(exc)
@@ -136,7 +136,7 @@ class Connection(H11Protocol):
 
 
 async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers on connections beyond the limit, which end with that."""
+    """Answers on connections beyond the limit, and closes them."""
     answer = ErrorAnswer(503, "there are too many connections", "too_many_connections")
     headers = answer.headers | {"Connection": "close"}
     await JSONResponse(answer.body, answer.status, headers)(scope, receive, send)

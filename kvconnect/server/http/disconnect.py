@@ -1,4 +1,4 @@
-"""Work that ends when its client leaves."""
+"""Cancels work when its client leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled if the client leaves.
+    """Returns the result of `work`, which is cancelled if the client leaves.
 
     Raises:
         ClientDisconnect: it left.

@@ -1,4 +1,4 @@
-"""What every request passes first: the API key, and the answer to whatever went wrong."""
+"""Checks the API key of every request, and turns errors into answers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvconnect.trace import count
 __all__ = ["OPEN_PATHS", "Gate"]
 
 OPEN_PATHS = frozenset({"/health"})
-"""They need no API key."""
+"""The paths that need no API key."""
 
 
 class Gate:
     """An ASGI application around another: checks the key, turns errors into answers, counts.
 
     Args:
-        app: answers what passes.
-        api_key: what clients must send; ``None``: nothing.
+        app: answers the requests that pass.
+        api_key: required of clients; ``None``: none is required.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
@@ -31,7 +31,7 @@ class Gate:
         self._expected = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answers one request."""
         if scope["type"] != "http":
             return
         scope["app"] = self  # what the router refuses it raises then, and does not answer itself

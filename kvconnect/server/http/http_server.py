@@ -1,4 +1,4 @@
-"""Uvicorn as it is used here: limits for clients, and an end that waits for answers."""
+"""Runs uvicorn with limits for clients, and with a shutdown that waits for answers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["HttpServer", "uvicorn_config"]
 _log = logging.getLogger(__name__)
 
 _ABORT_S = 5.0
-"""For answers to end once their requests are aborted."""
+"""The time for answers to end once their requests are aborted."""
 _OTHER_DESCRIPTORS = 256
-"""What stores, the model and connections that are turned away may need beside the connections."""
+"""The descriptors for stores, the model and refused connections, beside the connections."""
 
 
 def uvicorn_config(
     app: ASGIApp, settings: HttpSettings, *, max_outgoing: int = 0, outgoing: int = 0
 ) -> uvicorn.Config:
-    """How uvicorn serves `app`.
+    """Returns the configuration of uvicorn for `app`.
 
     Args:
         app: answers.
@@ -44,7 +44,7 @@ def uvicorn_config(
         ws="none",
         lifespan="off",
         log_config=None,
-        # What clients do wrong is theirs to hear.
+        # Errors of clients are answered, not logged.
         log_level=logging.INFO if _log.isEnabledFor(logging.DEBUG) else logging.ERROR,
         access_log=False,
         server_header=False,
@@ -55,9 +55,9 @@ def uvicorn_config(
 
 
 def _room_for(connections: int, max_outgoing: int = 0, outgoing: int = 0) -> int:
-    """How many of them the process may have open beside those to others, as in `uvicorn_config`.
+    """Returns how many connections the process may have open beside outgoing ones.
 
-    Its limit is raised as far as it may be.
+    Its limit of open files is raised as far as allowed. Arguments are those of `uvicorn_config`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + max_outgoing + _OTHER_DESCRIPTORS
@@ -73,12 +73,12 @@ def _room_for(connections: int, max_outgoing: int = 0, outgoing: int = 0) -> int
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn's, which answers on while what runs comes to its end.
+    """A uvicorn server that continues to answer while running requests end.
 
     Args:
         config: of uvicorn.
-        admission: of what it answers.
-        patience_s: what a shutdown waits for that.
+        admission: of its requests.
+        patience_s: how long a shutdown waits for running requests.
         ready: called once clients may connect.
     """
 
@@ -97,23 +97,26 @@ class HttpServer(uvicorn.Server):
         self._give_up_at = float("inf")
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections."""
+        """Accepts connections."""
         await super().startup(sockets)
         self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal arrived: `on_tick` sees to it. The process ends with what its command does."""
+        """Counts a signal, which `on_tick` handles.
+
+        The process ends with its command's exit status.
+        """
         self._signals += 1
         if self._signals == 1:
             name = signal.Signals(sig).name
             _log.info("%s: refusing new requests, waiting for those that run", name)
 
     def has_failed(self) -> bool:
-        """Whether nothing can be answered any more; called ten times a second."""
+        """Returns whether no request can be answered any more; called ten times a second."""
         return False
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second; whether to stop listening."""
+        """Returns whether to stop listening; called ten times a second."""
         await super().on_tick(counter)
         now = time.monotonic()
         failed = self.has_failed()

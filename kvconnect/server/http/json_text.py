@@ -1,4 +1,4 @@
-"""JSON text as it came: how much it makes of its bytes, and no key twice."""
+"""Parses JSON text with limits on its values, and refuses repeated keys."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _NBYTES_OF_VALUE = 4
 
 
 class TooManyValues(ValueError):
-    """There is more in the text than its size is for."""
+    """The error of a text with more values than its size allows."""
 
 
 def parse_json(text: bytes, *, max_nbytes: int) -> Any:
-    """Returns the value of `text`; of a long text for a thread of its own.
+    """Returns the value of `text`. A long text needs a thread of its own.
 
-    What is made of a text is bounded, since lists, objects and keys take a hundred times as long
-    as characters do: there may be 65,536 of them, and 1,048,576 values; of a longer text one for
-    every 64, and one for every 4 bytes of `max_nbytes`.
+    The number of values is bounded, since lists, objects and keys take a hundred times as long as
+    characters do. A text may have 65,536 lists, objects and keys, and 1,048,576 values; a longer
+    text one for every 64, and one for every 4 bytes of `max_nbytes`.
 
     Args:
         text: in UTF-8.
-        max_nbytes: that there might be of it.
+        max_nbytes: the size that a text may have at most.
 
     Raises:
         TooManyValues: there are more of them.
@@ -66,13 +66,13 @@ def _check(noun: str, found: int, most: int) -> None:
 
 
 def _between_strings(text: bytes) -> bytes:
-    """`text`, if it is JSON, without its strings."""
+    """Returns `text`, if it is JSON, without its strings."""
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     return b"".join(plain.split(b'"')[::2])
 
 
 def _refuse_repeated(pairs: list[tuple[str, object]]) -> None:
-    """Raises `ValueError` if a key of an object is there twice."""
+    """Raises `ValueError` if an object has a key twice."""
     seen: set[str] = set()
     for key, _ in pairs:
         if key in seen:

@@ -1,4 +1,4 @@
-"""The sockets that a server listens on, and who can reach them."""
+"""The sockets that a server listens on, and the check of who can reach them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["Listener"]
 _BACKLOG = 2048
 
 _Address: TypeAlias = tuple[Any, ...]
-"""As the socket module has it: host and port first, of IPv6 two numbers more."""
+"""An address of the socket module: host and port first, for IPv6 two numbers more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Bound sockets, one for each address of a host; nothing is accepted before `listen`.
+    """A set of bound sockets, one for each address of a host; `listen` makes them accept.
 
     Attributes:
         sockets: bound, all to one port.
         host: as the settings name it.
-        port: the one that was taken.
+        port: the one that was bound.
     """
 
     sockets: tuple[socket.socket, ...]
@@ -34,10 +34,10 @@ class Listener:
 
     @classmethod
     def bind(cls, settings: HttpSettings) -> Listener:
-        """Take the port of `settings`; may block for a name's resolution.
+        """Binds the port of `settings`; may block for a name's resolution.
 
         Raises:
-            ConfigurationError: the host is unknown, the port cannot be had, or the host is not
+            ConfigurationError: the host is unknown, the port cannot be bound, or the host is not
                 loopback and there is no API key. Nothing is bound then.
         """
         addresses = _addresses(settings)
@@ -56,12 +56,12 @@ class Listener:
 
     @property
     def url(self) -> str:
-        """Where clients find the server."""
+        """The URL of the server for clients."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
     def listen(self) -> None:
-        """Let clients connect; the system holds them until they are accepted.
+        """Lets clients connect; the system holds them until they are accepted.
 
         Raises:
             ConfigurationError: another process took the port meanwhile.
@@ -73,7 +73,7 @@ class Listener:
                 raise _refused(self.host, self.port, error) from error
 
     def close(self) -> None:
-        """Give the port back. Idempotent."""
+        """Releases the port. Idempotent."""
         for one in self.sockets:
             one.close()
 

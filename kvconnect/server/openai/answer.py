@@ -1,4 +1,4 @@
-"""What completions and chats have in common, as clients get it."""
+"""The common part of answers to completions and chats."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class Prompted(Protocol):
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """Returns its parts."""
+        """The token ids of the prompt."""
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Returns those of each token; ``None`` if not asked for."""
+        """The log probabilities of each token; ``None`` if not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How a request wants to be answered.
+    """The form in which a request is to be answered.
 
     Attributes:
         model: its name.
-        completions: how many come out of the request; choices count from 0 over all its prompts.
+        completions: of the request; choices count from 0 over all its prompts.
         request_id: a part of the answer's id; ``None``: one is invented.
         granularity: counts of cached tokens are rounded down to a multiple of it.
-        token_ids: tell the ids of all tokens beside their text.
-        prompt_logprobs: tell the log probabilities of the prompt.
+        token_ids: include the ids of all tokens beside their text.
+        prompt_logprobs: include the log probabilities of the prompt.
         usage: every chunk of a stream has a ``usage``.
-        running_usage: that counts what came so far, and is not ``null``.
+        running_usage: that counts the tokens so far, and is not ``null``.
     """
 
     model: str
@@ -60,7 +60,7 @@ class Answer(ABC):
     """The JSON objects that answer one request.
 
     Args:
-        form: how.
+        form: of the answer.
     """
 
     prefix: ClassVar[str]
@@ -77,7 +77,9 @@ class Answer(ABC):
         self._answer_tokens = 0
 
     def whole(self, outputs: Sequence[RequestOutput], more: Mapping[str, Any]) -> bytes:
-        """All of it at once as JSON, with the fields `more`. Made choice by choice: it may be long.
+        """Returns the whole answer as JSON, with the fields `more`.
+
+        It is made choice by choice, as it may be long.
 
         Args:
             outputs: of each prompt.
@@ -89,7 +91,7 @@ class Answer(ABC):
         return head[:-1] + b',"choices":[' + choices + b"]," + _encoded(usage | dict(more))[1:]
 
     def begin(self, prompts: Sequence[Prompted]) -> Iterable[dict[str, Any]]:
-        """The first chunks of a stream, before any token.
+        """Returns the first chunks of a stream, before any token.
 
         Args:
             prompts: of the request.
@@ -99,14 +101,14 @@ class Answer(ABC):
         return self._beginning()
 
     def chunk(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
-        """The next chunk of a stream: what came of choice `index`."""
+        """Returns the next chunk of a stream, which belongs to choice `index`."""
         prompt = None if index in self._begun else self._prompt_of(index)
         self._begun.add(index)
         self._answer_tokens += len(chunk.token_ids)
         return self._chunk([self._part(index, chunk, prompt)])
 
     def end(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The last chunk, if the counts of tokens are wanted."""
+        """Returns the last chunk, with the counts of tokens."""
         usage = usage_of(outputs, self._form.granularity)
         return self._object(self.chunk_kind) | {"choices": [], "usage": usage}
 
@@ -142,13 +144,13 @@ class Answer(ABC):
 
     @abstractmethod
     def _part(self, index: int, chunk: StreamChunk, prompt: Prompted | None) -> dict[str, Any]:
-        """A choice of a chunk; `prompt` is set in the first one of this choice."""
+        """Returns a choice of a chunk; `prompt` is set in the first one of this choice."""
 
     def _ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
         return {"token_ids": list(token_ids)} if self._form.token_ids else {}
 
     def _prompt_fields(self, prompt: Prompted) -> dict[str, Any]:
-        """The token ids and log probabilities of a prompt, as vLLM tells them."""
+        """Returns the token ids and log probabilities of a prompt, in vLLM's fields."""
         fields: dict[str, Any] = {}
         if self._form.token_ids:
             fields["prompt_token_ids"] = list(prompt.prompt_token_ids)
@@ -169,10 +171,10 @@ class Answer(ABC):
 
 
 def made_late(value: object) -> object:
-    """Returns what the call `value` makes: the `default` of JSON encoders.
+    """Returns the result of the call `value`: the `default` of JSON encoders.
 
-    The log probabilities of each token are such calls in answers. What they make takes fifty times
-    the memory of the tables that it is made from, and is gone as soon as it is text.
+    The log probabilities of each token are such calls in answers. Their results take fifty times
+    the memory of the tables that they are made from, and are freed once they are text.
     """
     if not isinstance(value, partial):
         raise TypeError(f"{type(value).__name__} is no JSON")

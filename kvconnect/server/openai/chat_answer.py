@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``: what clients get."""
+"""The answer to ``POST /v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ChatAnswer"]
 
 
 class ChatAnswer(Answer):
-    """OpenAI's chat completion objects.
+    """The chat completion objects of OpenAI.
 
     Args:
         form: as of `Answer`.
@@ -31,7 +31,7 @@ class ChatAnswer(Answer):
         self._top_logprobs = top_logprobs
 
     def _beginning(self) -> Iterable[dict[str, Any]]:
-        """Chunks that say who speaks, one for each choice."""
+        """Yields chunks that name the role, one for each choice."""
         for index in range(self._form.completions):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``: what clients ask for."""
+"""The request of ``POST /v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ChatRequest", "check_template_variables"]
 
 
 class ChatRequest(GenerationRequest):
-    """Answer a conversation; without a length it may be as long as model and cache allow.
+    """Answers a conversation; without a length it may be as long as model and cache allow.
 
     Attributes:
         messages: dicts with ``role`` and ``content``.
@@ -50,11 +50,11 @@ class ChatRequest(GenerationRequest):
 
     @property
     def completions(self) -> int:
-        """`n` for the conversation."""
+        """The number of completions: `n` for the conversation."""
         return 1 if self.n is None else max(1, self.n)
 
     def submit(self, llm: LLM) -> list[RequestHandle]:
-        """Start it."""
+        """Starts it."""
         prompt: Any = llm.chat_prompt(
             self.messages,
             add_generation_prompt=self.add_generation_prompt,
@@ -68,16 +68,16 @@ class ChatRequest(GenerationRequest):
         return self.start(llm, [prompt], self.sampling(max_tokens=most))
 
     def answer(self, llm: LLM, model: str) -> ChatAnswer:
-        """See `GenerationRequest.answer`."""
+        """Implements `GenerationRequest.answer`."""
         return ChatAnswer(self.form(llm, model), self.top_logprobs or 0)
 
     @property
     def top_of_answer(self) -> int | None:
-        """See `GenerationRequest.top_of_answer`."""
+        """Implements `GenerationRequest.top_of_answer`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def max_prompt_tokens(self, longest: int) -> int:
-        """See `GenerationRequest.max_prompt_tokens`."""
+        """Implements `GenerationRequest.max_prompt_tokens`."""
         return longest
 
 
@@ -94,5 +94,5 @@ def check_template_variables(given: Mapping[str, object] | None) -> None:
 
 @cache
 def _reserved() -> frozenset[str]:
-    """Arguments of transformers' own: some make it write files or fill memory."""
+    """Returns the arguments of transformers' own: some make it write files or fill memory."""
     return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)

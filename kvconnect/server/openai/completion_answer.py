@@ -1,4 +1,4 @@
-"""``POST /v1/completions``: what clients get."""
+"""The answer to ``POST /v1/completions``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["CompletionAnswer", "Echo"]
 
 
 class Echo:
-    """The prompts of a request, which stand before its answers.
+    """The prompts of a request, which precede its answers.
 
     Args:
         prompts: as the request gives them, each text or token ids.
         tokenizer: of the model; without one prompts of token ids have no text.
-        logprobs: tell the log probabilities of their tokens, too.
+        logprobs: include the log probabilities of their tokens, too.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class Echo:
         ]
 
     def text(self, number: int) -> str:
-        """The text of prompt `number`."""
+        """Returns the text of prompt `number`."""
         return self._texts[number]
 
     def token_text(self, token: int) -> str:
-        """The text of a token that has no log probability: the first one of a prompt."""
+        """Returns the text of a token without log probability: the first one of a prompt."""
         return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.text_of(token)
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Echo:
 
 
 class CompletionAnswer(Answer):
-    """OpenAI's completion objects.
+    """The completion objects of OpenAI.
 
     Args:
         form: as of `Answer`.
@@ -132,7 +132,7 @@ class _Lists:
         index: int,
         text_of: Callable[[int], str] | None = None,
     ) -> None:
-        """Adds `token`, that of `logprobs[index]`; if this is ``None``, `text_of` has its text."""
+        """Adds `token` of `logprobs[index]`; if that is ``None``, `text_of` returns its text."""
         found = logprobs[index]
         if found is None:
             text = "" if text_of is None else text_of(token)
@@ -145,7 +145,7 @@ class _Lists:
         self._top.append(None if found is None else partial(_by_text, logprobs, index))
 
     def told(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """Returns OpenAI's object."""
         return {
             "tokens": self._texts,
             "token_logprobs": self._chosen,
@@ -155,7 +155,7 @@ class _Lists:
 
 
 def _by_text(logprobs: Sequence[TokenLogprobs | None], index: int) -> dict[str, float]:
-    """Of tokens with one text, parts of characters, the chosen one or the likeliest."""
+    """Maps texts to log probabilities; of tokens with one text, the first one counts."""
     found = logprobs[index] or {}
     top: dict[str, float] = {}
     for token, logprob in found.items():

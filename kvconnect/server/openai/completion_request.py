@@ -1,4 +1,4 @@
-"""``POST /v1/completions``: what clients ask for."""
+"""The request of ``POST /v1/completions``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ADDED_TOKENS = 16
 
 
 def _prompt(given: object) -> object:
-    # Pydantic would tell of each entry of a long list what it is not, for minutes, and take `true`
+    # Pydantic would report an error for each entry of a long list, for minutes, and take `true`
     # and "1" for token ids.
     if isinstance(given, str):
         return given
@@ -42,7 +42,7 @@ def _kinds(given: list[object]) -> set[type]:
 
 
 class CompletionRequest(GenerationRequest):
-    """Go on from prompts.
+    """Continues prompts.
 
     Attributes:
         prompt: text or token ids, or a list of either.
@@ -58,22 +58,22 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[Any]:
-        """All of them, each text or token ids."""
+        """The list of all prompts, each text or token ids."""
         if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 
     @property
     def completions(self) -> int:
-        """`n` for each prompt."""
+        """The number of completions: `n` for each prompt."""
         return len(self.prompts) * (1 if self.n is None else max(1, self.n))
 
     def submit(self, llm: LLM) -> list[RequestHandle]:
-        """Start it."""
+        """Starts it."""
         return self.start(llm, self.prompts, self.sampling())
 
     def answer(self, llm: LLM, model: str) -> CompletionAnswer:
-        """See `GenerationRequest.answer`."""
+        """Implements `GenerationRequest.answer`."""
         echo = None
         if self.echo:
             echo = Echo(self.prompts, llm.tokenizer, logprobs=self.logprobs is not None)
@@ -81,12 +81,12 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def top_of_answer(self) -> int | None:
-        """See `GenerationRequest.top_of_answer`."""
+        """Implements `GenerationRequest.top_of_answer`."""
         return self.logprobs
 
     @property
     def top_of_prompt(self) -> int | None:
-        """See `GenerationRequest.top_of_prompt`."""
+        """Implements `GenerationRequest.top_of_prompt`."""
         return (
             self.prompt_logprobs
             if not self.echo or self.logprobs is None
@@ -94,7 +94,7 @@ class CompletionRequest(GenerationRequest):
         )
 
     def max_prompt_tokens(self, longest: int) -> int:
-        """See `GenerationRequest.max_prompt_tokens`."""
+        """Implements `GenerationRequest.max_prompt_tokens`."""
         # No token stands for less than a byte; a few are added by the tokenizer.
         sizes = (
             len(one) if isinstance(one, list) else len(one.encode(errors="replace"))

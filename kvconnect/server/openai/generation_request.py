@@ -1,4 +1,4 @@
-"""What completions and chats have in common, as clients ask for it."""
+"""The common part of requests for completions and chats."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class StreamOptions(Settings):
-    """How a stream is told.
+    """The options of a stream.
 
     Attributes:
         include_usage: a last chunk without choices has the counts of tokens; in all others these
             are ``null``.
-        continuous_usage_stats: with `include_usage`: in all others stands what came so far.
+        continuous_usage_stats: with `include_usage`: all others have the counts so far.
         include_obfuscation: accepted, without effect.
     """
 
@@ -48,21 +48,21 @@ class StreamOptions(Settings):
 
 
 class GenerationRequest(ModelRequest):
-    """Fields of both kinds of requests. Names are OpenAI's and, beyond those, vLLM's.
+    """The fields of both kinds of requests. Names are OpenAI's and, beyond those, vLLM's.
 
-    ``None`` is the same as leaving a field out. What each sampling parameter means says
-    `SamplingParams`; the default temperature is OpenAI's, 1.
+    ``None`` is the same as leaving a field out. `SamplingParams` explains the sampling parameters;
+    the default temperature is OpenAI's, 1.
 
     Attributes:
         stream: answer with server-sent events.
-        stream_options: how.
+        stream_options: options of the stream.
         request_id: a part of the answer's id.
-        return_token_ids: tell the ids of all tokens.
-        max_tokens, max_completion_tokens: two names of one number; the second one goes first.
-        prompt_logprobs: also tell the log probabilities of the prompt's tokens, of so many
+        return_token_ids: include the ids of all tokens.
+        max_tokens, max_completion_tokens: two names of one number; the second one has precedence.
+        prompt_logprobs: also include the log probabilities of the prompt's tokens, of so many
             likeliest ones each. Not in a stream.
         cache_salt: 1 to 1,024 characters; requests share cached blocks only if theirs is equal.
-        kv_transfer_params: from a router: hand out the prompt and generate nothing, or fetch it.
+        kv_transfer_params: from a router: publish the prompt and generate nothing, or fetch it.
     """
 
     stream: StrictBool | None = None
@@ -92,7 +92,7 @@ class GenerationRequest(ModelRequest):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
-        """See `ModelRequest.parse`; salts are checked, too."""
+        """Parses like `ModelRequest.parse`; also checks salts."""
         check_salt(body.get("cache_salt"))
         request = super().parse(body)
         if request.stream and request.prompt_logprobs is not None:
@@ -105,11 +105,11 @@ class GenerationRequest(ModelRequest):
 
     @property
     def completions(self) -> int:
-        """How many come out of it."""
+        """The number of completions."""
         raise NotImplementedError
 
     def max_logprobs(self, longest: int) -> int:
-        """At most so many log probabilities are held for its answer.
+        """Returns the most log probabilities that its answer may hold.
 
         Args:
             longest: no sequence of prompt and answer is longer.
@@ -123,7 +123,7 @@ class GenerationRequest(ModelRequest):
         return of_prompts + of_answers
 
     def max_prompt_tokens(self, longest: int) -> int:
-        """No prompts of this request together have more tokens."""
+        """Returns the most tokens that all prompts of this request together may have."""
         raise NotImplementedError
 
     @property
@@ -134,16 +134,16 @@ class GenerationRequest(ModelRequest):
 
     @property
     def top_of_answer(self) -> int | None:
-        """The likeliest tokens to tell beside each of an answer; ``None``: no probabilities."""
+        """The number of likeliest tokens per answer token; ``None``: no log probabilities."""
         raise NotImplementedError
 
     @property
     def top_of_prompt(self) -> int | None:
-        """The same of the tokens of a prompt."""
+        """The number of likeliest tokens per prompt token; ``None``: no log probabilities."""
         return self.prompt_logprobs
 
     def submit(self, llm: LLM) -> list[RequestHandle]:
-        """Start it, one handle for each prompt; blocks while text becomes tokens.
+        """Starts it, one handle for each prompt; blocks while text becomes tokens.
 
         Raises:
             ConfigurationError: a prompt or a parameter is wrong; nothing runs.
@@ -152,16 +152,16 @@ class GenerationRequest(ModelRequest):
         raise NotImplementedError
 
     def answer(self, llm: LLM, model: str) -> Answer:
-        """Returns what will come out of it, as JSON objects; may take as long as `submit`.
+        """Returns its answer, as JSON objects; may take as long as `submit`.
 
         Args:
             llm: answers.
-            model: what clients call it.
+            model: the clients' name of it.
         """
         raise NotImplementedError
 
     def form(self, llm: LLM, model: str) -> AnswerForm:
-        """How it wants to be answered; arguments as of `answer`.
+        """Returns the form of its answer; arguments as of `answer`.
 
         Exact counts of cached tokens would let anybody read others' unsalted prompts, token by
         token: without a salt they are counted in whole blocks.
@@ -180,16 +180,16 @@ class GenerationRequest(ModelRequest):
 
     @property
     def hands_out(self) -> bool:
-        """Whether its prompt is computed for another server, and nothing generated."""
+        """Returns whether its prompt is computed for another server, and nothing is generated."""
         return self.kv_transfer_params is not None and self.kv_transfer_params.do_remote_decode
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the counts of tokens."""
+        """Returns whether a stream ends with the counts of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, **more: object) -> SamplingParams:
-        """How to go on from its prompts; `more` are fields of `SamplingParams`, unless ``None``."""
+        """Returns its sampling parameters; `more` are overriding fields, unless ``None``."""
         given = {name: getattr(self, name) for name in _SAMPLING} | {
             "max_tokens": self.length,
             "logprobs": self.top_of_answer,
@@ -203,7 +203,7 @@ class GenerationRequest(ModelRequest):
     def start(
         self, llm: LLM, prompts: Sequence[Any], params: SamplingParams
     ) -> list[RequestHandle]:
-        """Start each of `prompts`; all or none."""
+        """Starts each of `prompts`; all or none."""
         carried = None
         if self.kv_transfer_params is not None:
             if len(prompts) > 1:
@@ -212,7 +212,7 @@ class GenerationRequest(ModelRequest):
                 )
             carried = self.kv_transfer_params.for_engine()
         if self.hands_out:
-            # Refused here as it would be there, with the client's own length.
+            # Refused here as at the decode server, with the client's own length.
             prompts = [llm.fitting(one, params) for one in prompts]
             params = SamplingParams(max_tokens=0)
         handles: list[RequestHandle] = []

@@ -1,8 +1,8 @@
-"""``kv_transfer_params`` over HTTP, and what they mean to the engine.
+"""The ``kv_transfer_params`` over HTTP, and their meaning for the engine.
 
 Their names are vLLM's. A router sends ``{"do_remote_decode": true}`` to a prefill server, which
 computes the prompt, generates nothing, and answers with those for the decode server. A router that
-sends both at the same time invents the ``transfer_id`` itself, and gives it to both.
+sends both at the same time invents the ``transfer_id`` itself, and sends it to both.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["KvTransferParams"]
 
 
 class KvTransferParams(Settings):
-    """What travels between a router and the servers behind it. ``None``: left out.
+    """The parameters that a router and its servers exchange. ``None``: left out.
 
     Attributes:
-        do_remote_decode: compute the prompt and hand it out; another server generates.
+        do_remote_decode: compute the prompt and publish it; another server generates.
         do_remote_prefill: fetch the prompt's KV, another server computes it.
-        transfer_id: the name that it is handed out under.
-        remote_engine_id: which engine handed it out; told, not needed.
+        transfer_id: the name that it is published under.
+        remote_engine_id: the engine that published it; for information only.
         remote_host, remote_port: of the prefill server's control channel.
-        remote_num_tokens: leading tokens that are handed out; ``None``: all of this prompt but the
+        remote_num_tokens: leading tokens that are published; ``None``: all of this prompt but the
             last one.
         tp_size: tensor-parallel ranks of the prefill server, which listen one port after the other,
             the first at `remote_port`; ``None``: one.
@@ -56,18 +56,18 @@ class KvTransferParams(Settings):
 
     @property
     def address(self) -> str:
-        """Where the prompt is to be fetched, ``host:port``."""
+        """The address that the prompt is fetched from, ``host:port``."""
         return self.addresses[0]
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where its ranks are reached, the first one first."""
+        """The addresses of its ranks, the first one first."""
         host, port = self.remote_host or "", self.remote_port or 0
         shown = f"[{host}]" if ":" in host else host
         return tuple(f"{shown}:{port + rank}" for rank in range(self.tp_size or 1))
 
     def for_engine(self) -> dict[str, Any] | None:
-        """The same as the engine's connector takes it; ``None``: there is nothing to do."""
+        """Returns the parameters of the engine's connector; ``None``: there is nothing to do."""
         if self.do_remote_decode:
             named = {} if self.transfer_id is None else {"transfer_id": self.transfer_id}
             return {"do": "prefill"} | named
@@ -80,9 +80,9 @@ class KvTransferParams(Settings):
 
     @classmethod
     def handed_out(cls, result: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What a decode server needs, from the `result` of a prompt that was computed.
+        """Returns the parameters for a decode server, from the `result` of a computed prompt.
 
-        Without an address in it the prompt is not handed out: then the other server computes it.
+        Without an address in it the prompt is not published: then the other server computes it.
         """
         result = result or {}
         told: dict[str, Any] = {"do_remote_prefill": "address" in result, "do_remote_decode": False}

@@ -1,4 +1,4 @@
-"""A request to the model that is served, whatever is asked of it."""
+"""A request to the served model, of any kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ModelRequest(Settings):
     """The field that all requests have.
 
     Attributes:
-        model: name of the model that is asked; ``None``: the one that is served.
+        model: name of the model; ``None``: the served one.
     """
 
     model: str | None = None

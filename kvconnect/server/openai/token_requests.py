@@ -1,4 +1,4 @@
-"""``POST /tokenize`` and ``/detokenize``, as vLLM has them: text to token ids and back."""
+"""The requests of ``POST /tokenize`` and ``/detokenize``, as in vLLM: text to ids and back."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class TokenRequest(ModelRequest):
 
 
 class TokenizeRequest(TokenRequest):
-    """Tell the tokens of a text, or of a conversation.
+    """Returns the tokens of a text, or of a conversation.
 
     Attributes:
         prompt: a text.
-        messages: or a conversation, which goes through the model's chat template.
+        messages: or a conversation, which the model's chat template formats.
         add_special_tokens: with those that the model expects; without a value of its text alone.
-        return_token_strs: tell also the text of each token.
+        return_token_strs: include the text of each token.
         add_generation_prompt, continue_final_message, chat_template_kwargs: as in `LLM.chat`.
     """
 
@@ -59,7 +59,7 @@ class TokenizeRequest(TokenRequest):
         return self
 
     def answer(self, llm: LLM) -> dict[str, Any]:
-        """See `TokenRequest.answer`."""
+        """Implements `TokenRequest.answer`."""
         tokenizer = tokenizer_of(llm)
         if self.messages is not None:
             prompt: Any = llm.chat_prompt(
@@ -80,7 +80,7 @@ class TokenizeRequest(TokenRequest):
 
 
 def _token_ids(given: object) -> object:
-    # Pydantic would tell of each entry of a long list what it is not.
+    # Pydantic would report an error for each entry of a long list.
     if isinstance(given, list):
         pieces = (given[start : start + _AT_ONCE] for start in range(0, len(given), _AT_ONCE))
         if all(set(map(type, piece)) == {int} for piece in pieces):
@@ -89,7 +89,7 @@ def _token_ids(given: object) -> object:
 
 
 class DetokenizeRequest(TokenRequest):
-    """Tell the text of tokens.
+    """Returns the text of tokens.
 
     Attributes:
         tokens: their ids.
@@ -98,7 +98,7 @@ class DetokenizeRequest(TokenRequest):
     tokens: Annotated[list[int], PlainValidator(_token_ids)]
 
     def answer(self, llm: LLM) -> dict[str, Any]:
-        """See `TokenRequest.answer`."""
+        """Implements `TokenRequest.answer`."""
         tokenizer = tokenizer_of(llm)
         most = llm.vocab_size
         for token in self.tokens:

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's API that are not served, and their values that ask nothing."""
+"""The fields of OpenAI's and vLLM's API that are not served, and their neutral values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IGNORED = frozenset(
         *("prompt_cache_retention", "parallel_tool_calls", "include_reasoning"),
     }
 )
-"""They change no token."""
+"""The fields that change no token."""
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # OpenAI's
@@ -62,9 +62,9 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 def without_unserved(
     body: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]]
 ) -> dict[str, Any]:
-    """Returns the fields of `body` that say something.
+    """Returns the fields of `body` that are served.
 
-    Left out are ``null``, what changes no token, and what asks for nothing of what is not served.
+    It leaves out ``null``, fields that change no token, and unserved fields with a neutral value.
 
     Args:
         body: parsed JSON.

@@ -1,4 +1,4 @@
-"""How many tokens a request took, as OpenAI counts them."""
+"""Counts the tokens of a request, as OpenAI does."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["counts", "usage_of"]
 
 
 def usage_of(outputs: Sequence[RequestOutput], granularity: int) -> dict[str, Any]:
-    """OpenAI's ``usage`` of all prompts of a request together.
+    """Returns OpenAI's ``usage`` of all prompts of a request together.
 
     ``cached_tokens`` are the prompt tokens that were not computed, wherever their KV came from.
-    With several completions what each of them computed of the prompt is taken off.
+    With several completions, the prompt tokens that each of them computed are subtracted.
 
     Args:
         outputs: of each prompt.
@@ -30,7 +30,7 @@ def usage_of(outputs: Sequence[RequestOutput], granularity: int) -> dict[str, An
 
 
 def counts(prompt: int, answer: int) -> dict[str, Any]:
-    """The part of ``usage`` that is known at any time."""
+    """Returns the part of ``usage`` that is known at any time."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": answer,

@@ -1,4 +1,4 @@
-"""What the router answers: OpenAI's API from the servers behind it, health, metrics."""
+"""The ASGI application of the router: OpenAI's API from its servers, health, metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_app(
     admission: Admission,
     parsing: Executor,
 ) -> ASGIApp:
-    """The ASGI application over `fleet`.
+    """Makes the ASGI application over `fleet`.
 
     Args:
         fleet: of the servers.
@@ -64,11 +64,11 @@ class _Monitor:
         self._registry.register(Collector())
 
     async def models(self, request: Request) -> Response:
-        """What a decode server says; all of them have the same."""
+        """Answers with the models of a decode server; all servers have the same."""
         return JSONResponse(await self._models())
 
     async def model(self, request: Request) -> Response:
-        """One of these."""
+        """Answers with one of these models."""
         name = request.path_params["name"]
         for one in (await self._models())["data"]:
             if one["id"] == name:
@@ -89,7 +89,7 @@ class _Monitor:
         raise RequestRefused(503, "no decode server answers", "no_decode_server")
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are taken in, and how many servers are up."""
+        """Answers whether requests are accepted, and how many servers are up."""
         if self._admission.closed:
             raise ShuttingDown
         up = {
@@ -101,6 +101,6 @@ class _Monitor:
         return JSONResponse({"status": "ok"} | up)
 
     async def metrics(self, request: Request) -> Response:
-        """The router's own."""
+        """Answers a scrape with the router's own metrics."""
         encode, kind = choose_encoder(request.headers.get("accept", ""))
         return Response(await asyncio.to_thread(encode, self._registry), media_type=kind)

@@ -1,4 +1,4 @@
-"""HTTP from the router to the servers behind it."""
+"""The HTTP client of the router for the servers behind it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _MAX_KEPT = 128
 _LATE_S = 0.5
 """A timeout that comes so much later came after a time in which this process did not run."""
 _KEPT_S = 2.0
-"""Less than servers keep an idle connection, or requests meet those that are just closed."""
+"""Less than servers keep an idle connection; else requests meet connections being closed."""
 
 _CLIENTS_FAULT = frozenset({400, 404, 413, 415, 422})
 _BUSY = frozenset({429, 503})
 
 
 class ServerAnswered(Exception):
-    """A server refused a request, as every other one would; its answer is the client's.
+    """The error that a server refused a request, as every other one would; the client gets it.
 
     Attributes:
         status: of HTTP.
-        body: as it came.
+        body: of the answer, unchanged.
     """
 
     def __init__(self, status: int, body: bytes) -> None:
@@ -41,7 +41,7 @@ class ServerAnswered(Exception):
 
 
 class InstanceClient:
-    """Asks servers; used by one event loop, and closed by its maker.
+    """Sends requests to servers; used by one event loop, and closed by its maker.
 
     Args:
         settings: of the router.
@@ -52,7 +52,7 @@ class InstanceClient:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._secret = {} if secret is None else {ROUTER_SECRET_HEADER: secret}
         self._health_s = settings.health_timeout_s
-        # How long an answer may take is for those that wait for it to say.
+        # The callers limit how long an answer may take.
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)
         limits = httpx2.Limits(
             max_connections=None, max_keepalive_connections=_MAX_KEPT, keepalive_expiry=_KEPT_S
@@ -62,21 +62,21 @@ class InstanceClient:
         )
 
     async def close(self) -> None:
-        """End all connections."""
+        """Closes all connections."""
         await self._http.aclose()
 
     @asynccontextmanager
     async def post(
         self, instance: Instance, path: str, body: bytes, *, transfers: bool
     ) -> AsyncIterator[httpx2.Response]:
-        """The answer of `instance` with status 200, whose body is to be read; leaving it aborts.
+        """Yields the answer of `instance` with status 200, whose body is unread; leaving it aborts.
 
         Args:
-            instance: that is asked.
+            instance: the server.
             path: there.
             body: a JSON object.
-            transfers: whether it has ``kv_transfer_params``, which a server takes from who knows
-                the secret.
+            transfers: whether it has ``kv_transfer_params``, which a server takes only with the
+                secret.
 
         Raises:
             ServerAnswered: the request is wrong.
@@ -95,7 +95,7 @@ class InstanceClient:
             raise InstanceFailed(instance, type(error).__name__, "failed") from error
 
     async def _sent(self, url: str, body: bytes, headers: Mapping[str, str]) -> httpx2.Response:
-        """The beginning of the answer; its body is to be closed."""
+        """Returns the beginning of the answer; the caller closes its body."""
         loop = asyncio.get_running_loop()
         while True:
             request = self._http.build_request("POST", url, content=body, headers=headers)
@@ -115,10 +115,10 @@ class InstanceClient:
         raise InstanceFailed(instance, f"status {answer.status_code}", outcome)
 
     async def get(self, instance: Instance, path: str) -> httpx2.Response:
-        """What `instance` answers to a short question, `within` ``health_timeout_s``.
+        """Returns the answer of `instance` to a short request, within ``health_timeout_s``.
 
         Raises:
-            httpx2.HTTPError: it does not.
-            TimeoutError: it does not in time.
+            httpx2.HTTPError: it does not answer.
+            TimeoutError: it does not answer in time.
         """
         return await within(self._health_s, self._http.get(instance.url + path, timeout=None))

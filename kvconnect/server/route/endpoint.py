@@ -1,4 +1,4 @@
-"""One request at the router, from its body to the end of its answer."""
+"""A request at the router, from its body to the end of its answer."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = ["RouteEndpoint"]
 
 
 class RouteEndpoint:
-    """An ASGI application that has requests answered by the servers behind it.
+    """An ASGI application that forwards requests to the servers behind it.
 
-    A request whose client leaves is ended on all servers, wherever it stands.
+    A request whose client leaves is aborted on all servers, at any stage.
 
     Args:
         fleet: of the servers.
-        client: asks them.
+        client: sends requests to them.
         settings: of the router.
         admission: shared by all endpoints.
         parsing: one thread, where long bodies are parsed.
@@ -54,7 +54,7 @@ class RouteEndpoint:
         self._parsing = parsing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answers one request."""
         with contextlib.suppress(ClientDisconnect), self._admission.enter() as ticket:
             request = await read_json(
                 Request(scope, receive),
@@ -107,7 +107,7 @@ class RouteEndpoint:
 
 
 class _Running:
-    """A request as a shutdown ends it."""
+    """A running request that a shutdown can abort."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
@@ -115,11 +115,11 @@ class _Running:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Returns whether it has ended."""
         return self.task is not None and self.task.done()
 
     def abort(self) -> None:
-        """End it, with an error to its client."""
+        """Aborts it, with an error to its client."""
         self.aborted = True
         if self.task is not None:
             self.task.cancel()
@@ -138,5 +138,5 @@ async def _send(send: Send, piece: bytes, *, more: bool = True) -> None:
 
 
 def _error_events(error: RequestRefused) -> bytes:
-    """What a stream ends with whose status is sent already."""
+    """Returns the end of a stream that failed after its status was sent."""
     return b"data: " + json.dumps(answer_of(error).body).encode() + b"\n\ndata: [DONE]\n\n"

@@ -1,4 +1,4 @@
-"""All servers behind the router, and which of them gets a request."""
+"""The servers behind the router, and the choice of one for a request."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvconnect.trace import count
 __all__ = ["Choice", "Fleet"]
 
 _REQUEST = {"prefill": 1, "decode": 16}
-"""What a request counts besides its prompt, in pieces: decode servers generate."""
+"""The load of a request besides its prompt, in pieces: decode servers generate."""
 
 _SLACK = {"prefill": 32, "decode": 0}
-"""So much more than the idlest server one may have to do, in pieces, and still get what it holds.
+"""The load above that of the idlest server, in pieces, up to which held prefixes decide.
 
-Elsewhere a prefix is computed once more, and takes the place of others there."""
+Elsewhere a prefix is computed once more, and evicts others there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Choice:
     """The server that gets a request.
 
     Attributes:
-        instance: which.
+        instance: the server.
         load: what the request adds to its load.
         holds: it has computed all full pieces of the prompt, and there are some.
     """
@@ -53,12 +53,14 @@ class Fleet:
         return itertools.chain(self.prefill, self.decode)
 
     def choose(self, role: Role, prompt: Prompt, but: Collection[Instance]) -> Choice | None:
-        """The server of `role` that has computed `prompt` first; ``None``: there is none.
+        """Returns the server of `role` that can compute `prompt` first; ``None``: there is none.
 
-        That is the one that has the least of `prompt` to compute beyond the prefix that it holds,
-        unless it has much more to do than others. Of equal ones, the one that has the least to do,
-        and was not chosen for longest.
-        From then on it counts as holding `prompt`: those that come meanwhile wait for its blocks.
+        That is the server with the least of `prompt` to compute beyond the prefix that it holds,
+        unless its load is much higher than that of others. Ties are broken by the lowest load, then
+        by the longest time since the last choice.
+
+        From then on it counts as holding `prompt`: later requests with that prefix wait for its
+        blocks.
         """
         servers = self.prefill if role == "prefill" else self.decode
         able = [one for one in servers if one.down is None and one not in but]
@@ -78,7 +80,7 @@ class Fleet:
         return Choice(chosen, loads[chosen], holds)
 
     def sizes(self) -> dict[str, float]:
-        """Gauges: servers that are up or down, and requests under way, by role."""
+        """Returns gauges: servers that are up or down, and running requests, by role."""
         found: dict[str, float] = {}
         for role, servers in (("prefill", self.prefill), ("decode", self.decode)):
             up = sum(one.down is None for one in servers)

@@ -1,4 +1,4 @@
-"""One request on its way through a prefill and a decode server, until its answer begins."""
+"""Sends one request through a prefill and a decode server, until its answer begins."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _GENERATING = (
     *("stream", "stream_options", "n", "min_tokens", "logprobs", "top_logprobs"),
     *("request_id", "return_token_ids"),
 )
-"""What a server that generates nothing need not know. How long the answer may be it must know: it
-refuses a prompt that is too long for that, as the decode server would."""
+"""The fields that a server that generates nothing need not get. It gets the length of the answer:
+it refuses a prompt that is too long for that, as the decode server would."""
 _LATE_ANSWER_S = 0.5
-"""For a prefill server to say that it is done, once the answer has begun."""
+"""The time for a prefill server to report that it is done, once the answer has begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """An answer that has begun, and the server that it comes from."""
+    """An answer that has begun, and its server."""
 
     opened: Opened
     instance: Instance
@@ -48,17 +48,17 @@ class Answering:
 class Handover:
     """Finds the servers for one request. Until its answer begins, others are tried.
 
-    Each server is tried once. Where no prefill server computes the prompt in time, the decode
+    Each server is tried once. If no prefill server computes the prompt in time, the decode
     server does.
 
     Args:
         fleet: of the servers.
-        client: asks them.
+        client: sends requests to them.
         settings: of the router.
         request: that is to be answered.
 
     Attributes:
-        until: when the request is to have its whole answer, by the event loop's clock.
+        until: deadline of the whole answer, by the event loop's clock.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Handover:
 
     @asynccontextmanager
     async def answer(self) -> AsyncIterator[Answering]:
-        """Its answer from the first token on; leaving it ends what still runs for it.
+        """Yields its answer from the first token on; leaving it aborts the rest of its work.
 
         Raises:
             ServerAnswered: a server refused the request, as all others would.
@@ -140,7 +140,7 @@ class Handover:
         _log.info("%s (%s)", failed, instance.url)
 
     def _no_server(self) -> RequestRefused:
-        """Why there is no answer. Clients are told of no address."""
+        """Returns the reason why there is no answer. It shows clients no address."""
         failed = [one for one in self._failed.values() if one.instance.role == "decode"]
         if failed and all(one.outcome == "busy" for one in failed):
             return Busy("every decode server has as much to do as it takes; try again later")
@@ -152,7 +152,7 @@ class Handover:
     # ------------------------------------------------------------------ what they do
 
     async def _compute(self, choice: Choice, transfer_id: str | None) -> dict[str, Any]:
-        """Have the prompt computed; returns what a decode server needs.
+        """Computes the prompt on a prefill server; returns the parameters for a decode server.
 
         Raises:
             ServerAnswered: it was refused, as everywhere.
@@ -178,10 +178,10 @@ class Handover:
     async def _both(
         self, stack: AsyncExitStack, prefill: Choice, decode: Instance, address: Address
     ) -> Answering:
-        """Both at once: each layer is fetched while the next one is computed.
+        """Sends the prompt to both at once: each layer is fetched while the next one is computed.
 
-        Once the answer has begun the decode server has the whole prompt, perhaps of its own: what
-        the other one still computes of it is ended.
+        Once the answer has begun the decode server has the whole prompt, which it may have had
+        before. The prefill server's remaining work on it is aborted.
         """
         transfer_id = uuid.uuid4().hex
         host, port = address
@@ -208,7 +208,7 @@ class Handover:
     async def _open(
         self, stack: AsyncExitStack, instance: Instance, carried: dict[str, Any] | None
     ) -> Answering:
-        """The answer of `instance`, once it has begun.
+        """Returns the answer of `instance`, once it has begun.
 
         Raises:
             ServerAnswered: it was refused, as everywhere.

@@ -1,4 +1,4 @@
-"""Asks every server, again and again, whether it takes requests."""
+"""Checks repeatedly whether each server accepts requests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["ask_all", "watch"]
 
 
 async def ask_all(fleet: Fleet, client: InstanceClient) -> None:
-    """Ask each server once; takes ``health_timeout_s`` at most."""
+    """Checks each server once; takes ``health_timeout_s`` at most."""
     await asyncio.gather(*(_ask(one, client) for one in fleet))
 
 
 async def watch(fleet: Fleet, client: InstanceClient, interval_s: float) -> None:
-    """Ask each server every `interval_s`, until cancelled."""
+    """Checks each server every `interval_s`, until cancelled."""
     await asyncio.gather(*(_watch(one, client, interval_s) for one in fleet))
 
 

@@ -1,4 +1,4 @@
-"""One server behind the router, and what is known of it."""
+"""A server behind the router, and its known state."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Address: TypeAlias = tuple[str, int]
 
 
 class InstanceFailed(Exception):
-    """A server did not answer a request; another one may.
+    """The error of a server that did not answer a request; another one may.
 
     Attributes:
-        instance: which.
-        outcome: ``busy`` (it says so), ``late``, or ``failed``.
+        instance: the server.
+        outcome: ``busy`` (its answer), ``late``, or ``failed``.
     """
 
     def __init__(self, instance: Instance, reason: str, outcome: Outcome) -> None:
@@ -67,7 +67,7 @@ class Instance:
 
     @contextmanager
     def loaded(self, load: int) -> Iterator[None]:
-        """A request of so much is under way."""
+        """Counts a running request of so much load."""
         self.load += load
         self.running += 1
         try:
@@ -78,7 +78,7 @@ class Instance:
 
     @asynccontextmanager
     async def answering(self, until: float) -> AsyncIterator[None]:
-        """While it is waited for, and it is up.
+        """Limits the wait for an answer: until a deadline, and while the server is up.
 
         Args:
             until: by the event loop's clock.
@@ -101,7 +101,7 @@ class Instance:
             raise InstanceFailed(self, "no answer in time", "late") from error
 
     def went_down(self, reason: str) -> None:
-        """It gets no requests, and those that wait for it stop waiting. Idempotent."""
+        """Marks it as down, and fails the requests that wait for it. Idempotent."""
         if self.down is None:
             _log.warning("%s (%s) is down: %s", self.name, self.url, reason)
         self.down = reason
@@ -113,18 +113,18 @@ class Instance:
                 wait.reschedule(now)
 
     def drains(self, reason: str) -> None:
-        """It takes no more requests, and answers those that it has. Idempotent."""
+        """Stops sending it requests; it answers those that it has. Idempotent."""
         self.down = reason
         self._forget()
 
     def came_up(self) -> None:
-        """It answers. Idempotent."""
+        """Marks it as up. Idempotent."""
         if self.down is not None:
             _log.warning("%s (%s) is up", self.name, self.url)
         self.down = None
 
     def told(self, engine: str | None, address: Address | None) -> None:
-        """Its answer came from `engine`, whose control channel is at `address`."""
+        """Notes that its answer came from `engine`, whose control channel is at `address`."""
         if self._engine not in {None, engine}:
             self._forget()
         self._engine = engine

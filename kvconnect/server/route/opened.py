@@ -15,13 +15,13 @@ _PASSED = ("content-type", "cache-control", "x-accel-buffering", "retry-after")
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What the client gets.
+    """The beginning of an answer to the client.
 
     Attributes:
         status: of HTTP.
         headers: that are passed on.
         beginning: of the body: all of it, or up to its first token.
-        rest: what comes of it; ``None``: nothing.
+        rest: the following pieces; ``None``: there are none.
     """
 
     status: int
@@ -31,12 +31,12 @@ class Opened:
 
     @property
     def error_event(self) -> bool:
-        """Whether an error comes instead of the first token of a stream."""
+        """Returns whether a stream has an error instead of its first token."""
         return self.rest is not None and any("error" in one for one in _events(self.beginning))
 
 
 async def begin(answer: httpx2.Response) -> Opened:
-    """Wait for the first token of `answer`, or for all of it unless it is a stream.
+    """Waits for the first token of `answer`, or for all of it unless it is a stream.
 
     Raises:
         httpx2.RequestError: it broke off.
@@ -55,14 +55,14 @@ async def begin(answer: httpx2.Response) -> Opened:
 
 
 def _events(data: bytes) -> list[dict[str, object]]:
-    """The whole events in `data`, but the last one of a stream, which is no JSON."""
+    """Returns the whole events in `data`, except the last one of a stream, which is no JSON."""
     lines = data[: data.rfind(b"\n\n") + 1].split(b"\n\n")
     found = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: {")]
     return [json.loads(one) for one in found]
 
 
 def _is_role(event: dict[str, object]) -> bool:
-    """Whether it tells who speaks, as chats begin before there is a token."""
+    """Returns whether it names the role, with which chats begin before there is a token."""
     choices = event.get("choices")
     return isinstance(choices, list) and any(
         isinstance(one.get("delta"), dict) and "role" in one["delta"] for one in choices

@@ -1,4 +1,4 @@
-"""Which prefixes a server has computed lately."""
+"""The prefixes that a server has computed lately."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["HeldPrefixes"]
 
 
 class HeldPrefixes:
-    """Prefixes by their chained hashes; those that were used longest ago are forgotten.
+    """A set of prefixes by their chained hashes; the least recently used are forgotten.
 
     Args:
         limit: how many are remembered at most.
@@ -23,14 +23,14 @@ class HeldPrefixes:
         return len(self._held)
 
     def matched(self, prefixes: Sequence[bytes]) -> int:
-        """How many leading ones of `prefixes` are held; changes nothing."""
+        """Returns how many leading ones of `prefixes` are held; changes nothing."""
         for count, prefix in enumerate(prefixes):
             if prefix not in self._held:
                 return count
         return len(prefixes)
 
     def add(self, prefixes: Sequence[bytes]) -> None:
-        """`prefixes` were computed, or used."""
+        """Adds `prefixes` that were computed or used."""
         # The longest first: a prompt is forgotten from its end.
         for prefix in reversed(prefixes):
             self._held[prefix] = None
@@ -39,5 +39,5 @@ class HeldPrefixes:
             self._held.popitem(last=False)
 
     def clear(self) -> None:
-        """Nothing is held any more."""
+        """Forgets all prefixes."""
         self._held.clear()

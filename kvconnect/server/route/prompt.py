@@ -1,4 +1,4 @@
-"""What a prompt begins with, as far as a router without a tokenizer can tell."""
+"""The beginning of a prompt, as far as a router without a tokenizer knows it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Prompt:
         prefixes: a chained hash of each full piece, from the first one: equal hashes stand for
             equal prompts up to there, under one path, model and salt. 2,048 pieces at most.
         num_pieces: of the whole prompt, the last one that is not full included.
-        single: it is one prompt that a prefill server may compute: not a list of several, none
-            whose own log probabilities are asked for.
+        single: a prefill server may compute it: it is not a list of several prompts, and its own
+            log probabilities are not asked for.
     """
 
     prefixes: tuple[bytes, ...]
@@ -36,7 +36,7 @@ class Prompt:
 
     @classmethod
     def of(cls, path: str, body: Mapping[str, Any]) -> Self:
-        """The prompt of `body`, sent to `path`; any JSON object will do."""
+        """Returns the prompt of `body`, sent to `path`; takes any JSON object."""
         first, single = _first(body)
         if body.get("prompt_logprobs") is not None or body.get("echo"):
             single = False  # the decode server computes it in any case
@@ -59,7 +59,10 @@ class Prompt:
 
 
 def _first(body: Mapping[str, Any]) -> tuple[str | array[int], bool]:
-    """The first prompt, and whether there is no other; what is none is for the server to refuse."""
+    """Returns the first prompt, and whether there is no other.
+
+    Prompts of a wrong type are left for the server to refuse.
+    """
     if "messages" in body:
         return json.dumps(body["messages"]), True
     given = body.get("prompt")

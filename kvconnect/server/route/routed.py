@@ -1,4 +1,4 @@
-"""A request as the router passes it on: read once, and its parts encoded once."""
+"""A request as the router passes it on: its body is read once, and its parts encoded once."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _AT_ONCE = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """One request for the servers behind the router.
+    """A request for the servers behind the router.
 
     Attributes:
         path: that it came to.
-        prompt: what it begins with.
+        prompt: its beginning.
         fields: of the body's object each one's name and value, as JSON in UTF-8.
     """
 
@@ -32,7 +32,7 @@ class RoutedRequest:
 
     @classmethod
     def of(cls, path: str, body: Mapping[str, Any]) -> Self:
-        """The request that `body`, a JSON object, asks for at `path`.
+        """Returns the request that `body`, a JSON object, makes to `path`.
 
         Raises:
             RequestRefused: it has ``kv_transfer_params``, or a number that is no JSON: too large
@@ -52,7 +52,7 @@ class RoutedRequest:
     def body(
         self, carried: Mapping[str, Any] | None = None, *, without: Collection[str] = ()
     ) -> bytes:
-        """The JSON object for a server, with `carried` as ``kv_transfer_params``."""
+        """Returns the JSON object for a server, with `carried` as ``kv_transfer_params``."""
         fields = [field for name, field in self.fields.items() if name not in without]
         if carried is not None:
             fields.append(b'"kv_transfer_params":' + _encoded(carried))
@@ -68,7 +68,7 @@ def _encoded_field(name: str, value: object) -> bytes:
 
 
 def _encoded(value: object) -> bytes:
-    """`value` as JSON. Long lists in pieces: the interpreter does nothing else during one."""
+    """Encodes `value` as JSON, long lists in pieces: the interpreter is blocked during each."""
     if isinstance(value, list) and len(value) > _AT_ONCE:
         return b"[" + b",".join(_pieces(value)) + b"]"
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -26,9 +26,9 @@ _OUTGOING = 2
 
 
 def route(settings: RouteSettings, listener: Listener, ready: Callable[[], None]) -> None:
-    """Answer until SIGTERM or Ctrl-C, in the main thread; blocks.
+    """Answers until SIGTERM or Ctrl-C, in the main thread; blocks.
 
-    Signals are seen to as by `kvconnect.server.run.serve`. Servers may be down at the start: they
+    Signals are handled as by `kvconnect.server.run.serve`. Servers may be down at the start: they
     get requests once they are up. `listener` is closed when this returns.
 
     Raises:
@@ -54,7 +54,7 @@ def route(settings: RouteSettings, listener: Listener, ready: Callable[[], None]
 
 
 class _RouteServer(HttpServer):
-    """Over other servers, which it asks how they are."""
+    """The HTTP server of the router, which checks its servers."""
 
     def __init__(
         self,
@@ -72,17 +72,17 @@ class _RouteServer(HttpServer):
         self._watching: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ask all servers once, then accept connections."""
+        """Checks all servers once, then accepts connections."""
         await ask_all(self._fleet, self._client)
         self._watching = asyncio.create_task(watch(self._fleet, self._client, self._interval_s))
         await super().startup(sockets)
 
     def has_failed(self) -> bool:
-        """Whether the servers are not asked any more: a bug, which is raised in `shutdown`."""
+        """Returns whether the health checks ended: a bug, which is raised in `shutdown`."""
         return self._watching is not None and self._watching.done()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing more, and let go of the servers."""
+        """Stops accepting, and disconnects from the servers."""
         await super().shutdown(sockets)
         watching, self._watching = self._watching, None
         if watching is not None:

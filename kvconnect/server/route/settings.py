@@ -1,4 +1,4 @@
-"""What a user sets of the router."""
+"""The settings of the router."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["RouteSettings"]
 
 
 class RouteSettings(HttpSettings):
-    """Of the router.
+    """The settings of the router.
 
     Attributes:
         prefill: URLs of prefill servers; none: decode servers compute prompts themselves.
         decode: URLs of decode servers.
-        instance_api_key: that these servers want; ``None``: they want none.
-        router_secret: that they want with ``kv_transfer_params``; ``None``: they want none.
+        instance_api_key: required by these servers; ``None``: not required.
+        router_secret: required by them with ``kv_transfer_params``; ``None``: not required.
         stream_layers: send a prompt to both at the same time, so that each layer is fetched while
             the next one is computed; else one after the other.
-        max_requests: under way at once at most; more are answered with 429.
-        prefill_timeout_s: what a prompt may take on prefill servers, all that are tried together;
-            then the decode server computes it.
-        request_timeout_s: what an answer may take to begin, and then to end; a request past it is
-            ended.
-        health_interval_s: how often each server is asked how it is.
-        health_timeout_s: a server that does not say in that time is down; what it was to answer
-            goes to another one.
+        max_requests: that run at once at most; more are answered with 429.
+        prefill_timeout_s: the time for a prompt on prefill servers, all tries together; then the
+            decode server computes it.
+        request_timeout_s: the time for an answer to begin, and then to end; a request past it is
+            aborted.
+        health_interval_s: seconds between health checks of each server.
+        health_timeout_s: a server that does not answer in that time is down; its requests are
+            sent to another one.
         max_prefixes: of prompts, remembered for each server.
     """
 

@@ -1,4 +1,4 @@
-"""How long a server is waited for, as long as this process runs."""
+"""Limits the wait for a server, counting only the time that this process runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["within"]
 T = TypeVar("T")
 
 _LOOK_S = 0.25
-"""Between two looks at the clock, which show whether this process ran meanwhile."""
+"""The seconds between two checks of the clock, which show whether this process ran meanwhile."""
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns, or raises.
+    """Returns the result of `work`, or raises its error.
 
-    Time that this process was stopped is not counted, but for a quarter of a second: what it was to
-    hear meanwhile is there, and is not read yet.
+    Time in which this process was stopped is not counted, except a quarter of a second: answers
+    that arrived meanwhile have not been read yet.
 
     Raises:
         TimeoutError: it takes longer than `seconds`; it is cancelled, and has ended.

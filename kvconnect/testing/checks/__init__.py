@@ -24,5 +24,5 @@ __all__ = ["all_checks"]
 
 
 def all_checks() -> Sequence[Check]:
-    """Every check of the kit, in the order of the report."""
+    """Returns every check of the kit, in the order of the report."""
     return tuple(registered)

@@ -1,4 +1,4 @@
-"""What a backend declares, it does."""
+"""Checks that a backend does what it declares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvconnect.testing.subject import Subject
 
 @check("capabilities")
 async def declared(subject: Subject) -> None:
-    """`capabilities` is a `Capabilities`, and all that it says is of the right type."""
+    """The `capabilities` are a `Capabilities` whose fields are all of the right type."""
     can: object = subject.capabilities()
     demand(isinstance(can, Capabilities), f"capabilities is {can!r}, not a Capabilities")
     for field in fields(Capabilities):
@@ -62,7 +62,7 @@ async def max_value_bytes(subject: Subject) -> None:
 
 @check("capabilities")
 async def scan(subject: Subject) -> None:
-    """`scan` of an `enumerable` backend lists each block once, with its size."""
+    """The `scan` of an `enumerable` backend lists each block once, with its size."""
     subject.require("enumerable")
     blocks = subject.blocks("scan")
     keys = blocks.keys(count=40)
@@ -81,7 +81,7 @@ async def scan(subject: Subject) -> None:
 
 @check("capabilities")
 async def children(subject: Subject) -> None:
-    """`children` of an `enumerable` backend lists blocks under their parent, with their tokens."""
+    """The `children` of an `enumerable` backend are the blocks under their parent, with tokens."""
     subject.require("enumerable")
     blocks = subject.blocks("children")
     outside, root, full, tail, other = blocks.keys(count=5)
@@ -112,7 +112,7 @@ async def _tokens(store: Backend, key: BlockKey) -> dict[BlockKey, list[int]]:
 
 @check("capabilities")
 async def many_children(subject: Subject) -> None:
-    """Of more than `MAX_CHILDREN` children the last ones are listed, and no more than that."""
+    """The last of more than `MAX_CHILDREN` children are listed, and no more than that."""
     subject.require("enumerable")
     blocks = subject.blocks("many children")
     root, keys = blocks.key("root"), blocks.keys(count=MAX_CHILDREN + 20)
@@ -131,7 +131,7 @@ async def many_children(subject: Subject) -> None:
 
 @check("capabilities")
 async def stats(subject: Subject) -> None:
-    """``blocks`` and ``bytes`` of `stats`, where they are given, follow saves and deletes."""
+    """The ``blocks`` and ``bytes`` of `stats`, where they are given, follow saves and deletes."""
     blocks = subject.blocks("stats")
     keys = blocks.keys(count=8)
     async with subject.opened() as store:

@@ -1,4 +1,4 @@
-"""Several calls at once, calls in flight at the end, and what is left afterwards."""
+"""Checks several calls at once, calls in flight at the end, and what remains afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOOPS_OWN = ("asyncio", "kvconnect-main")
 
 @check("contract")
 async def concurrent_calls(subject: Subject) -> None:
-    """Many calls at once each get their own answer."""
+    """Calls that run at once each get their own answer."""
     blocks = subject.blocks("concurrent")
     batches = [blocks.keys(number, count=5) for number in range(16)]
     async with subject.opened() as store:
@@ -96,7 +96,7 @@ async def races_with_eviction(subject: Subject) -> None:
 
 @check("contract")
 async def buffers_are_left_alone(subject: Subject) -> None:
-    """Once load has returned or raised, nothing writes to its buffers any more."""
+    """A load that has returned or raised never writes to its buffers any more."""
     blocks = subject.blocks("left alone")
     keys = blocks.keys(count=4)
     async with subject.opened() as store:
@@ -140,7 +140,7 @@ async def buffers_come_back_once(subject: Subject) -> None:
 
 @check("contract")
 async def close_in_flight(subject: Subject) -> None:
-    """``close()`` returns with calls in flight, and each of them ends; twice is no error."""
+    """A ``close()`` returns with calls in flight, and each of them ends; twice is no error."""
     blocks = subject.blocks("closing")
     patience_s = subject.patience_s
     store = subject.bare(subject.make_backend())
@@ -165,7 +165,7 @@ async def _within(work: Awaitable[T], seconds: float, what: str) -> T:
 
 @check("contract")
 async def open_again(subject: Subject) -> None:
-    """After ``close()``, another backend on the same medium opens and works."""
+    """A second backend on the same medium opens and works after ``close()``."""
     blocks = subject.blocks("open again")
     for turn in range(3):
         async with subject.opened() as store:
@@ -176,7 +176,7 @@ async def open_again(subject: Subject) -> None:
 
 @check("contract")
 async def nothing_is_left(subject: Subject) -> None:
-    """After ``close()`` no thread, task or file descriptor of the store is left."""
+    """A closed store leaves no thread, task or file descriptor."""
     blocks = subject.blocks("left")
 
     async def use(turn: int) -> None:
@@ -217,7 +217,7 @@ def _tasks() -> set[asyncio.Task[object]]:
 
 @check("contract")
 async def loop_stays_free(subject: Subject) -> None:
-    """No call blocks the event loop: others go on while large blocks move."""
+    """Calls never block the event loop: others continue while large blocks move."""
     blocks = subject.blocks("free loop")
     worst = [0.0]
 
@@ -268,7 +268,7 @@ async def two_processes(subject: Subject) -> None:
 
 @check("contract", limit_s=180)
 async def processes_see_each_other(subject: Subject) -> None:
-    """What one process saves, another finds at once; what it deletes is gone for all."""
+    """The blocks that one process saves are found by another at once; deleted ones are gone."""
     subject.require("shared")
     name, nbytes = "see each other", 8192
     blocks = subject.blocks(name)

@@ -1,4 +1,4 @@
-"""The four methods: what they return, what they touch."""
+"""The four methods: their results, and the memory that they touch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LARGE = 32 << 20
 async def expect_stored(
     store: Backend, blocks: BlockMaker, keys: Sequence[BlockKey], *, nbytes: int | None = None
 ) -> None:
-    """Each of `keys` can be looked up and loaded, and is right."""
+    """Demands that each of `keys` can be looked up and loaded, and is right."""
     demand(await store.lookup(keys) == len(keys), f"not all of {len(keys)} blocks are found")
     into = blocks.buffers(len(keys), nbytes)
     loaded = await store.load(keys, into)
@@ -127,7 +127,7 @@ async def empty_batch(subject: Subject) -> None:
 
 @check("contract")
 async def leading_count(subject: Subject) -> None:
-    """Lookup and load count leading blocks: the first absent one ends the run."""
+    """Lookups and loads count leading blocks: the first absent one ends the run."""
     blocks = subject.blocks("leading")
     keys = blocks.keys(count=6)
     async with subject.opened() as store:
@@ -141,7 +141,7 @@ async def leading_count(subject: Subject) -> None:
 
 @check("contract")
 async def loaded_is_right(subject: Subject) -> None:
-    """What load counts is right, what comes after is untouched, and so is all around."""
+    """The blocks that load counts are right; the following and surrounding memory is untouched."""
     blocks = subject.blocks("untouched")
     keys = blocks.keys(count=6)
     async with subject.opened() as store:
@@ -195,7 +195,7 @@ async def longer_buffer(subject: Subject) -> None:
 
 @check("contract")
 async def save_again(subject: Subject) -> None:
-    """Saving what is stored counts as stored, and changes nothing."""
+    """Saves of stored blocks count as stored, and change nothing."""
     blocks = subject.blocks("again")
     keys = blocks.keys(count=4)
     async with subject.opened() as store:
@@ -224,7 +224,7 @@ async def duplicates(subject: Subject) -> None:
 
 @check("contract")
 async def delete(subject: Subject) -> None:
-    """Deleted blocks are gone, others stay, absent ones are no error, all can be saved again."""
+    """Blocks that are deleted are gone, others stay, absent ones are no error, all can return."""
     blocks = subject.blocks("delete")
     keys = blocks.keys(count=4)
     async with subject.opened() as store:
@@ -277,7 +277,7 @@ async def own_copy(subject: Subject) -> None:
 
 @check("contract")
 async def read_only_input(subject: Subject) -> None:
-    """Save does not write to the blocks it is given, nor around them."""
+    """Saves do not write to the given blocks, nor around them."""
     blocks = subject.blocks("input")
     key = blocks.key()
     async with subject.opened() as store:
@@ -307,7 +307,7 @@ async def metadata(subject: Subject) -> None:
 
 @check("contract")
 async def without_layouts(subject: Subject) -> None:
-    """``open([])`` works: tools that move blocks know no layouts."""
+    """An ``open([])`` works: tools that move blocks know no layouts."""
     blocks = subject.blocks("no layouts")
     key = blocks.key()
     store = subject.bare(subject.make_backend())

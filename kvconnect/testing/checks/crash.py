@@ -1,4 +1,4 @@
-"""A process that is killed at any moment leaves whole blocks, or none."""
+"""Checks that a process that is killed at any moment leaves whole blocks, or none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BATCH = 4
 def _run(
     subject: Subject, name: str, *, kill_after_s: float | None = None, **options: Any
 ) -> dict[int, bool]:
-    """Run a child until it is killed; the numbers of the blocks that it acknowledged."""
+    """Runs a child until it is killed; returns the numbers of the blocks that it acknowledged."""
     work = {"nbytes": _NBYTES, "batch": _BATCH, "count": 4000, **options}
     child = children.start(subject, "save", name=name, **work)
     acked: dict[int, bool] = {}
@@ -44,7 +44,10 @@ def _first_save(child: children.Child) -> None:
 async def _expect_sound(
     subject: Subject, acked: Mapping[str, Mapping[int, bool]], capacity: int | None = None
 ) -> None:
-    """All that was acknowledged is there and right; the rest is right or absent; usage is true."""
+    """Demands that every acknowledged block is there and right after a kill.
+
+    The other blocks are right or absent, and the reported usage is true.
+    """
     store = subject.make_backend() if capacity is None else subject.make_small(capacity)
     async with subject.opened(store) as opened:
         lost = 0
@@ -92,19 +95,19 @@ async def _kills(subject: Subject, capacity: int | None) -> None:
 
 @check("crash", limit_s=1800)
 async def killed_while_saving(subject: Subject) -> None:
-    """After SIGKILL at any moment every acknowledged block is there, the others right or absent."""
+    """A SIGKILL at any moment loses no acknowledged block; the others are right or absent."""
     await _kills(subject, None)
 
 
 @check("crash", limit_s=1800)
 async def killed_while_evicting(subject: Subject) -> None:
-    """After SIGKILL of a process that fills a small store every block is right or absent."""
+    """A SIGKILL of a process that fills a small store leaves every block right or absent."""
     await _kills(subject, 2 << 20)
 
 
 @check("crash", limit_s=120)
 async def killed_at_named_points(subject: Subject) -> None:
-    """After SIGKILL at each named point of a save, the same."""
+    """A SIGKILL at each named point of a save loses no acknowledged block."""
     subject.require("durable")
     if not subject.kill_points:
         raise Unsupported("the subject names no `kill_points`")

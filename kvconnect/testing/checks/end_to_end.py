@@ -1,4 +1,4 @@
-"""A small model's tokens with the store in any state equal its tokens without one."""
+"""Checks that a small model's tokens with any store equal its tokens without one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_TOKENS = 8
 
 @cache
 def model() -> Path:
-    """The directory of a small random model, made once a process.
+    """Returns the directory of a small random model, made once a process.
 
     Raises:
         Unsupported: the engine is not installed.
@@ -42,7 +42,7 @@ def model() -> Path:
 def _generate(
     store: Backend | str | None, prompts: Sequence[str], ranks: int = 1
 ) -> list[RequestOutput]:
-    """What an engine answers with `store`, which other ranks than one open by its URL."""
+    """Returns an engine's answers with `store`, which ranks other than one open by its URL."""
     from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 
     connector = None
@@ -94,7 +94,7 @@ async def same_tokens_and_reuse(subject: Subject) -> None:
 
 @check("end to end", limit_s=180)
 async def same_tokens_on_several_ranks(subject: Subject) -> None:
-    """What one rank saved several load, and the other way round, with the same tokens."""
+    """Blocks that one rank saved are loaded by several, and vice versa, with the same tokens."""
     if subject.ranks == 1:
         raise Unsupported("the engine has one rank: set `ranks`, or --tensor-parallel-size")
 

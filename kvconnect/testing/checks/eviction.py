@@ -14,7 +14,7 @@ _CHAIN = 20
 
 
 async def _press(store: Backend, blocks: BlockMaker, count: int) -> None:
-    """Saves so many blocks, each alone, which is the newest one then."""
+    """Saves so many blocks, each alone, so that it is the newest one."""
     for number in range(count):
         key = blocks.key("press", number)
         saved = await store.save([blocks.block(key)])
@@ -23,7 +23,7 @@ async def _press(store: Backend, blocks: BlockMaker, count: int) -> None:
 
 
 async def _there(store: Backend, keys: list[BlockKey], blocks: BlockMaker) -> list[bool]:
-    """Tells which of `keys` can be loaded; looks up nothing, which would be use."""
+    """Returns for each of `keys` whether it can be loaded; makes no lookups, which would be use."""
     return [await store.load([key], blocks.buffers(1)) == 1 for key in keys]
 
 
@@ -42,7 +42,7 @@ async def chains_from_their_end(subject: Subject) -> None:
 
 @check("eviction")
 async def use_counts_for_ancestors(subject: Subject) -> None:
-    """Using a block counts as using those before it: an unused chain is dropped first."""
+    """A use of a block counts as use of those before it: an unused chain is dropped first."""
     blocks = subject.blocks("use")
     used, unused = blocks.keys("used", count=_CHAIN), blocks.keys("unused", count=_CHAIN)
     async with subject.opened(subject.make_small(_SLOTS * blocks.frame_nbytes)) as store:
@@ -60,7 +60,7 @@ async def use_counts_for_ancestors(subject: Subject) -> None:
 
 @check("eviction")
 async def dropped_is_not_found(subject: Subject) -> None:
-    """What was dropped is found no more, also where a lookup had found it before."""
+    """Blocks that were dropped are not found, also where a lookup had found them before."""
     blocks = subject.blocks("dropped")
     keys = blocks.keys(count=_CHAIN)
     async with subject.opened(subject.make_small(_SLOTS * blocks.frame_nbytes)) as store:

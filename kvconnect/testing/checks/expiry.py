@@ -1,4 +1,4 @@
-"""Time: blocks that expire, and clocks that jump."""
+"""Checks time: blocks that expire, and clocks that jump."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def clock_jumps_back(subject: Subject) -> None:
 
 @check("time")
 async def clock_jumps_in_a_full_store(subject: Subject) -> None:
-    """A full store goes on storing what is new while the wall clock jumps both ways."""
+    """A full store keeps storing new blocks while the wall clock jumps both ways."""
     blocks = subject.blocks("full jump")
     with ShiftedClock() as clock:
         async with subject.opened(subject.make_small(40 * blocks.frame_nbytes)) as store:

@@ -1,4 +1,4 @@
-"""A store that fails, seen through the framework: time is lost, nothing else."""
+"""Checks a failing store through the framework: only time is lost."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def answers_within(deadline_s: float) -> float:
 async def opened_first(
     subject: Subject, deadline_s: float, faulty: FaultyBackend
 ) -> AsyncIterator[GuardedBackend]:
-    """Opens `faulty` and puts everything around it. `deadline_s` counts once the store is open."""
+    """Opens `faulty` with the framework around it. `deadline_s` applies once the store is open."""
     await faulty.open([BlockMaker.layout])
     async with subject.guarded(deadline_s, faulty) as store:
         yield store
 
 
 async def answer(call: Awaitable[T], deadline_s: float, what: str) -> T | None:
-    """What `call` returns, or ``None`` if it raised what callers expect; in time in any case."""
+    """Returns the result of `call`, or ``None`` after an expected error; in time in any case."""
     start = time.monotonic()
     try:
         return await call
@@ -59,7 +59,7 @@ async def answer(call: Awaitable[T], deadline_s: float, what: str) -> T | None:
 async def calls_in_time(
     store: GuardedBackend, blocks: BlockMaker, deadline_s: float, what: str
 ) -> None:
-    """Each kind of call ends in time, and what is loaded is right."""
+    """Demands that each kind of call ends in time, and that loaded blocks are right."""
     keys = blocks.keys(count=3)
     found = await answer(store.lookup(keys), deadline_s, f"{what}: lookup")
     into = blocks.buffers(3)
@@ -77,7 +77,7 @@ async def calls_in_time(
 async def recovers(
     store: GuardedBackend, blocks: BlockMaker, what: str, *, within_s: float = RECOVERY_S
 ) -> None:
-    """Within `within_s` saves and loads work again."""
+    """Demands that saves and loads work again within `within_s`."""
     end = time.monotonic() + within_s
     turn = 0
     while True:
@@ -112,7 +112,7 @@ async def _suffer(subject: Subject, fault: BackendFault, deadline_s: float = 0.5
 
 @check("faults")
 async def raises(subject: Subject) -> None:
-    """Whatever a store raises, calls end in time, and it is used again afterwards."""
+    """Calls end in time whatever a store raises, and it is used again afterwards."""
     await _suffer(subject, "raise")
 
 
@@ -124,7 +124,7 @@ async def hangs(subject: Subject) -> None:
 
 @check("faults")
 async def answers_late(subject: Subject) -> None:
-    """A store that answers past the deadline writes to no buffer that was handed on."""
+    """A store that answers past the deadline writes to no buffer that was reused."""
     deadline_s = 0.5
     blocks = subject.blocks("late")
     faulty = FaultyBackend(subject.bare(subject.make_backend()), delay_s=1.5 * deadline_s)

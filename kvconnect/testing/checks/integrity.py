@@ -1,4 +1,4 @@
-"""Whatever happens to the stored bytes, a load through the framework is right or a miss."""
+"""Checks that a load through the framework is right or a miss, whatever the stored bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def _saved(subject: Subject, name: str, count: int) -> AsyncIterator[_Save
 
 
 async def _expect_misses(saved: _Saved, what: str) -> None:
-    """None of the blocks is a hit; each is dropped, and can be saved again."""
+    """Demands that no block is a hit; each is dropped, and can be saved again."""
     store, blocks = saved.store, saved.blocks
     before = _bad_frames()
     for key in saved.keys:
@@ -139,7 +139,7 @@ async def longer(subject: Subject) -> None:
 
 @check("integrity")
 async def swapped(subject: Subject) -> None:
-    """Two blocks in each other's place are misses: a right block under a wrong key is none."""
+    """Blocks in each other's place are misses: a right block under a wrong key is none."""
     async with _saved(subject, "swapped", 2) as saved:
         one, other = await _frames(subject, saved)
         await subject.poke(saved.store.inner, saved.keys[0], other)
@@ -149,7 +149,7 @@ async def swapped(subject: Subject) -> None:
 
 @check("integrity")
 async def older_generation(subject: Subject) -> None:
-    """What a place held before, under the key that it holds now, is a miss."""
+    """The bytes that a slot held before are a miss under the key that it holds now."""
     async with _saved(subject, "older", 2) as saved:
         old = await _frames(subject, saved)
         await saved.store.delete(saved.keys)
@@ -172,7 +172,7 @@ async def future_format(subject: Subject) -> None:
 
 @check("integrity")
 async def garbage(subject: Subject) -> None:
-    """Random bytes, zeros, and another store's values are misses."""
+    """Bytes at random, zeros, and another store's values are misses."""
     chance = random.Random(subject.seed)
     size = BlockMaker.frame_nbytes
     async with _saved(subject, "garbage", 3) as saved:
@@ -185,7 +185,7 @@ async def garbage(subject: Subject) -> None:
 
 @check("integrity")
 async def one_of_many(subject: Subject) -> None:
-    """One bad block of a batch ends the run there; those before are right, those after stay."""
+    """A bad block of a batch ends the run there; those before are right, those after stay."""
     async with _saved(subject, "one of many", 6) as saved:
         await subject.corrupt(saved.store.inner, saved.keys[3], 1000)
         into = saved.blocks.buffers(6)

@@ -1,4 +1,4 @@
-"""Keys: what they cover, and that a backend tells them apart."""
+"""Checks keys: their ingredients, and that a backend tells them apart."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def same_in_every_process(subject: Subject) -> None:
 
 @check("keys")
 async def another_salt_never_hits(subject: Subject) -> None:
-    """Through everything that stands around it, a store finds nothing under another salt."""
+    """A store behind the framework finds no block under another salt."""
     blocks = subject.blocks("salt")
     mine, theirs = variants()["salt"], variants()["another salt"]
     async with subject.guarded() as store:

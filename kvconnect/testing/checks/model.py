@@ -1,4 +1,4 @@
-"""Random operations of several clients, compared with a dict."""
+"""Compares random operations of several clients with a dict."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ async def _explore(subject: Subject, *, bounded: bool) -> None:
 
 @check("model", limit_s=1800)
 async def random_operations(subject: Subject) -> None:
-    """Random saves, loads, lookups, deletes and reopenings of up to three clients, as of a dict."""
+    """A run of random operations by up to three clients gives the results of a dict."""
     await _explore(subject, bounded=False)
 
 
 @check("model", limit_s=1800)
 async def random_operations_when_full(subject: Subject) -> None:
-    """The same in a store too small for all: what is found is a part of the dict, and right."""
+    """A store too small for all finds a part of the dict's blocks, and only right ones."""
     await _explore(subject, bounded=True)

@@ -1,4 +1,4 @@
-"""A network that fails between the store and its server."""
+"""Checks a network that fails between the store and its server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _proxy(subject: Subject) -> TcpProxy:
 
 @asynccontextmanager
 async def _proxied(subject: Subject, name: str) -> AsyncIterator[_Proxied]:
-    """A store with three blocks, whose network works yet."""
+    """Yields a store with three blocks, whose network still works."""
     blocks = subject.blocks("network", name)
     with _proxy(subject) as proxy:
         inner = subject.bare(subject.make_via(Address(proxy.host, proxy.port)))
@@ -165,7 +165,7 @@ async def _usable(
 
 @check("network")
 async def unreachable_at_start(subject: Subject) -> None:
-    """`open` of a store whose server is not there says so, within the deadline."""
+    """The `open` of a store whose server is absent reports that within the deadline."""
     with _proxy(subject) as proxy:
         proxy.set(TcpFault(refused=True))
         await _refuses(subject, proxy, "a server that is not there")
@@ -190,7 +190,7 @@ async def _refuses(subject: Subject, proxy: TcpProxy, what: str) -> None:
 
 @check("network")
 async def close_while_frozen(subject: Subject) -> None:
-    """``close()`` returns in time although the server is stopped and calls are in flight."""
+    """The ``close()`` of a store returns in time with a stopped server and calls in flight."""
     async with _proxied(subject, "close frozen") as way:
         way.proxy.set(TcpFault(frozen=True))
         keys = way.blocks.keys(count=3)
@@ -209,7 +209,7 @@ async def close_while_frozen(subject: Subject) -> None:
 
 @check("network", limit_s=180)
 async def breaker(subject: Subject) -> None:
-    """While the server is gone calls soon fail at once; when it is back they soon work again."""
+    """Calls without a server soon fail at once; when it is back they soon work again."""
     async with _proxied(subject, "breaker") as way:
         way.proxy.set(TcpFault(frozen=True))  # so that each call that is made costs its deadline
         keys = way.blocks.keys(count=1)

@@ -1,4 +1,4 @@
-"""What a store does when something runs out, fails, or goes away."""
+"""Checks a store when something runs out, fails, or disappears."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def _shimmed(subject: Subject, name: str) -> AsyncIterator[_Shimmed]:
 
 
 async def _calls(shimmed: _Shimmed, what: str) -> None:
-    """Some calls with the fault set: clear results in time, nothing wrong, nothing half there."""
+    """Makes some calls with the fault set: clear results in time, no wrong or partial block."""
     store, blocks = shimmed.store, shimmed.blocks
     for turn in range(3):
         old, new = blocks.keys("old", count=4), blocks.keys(what, turn, count=4)
@@ -85,31 +85,31 @@ async def _whole_or_absent(shimmed: _Shimmed, what: str) -> None:
 
 @check("resources")
 async def failing_read(subject: Subject) -> None:
-    """EIO at reads: calls end clearly and in time, and the store works again afterwards."""
+    """Errors (EIO) at reads: calls end clearly and in time, and the store works again later."""
     await _fails(subject, "read", errno.EIO)
 
 
 @check("resources")
 async def failing_write(subject: Subject) -> None:
-    """EIO at writes: a block is whole or absent, and the store works again afterwards."""
+    """Errors (EIO) at writes: a block is whole or absent, and the store works again afterwards."""
     await _fails(subject, "write", errno.EIO)
 
 
 @check("resources")
 async def no_space_at_write(subject: Subject) -> None:
-    """ENOSPC at writes: a block is whole or absent, and the store works again afterwards."""
+    """Errors (ENOSPC) at writes: a block is whole or absent, and the store works again later."""
     await _fails(subject, "write", errno.ENOSPC)
 
 
 @check("resources")
 async def failing_open(subject: Subject) -> None:
-    """EIO at opening files: calls end clearly, and the store works again afterwards."""
+    """Errors (EIO) at opening files: calls end clearly, and the store works again afterwards."""
     await _fails(subject, "open", errno.EIO)
 
 
 @check("resources")
 async def interrupted(subject: Subject) -> None:
-    """EINTR at reads and writes: results are right, or clear errors."""
+    """Interrupts (EINTR) at reads and writes: results are right, or clear errors."""
     async with _shimmed(subject, "interrupted") as shimmed:
         store, files, blocks = shimmed.store, shimmed.files, shimmed.blocks
         await store.save(blocks.chain(blocks.keys("old", count=4)))
@@ -143,7 +143,7 @@ async def short_transfers(subject: Subject) -> None:
 
 @check("resources", limit_s=180)
 async def limited_file_size(subject: Subject) -> None:
-    """With no more room (``RLIMIT_FSIZE``) results are clear; with room again, saves work."""
+    """A store without room (``RLIMIT_FSIZE``) gives clear results; with room again, saves work."""
     if subject.directory is None:
         raise Unsupported("the subject has no `directory`: it keeps no files that could be full")
     limit = 24 * BlockMaker.frame_nbytes
@@ -160,7 +160,7 @@ async def limited_file_size(subject: Subject) -> None:
 
 @check("resources", needs_root=True)
 async def full_filesystem(subject: Subject) -> None:
-    """On a file system that fills up, saves store fewer, and all that is stored is right."""
+    """A file system that fills up: saves store fewer, and all stored blocks are right."""
     blocks = subject.blocks("small tmpfs")
     with SmallFilesystem(3 << 20) as small:
         store = subject.bare(subject.make_in(small.path / "store"))
@@ -179,7 +179,7 @@ async def full_filesystem(subject: Subject) -> None:
 
 @check("resources", needs_root=True)
 async def read_only_filesystem(subject: Subject) -> None:
-    """On a read-only file system blocks can be loaded, and saves store nothing without harm."""
+    """A read-only file system: blocks can be loaded, and saves store nothing without harm."""
     blocks = subject.blocks("read only")
     keys, more = blocks.keys(count=4), blocks.keys("more", count=2)
     with SmallFilesystem(8 << 20) as small:
@@ -198,7 +198,7 @@ async def read_only_filesystem(subject: Subject) -> None:
 
 @check("resources", limit_s=180)
 async def no_descriptors(subject: Subject) -> None:
-    """With no file descriptor left calls end clearly; with some again, everything works."""
+    """A process without file descriptors: calls end clearly; with some again, everything works."""
     told = await asyncio.to_thread(
         lambda: children.start(subject, "few_files", name="descriptors").wait()
     )
@@ -248,7 +248,7 @@ async def capacity(subject: Subject) -> None:
 
 @check("resources", limit_s=180)
 async def capacity_of_several(subject: Subject) -> None:
-    """Three processes that fill one bounded store stay within its capacity, a block each."""
+    """A bounded store filled by three processes stays within its capacity, a block each."""
     subject.require("shared")
     nbytes = 64 << 10
     limit = 48 * nbytes
@@ -275,7 +275,7 @@ async def capacity_of_several(subject: Subject) -> None:
 
 @check("resources")
 async def too_large(subject: Subject) -> None:
-    """What does not fit at all is refused quickly, and nothing else is lost for it."""
+    """A block that cannot fit is refused quickly, and no other block is lost for it."""
     blocks = subject.blocks("too large")
     limit = 40 * blocks.frame_nbytes
     keys = blocks.keys(count=80)
@@ -299,7 +299,7 @@ async def too_large(subject: Subject) -> None:
 
 @check("resources", limit_s=180)
 async def memory_is_bounded(subject: Subject) -> None:
-    """Ten times as much through a bounded store leaves the process no larger than its capacity."""
+    """The process stays within a bounded store's capacity after ten times as much traffic."""
     limit, nbytes = 8 << 20, 256 << 10
     work = {"name": "memory", "nbytes": nbytes, "batch": 4, "count": 400, "capacity": limit}
     subject.make_small(limit)

@@ -1,1 +1,1 @@
-"""Backends, file systems, networks and clocks that misbehave on demand."""
+"""The backends, file systems, networks and clocks that misbehave on demand."""

@@ -10,9 +10,9 @@ __all__ = ["ShiftedClock"]
 
 
 class ShiftedClock:
-    """While entered, ``time.time()`` and ``time.time_ns()`` of this process can be moved.
+    """Moves ``time.time()`` and ``time.time_ns()`` of this process within the context.
 
-    The monotonic clock goes on as it is: that is what leases and deadlines must be measured with.
+    The monotonic clock is unaffected: leases and deadlines must be measured with it.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class ShiftedClock:
         )
 
     def forward(self, seconds: float) -> None:
-        """Move the clock; backward if `seconds` is below zero."""
+        """Moves the clock; backward if `seconds` is below zero."""
         self._shift_ns += int(seconds * 1e9)
 
     def _time_ns(self) -> int:

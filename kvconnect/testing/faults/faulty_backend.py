@@ -36,20 +36,20 @@ BACKEND_FAULTS: tuple[BackendFault, ...] = get_args(BackendFault)
 
 
 class FaultyBackend(Backend):
-    """`inner`, with a fault that can be set and healed at any moment.
+    """A wrapper around `inner`, with a fault that can be set and healed at any moment.
 
-    It keeps the one promise that nothing can protect from: a coroutine of it does not end while it
-    may still touch its buffers.
+    It keeps the one promise whose breach cannot be survived: a coroutine of it does not end while
+    it may still touch its buffers.
 
     Args:
-        seed: which bits, which errors.
+        seed: of the choice of bits and errors.
         operations: that are affected.
 
     Attributes:
         inner: the backend itself.
-        fault: what goes wrong now; set it with `set`.
+        fault: the present fault; set it with `set`.
         delay_s: of ``late``.
-        hits: how many calls went wrong so far.
+        hits: how many calls were affected so far.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class FaultyBackend(Backend):
         self._open = False
 
     def set(self, fault: BackendFault) -> None:
-        """From now on `fault`; calls that hang end with an error."""
+        """Sets `fault`; calls that hang end with an error."""
         self.fault = fault
         self._healed.set()
         self._healed = asyncio.Event()
 
     def heal(self) -> None:
-        """From now on nothing goes wrong."""
+        """Ends the fault."""
         self.set("none")
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
@@ -93,13 +93,13 @@ class FaultyBackend(Backend):
         await self.inner.close()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """As `inner`, but for the fault."""
+        """Calls `inner`, with the fault."""
         fault = await self._begin("lookup")
         found = await self.inner.lookup(keys)
         return self._count(fault, found, len(keys))
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """As `inner`, but for the fault."""
+        """Calls `inner`, with the fault."""
         fault = await self._begin("load")
         if fault == "lie":
             return len(keys)
@@ -109,32 +109,32 @@ class FaultyBackend(Backend):
         return loaded
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """As `inner`, but for the fault."""
+        """Calls `inner`, with the fault."""
         fault = await self._begin("save")
         if fault == "lie":
             return len(blocks)
         return self._count(fault, await self.inner.save(blocks), len(blocks))
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """As `inner`, but for the fault."""
+        """Calls `inner`, with the fault."""
         if await self._begin("delete") != "lie":
             await self.inner.delete(keys)
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
-        """As `inner`, but for the fault."""
+        """Calls `inner`, with the fault."""
         fault = await self._begin("children")
         return () if fault in {"lie", "deny"} else await self.inner.children(key)
 
     def scan(self) -> AsyncIterator[StoredEntry]:
-        """As `inner`."""
+        """Calls `inner`."""
         return self.inner.scan()
 
     async def stats(self) -> Mapping[str, float]:
-        """As `inner`."""
+        """Calls `inner`."""
         return await self.inner.stats()
 
     def register(self, region: Tensor) -> None:
-        """As `inner`."""
+        """Calls `inner`."""
         self.inner.register(region)
 
     async def _begin(self, operation: str) -> BackendFault:

@@ -36,13 +36,13 @@ _OF_PATHS: dict[str, FileOperation] = {"truncate": "write", "replace": "write", 
 
 
 class FaultyFilesystem:
-    """While entered, I/O on files below `directory` can be made to fail; all threads see it.
+    """Makes I/O on files below `directory` fail within the context, for all threads.
 
-    It stands in front of the functions of `os`, of the built-in ``open`` and of aiofiles, so it
-    reaches what is called from Python (not SQLite, nor other libraries in C). Linux only.
+    It replaces the functions of `os`, the built-in ``open`` and that of aiofiles, so it affects
+    calls from Python (not SQLite, nor other libraries in C). Linux only.
 
     Attributes:
-        hits: how many operations failed or came short so far.
+        hits: how many operations failed or were short so far.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -54,24 +54,24 @@ class FaultyFilesystem:
         self.hits = 0
 
     def fail(self, operation: FileOperation, number: int, *, times: int = -1) -> None:
-        """Each `operation` raises ``OSError(number)``; with `times` only so many do."""
+        """Makes each `operation` raise ``OSError(number)``; with `times` only so many do."""
         self._left[operation] = times
         self._errors[operation] = number
 
     def short(self, operation: Literal["read", "write"]) -> None:
-        """Each `operation` moves only a part of what it is asked for, at least one byte."""
+        """Makes each `operation` move only a part of what it is asked for, at least one byte."""
         self._short.add(operation)
 
     def heal(self) -> None:
-        """Nothing fails any more."""
+        """Ends all faults."""
         self._errors.clear()
         self._short.clear()
 
     def before(self, operation: FileOperation) -> None:
-        """Raise what is due before `operation`.
+        """Raises the error that is set for `operation`.
 
         Raises:
-            OSError: as `fail` said.
+            OSError: as set by `fail`.
         """
         number = self._errors.get(operation)
         if number is None or not self._left[operation]:
@@ -81,14 +81,14 @@ class FaultyFilesystem:
         raise OSError(number, os.strerror(number))
 
     def shorten(self, operation: FileOperation, nbytes: int) -> int:
-        """How much of `nbytes` may be moved at once."""
+        """Returns how many of `nbytes` may be moved at once."""
         if operation not in self._short or nbytes < 2:
             return nbytes
         self.hits += 1
         return max(1, nbytes // 3)
 
     def covers(self, path: object) -> bool:
-        """Whether `path`, or the file of the descriptor `path`, is below the directory."""
+        """Returns whether `path`, or the file of the descriptor `path`, is below the directory."""
         try:
             if isinstance(path, int):
                 name = os.readlink(f"/proc/self/fd/{path}")  # noqa: PTH115 - it is asked often
@@ -173,37 +173,37 @@ class FaultyFilesystem:
 
 
 class _FaultyFile(io.FileIO):
-    """What the built-in ``open`` makes, asking the shim first."""
+    """A file of the built-in ``open`` that asks the shim first."""
 
     def __init__(self, shim: FaultyFilesystem, name: Any, mode: str) -> None:
         super().__init__(name, mode)
         self._shim = shim
 
     def readinto(self, buffer: Any, /) -> Any:
-        """Read into `buffer`."""
+        """Reads into `buffer`."""
         self._shim.before("read")
         part = memoryview(buffer).cast("B")
         return super().readinto(part[: self._shim.shorten("read", len(part))])
 
     def read(self, size: int | None = -1, /) -> Any:
-        """Read up to `size` bytes."""
+        """Reads up to `size` bytes."""
         self._shim.before("read")
         if size is not None and size >= 0:
             size = self._shim.shorten("read", size)
         return super().read(-1 if size is None else size)
 
     def readall(self) -> Any:
-        """Read what is left."""
+        """Reads the rest of the file."""
         self._shim.before("read")
         return super().readall()
 
     def write(self, data: Any, /) -> Any:
-        """Write `data`."""
+        """Writes `data`."""
         self._shim.before("write")
         part = memoryview(data).cast("B")
         return super().write(part[: self._shim.shorten("write", len(part))])
 
     def truncate(self, size: int | None = None, /) -> int:
-        """Cut to `size` bytes."""
+        """Cuts the file to `size` bytes."""
         self._shim.before("write")
         return super().truncate(size)

@@ -13,7 +13,7 @@ __all__ = ["SmallFilesystem"]
 
 
 class SmallFilesystem:
-    """While entered, `path` is a tmpfs of `nbytes`.
+    """Mounts a tmpfs of `nbytes` at `path` within the context.
 
     Raises:
         Unsupported: it cannot be mounted here.
@@ -24,7 +24,7 @@ class SmallFilesystem:
         self.path = Path()
 
     def make_read_only(self) -> None:
-        """Nothing can be written to it any more; no file of it may be open."""
+        """Makes it read-only; no file of it may be open."""
         _run("mount", "-o", "remount,ro", str(self.path))
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What a `TcpProxy` carries: one client's bytes to the server and back, as its fault has it."""
+"""Carries one client's bytes through a `TcpProxy` to the server and back, with its fault."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER on, 0 seconds: close() sends RST
 
 
 class TcpRoute:
-    """The way to the server, and what is wrong with it now. All methods run on the proxy's loop.
+    """The server of a proxy and its present fault. All methods run on the proxy's loop.
 
     Attributes:
-        server: host and port; connections that are made from now on go there.
+        server: host and port of new connections.
         fault: call `wake` after a change.
     """
 
@@ -31,17 +31,17 @@ class TcpRoute:
         self._changed = asyncio.Event()
 
     def wake(self) -> None:
-        """End every `pause`."""
+        """Ends every `pause`."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def pause(self, seconds: float | None) -> None:
-        """Sleep until `seconds` are over or the fault changes."""
+        """Sleeps until `seconds` are over or the fault changes."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
 
     async def dial(self) -> socket.socket:
-        """Return a connection to the server."""
+        """Returns a connection to the server."""
         upstream = socket.socket()
         upstream.settimeout(0)
         try:
@@ -53,7 +53,7 @@ class TcpRoute:
 
 
 class ProxiedConnection:
-    """One client and its own connection to the server. All methods run on the proxy's loop.
+    """A client and its own connection to the server. All methods run on the proxy's loop.
 
     Args:
         route: to the server.
@@ -68,16 +68,16 @@ class ProxiedConnection:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, on_end: Callable[[Self], None]) -> None:
-        """Carry bytes both ways from now on; `on_end` is called once both sides are closed."""
+        """Starts to carry bytes both ways; calls `on_end` once both sides are closed."""
         self._task = asyncio.create_task(self._serve())
         self._task.add_done_callback(lambda _: on_end(self))
 
     def start_counting(self) -> None:
-        """Faults count the bytes of answers from here on."""
+        """Restarts the count of answered bytes for faults."""
         self._answered = 0
 
     async def reset(self) -> None:
-        """End it with RST on both sides."""
+        """Ends it with RST on both sides."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

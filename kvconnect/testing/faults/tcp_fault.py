@@ -1,4 +1,4 @@
-"""What can be wrong with a network, as a `TcpProxy` shows it to a client."""
+"""The faults of a network, as a `TcpProxy` shows them to a client."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ the client is to see instead."""
 
 @dataclass(frozen=True, slots=True)
 class TcpFault:
-    """What is wrong with the network; by default nothing.
+    """A fault of the network; by default none.
 
     Attributes:
         refused: no process listens; connections that are open are reset.
-        black_hole: new connections are never answered (their SYN is dropped), and nothing moves
-            on the open ones.
-        frozen: new connections are taken and nothing moves, as with a stopped server. What was
-            sent meanwhile arrives once the fault is over.
-        half_open: the server forgot every connection without a word: the client's stays open and
+        black_hole: new connections are never answered (their SYN is dropped), and open ones carry
+            nothing.
+        frozen: new connections are accepted and nothing moves, as with a stopped server. Bytes
+            sent meanwhile arrive once the fault is over.
+        half_open: the server silently forgot every connection: the client's stays open and
             silent. It is reset when the fault is over, as a server that is back would do.
         reset_after: connections are reset once they carried so many bytes of answers since the
             fault was set.
@@ -44,12 +44,12 @@ class TcpFault:
 
     @property
     def stopped(self) -> bool:
-        """Whether nothing moves at all."""
+        """Returns whether nothing moves at all."""
         return self.black_hole or self.frozen or self.half_open
 
 
 def garbage(seed: int = 0) -> Rewrite:
-    """Answers become random bytes, as many as there were."""
+    """Replaces answers by as many random bytes."""
     source = random.Random(seed)
 
     def replace(at: int, data: bytes) -> bytes:
@@ -59,7 +59,7 @@ def garbage(seed: int = 0) -> Rewrite:
 
 
 def shorter(after: int, nbytes: int) -> Rewrite:
-    """`nbytes` are missing from each connection's answers, after the first `after` bytes."""
+    """Removes `nbytes` from each connection's answers, after the first `after` bytes."""
 
     def cut(at: int, data: bytes) -> bytes:
         start = max(0, min(len(data), after - at))
@@ -70,7 +70,7 @@ def shorter(after: int, nbytes: int) -> Rewrite:
 
 
 def longer(after: int, nbytes: int) -> Rewrite:
-    """`nbytes` zeros stand in each connection's answers, after the first `after` bytes."""
+    """Inserts `nbytes` zeros into each connection's answers, after the first `after` bytes."""
 
     def grow(at: int, data: bytes) -> bytes:
         if not at <= after < at + len(data):

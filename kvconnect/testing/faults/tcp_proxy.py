@@ -30,11 +30,11 @@ T = TypeVar("T")
 class TcpProxy:
     """Listens on a port of 127.0.0.1 and forwards to ``host:port``, with the fault that is set.
 
-    Its methods may be called from any thread; each returns once what it says is so (after
+    Its methods may be called from any thread; each returns once its effect is complete (after
     milliseconds). `close` releases everything, whatever fault is set.
 
     Attributes:
-        host, port: where it listens; the same for its whole life.
+        host, port: its address; the same for its whole life.
     """
 
     host = "127.0.0.1"
@@ -59,21 +59,21 @@ class TcpProxy:
 
     @property
     def fault(self) -> TcpFault:
-        """What is wrong now."""
+        """The present fault."""
         return self._route.fault
 
     @property
     def accepted(self) -> int:
-        """How many connections there were so far."""
+        """The number of connections so far."""
         return self._accepted
 
     @property
     def open_connections(self) -> int:
-        """How many connections are open now."""
+        """The number of open connections."""
         return len(self._connections)
 
     def set(self, fault: TcpFault) -> None:
-        """From now on `fault` and nothing else is wrong.
+        """Sets `fault` instead of the present one.
 
         Raises:
             OSError: while connections were refused another process took its port. It listens
@@ -82,19 +82,19 @@ class TcpProxy:
         self._call(self._set(fault))
 
     def heal(self) -> None:
-        """From now on nothing is wrong. Half-open connections are reset, others go on."""
+        """Ends the fault. Half-open connections are reset, others continue."""
         self.set(TcpFault())
 
     def redirect(self, host: str, port: int) -> None:
-        """Connections that are made from now on go to another server."""
+        """Sends new connections to another server."""
         self._route.server = (host, port)
 
     def reset_all(self) -> None:
-        """Reset every open connection."""
+        """Resets every open connection."""
         self._call(self._reset_all())
 
     def close(self) -> None:
-        """Reset all connections, stop listening, end the thread. The second time nothing."""
+        """Resets all connections, stops listening, ends the thread. Idempotent."""
         if self._thread.is_alive():
             self._call(self._stop())
             self._loop.call_soon_threadsafe(self._loop.stop)

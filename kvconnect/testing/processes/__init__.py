@@ -1,1 +1,1 @@
-"""Child processes that work on a subject's store, and that can be killed."""
+"""The child processes that work on a subject's store, and that can be killed."""

@@ -1,4 +1,4 @@
-"""What child processes of the kit do. Each tells what it did, as JSON, before it does more."""
+"""The work of the kit's child processes. Each reports a step, as JSON, before the next one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
 def chain_of(blocks: BlockMaker, start: int, count: int, nbytes: int) -> Sequence[StoredBlock]:
-    """Blocks number `start` and on of one long chain."""
+    """Returns blocks number `start` and on of one long chain."""
     keys = [blocks.key(number) for number in range(start, start + count)]
     parents = [blocks.key(start - 1) if start else None, *keys]
     return [
@@ -53,7 +53,7 @@ async def save(
     point: str | None = None,
     visits: int = 1,
 ) -> None:
-    """Save batches of one chain, and tell after each what the store said; die at `point`."""
+    """Saves batches of one chain, and reports the result of each; dies at `point`."""
     blocks, store = subject.blocks(name), _store(subject, capacity)
     left = visits
 
@@ -74,7 +74,7 @@ async def save(
 
 
 async def read(subject: Subject, tell: Tell, *, name: str, nbytes: int, count: int) -> None:
-    """Tell which blocks of a chain are there, and whether one is wrong."""
+    """Reports which blocks of a chain are there, and whether one is wrong."""
     blocks = subject.blocks(name)
     async with subject.opened() as store:
         for number in range(count):
@@ -95,7 +95,7 @@ async def crowd(
     lasts_s: float,
     seed: int,
 ) -> None:
-    """Save the same blocks as others do, over and over, reading each; tell of wrong ones."""
+    """Saves the same blocks as others do, repeatedly, reading each; reports wrong ones."""
     blocks, chance = subject.blocks(name), random.Random(seed)
     wrong = lost = 0
     saved: list[int] = []
@@ -119,7 +119,7 @@ async def crowd(
 async def grow(
     subject: Subject, tell: Tell, *, name: str, nbytes: int, batch: int, count: int, capacity: int
 ) -> None:
-    """Save many times what fits, and tell how much memory this process took for it."""
+    """Saves many times what fits, and reports how much the memory of this process grew."""
     blocks = subject.blocks(name)
     async with subject.opened(subject.make_small(capacity)) as store:
         await store.save(chain_of(blocks, 0, batch, nbytes))
@@ -134,7 +134,7 @@ async def grow(
 async def limited(
     subject: Subject, tell: Tell, *, name: str, limit: int, count: int, directory: str | None = None
 ) -> None:
-    """Save to a disk with no more room, then with room again; tell what was there each time."""
+    """Saves to a disk without room, then with room again; reports the blocks each time."""
     blocks = subject.blocks(name)
     made = subject.make_in(Path(directory)) if directory else subject.make_backend()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -171,7 +171,7 @@ async def limited(
 async def _verify(
     blocks: BlockMaker, store: Backend, keys: Sequence[BlockKey], within_s: float
 ) -> dict[str, int]:
-    """How many blocks are there, and how many of them are wrong."""
+    """Returns how many blocks are there, and how many of them are wrong."""
     wrong = kept = 0
     end = time.monotonic() + within_s
     for key in keys:
@@ -190,7 +190,7 @@ async def _verify(
 
 
 async def few_files(subject: Subject, tell: Tell, *, name: str) -> None:
-    """Call the store while no file descriptor is left, then while there are."""
+    """Calls the store while no file descriptor is left, then with some again."""
     blocks = subject.blocks(name)
     keys = blocks.keys("files", count=4)
     async with subject.guarded() as store:
@@ -226,5 +226,5 @@ async def few_files(subject: Subject, tell: Tell, *, name: str) -> None:
 
 
 async def keys_of_everything(subject: Subject, tell: Tell) -> None:
-    """Tell the digest of keys that were made in this process."""
+    """Reports the digest of keys that were made in this process."""
     tell({"digest": digest()})

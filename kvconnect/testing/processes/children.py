@@ -1,4 +1,4 @@
-"""Child processes that work on a subject's store, and that can be killed."""
+"""Starts child processes that work on a subject's store, and that can be killed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Child:
 
     Attributes:
         pid: of the process.
-        status: how it ended, as of `os.waitpid`; ``None`` while it runs.
-        told: everything it said so far.
+        status: its exit status, as of `os.waitpid`; ``None`` while it runs.
+        told: its reports so far.
     """
 
     def __init__(self, lines: queue.Queue[Told]) -> None:
@@ -47,7 +47,7 @@ class Child:
             raise Violation(f"a child process cannot make the backend: {first.get('error', first)}")
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send it a signal."""
+        """Sends it a signal."""
         if self.status is None:
             try:
                 os.kill(self.pid, number)
@@ -55,16 +55,16 @@ class Child:
                 return
 
     def kill_later(self, seconds: float) -> None:
-        """Kill it in so many seconds."""
+        """Kills it in so many seconds."""
         timer = threading.Timer(seconds, self.kill)
         timer.daemon = True
         timer.start()
 
     def listen(self) -> Iterator[Told]:
-        """What it says, until it ends.
+        """Yields its reports, until it ends.
 
         Raises:
-            Violation: it failed, or says nothing for three minutes; then it is killed.
+            Violation: it failed, or reports nothing for three minutes; then it is killed.
         """
         while self.status is None:
             said = self._next()
@@ -77,7 +77,7 @@ class Child:
             yield said
 
     def wait(self) -> list[Told]:
-        """Everything it said until it ended."""
+        """Returns all its reports, once it has ended."""
         for _ in self.listen():
             pass
         return self.told
@@ -92,7 +92,7 @@ class Child:
 
 
 class _ForkServer:
-    """The process that forks the children of this one, and a thread that hears what they say."""
+    """The process that forks the children of this one, and a thread that receives their reports."""
 
     def __init__(self) -> None:
         path = [entry or str(Path.cwd()) for entry in sys.path]
@@ -159,7 +159,7 @@ def _server(pid: int) -> _ForkServer:
 
 
 def start(subject: Subject, work: str, **arguments: Any) -> Child:
-    """Start the function `work` of `child_work` in a child process. Blocks.
+    """Starts the function `work` of `child_work` in a child process. Blocks.
 
     Raises:
         Unsupported: the subject cannot be made in another process.

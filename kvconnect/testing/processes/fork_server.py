@@ -1,8 +1,8 @@
-"""A process that has imported everything and forks a child for each job it is told on stdin.
+"""Runs a process that has imported everything, and that forks a child for each job on stdin.
 
 ``python -m kvconnect.testing.processes.fork_server`` reads jobs, one JSON object a line, and writes
-what the children tell to stdout, one JSON object a line: ``{"job": 1, "started": PID}``, whatever
-the work says, ``{"job": 1, "ended": STATUS}``. A child that is forked here starts within
+the children's reports to stdout, one JSON object a line: ``{"job": 1, "started": PID}``, the
+reports of the work, ``{"job": 1, "ended": STATUS}``. A child that is forked here starts within
 milliseconds, so that it can be killed at a random moment of its work rather than of its imports.
 """
 
@@ -80,7 +80,7 @@ def _reap(running: dict[int, Tell]) -> None:
 
 
 def main() -> None:
-    """Serve until stdin ends; then kill the children that are left."""
+    """Serves until stdin ends; then kills the remaining children."""
     torch.set_num_threads(1)
     answers = os.dup(1)
     os.dup2(2, 1)  # what the backend prints is not an answer

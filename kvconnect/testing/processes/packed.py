@@ -1,4 +1,4 @@
-"""A subject as bytes, for a child process of the kit."""
+"""Encodes a subject as bytes, for a child process of the kit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _importing: list[str] = []
 
 
 class Unguarded(Exception):
-    """A script runs the kit when it is imported."""
+    """The error of a script that runs the kit when it is imported."""
 
 
 _CALLED = (partial, MethodType)  # alone or around what a module defines, they are refused alike
@@ -32,12 +32,12 @@ _CARRIED = (str, int, float, NoneType, Path, Address, FunctionType, type)
 
 
 def pack(subject: Subject) -> bytes:
-    """`subject` for `unpack`: its class, and those attributes that are plain values.
+    """Encodes `subject` for `unpack`: its class, and those attributes that are plain values.
 
-    Those are strings, numbers, paths, addresses, and what a module defines at its top.
+    Those are strings, numbers, paths, addresses, and names at the top of a module.
 
     Raises:
-        Unsupported: a class or function of it stands inside a function, or is a lambda, a bound
+        Unsupported: a class or function of it is defined inside a function, or is a lambda, a bound
             method or a `functools.partial`.
     """
     for value in vars(subject).values():
@@ -50,7 +50,7 @@ def pack(subject: Subject) -> bytes:
 
 
 def unpack(packed: bytes) -> Subject:
-    """The subject in this process, which imports the modules that it needs."""
+    """Returns the subject in this process, which imports the modules that it needs."""
     kind, state = pickle.loads(packed)  # noqa: S301 - the parent process packed it
     subject: Subject = object.__new__(kind)
     vars(subject).update(state)
@@ -58,7 +58,7 @@ def unpack(packed: bytes) -> Subject:
 
 
 class _Pickler(pickle.Pickler):
-    """Names classes and functions with their files: test runners import modules by their paths."""
+    """Pickles classes and functions with their files: test runners import modules by path."""
 
     def reducer_override(self, obj: Any) -> Any:
         if obj is _named or not isinstance(obj, type | FunctionType):

@@ -1,4 +1,4 @@
-"""What this process takes of the system."""
+"""Measures the resources of this process."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ __all__ = ["descriptors", "open_files", "resident_nbytes"]
 
 
 def descriptors() -> int:
-    """How many file descriptors this process has open."""
+    """Returns how many file descriptors this process has open."""
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the names do not matter
 
 
 def open_files(directory: Path) -> list[str]:
-    """The path of each open file below a directory, deleted ones too, once for each descriptor.
+    """Returns the path of each open file below a directory, once for each descriptor.
 
-    Says what a part of a program leaves open, which their number cannot: others may be opened and
-    closed meanwhile, by a thread or by the garbage collector.
+    Deleted files are included. The paths show what a part of a program leaves open, which the
+    number of descriptors cannot: others may be opened and closed meanwhile, by a thread or by the
+    garbage collector.
     """
     root, paths = f"{directory.resolve()}/", []
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
@@ -29,6 +30,6 @@ def open_files(directory: Path) -> list[str]:
 
 
 def resident_nbytes() -> int:
-    """How much memory this process takes."""
+    """Returns how much memory this process uses."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * resource.getpagesize()
