@@ -149,11 +149,11 @@ def test_child_processes_import_nothing_from_the_working_directory(tmp_path):
 
 def test_every_module_that_is_started_is_started_without_the_working_directory():
     started = []
-    for folder in ("kvconnect", "backends", "examples"):
+    for folder in ("kvconnect", "backends", "examples", "tests/benchmarks"):
         for file in (ROOT / folder).rglob("*.py"):
             text = file.read_text(encoding="utf-8")
             started += re.findall(r'sys\.executable,\s*"-(?:P", "-)?m"', text)
-    assert len(started) >= 6
+    assert len(started) >= 4
     assert all('"-P"' in one for one in started), started
 
 
