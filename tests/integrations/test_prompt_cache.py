@@ -761,7 +761,7 @@ def test_nothing_is_left_of_prompts_that_ended(llama64, store):
         assert prompts.flush()
         door = prompts._store
         assert not any(copier._memories for copier in door.attached)
-        assert (len(prompts._live), door._waiting) == (0, {})
+        assert (len(prompts._live), door._loads._running) == (0, set())
         assert door._access.staging.num_free == door._access.staging.num_slots
 
 
