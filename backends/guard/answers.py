@@ -1,6 +1,6 @@
-"""What backends answer, checked: one that answers something else has failed, like one that is away.
+"""Checks of backends' answers: a backend whose answer is malformed counts as unavailable.
 
-Numbers of blocks are `counted`, frames checked by their checksums. These are the other answers.
+`counted` checks numbers of blocks, and checksums protect frames. This module checks the rest.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["checked_children", "checked_entries", "checked_entry", "checked_numb
 
 
 def checked_children(answer: object, name: str) -> Sequence[Child]:
-    """`answer` of `children`.
+    """Returns `answer`, which `children` of a backend gave, after a check of its types.
 
     Raises:
-        BackendUnavailable: it is no sequence of children.
+        BackendUnavailable: `answer` is no sequence of children.
     """
     if not isinstance(answer, Sequence) or isinstance(answer, (str, bytes)):
         _refuse(answer, name, "children")
@@ -32,10 +32,10 @@ def checked_children(answer: object, name: str) -> Sequence[Child]:
 
 
 def checked_entry(answer: object, name: str, operation: str = "scan") -> StoredEntry:
-    """`answer` of a step of `scan`.
+    """Returns `answer`, a step of a backend's `scan`, after a check of its fields' types.
 
     Raises:
-        BackendUnavailable: it is no entry, or something else than it says stands in it.
+        BackendUnavailable: `answer` is no entry, or one of its fields has a wrong type.
     """
     if not isinstance(answer, StoredEntry):
         _refuse(answer, name, operation)
@@ -54,10 +54,10 @@ def checked_entry(answer: object, name: str, operation: str = "scan") -> StoredE
 
 
 def checked_entries(answer: object, count: int, name: str) -> Sequence[StoredEntry | None]:
-    """`answer` of `describe` about `count` keys.
+    """Returns `answer`, which `describe` of a backend gave for `count` keys, after a check.
 
     Raises:
-        BackendUnavailable: it does not have so many, or one is none.
+        BackendUnavailable: `answer` has another length, or an element is not an entry or ``None``.
     """
     if not isinstance(answer, Sequence) or len(answer) != count:
         _refuse(answer, name, f"describe of {count} blocks")
@@ -68,10 +68,10 @@ def checked_entries(answer: object, count: int, name: str) -> Sequence[StoredEnt
 
 
 def checked_numbers(answer: object, name: str) -> Mapping[str, float]:
-    """`answer` of `stats`.
+    """Returns `answer`, which `stats` of a backend gave, after a check of its types.
 
     Raises:
-        BackendUnavailable: it is none of names and numbers.
+        BackendUnavailable: `answer` is no mapping of names to finite numbers.
     """
     if not isinstance(answer, Mapping):
         _refuse(answer, name, "stats")

@@ -1,4 +1,4 @@
-"""A circuit breaker: a store that fails is left alone, and asked again in the background."""
+"""A circuit breaker: after failures, calls to a store are refused until a probe succeeds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _QUIET_S = 60.0
 
 
 class BreakerState(IntEnum):
-    """Of a `Breaker`; the numbers are those of its gauge."""
+    """The state of a `Breaker`; the values are those of its gauge."""
 
     CLOSED = 0
     HALF_OPEN = 1
@@ -36,19 +36,20 @@ class BreakerState(IntEnum):
 
 
 class Breaker:
-    """Opens after failures in a row; closes when a probe of its own succeeds.
+    """A breaker that opens after failures in a row and closes when a probe succeeds.
 
-    With a `probe` users' calls never probe: while it is not closed they fail at once. Probes start
-    a second after it opened, then after twice as long, at most five seconds. Without one the users'
-    calls are the probes, one at a time, after the same pauses. Belongs to one event loop.
+    With a `probe`, users' calls never probe: they fail at once while the breaker is not closed.
+    Probes start a second after the breaker opened. The pause doubles from probe to probe, up to
+    five seconds. Without a `probe`, users' calls are the probes, one at a time, after the same
+    pauses. Belongs to one event loop.
 
     Args:
-        name: of the store and the kind of call, for messages.
+        name: the name of the store and the kind of call, for messages.
         probe: a cheap call to the store with a deadline of its own; raises if it failed.
-        failures: so many in a row open it.
+        failures: the number of failures in a row that opens the breaker.
 
     Attributes:
-        labels: of what it counts (``store.breaker.opened``, ``store.breaker.closed``).
+        labels: the labels of its counters (``store.breaker.opened``, ``store.breaker.closed``).
     """
 
     def __init__(
@@ -71,10 +72,10 @@ class Breaker:
         self._logged_at = float("-inf")
 
     def check(self) -> None:
-        """Refuse a call while it is not closed; costs next to nothing.
+        """Refuses a call while the breaker is not closed; costs next to nothing.
 
         Raises:
-            BackendUnavailable: the store is left alone for now.
+            BackendUnavailable: the breaker is open.
         """
         if self._probe is None and self.state is BreakerState.OPEN and self._admits_one():
             self.state = BreakerState.HALF_OPEN
@@ -87,18 +88,18 @@ class Breaker:
         return asyncio.get_running_loop().time() >= self._admits_at
 
     def succeeded(self) -> None:
-        """A call was answered."""
+        """Records that a call was answered."""
         self._in_a_row = 0
         if self._probe is None and self.state is not BreakerState.CLOSED:
             self._close()
 
     def given_up(self) -> None:
-        """A call ended without an answer, by its caller."""
+        """Records that the caller cancelled a call before it was answered."""
         if self._probe is None and self.state is BreakerState.HALF_OPEN:
             self.state = BreakerState.OPEN
 
     def failed(self, error: Exception) -> None:
-        """A call failed, or was not answered in time."""
+        """Records that a call failed, or was not answered in time."""
         self._in_a_row += 1
         if self._probe is None and self.state is BreakerState.HALF_OPEN:
             self.state = BreakerState.OPEN
@@ -108,7 +109,7 @@ class Breaker:
             self.open(f"{self._in_a_row} failures in a row, the last one: {error}")
 
     def open(self, reason: str) -> None:
-        """Leave the store alone from now on, and start to probe it; nothing if it is open."""
+        """Opens the breaker and starts to probe the store; does nothing unless it was closed."""
         if self.state is not BreakerState.CLOSED:
             return
         self._reason = reason
@@ -131,7 +132,7 @@ class Breaker:
             )
 
     def stop(self) -> None:
-        """Probe no more; an open breaker stays open."""
+        """Stops probing; an open breaker stays open."""
         if self._probing is not None:
             self._probing.cancel()
             self._probing = None
@@ -173,7 +174,7 @@ class Breaker:
 async def _any_answered(
     probes: list[asyncio.Task[bool]], timeout_s: float, *, newest_ends: bool = False
 ) -> bool:
-    """Whether one of `probes` succeeded within `timeout_s`; those that failed are taken out.
+    """Returns whether one of `probes` succeeded within `timeout_s`; removes those that failed.
 
     With `newest_ends` the failure of the last one ends the wait.
     """

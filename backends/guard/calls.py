@@ -1,4 +1,4 @@
-"""Calls to a backend: each under a deadline, a bounded number at once, none forgotten."""
+"""Calls to a backend: each has a deadline, and their number at a time is bounded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DRAIN_POLL_S = 0.05
 
 @contextmanager
 def mapped(name: str, operation: str) -> Iterator[None]:
-    """Whatever a backend raises, as the errors of the `Backend` contract.
+    """Maps the exceptions of a backend to the errors of the `Backend` contract.
 
     Raises:
         BackendUnavailable: from the backend's own exception.
@@ -44,7 +44,7 @@ def mapped(name: str, operation: str) -> Iterator[None]:
 
 
 class Call:
-    """One call in flight; `abandoned` turns true at its deadline: no caller waits any more."""
+    """A call in flight; `abandoned` turns true at its deadline, when no caller waits any more."""
 
     __slots__ = ("abandoned",)
 
@@ -55,23 +55,23 @@ class Call:
 class Calls:
     """The calls of one backend. All methods run on its event loop.
 
-    Each kind of call has a breaker of its own: what answers lookups may fail every load.
+    Each kind of call has a breaker of its own: a store that answers lookups may fail every load.
 
-    | calls that fail | calls that are refused then | how it is found that they work again |
+    | calls that fail | calls that are refused then | probes that close the breaker |
     |---|---|---|
-    | lookups | all | by lookups of a key that no block has |
-    | loads | loads, and lookups: a block that is found cannot be loaded | by `probe_load` |
-    | any other | of their kind | by the callers' own, one at a time |
+    | lookups | all | lookups of a key that no block has |
+    | loads | loads, and lookups: a block that is found cannot be loaded | `probe_load` |
+    | any other | of their kind | the callers' own calls, one at a time |
 
     Args:
-        name: of the backend, for messages.
-        deadline_s: what each call may take, waiting for its turn included.
-        max_concurrent: more than so many wait for their turn.
-        probe: a cheap call to the store, to see whether it works again.
-        probe_load: a load, begun with its `Call`, to see whether loads work again.
-        failures: after so many in a row calls fail at once, until a probe succeeds.
-        max_abandoned: the same with so many calls past their deadline still running: each may hold
-            a thread and buffers, and a store that hangs must not take them all.
+        name: the backend's name, for messages.
+        deadline_s: the time that a call may take, including the wait for its turn.
+        max_concurrent: the calls that run at a time; further ones wait for their turn.
+        probe: a cheap call to the store that shows whether it works again.
+        probe_load: a load, begun with its `Call`, that shows whether loads work again.
+        failures: the failures in a row after which calls fail at once, until a probe succeeds.
+        max_abandoned: the running calls past their deadline after which calls fail at once: each
+            may hold a thread and buffers, and a store that hangs must not take them all.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Calls:
 
     @property
     def labels(self) -> Labels:
-        """Of what is counted, here and by the breaker; may be set before the first call."""
+        """The labels of the counters, also of the breakers'; may be set before the first call."""
         return self._breaker.labels
 
     @labels.setter
@@ -111,21 +111,21 @@ class Calls:
 
     @property
     def closed(self) -> bool:
-        """Whether `drain` was called."""
+        """Returns whether `drain` was called."""
         return self._closed
 
     @property
     def abandoned(self) -> int:
-        """Calls past their deadline that have not ended yet."""
+        """The number of calls past their deadline that have not ended yet."""
         return len(self._abandoned)
 
     @property
     def running(self) -> int:
-        """Calls that have not ended yet, abandoned ones included."""
+        """The number of calls that have not ended yet, abandoned ones included."""
         return len(self._running)
 
     def numbers(self) -> dict[str, float]:
-        """All this as `Backend.stats` tells it."""
+        """Returns these numbers as entries of `Backend.stats`."""
         return {
             "breaker_state": float(self.state),
             "running": self.running,
@@ -134,7 +134,7 @@ class Calls:
 
     @property
     def state(self) -> BreakerState:
-        """The further open of the breakers of lookups and loads."""
+        """The state of the breaker of lookups or of that of loads: the one that is further open."""
         return max(self._breaker.state, self._loads.state)
 
     async def run(
@@ -145,14 +145,14 @@ class Calls:
         holds_buffers: bool = False,
         deadline_s: float | None = None,
     ) -> T:
-        """The result of ``start(call)``, within the deadline, or within `deadline_s` if given.
+        """Returns the result of ``start(call)``, within the deadline, or `deadline_s` if given.
 
         With `holds_buffers` the coroutine is never cancelled: at the deadline it is left running,
         and cancelling `run` takes effect only when it has ended or its deadline has come.
 
         Raises:
-            BackendTimeout: not done in time; `pending` tells when it has really ended.
-            BackendUnavailable: it failed, is closed, or is left alone after too many failures.
+            BackendTimeout: not done in time; `pending` is done when the call has ended.
+            BackendUnavailable: it failed, the backend is closed, or a breaker is open.
         """
         breaker = self._admit(operation)
         try:
@@ -178,7 +178,7 @@ class Calls:
         holds_buffers: bool = False,
         deadline_s: float | None = None,
     ) -> T:
-        """As `run`, whatever happened before, and without consequences: to open and to close."""
+        """Runs a call like `run`, but ignores the breakers: for calls that open and close."""
         loop = asyncio.get_running_loop()
         seconds = self.deadline_s if deadline_s is None else deadline_s
         deadline = loop.time() + seconds
@@ -201,9 +201,9 @@ class Calls:
             return task.result()
 
     async def drain(self) -> None:
-        """Take no more calls, probe no more; wait for those that run, each up to its own deadline.
+        """Refuses further calls, stops probing and waits for running calls up to their deadlines.
 
-        Abandoned ones are not waited for: they have had their time, and may never end.
+        Abandoned calls are not waited for: their deadline has passed, and they may never end.
         """
         self._closed = True
         for breaker in self._breakers.values():
@@ -286,10 +286,12 @@ class Calls:
 
 
 async def _contained(begin: Callable[[], Awaitable[T]]) -> T:
-    """The result of ``begin()``; should it want to end the process, it ends nothing but itself.
+    """Returns the result of ``begin()``; turns attempts to exit the process into errors.
 
     Raises:
-        Exception: no other kind, but for cancellation: out of a task some stop the event loop.
+        Exception: what ``begin()`` raises. Cancellation and `GeneratorExit` pass unchanged; other
+            exceptions that are no `Exception` become a `RuntimeError`, since out of a task some
+            of them stop the event loop.
     """
     try:
         return await begin()
@@ -302,7 +304,7 @@ async def _contained(begin: Callable[[], Awaitable[T]]) -> T:
 
 
 async def _wait(task: asyncio.Task[Any], deadline: float, *, holds_buffers: bool) -> bool:
-    """Whether `task` was done by `deadline`."""
+    """Waits for `task` until `deadline`; returns whether it is done."""
     loop = asyncio.get_running_loop()
     cancelled: asyncio.CancelledError | None = None
     while not task.done() and (left := deadline - loop.time()) > 0:
@@ -329,7 +331,7 @@ def _settle(pending: Future[None], task: asyncio.Task[Any]) -> None:
 
 
 async def together(first: Awaitable[T], second: Awaitable[S]) -> tuple[T, S]:
-    """Both results. If one fails, raises only once the other has ended too: both use buffers."""
+    """Returns both results. If one fails, raises after the other has ended: both use buffers."""
     one, other = await asyncio.gather(
         _contained(lambda: first), _contained(lambda: second), return_exceptions=True
     )
@@ -338,10 +340,11 @@ async def together(first: Awaitable[T], second: Awaitable[S]) -> tuple[T, S]:
 
 
 def raise_any(results: Sequence[object]) -> None:
-    """Raise what one of `results` is, if one is an error; never without what still holds buffers.
+    """Raises an error of `results`, if there is one, together with what still holds buffers.
 
     Raises:
-        BackendTimeout: if one of them is; `pending` is done when those of all of them are.
+        BackendTimeout: if one of them is one with `pending`; its `pending` is done when those of
+            all of them are.
     """
     errors = [result for result in results if isinstance(result, BaseException)]
     pending = [
@@ -372,10 +375,10 @@ def _all_done(pending: Sequence[Future[None]]) -> Future[None]:
 
 
 def counted(answer: object, limit: int, name: str, operation: str) -> int:
-    """`answer` of a backend, if it can be a number of leading blocks of `limit`.
+    """Returns `answer` of a backend if it can be a number of leading blocks of `limit`.
 
     Raises:
-        BackendUnavailable: it cannot; what such a store says is not to be used.
+        BackendUnavailable: it cannot; the answer must not be used.
     """
     if isinstance(answer, int) and 0 <= answer <= limit:
         return answer
@@ -383,5 +386,5 @@ def counted(answer: object, limit: int, name: str, operation: str) -> int:
 
 
 def unopened(name: str) -> UsageError:
-    """The error of a call before `open`."""
+    """Returns the error of a call before `open`."""
     return UsageError(f"{name}: open() was not called, or failed")

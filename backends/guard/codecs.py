@@ -1,4 +1,4 @@
-"""What is between a frame and its payload: rounding, compression, encryption, in this order."""
+"""The codecs between a frame and its payload: rounding, compression, encryption, in this order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["CodecFlag", "Codecs", "codec_names"]
 
 
 class CodecFlag(IntFlag):
-    """What was done to a frame's payload."""
+    """The codecs that a frame's payload was encoded with."""
 
     ZSTD = 1
     LZ4 = 2
@@ -50,9 +50,9 @@ class Codecs:
     """The codecs of one store. Thread-safe.
 
     Attributes:
-        quantized: values are rounded to it.
-        compression: how payloads are compressed; frames differ in length then.
-        cipher: payloads and tokens are encrypted.
+        quantized: the type that values are rounded to.
+        compression: the compression of payloads; frames differ in length then.
+        cipher: the cipher of payloads and tokens.
     """
 
     quantized: QuantizedDtype | None = None
@@ -61,10 +61,10 @@ class Codecs:
 
     @classmethod
     def parse(cls, text: str | None, key_file: str | None) -> Self:
-        """``zstd``, ``fp8+zstd+aes-gcm``, …; ``None`` or empty: none.
+        """Parses ``zstd``, ``fp8+zstd+aes-gcm`` and the like; ``None`` or empty means no codec.
 
         Raises:
-            ConfigurationError: an unknown or impossible combination, a key that is not to be had.
+            ConfigurationError: the combination is unknown or impossible, or the key is unusable.
             MissingExtra: a package is not installed.
         """
         names = codec_names(text)
@@ -89,12 +89,12 @@ class Codecs:
 
     @property
     def identity(self) -> bytes:
-        """Differs where what one saves is of no use to another; empty if any other can use it."""
+        """The identity that reader and writer must share; empty if any reader can read."""
         parts = (self.quantized or "").encode(), b"" if self.cipher is None else self.cipher.id
         return b"/".join(parts) if any(parts) else b""
 
     def most_nbytes(self, layout: KvCacheLayout) -> int:
-        """Bytes of an encoded payload at most; without compression, exactly.
+        """Returns the most bytes that an encoded payload takes; without compression, exactly.
 
         Raises:
             ConfigurationError: `layout` cannot be encoded so.
@@ -116,19 +116,19 @@ class Codecs:
     def encode(
         self, payload: Tensor, header: FrameHeader, layout: KvCacheLayout, scratch: Tensor
     ) -> Tensor | None:
-        """Seal a frame with `payload`, encoded, at the beginning of `scratch`.
+        """Encodes `payload` and seals a frame with it at the beginning of `scratch`.
 
         Blocks the calling thread.
 
         Args:
             payload: the block's bytes; not changed.
-            header: of a frame that is not encoded.
-            layout: of the block.
-            scratch: room for the frame as if it were not encoded.
+            header: the header of a frame that is not encoded.
+            layout: the layout of the block.
+            scratch: memory for the frame as if it were not encoded.
 
         Returns:
-            The frame; ``None`` if no codec has anything to do, because `payload` does not get
-            smaller.
+            The frame, or ``None`` if no codec applies: compression is the only one, and it does not
+            make the frame smaller.
         """
         flags, source = CodecFlag(0), payload.numpy().data
         if self.quantized is not None:
@@ -161,11 +161,11 @@ class Codecs:
     # ------------------------------------------------------------------ decoding
 
     def check_flags(self, header: FrameHeader) -> CodecFlag:
-        """What was done to the frame of `header`.
+        """Returns the codecs of the frame of `header`.
 
         Raises:
-            OtherCodec: it cannot be used with these codecs, though it is sound.
-            BadFrame: it is of use to no codecs.
+            OtherCodec: the frame is sound, but cannot be used with these codecs.
+            BadFrame: no codecs can use the frame.
         """
         if not header.flags and not self:
             return _AS_IT_IS
@@ -187,13 +187,13 @@ class Codecs:
     def decode(
         self, sealed: Tensor, header: FrameHeader, out: Tensor, layout: KvCacheLayout
     ) -> None:
-        """Fill `out` with the block's bytes from its frame `sealed`, which may begin before `out`.
+        """Fills `out` with the block's bytes from its frame `sealed`, which may begin before `out`.
 
-        `sealed` has been checked, and is undefined afterwards. Blocks the calling thread. Takes
-        memory for two more blocks at most, whatever the frame says of itself.
+        `sealed` has been checked, and is undefined afterwards. Blocks the calling thread. Allocates
+        memory for two more blocks at most, whatever lengths the frame claims.
 
         Raises:
-            OtherCodec: it cannot be used with these codecs, though it is sound.
+            OtherCodec: the frame is sound, but cannot be used with these codecs.
             BadFrame: it does not become a block of `layout`.
         """
         flags = self.check_flags(header)
@@ -221,7 +221,7 @@ _compressors: dict[CodecFlag, Compressor] = {}
 
 
 def codec_names(text: str | None) -> list[str]:
-    """The names in a parameter ``codec``, whatever is installed here.
+    """Returns the names in a parameter ``codec``, whether their packages are installed or not.
 
     Raises:
         ConfigurationError: an unknown or impossible combination.

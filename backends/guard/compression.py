@@ -1,4 +1,4 @@
-"""Lossless codecs: zstd and lz4, each a block at a time, within bounds."""
+"""The lossless codecs zstd and lz4, which compress one block at a time within bounds."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _EXTRA = "codecs"
 
 
 class Compressor(Protocol):
-    """Thread-safe."""
+    """A lossless codec. Thread-safe."""
 
     def compress(self, data: memoryview) -> bytes:
-        """`data`, smaller or not."""
+        """Returns `data` compressed, which need not be smaller."""
 
     def decompress(self, data: memoryview, nbytes: int) -> bytes:
-        """The `nbytes` that `data` was made of; allocates no more than that, whatever `data` says.
+        """Returns the `nbytes` bytes that `data` was made of; never allocates more than that.
 
         Raises:
-            BadFrame: it was made of something else, or is damaged.
+            BadFrame: `data` was made of another number of bytes, or is damaged.
         """
 
 
 class Zstd:
-    """Level 1: KV hardly gets smaller with higher ones, and they are slower than disks.
+    """The zstd codec at level 1: higher levels hardly shrink KV more, and are slower than disks.
 
     Raises:
         MissingExtra: zstandard is not installed.
@@ -44,7 +44,7 @@ class Zstd:
         self._of_thread = threading.local()  # its objects serve one thread at a time
 
     def compress(self, data: memoryview) -> bytes:
-        """See `Compressor`."""
+        """Implements `Compressor.compress`."""
         own = self._of_thread
         if not hasattr(own, "compressor"):
             own.compressor = self._zstandard.ZstdCompressor(level=self._LEVEL)
@@ -52,7 +52,7 @@ class Zstd:
         return packed
 
     def decompress(self, data: memoryview, nbytes: int) -> bytes:
-        """See `Compressor`."""
+        """Implements `Compressor.decompress`."""
         own = self._of_thread
         if not hasattr(own, "decompressor"):
             own.decompressor = self._zstandard.ZstdDecompressor()
@@ -68,7 +68,7 @@ class Zstd:
 
 
 class Lz4:
-    """Block format without a length: faster than zstd, and hardly smaller than the original.
+    """The lz4 block format without a length: faster than zstd; the result is hardly smaller.
 
     Raises:
         MissingExtra: lz4 is not installed.
@@ -82,12 +82,12 @@ class Lz4:
         self._lz4 = lz4.block
 
     def compress(self, data: memoryview) -> bytes:
-        """See `Compressor`."""
+        """Implements `Compressor.compress`."""
         packed: bytes = self._lz4.compress(data, store_size=False)
         return packed
 
     def decompress(self, data: memoryview, nbytes: int) -> bytes:
-        """See `Compressor`."""
+        """Implements `Compressor.decompress`."""
         try:
             plain: bytes = self._lz4.decompress(data, uncompressed_size=nbytes)
         except (self._lz4.LZ4BlockError, MemoryError) as error:

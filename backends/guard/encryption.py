@@ -1,4 +1,4 @@
-"""AES-256-GCM around payloads and tokens, under a key of their own for each store key.
+"""The encryption of payloads and tokens: AES-256-GCM under a key derived for each store key.
 
 A store key depends on the tenant's salt, so tenants' blocks are under different keys. The store key
 and the frame's header are authenticated with the payload: a block that was moved under another key,
@@ -33,10 +33,10 @@ _SALT = b"kvconnect aes-256-gcm"
 
 @dataclass(frozen=True, slots=True)
 class Cipher:
-    """Encrypts with keys derived from one master key (HKDF-SHA256). Thread-safe.
+    """A cipher that derives its keys from one master key (HKDF-SHA256). Thread-safe.
 
     Attributes:
-        id: tells master keys apart without telling anything else about them.
+        id: distinguishes master keys, and reveals nothing else about them.
     """
 
     id: bytes
@@ -44,10 +44,10 @@ class Cipher:
 
     @classmethod
     def from_file(cls, path: str) -> Self:
-        """The master key is what the file holds: at least 32 bytes, ends of line at its end apart.
+        """Reads the master key: the file's content without trailing ends of line, 32 bytes or more.
 
         Raises:
-            ConfigurationError: it cannot be read, or is too short or long to be a key.
+            ConfigurationError: the file cannot be read, or is too short or too long for a key.
             MissingExtra: cryptography is not installed.
         """
         try:
@@ -72,16 +72,16 @@ class Cipher:
     # ------------------------------------------------------------------ payloads
 
     def encrypt(self, plain: memoryview, out: memoryview, key: BlockKey, header: bytes) -> bytes:
-        """Write `plain`, encrypted, to `out`, of equal length, perhaps the same memory.
+        """Encrypts `plain` to `out`, which has the same length and may be the same memory.
 
         Args:
             plain: of any length.
-            out: where it goes.
+            out: receives the encrypted bytes.
             key: store key of the block.
-            header: what is authenticated with it.
+            header: bytes that are authenticated with `plain`.
 
         Returns:
-            What `decrypt` needs beside it: the master key's id, nonce and tag.
+            The `beside` of `decrypt`: the master key's id, nonce and tag.
         """
         from cryptography.hazmat.primitives.ciphers import Cipher as Engine
         from cryptography.hazmat.primitives.ciphers.algorithms import AES256
@@ -96,11 +96,11 @@ class Cipher:
         return self.id + nonce + engine.tag
 
     def decrypt(self, data: memoryview, key: BlockKey, header: bytes, beside: bytes) -> None:
-        """Decrypt `data` in place.
+        """Decrypts `data` in place.
 
         Raises:
-            OtherCodec: it was encrypted with another master key; nothing changed.
-            BadFrame: it is not what was encrypted under this key; `data` is undefined.
+            OtherCodec: `data` was encrypted with another master key; nothing changed.
+            BadFrame: `data` is not what was encrypted under this key; its bytes are undefined now.
         """
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher as Engine
@@ -125,7 +125,7 @@ class Cipher:
     def encrypt_tokens(
         self, tokens: TokenArray, key: BlockKey, parent: BlockKey | None
     ) -> TokenArray:
-        """`tokens` of the block `key` after `parent`, for a store to list; seven numbers longer."""
+        """Encrypts `tokens` of the block `key` after `parent`; adds seven numbers to them."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         nonce = os.urandom(_NONCE_NBYTES)
@@ -136,7 +136,7 @@ class Cipher:
     def decrypt_tokens(
         self, secret: TokenArray, key: BlockKey, parent: BlockKey | None
     ) -> TokenArray | None:
-        """What `encrypt_tokens` was given; ``None`` if this is nothing that it made."""
+        """Decrypts a result of `encrypt_tokens`; returns ``None`` if `secret` is no such result."""
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -155,5 +155,5 @@ class Cipher:
 
 
 def _expand(extracted: bytes, info: bytes) -> bytes:
-    """The first 32 bytes of HKDF-Expand (RFC 5869)."""
+    """Returns the first 32 bytes of HKDF-Expand (RFC 5869)."""
     return hmac.digest(extracted, info + b"\x01", "sha256")

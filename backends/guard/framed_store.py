@@ -1,6 +1,6 @@
-"""What is between blocks and a store of frames: sealed on their way there, checked on the way back.
+"""The layer between blocks and a store of frames: seals what is saved, checks what is loaded.
 
-Belongs to an event loop, like the store. Nothing here knows of time.
+Belongs to an event loop, like the store. Applies no deadline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FramedStore:
 
     Attributes:
         framing: makes the frames.
-        labels: of what is counted.
+        labels: the labels of its counters.
     """
 
     def __init__(self, inner: Backend, framing: Framing, name: str) -> None:
@@ -40,7 +40,7 @@ class FramedStore:
         self._name = name
 
     def set_layouts(self, layouts: Sequence[KvCacheLayout]) -> None:
-        """See `Framing.set_layouts`."""
+        """Sets the layouts of `framing`; see `Framing.set_layouts`."""
         lengths_vary = self._inner.capabilities.variable_length
         self.framing.set_layouts(layouts, variable_length=lengths_vary)
 
@@ -51,9 +51,10 @@ class FramedStore:
         call: Call,
         layout: KvCacheLayout | None = None,
     ) -> int:
-        """Fill `into`; return how many leading ones are filled and sound.
+        """Fills `into`; returns how many leading buffers are filled and sound.
 
-        What is not sound, or not of `layout`, is told of, and dropped if it is of use to no reader.
+        A frame that is damaged, or not of `layout`, is logged and counted. It is deleted if no
+        reader can use it.
         """
         framing, can = self.framing, promised(self._inner)
         framing.verified = can.checks_frames
@@ -77,7 +78,7 @@ class FramedStore:
         return await load_pieces(into, fill, check, wanted=lambda: not call.abandoned)
 
     async def save(self, blocks: Sequence[StoredBlock], call: Call) -> int:
-        """Seal and store `blocks`; return how many leading ones are stored."""
+        """Seals and stores `blocks`; returns how many leading ones are stored."""
         if promised(self._inner).seals_saves and not self.framing.codecs:
             return await self._save_unsealed(blocks, call)
         saved = 0
@@ -115,10 +116,10 @@ class FramedStore:
         return counted(await self._inner.save(blocks), len(blocks), self._name, "save")
 
     async def _drop_misfit(self, key: BlockKey, nbytes: int) -> None:
-        """Drop a block that is found but cannot be loaded: it is cut short, or too long.
+        """Deletes a block that is found but cannot be loaded, because its length is wrong.
 
-        It would be found for ever, and never saved anew. Most often it is simply absent, or has
-        been saved since it was asked for.
+        Such a block would be found for ever, and never saved anew. Most often the block is simply
+        absent, or has been saved since the load.
         """
         if self.framing.codecs.quantized is not None:
             return  # it may be as long as others, who do not quantize, need it
@@ -137,7 +138,7 @@ class FramedStore:
             await self._report({key: BadFrame("of another length")})
 
     async def _report(self, wrong: Mapping[BlockKey, Recompute]) -> None:
-        """Tell of frames that cannot be used, and drop those of use to no reader."""
+        """Logs and counts frames that cannot be used; deletes those that no reader can use."""
         bad = [key for key, error in wrong.items() if isinstance(error, BadFrame)]
         for key, error in wrong.items():
             drops = isinstance(error, BadFrame)
@@ -165,7 +166,7 @@ async def load_counted(
     checksums: Sequence[FrameChecksum],
     name: str,
 ) -> int:
-    """How many leading buffers of `into` the store `inner` fills; it may take `checksums`."""
+    """Loads from `inner`, which may take `checksums`; returns how many leading buffers it fills."""
     if not keys:
         return 0
     if checksums and promised(inner).hashes_loads:
@@ -176,7 +177,10 @@ async def load_counted(
 
 
 def promised(inner: Backend) -> Capabilities:
-    """What `inner` can do; less if this one object was given another `load` or `save`."""
+    """Returns the capabilities of `inner`, without those of a `load` or `save` that was replaced.
+
+    A `load` or `save` set on the object itself, as by a test, does not keep the class's promises.
+    """
     can, own = inner.capabilities, vars(inner)
     if "load" in own:
         can = replace(can, checks_frames=False, hashes_loads=False)

@@ -1,4 +1,4 @@
-"""Seals frames on their way to a store and opens them on their way back, off the event loop."""
+"""The framing that seals frames to save and opens loaded ones, off the event loop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _THREADS = 2
 
 
 class _Known(NamedTuple):
-    """A layout, and what would have to be computed for every block."""
+    """A layout with the values that are derived from it, computed once instead of per block."""
 
     layout: KvCacheLayout
     fingerprint: bytes
@@ -55,12 +55,12 @@ class Framing:
     """The frames of one store: headers, checksums and codecs. Belongs to one event loop.
 
     Args:
-        name: of the store, for messages.
-        codecs: what payloads are encoded with.
+        name: the store's name, for messages.
+        codecs: the codecs of payloads.
         verify: check every frame that is opened.
 
     Attributes:
-        verified: the store has checked all that it loads; only headers are looked at here.
+        verified: the store has checked all that it loads; only headers are checked here.
     """
 
     def __init__(self, name: str, codecs: Codecs, *, verify: bool) -> None:
@@ -76,10 +76,11 @@ class Framing:
         self._closed = False
 
     def set_layouts(self, layouts: Sequence[KvCacheLayout], *, variable_length: bool) -> None:
-        """From now on frames of `layouts` are opened and sealed; without any, all can be opened.
+        """Sets the layouts of the frames to open and seal; without any, all frames can be opened.
 
         Raises:
-            ConfigurationError: the codec cannot encode one of them.
+            ConfigurationError: the codec cannot encode one of them, or makes blocks of equal length
+                differ though the store needs to know lengths.
         """
         cut: dict[int, int] = {}
         for layout in layouts:
@@ -96,7 +97,7 @@ class Framing:
         self._cut = cut
 
     def close(self) -> None:
-        """End the threads; calls that were given up are not begun any more."""
+        """Ends the threads; work that has not begun is cancelled."""
         self._closed = True
         if self._lane is not None:
             self._lane.end()
@@ -106,7 +107,7 @@ class Framing:
 
     @asynccontextmanager
     async def scratch(self) -> AsyncIterator[ScratchPair | None]:
-        """Memory for the frames of one save, if they are encoded; waits for its turn."""
+        """Yields memory for the encoded frames of one save, or ``None``; waits for its turn."""
         if not self.codecs:
             yield None
             return
@@ -116,7 +117,7 @@ class Framing:
     async def seal(
         self, blocks: Sequence[StoredBlock], scratch: ScratchPair | None, number: int
     ) -> list[StoredBlock]:
-        """`blocks` as the store gets them: sealed in place, or encoded in memory of `scratch`.
+        """Returns `blocks` ready to store: sealed in place, or encoded in memory of `scratch`.
 
         Args:
             blocks: with the frame of a payload as `data`.
@@ -136,7 +137,7 @@ class Framing:
         return await self._halves(sealed, len(blocks), nbytes)
 
     def address(self, blocks: Sequence[StoredBlock]) -> list[FrameChecksum]:
-        """All of `blocks` written in place but for the checksums, which the store is to take."""
+        """Writes the frames of `blocks` in place without checksums, which the store computes."""
         return [frame.address(block.data, _header(block, self._of(block))) for block in blocks]
 
     def _seal(self, block: StoredBlock, scratch: Tensor | None) -> StoredBlock:
@@ -172,7 +173,10 @@ class Framing:
     def rooms(
         self, into: Sequence[Tensor], layout: KvCacheLayout | None = None
     ) -> Sequence[Tensor]:
-        """As much of each of `into` as an encoded frame, of `layout` if given, takes at most."""
+        """Returns the leading part of each of `into` that holds an encoded frame, of any layout.
+
+        With `layout` the part only holds encoded frames of that layout.
+        """
         if self.codecs.quantized is None:
             return into
         if layout is not None:
@@ -181,7 +185,7 @@ class Framing:
         return [buffer[: self._cut.get(buffer.numel(), buffer.numel())] for buffer in into]
 
     def checksums(self, frames: Sequence[Tensor]) -> list[FrameChecksum]:
-        """For a store that takes those of `frames` as it fills them; none if they do not count."""
+        """Returns checksums for a store to compute as it fills `frames`; none if not verified."""
         return [FrameChecksum(data) for data in frames] if self._verify else []
 
     async def open(
@@ -192,20 +196,20 @@ class Framing:
         taken: Sequence[FrameChecksum] = (),
         layout: KvCacheLayout | None = None,
     ) -> dict[int, Recompute]:
-        """Check `frames`, which lie at the beginning of `into`, and decode what is encoded.
+        """Checks `frames`, which lie at the beginning of `into`, and decodes encoded ones.
 
-        All of them, though the first bad one ends the run: each is dropped, so that what is saved
-        next takes its place.
+        Checks all of them, though the first bad one ends the run: each bad one is deleted, so that
+        the next save replaces it.
 
         Args:
-            keys: of the blocks.
+            keys: the keys of the blocks.
             frames: as the store filled them.
-            into: where the payloads go.
-            taken: the checksums, if the store took them meanwhile.
-            layout: of all of them; by default one of those of `set_layouts`.
+            into: receives the payloads.
+            taken: the checksums, if the store computed them while it loaded.
+            layout: the layout of all of them; by default one of those of `set_layouts`.
 
         Returns:
-            What is wrong, by index.
+            The errors by index.
         """
         checksums: Sequence[FrameChecksum | None] = taken or [None] * len(keys)
         layouts = self._by_fingerprint
@@ -264,7 +268,10 @@ class Framing:
             raise BadFrame(f"{header.payload_nbytes} bytes, the layout has {known.block_nbytes}")
 
     def children(self, parent: BlockKey | None, found: Sequence[Child]) -> Sequence[Child]:
-        """`found`, what the store lists after `parent`, with readable tokens."""
+        """Returns `found`, the store's children of `parent`, with their tokens decrypted.
+
+        Children whose tokens cannot be decrypted are left out.
+        """
         cipher = self.codecs.cipher
         if cipher is None:
             return found
@@ -280,7 +287,7 @@ class Framing:
     async def _halves(
         self, work: Callable[[slice], Callable[[], list[T]]], count: int, nbytes: int
     ) -> list[T]:
-        """``work(slice)()`` over `count` items; codecs are slow enough to share between threads."""
+        """Returns ``work(slice)()`` over `count` items, on two threads if codecs make it slow."""
         if not self.codecs or count < _THREADS:
             return await self._on_thread(work(slice(0, count)), nbytes)
         middle = count // 2
@@ -291,7 +298,7 @@ class Framing:
         return first + second
 
     def _work_nbytes(self, data: Tensor, taken: FrameChecksum | None) -> int:
-        """What has to be read of a frame to open it."""
+        """Returns how many bytes of a frame must be read to open it."""
         if self.codecs or not (self.verified or taken):
             return data.numel()
         return taken.left_nbytes if taken else 0

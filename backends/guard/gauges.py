@@ -1,4 +1,4 @@
-"""Sizes of a store and its calls, for monitoring."""
+"""The gauges of a store's size and of its calls, for monitoring."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _OF_THE_STORE = ("blocks", "bytes", "capacity")
 
 
 class GuardGauges:
-    """Registers gauges of one guarded store while it is open.
+    """The gauges of one guarded store, registered while the store is open.
 
-    ``store.breaker_state``, ``store.running``, ``store.abandoned``, and as far as the store tells
-    them ``store.blocks``, ``store.bytes`` and ``store.capacity``.
+    The gauges are ``store.breaker_state``, ``store.running``, ``store.abandoned``, and those of
+    ``store.blocks``, ``store.bytes`` and ``store.capacity`` that the store reports.
     """
 
     def __init__(
@@ -38,19 +38,19 @@ class GuardGauges:
         self._asking: Future[dict[str, float]] | None = None
 
     def show(self, loop: asyncio.AbstractEventLoop, labels: Labels) -> None:
-        """Register under `labels`; the store's own numbers are asked for on `loop`."""
+        """Registers the gauges under `labels`; the store's own numbers are read on `loop`."""
         self._loop = loop
         self._remove()
         self._remove = metrics.add_gauges(self.read, labels)
 
     def hide(self) -> None:
-        """The opposite; the second time does nothing."""
+        """Removes the gauges; the second time does nothing."""
         self._remove()
         self._remove = _nothing
         self._loop = None
 
     def read(self) -> dict[str, float]:
-        """All of them. Blocks for half a second at most, but never on the store's own loop."""
+        """Returns all gauges. Blocks half a second at most, but never on the store's own loop."""
         found = {f"store.{name}": value for name, value in self._calls.numbers().items()}
         if self._calls.state is BreakerState.CLOSED:
             self._refresh()
@@ -88,4 +88,4 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def _nothing() -> None:
-    """Not shown."""
+    """Does nothing; stands for the removal of gauges that are not registered."""

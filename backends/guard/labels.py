@@ -1,4 +1,4 @@
-"""What tells the figures of one store of this process from those of another."""
+"""The labels that distinguish the metrics of one store of this process from another's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ELSEWHERE = "elsewhere"
 
 
 def place_of(url: StoreUrl) -> str:
-    """Where the store of `url` is, without credentials and parameters: ``disk:///var/cache/kv``."""
+    """Returns the store's address without credentials and parameters: ``disk:///var/cache/kv``."""
     shown = str(url)
     if shown == f"{url.scheme}:{HIDDEN}":  # a part of its parameters may be a part of its password
         return shown
@@ -28,9 +28,9 @@ def place_of(url: StoreUrl) -> str:
 class StoreLabels:
     """The labels ``store`` (its class) and ``place``, of one store at a time. Thread-safe.
 
-    Of stores of one class in one place that are used at the same time, the second one's place ends
-    in `` (2)``, and so on. A store that is opened again where one was closed goes on with its
-    figures.
+    If stores of one class in one place are open at the same time, the second one's place ends
+    in `` (2)``, and so on. A store that opens where another one was closed continues the counters
+    of that store.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class StoreLabels:
         self._lock = threading.RLock()
 
     def take(self, store: str, place: str) -> Labels:
-        """Labels that no other store has until they are given back."""
+        """Returns labels that no other store has until `give_back`."""
         with self._lock:
             if place not in self._places and len(self._places) >= _MOST_PLACES:
                 place = _ELSEWHERE
@@ -55,7 +55,7 @@ class StoreLabels:
             return labels
 
     def give_back(self, labels: Labels) -> None:
-        """The store is closed; the second time does nothing."""
+        """Frees the labels of a store that is closed; the second time does nothing."""
         with self._lock:
             self._taken.discard(labels)
 

@@ -1,4 +1,4 @@
-"""Blocks loaded piece by piece: one is checked while the next is on its way."""
+"""The pieces in which blocks are loaded: one is checked while the next is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIECE_NBYTES = 16 << 20
 
 
 def pieces(buffers: Sequence[Tensor]) -> Iterator[slice]:
-    """Slices over `buffers` of about `PIECE_NBYTES` each."""
+    """Yields slices over `buffers` of about `PIECE_NBYTES` each."""
     start = nbytes = 0
     for index, buffer in enumerate(buffers):
         nbytes += buffer.numel()
@@ -34,13 +34,13 @@ async def load_pieces(
     *,
     wanted: Callable[[], bool] = lambda: True,
 ) -> int:
-    """How many leading buffers of `into` are filled and sound.
+    """Loads and checks piece by piece; returns how many leading buffers are filled and sound.
 
     Args:
         into: the buffers.
-        fill: fills those of a slice; says how many leading ones are.
-        check: says how many leading ones of a slice are sound; may be called beside `fill`.
-        wanted: no piece is begun once no caller wants it any more.
+        fill: fills those of a slice; returns how many leading ones are filled.
+        check: returns how many leading ones of a slice are sound; may be called beside `fill`.
+        wanted: returns false once no caller waits any more; then no further piece is begun.
 
     Raises:
         Exception: what `fill` or `check` raises; neither of them is running any more.

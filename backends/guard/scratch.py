@@ -1,4 +1,4 @@
-"""Memory for frames that cannot be sealed where their payload is."""
+"""The memory for frames that cannot be sealed where their payload is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PAIRS = 2
 
 
 class ScratchPair:
-    """Two pieces of memory: one is filled while the other is being written to the store."""
+    """A pair of buffers: one is filled while the other is written to the store."""
 
     def __init__(self) -> None:
         import torch
@@ -26,7 +26,7 @@ class ScratchPair:
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
 
     def room(self, number: int, nbytes: int) -> Tensor:
-        """`nbytes`, page-aligned, in the place of the piece before the last one."""
+        """Returns `nbytes`, page-aligned, in the memory of the piece before the last one."""
         import torch
 
         memory = self._memory[number % 2]
@@ -37,10 +37,10 @@ class ScratchPair:
 
 
 class Scratch:
-    """At most two savers have a pair at a time; others wait for their turn.
+    """The pairs of a store: at most two savers have one at a time; others wait for their turn.
 
-    So it never holds more than four pieces, whatever hangs: a save that the store does not end
-    keeps its pair. Belongs to one event loop.
+    So it never holds more than four buffers, even if the store hangs: a save that the store does
+    not end keeps its pair. Belongs to one event loop.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Scratch:
 
     @asynccontextmanager
     async def pair(self) -> AsyncIterator[ScratchPair]:
-        """One for the time of one save."""
+        """Yields a pair for the time of one save; waits for its turn."""
         async with self._turns:
             pair = self._idle.pop() if self._idle else ScratchPair()
             try:
@@ -58,5 +58,5 @@ class Scratch:
                 self._idle.append(pair)
 
     def clear(self) -> None:
-        """Free the memory that is not used."""
+        """Frees the memory that is not used."""
         self._idle.clear()

@@ -1,4 +1,4 @@
-"""What the framework puts around every backend: deadline, breaker, frames, mapped errors, trace."""
+"""The guard around every backend: deadline, breaker, frames, mapped errors, trace."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ logger = logging.getLogger("kvconnect")
 
 
 class GuardedBackend(Backend):
-    """`inner`, safe to call: every call ends in time, and what `load` returns is what was saved.
+    """A backend that guards `inner`: every call ends in time, and `load` returns what was saved.
 
     Runs on one event loop. Blocks that callers pass have frame buffers of
     ``frame_nbytes(layout.block_nbytes)`` bytes: `save` writes header and padding around the payload
-    in place, `load` checks them. With `codecs` what is stored is encoded, on threads and in memory
-    of its own: the payload stays as it is.
+    in place, `load` checks them. With `codecs`, stored frames are encoded on threads and in memory
+    of the guard: the payload stays as it is.
 
-    After `failures_to_open` failures in a row calls fail at once, until the store answers a lookup
-    that is made in the background for this.
+    After `failures_to_open` failures in a row, calls fail at once until a probe succeeds: a lookup
+    in the background.
 
     With `raw` values pass as they are, neither sealed nor checked: for tools that move or examine
-    what is stored. Time and errors are guarded all the same.
+    what is stored. Deadlines and mapped errors apply all the same.
 
     Attributes:
         inner: the backend itself.
-        name: for messages.
-        place: where the store is, as far as that is known; a label of what is counted.
-        codecs: what payloads are encoded with.
+        name: the name of the class of `inner`, for messages.
+        place: the address of the store, as far as that is known; a label of its counters.
+        codecs: the codecs of payloads.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class GuardedBackend(Backend):
 
     @property
     def available(self) -> bool:
-        """Whether calls reach the store: its breaker is closed. May be asked on any thread."""
+        """Returns whether calls reach the store (its breaker is closed); safe on any thread."""
         return self._calls.state is BreakerState.CLOSED
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
-        """Open `inner`. If this raises, `close` may still be called, or `open` once more.
+        """Opens `inner`. If this raises, `close` may still be called, or `open` once more.
 
         Without `layouts`, frames of any layout are loaded, and none can be saved but `raw`.
         """
@@ -142,16 +142,17 @@ class GuardedBackend(Backend):
         self._gauges.show(asyncio.get_running_loop(), self._labels)
 
     async def abort(self) -> None:
-        """Take back `open`, within the deadline; it may be called again. Never raises."""
+        """Reverts `open`, within the deadline; `open` may be called again. Never raises."""
         self._gauges.hide()
         with suppress(ConfigurationError, RetryLater):
             await self._calls.run_always("close", lambda _: self.inner.close())
 
     async def close(self) -> None:
-        """Wait for calls in flight up to the deadline, then close `inner`, within another one.
+        """Waits for calls in flight up to the deadline, then closes `inner`, within another one.
 
-        Never raises for a store that is gone; the second time waits for the first, if that goes on.
-        If this is cancelled, it does: a store that is half closed would keep what it has.
+        Never raises for a store that is gone. A second call waits for the first one, if that still
+        runs. If the caller is cancelled, closing goes on: a store that is half closed would keep
+        its resources.
         """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name="kvconnect-close")
@@ -171,7 +172,7 @@ class GuardedBackend(Backend):
             self._give_back_labels()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading `keys` are present, within the deadline. Changes nothing but recency."""
+        """Returns how many leading `keys` are present, within the deadline; updates recency."""
         self._opened()
         with self._trace("lookup", blocks=len(keys)) as span:
             found = await self._calls.run("lookup", lambda _: self._lookup(keys))
@@ -179,12 +180,12 @@ class GuardedBackend(Backend):
         return found
 
     async def probe(self, within_s: float) -> None:
-        """Look up a key that no block has; more than `within_s` for it counts as a failure.
+        """Looks up a key that no block has; fails if the answer takes more than `within_s`.
 
-        The deadline of all calls holds, too.
+        The deadline of all calls applies, too.
 
         Raises:
-            BackendTimeout, BackendUnavailable: the store does not work, or is left alone.
+            BackendTimeout, BackendUnavailable: the store does not work, or its breaker is open.
         """
         self._opened()
         await self._calls.run(
@@ -192,25 +193,25 @@ class GuardedBackend(Backend):
         )
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Fill `into` with the frames of `keys`; return how many leading ones are filled and sound.
+        """Fills `into` with the frames of `keys`; returns how many leading ones are sound.
 
         A damaged or foreign frame ends the run, is deleted from the store and counted
-        (``store.bad_frame``). One that was encoded with other codecs or another key ends it, too,
-        and stays (``store.other_codec``). Payloads are decoded; headers stay as they were stored.
-        Hashing and decoding happen on threads of their own.
+        (``store.bad_frame``). One that was encoded with other codecs or another key ends the run,
+        too, and stays (``store.other_codec``). Payloads are decoded; headers stay as they were
+        stored. Hashing and decoding happen on threads of their own.
 
         Raises:
             BackendTimeout: `into` belongs to the call until `pending` is done.
-            BackendUnavailable: all of `into` is undefined; nothing touches it any more.
+            BackendUnavailable: all of `into` is undefined; the store does not write to it any more.
         """
         return await self.load_hashed(keys, into, ())
 
     async def load_as(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], layout: KvCacheLayout
     ) -> int:
-        """As `load`, of frames of `layout`, which need not be one of those of `open`.
+        """Loads like `load`, but frames of `layout`, which need not be one of those of `open`.
 
-        A frame of another layout is a damaged one, also of one of those.
+        A frame of any other layout counts as damaged, even if `open` named that layout.
         """
         return await self._load_traced(
             keys, into, lambda call: self._load(keys, into, (), call, layout)
@@ -219,16 +220,19 @@ class GuardedBackend(Backend):
     async def load_hashed(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """As `load`; with `raw`, for who checks frames himself: the store may take `checksums`."""
+        """Loads like `load`. With `raw` the store may take `checksums`, which the caller checks.
+
+        Without `raw` the guard checks the frames itself and does not use `checksums`.
+        """
         return await self._load_traced(
             keys, into, lambda call: self._load(keys, into, checksums, call)
         )
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Seal the frames in ``block.data``, in place, and store them; return how many are stored.
+        """Seals the frames in ``block.data`` in place and stores them; returns how many are stored.
 
-        With codecs the stored frames are made elsewhere, and ``block.data`` may be sealed or not;
-        likewise that of blocks which were there already, or are not stored.
+        With codecs the stored frames are made in other memory, and ``block.data`` may be sealed or
+        not; the same holds for blocks which were there already, or are not stored.
 
         Raises:
             BackendTimeout: the buffers belong to the call until `pending` is done.
@@ -243,20 +247,20 @@ class GuardedBackend(Backend):
         return saved
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forget `keys`, within the deadline."""
+        """Deletes the blocks of `keys`, within the deadline."""
         self._opened()
         with self._trace("delete", blocks=len(keys)):
             await self._calls.run("delete", lambda _: self.inner.delete(keys))
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
-        """The stored blocks whose parent is `key`, within the deadline."""
+        """Returns the stored blocks whose parent is `key`, within the deadline."""
         self._opened()
         with self._trace("children"):
             found = await self._calls.run("children", lambda _: self._children(key))
         return found if self._framed is None else self._framed.framing.children(key, found)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
-        """Everything that is stored; each step within the deadline."""
+        """Yields an entry of every stored block; each step within the deadline."""
         self._opened()
         entries = aiter(self.inner.scan())
 
@@ -268,12 +272,12 @@ class GuardedBackend(Backend):
             yield self._readable(entry)
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
-        """What `scan` would list of each of `keys`, within the deadline."""
+        """Returns the entry that `scan` would yield for each of `keys`, within the deadline."""
         self._opened()
         return await self._calls.run("describe", lambda _: self._describe(keys))
 
     async def stats(self) -> Mapping[str, float]:
-        """Numbers about the store, and about the calls to it.
+        """Returns numbers about the store, and about the calls to it.
 
         ``breaker_state`` is 0 (closed: calls are made), 1 (half-open) or 2 (open); unless it is 0
         the store itself is not asked. ``running`` are calls that have not ended, ``abandoned``
@@ -286,11 +290,11 @@ class GuardedBackend(Backend):
         return {**numbers, **self._calls.numbers()}
 
     def parts(self) -> Mapping[str, Backend]:
-        """Those of `inner`."""
+        """Returns the parts of `inner`."""
         return self.inner.parts()
 
     def register(self, region: Tensor) -> None:
-        """Tell `inner` of memory that buffers will come from."""
+        """Registers memory that buffers will come from with `inner`."""
         with mapped(self.name, "register"):
             self.inner.register(region)
 
