@@ -1,4 +1,4 @@
-"""The directory that a disk store's calls work on: opened, and opened anew where that helps."""
+"""The client of a disk store's calls: opens the directory, and opens it again where needed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RETRY_S = 5.0
 
 
 def not_open(settings: DiskSettings) -> BackendUnavailable:
-    """What a call raises before the store is open and after it is closed."""
+    """Returns the error of a call before the store is open or after it is closed."""
     return BackendUnavailable(f"disk store {settings.path}: is not open")
 
 
@@ -40,16 +40,16 @@ class DiskClient:
     """A disk store from its opening to its closing. Belongs to an event loop.
 
     Args:
-        settings: of the store.
+        settings: the store's settings.
         at: called with the name of the point of a save that is reached.
 
     Attributes:
         lanes: the store's threads. A lookup does not wait for loads, nor a load, which a prompt
             waits for, for saves.
-        directory: what is open now, if anything is.
+        directory: the directory that is open now, if any.
 
     Raises:
-        BackendUnavailable: there are not so many threads to be had; none is left.
+        BackendUnavailable: the threads cannot be started; none is left running.
     """
 
     def __init__(self, settings: DiskSettings, at: Callable[[str], None]) -> None:
@@ -63,14 +63,14 @@ class DiskClient:
         self._flush_timer: asyncio.TimerHandle | None = None
 
     async def run(self, lane: str, work: Callable[[DiskDirectory], T]) -> T:
-        """What `work` returns of the directory, on a thread of `lane`.
+        """Runs `work` with the directory on a thread of `lane` and returns the result.
 
-        Where the directory was replaced, or its index is damaged or lost, `work` runs once more,
-        with what is there then.
+        If the directory was replaced, or its index is damaged or lost, `work` runs once more, with
+        the directory that is opened then.
 
         Raises:
-            BackendUnavailable: the disk failed, or what is there then is damaged, too.
-            ConfigurationError: there is nothing that this store may open.
+            BackendUnavailable: the disk failed, or the second directory is damaged, too.
+            ConfigurationError: there is no directory that this store may open.
         """
         try:
             return await self.lanes[lane].run(lambda: self._work(work))
@@ -78,9 +78,9 @@ class DiskClient:
             self._flush_later()
 
     async def close(self) -> None:
-        """Wait for calls in flight, write down what was used, close everything.
+        """Waits for calls in flight, writes the times of use to the index, closes everything.
 
-        If it is cancelled, everything is closed all the same once the calls in flight have ended.
+        If the caller is cancelled, everything is closed all the same once those calls have ended.
         """
         try:
             await self.lanes.idle()
@@ -93,7 +93,10 @@ class DiskClient:
         await asyncio.to_thread(self.lanes.join)
 
     def retry_read_only(self) -> None:
-        """Open a directory again that could not be written to, if it was not tried just now."""
+        """Makes the next call open a read-only directory again, in case it is writable by now.
+
+        Does so at most every five seconds.
+        """
         directory = self.directory if self._settings.access == "store" else None
         if directory is not None and directory.read_only and time.monotonic() >= self._retry_at:
             self._retry_at = time.monotonic() + _RETRY_S
@@ -176,7 +179,10 @@ class DiskClient:
             replace_index(self._settings.path, directory.identity, error)
 
     def _must_replace(self, error: Exception) -> None:
-        """Raise if the index is not damaged but read-only, or is not this store's to replace."""
+        """Raises unless the index is damaged and this store may replace it.
+
+        An index that is only read-only is not replaced.
+        """
         path = self._settings.path
         # SQLite also says "read-only" of a file whose header is damaged.
         if isinstance(error, IndexReadOnly) and not os.access(path / INDEX_NAME, os.W_OK):

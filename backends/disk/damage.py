@@ -1,4 +1,4 @@
-"""Damage to the disk store's index that SQLite does not see: looked for when it is opened.
+"""The checks for damage to the disk store's index that SQLite does not notice.
 
 Tables that are `STRICT` refuse values of another type. Those of an older version take any, and
 an edit of the database by hand can change what a table is.
@@ -69,10 +69,10 @@ _VALUES = {
 
 
 def expect_schema(db: sqlite3.Connection) -> None:
-    """Raise if tables or columns are missing, or if something acts on what is written to them.
+    """Raises if tables or columns are missing, or if a trigger, view or unique index was added.
 
     Raises:
-        IndexDamaged: it says what.
+        IndexDamaged: names the first such difference.
         sqlite3.Error: the database cannot be read.
     """
     for table, columns in _COLUMNS.items():
@@ -90,10 +90,10 @@ def expect_schema(db: sqlite3.Connection) -> None:
 
 
 def expect_sound(db: sqlite3.Connection) -> None:
-    """Raise if values are none that were written. Reads all rows.
+    """Raises if a value is not one that this code writes. Reads all rows.
 
     Raises:
-        IndexDamaged: it names the column of one.
+        IndexDamaged: names the column of such a value.
         sqlite3.Error: the database cannot be read.
     """
     listed = db.execute("PRAGMA table_list").fetchall()  # an older SQLite lists none
@@ -106,7 +106,7 @@ def expect_sound(db: sqlite3.Connection) -> None:
 
 
 def whole_numbers(rows: Sequence[T]) -> Sequence[T]:
-    """Return `rows` if all values in them are whole numbers.
+    """Returns `rows` if all values in them are whole numbers.
 
     Raises:
         IndexDamaged: one is not: a program wrote to an index of an older version while it was open.

@@ -1,4 +1,4 @@
-"""The directory of a disk store, open: its index and its data files."""
+"""The open directory of a disk store: its index and its data files."""
 
 from __future__ import annotations
 
@@ -48,31 +48,31 @@ logger = logging.getLogger("kvconnect")
 
 
 def ignore(point: str) -> None:
-    """Does nothing at a named point of a save; tests give something else."""
+    """Does nothing at a named point of a save; tests pass a function that does something."""
 
 
 class DiskDirectory(Lifetime):
     """A store directory, open. Thread-safe; every method blocks on the disk.
 
-    It stays an opening of the very index it found: when the directory vanishes or its index is
-    replaced, `current` says so, and a new `DiskDirectory` is needed.
+    It stays bound to the index that it opened. When the directory vanishes or its index is
+    replaced, `current` becomes false, and a new `DiskDirectory` is needed.
 
     Args:
-        settings: of the store.
+        settings: the store's settings.
         lanes: ``loads`` and ``saves``, on whose threads it is used.
         at: called with the name of the point of a save that is reached.
 
     Attributes:
         files: the data files.
-        reader: of the index; of an empty one where there is none.
-        writer: ``None``: nothing can be written here now; loads work if there is an index.
-        identity: of the index that is open; ``None``: there is none.
-        capacity: bytes that may be stored here.
+        reader: the reader of the index; of an empty one where there is none.
+        writer: ``None`` if the directory cannot be written to now; loads work if there is an index.
+        identity: the identity of the open index; ``None`` if there is none.
+        capacity: the bytes that may be stored here.
 
     Raises:
         BackendUnavailable: it cannot be opened; nothing stays open.
         ConfigurationError: it is not a directory, or of another format.
-        IndexDamaged: see `DiskBackend`, which starts anew then.
+        IndexDamaged: the index is damaged; `DiskClient` replaces it then.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class DiskDirectory(Lifetime):
             raise
 
     def _open_writable(self) -> OSError | None:
-        """Open for saves, too; why not, if the disk has not even room for the index."""
+        """Opens the index for saves; returns the error if the disk lacks space for the index."""
         try:
             self._make_writer()
         except OSError as error:
@@ -143,7 +143,10 @@ class DiskDirectory(Lifetime):
         self.identity, self._log_identity = self.writer.identity, self.writer.log_identity
 
     def _open_read_only(self, reason: OSError | None) -> None:
-        """Open what there is, since `reason` prevents more; ``None``: nothing is to be written."""
+        """Opens an existing index for reading, since `reason` prevents writing.
+
+        Without a `reason` the directory was opened only to read; then a missing index is an error.
+        """
         if reason is not None:
             warn_once(
                 f"disk.read_only.{self.path}.{reason.errno}",
@@ -175,36 +178,36 @@ class DiskDirectory(Lifetime):
 
     @property
     def read_only(self) -> bool:
-        """Whether nothing can be written here now."""
+        """Returns whether the directory cannot be written to now."""
         return self.writer is None
 
     @property
     def current(self) -> bool:
-        """Whether what is open here is still what the path leads to."""
+        """Returns whether the path still leads to the index that is open here."""
         there = identity(self.path), log_identity(self.path)
         return not self._outdated and there == (self.identity, self._log_identity)
 
     def find(self, keys: Sequence[BlockKey]) -> list[Located]:
-        """The leading ones of `keys` that are stored."""
+        """Returns the leading ones of `keys` that are stored."""
         if self._hidden:
             keys = list(takewhile(lambda key: key not in self._hidden, keys))
         return self.reader.find(keys)
 
     def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading `keys` are stored; they count as used now."""
+        """Returns how many leading `keys` are stored; they count as used now."""
         found = self.find(keys)
         self.note_use(found)
         return len(found)
 
     def note_use(self, found: Sequence[Located]) -> None:
-        """Count `found`, a chain from its beginning, as used now."""
+        """Marks `found`, a chain from its beginning, as used now."""
         # The end of a chain counts as used a little earlier than its beginning, so it goes first.
         now = microseconds() if self.writer is None else self.writer.use_clock.now()
         with self._used_lock:
             self._used.update((block.id, now - at) for at, block in enumerate(found))
 
     def flush(self) -> None:
-        """Write down what was used since the last time."""
+        """Writes the times of use since the last call to the index."""
         with self._used_lock:
             used, self._used = self._used, {}
         # What is looked at for maintenance is not used by that.
@@ -212,33 +215,39 @@ class DiskDirectory(Lifetime):
             self.writer.touch(used)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forget `keys`; where nothing can be written, only for as long as this is open."""
+        """Deletes `keys`; in a read-only directory hides them for as long as this is open."""
         if self.writer is None:
             self._hidden.update(keys)
         else:
             self.writer.delete(keys)
 
     def children(self, key: BlockKey | None) -> list[Child]:
-        """The stored blocks with tokens whose parent is `key`."""
+        """Returns the stored blocks with tokens whose parent is `key`."""
         return [child for child in self.reader.children(key) if child.key not in self._hidden]
 
     def page(self, after: int) -> tuple[int, list[StoredEntry]]:
-        """Some blocks, from `after` on, and where to go on; none at the end."""
+        """Returns entries of blocks after the id `after`, and the `after` of the next page.
+
+        At the end there are no entries, and `after` is unchanged.
+        """
         return self.reader.page(after)
 
     def stats(self) -> dict[str, float]:
-        """Numbers about the store."""
+        """Returns numbers about the store."""
         totals = self.reader.totals()
         if self.settings.access == "read":
             return totals
         return {**totals, "capacity": self.capacity, "read_only": self.read_only}
 
     def forget(self) -> None:
-        """Makes this not `current` any more: the directory may be writable by now."""
+        """Makes `current` false, so that the next call opens the directory again.
+
+        The directory may be writable by then.
+        """
         self._outdated = True
 
     def close(self) -> None:
-        """Write down what was used, then `end`."""
+        """Writes the times of use to the index, then calls `end`."""
         try:
             self.flush()
             if self.settings.access == "maintain" and self.writer is not None:
@@ -249,7 +258,7 @@ class DiskDirectory(Lifetime):
             self.end()
 
     def give_up_index(self) -> None:
-        """Answer as if nothing were stored: the index is damaged and cannot be replaced."""
+        """Behaves as if the store were empty: the index is damaged and cannot be replaced."""
         self._read(IndexReader(empty_index(), None))
 
     def _close_all(self) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong with the disk store's index and data files, and what SQLite calls it."""
+"""The errors of the disk store's index and data files, and the SQLite codes behind them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _UNAVAILABLE = {
 
 
 class SegmentLost(Exception):
-    """A segment's file is gone or cut short. Never leaves the disk store."""
+    """The error that a segment's file is gone or cut short. Never leaves the disk store."""
 
     def __init__(self, segment: int) -> None:
         super().__init__(f"segment {segment} is gone or cut short")
@@ -47,30 +47,30 @@ class SegmentLost(Exception):
 
 
 class IndexDamaged(Exception):
-    """The index is not what this code wrote. Never leaves the disk store."""
+    """The error that the index is not what this code wrote. Never leaves the disk store."""
 
 
 class IndexFull(BackendUnavailable):
-    """There is no space for the index to grow."""
+    """The error that there is no space for the index to grow."""
 
     errno = errno.ENOSPC
     strerror = "no space left on device"
 
 
 class IndexFailed(BackendUnavailable):
-    """Reading or writing the index failed: the disk did, or it is full."""
+    """The error that reading or writing the index failed: the disk failed, or is full."""
 
 
 class IndexNotOpened(BackendUnavailable):
-    """A file of the index cannot be opened, or made."""
+    """The error that a file of the index cannot be opened, or made."""
 
 
 class IndexReadOnly(BackendUnavailable):
-    """SQLite will not write. A damaged header looks the same; the file's permissions tell."""
+    """An error of SQLite, which does not write. Damaged headers cause it, too; see permissions."""
 
 
 class IndexConnectionLost(BackendUnavailable):
-    """This connection is of no use any more; that says nothing about the index."""
+    """The error that this connection is unusable; the index itself may be sound."""
 
 
 _KINDS = {
@@ -83,12 +83,12 @@ _KINDS = {
 
 @contextmanager
 def index_errors() -> Iterator[None]:
-    """SQLite's errors as ours.
+    """Maps SQLite's errors to ours.
 
     Raises:
-        BackendUnavailable: it may work later.
-        IndexConnectionLost: it may work with another connection.
-        IndexDamaged: it will not.
+        BackendUnavailable: another attempt may succeed later.
+        IndexConnectionLost: another connection may succeed.
+        IndexDamaged: no attempt can succeed.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where each block of the disk store is: what the index answers."""
+"""The queries that find blocks of the disk store in the index."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ READABLE = (
     " AND b.slot < s.slots AND b.length >= 0 AND b.length <= s.size AND b.created >= ?"
     " AND b.key IN "
 )
-# All blocks in one row: for each further row a thread lets go of the interpreter and waits for it.
+# All blocks in one row: for each further row a thread frees the interpreter and waits for it.
 # `quote` shows a number as it is and nothing else so.
 _FIND = (
     "SELECT group_concat(hex(b.key) || ' ' || quote(b.id) || ' ' || quote(b.segment) || ' ' ||"
@@ -48,13 +48,13 @@ _FIND = (
 
 
 def microseconds() -> int:
-    """The time as the index keeps it."""
+    """Returns the time in the unit of the index."""
     return time.time_ns() // 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """One copy of a block: `id` names this copy, and is gone once its slot may be overwritten."""
+    """A copy of a block: `id` names this copy, and is gone once its slot may be overwritten."""
 
     id: int
     location: Location
@@ -62,23 +62,23 @@ class Located:
 
 
 def oldest_valid(ttl: float | None) -> int:
-    """The earliest time of storing that has not expired yet."""
+    """Returns the earliest time of storing that has not expired yet."""
     return -(1 << 62) if ttl is None else microseconds() - int(ttl * 1e6)
 
 
 def in_parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    """`values`, so many at a time as one query takes."""
+    """Yields `values` in parts that fit into one query."""
     for start in range(0, len(values), _VALUES_PER_QUERY):
         yield values[start : start + _VALUES_PER_QUERY]
 
 
 def marks(values: Iterable[object]) -> str:
-    """The question marks after the ``IN`` of a query."""
+    """Returns the question marks after the ``IN`` of a query."""
     return f"({','.join('?' for _ in values)})"
 
 
 class IndexReader:
-    """Queries. Thread-safe; they wait for no writer.
+    """The queries of the index. Thread-safe; they wait for no writer.
 
     Args:
         ttl: seconds after which a stored block counts as absent; ``None``: never.
@@ -103,7 +103,7 @@ class IndexReader:
         )
 
     def find(self, keys: Sequence[BlockKey]) -> list[Located]:
-        """The leading ones of `keys` that are stored."""
+        """Returns the leading ones of `keys` that are stored."""
         found: list[Located] = []
         for part in in_parts(keys):
             ((rows,),) = self._rows(_FIND + marks(part), (oldest_valid(self._ttl), *part))
@@ -115,7 +115,7 @@ class IndexReader:
         return found
 
     def alive(self, blocks: Sequence[Located]) -> int:
-        """How many leading `blocks` still are the stored copies: none of their slots was reused."""
+        """Returns how many leading `blocks` still are the stored copies, with slots not reused."""
         ids = [block.id for block in blocks]
         count = "SELECT count(*) FROM blocks WHERE id IN "
         counts = [self._rows(count + marks(part), part)[0][0] for part in in_parts(ids)]
@@ -128,7 +128,7 @@ class IndexReader:
         return next((at for at, block in enumerate(ids) if block not in alive), len(ids))
 
     def children(self, key: BlockKey | None) -> list[Child]:
-        """The blocks with tokens whose parent is `key`, the last `MAX_CHILDREN` of them."""
+        """Returns the blocks with tokens whose parent is `key`, the last `MAX_CHILDREN` of them."""
         rows = self._rows(
             "SELECT key, tokens FROM blocks"
             " WHERE parent IS ? AND tokens IS NOT NULL AND created >= ? ORDER BY id DESC LIMIT ?",
@@ -138,7 +138,7 @@ class IndexReader:
         return [Child(BlockKey(child), tokens) for child, tokens in children if tokens is not None]
 
     def page(self, after: int) -> tuple[int, list[StoredEntry]]:
-        """Some blocks with an id above `after`, and the id to go on from."""
+        """Returns entries of blocks with an id above `after`, and the id of the last one."""
         rows = self._rows(
             f"SELECT {self._entry_columns} FROM blocks"  # noqa: S608 - names of columns
             " WHERE id > ? AND created >= ? ORDER BY id LIMIT ?",
@@ -148,7 +148,7 @@ class IndexReader:
         return (rows[-1][0] if rows else after), [entry for entry in entries if entry is not None]
 
     def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
-        """What `page` would list of each of `keys`."""
+        """Returns the entry that `page` would list for each of `keys`."""
         entries: dict[BlockKey, StoredEntry | None] = {}
         for part in in_parts(keys):
             rows = self._rows(
@@ -160,7 +160,7 @@ class IndexReader:
         return [entries.get(key) for key in keys]
 
     def totals(self) -> dict[str, float]:
-        """``blocks``, their ``bytes`` in slots, and ``file_bytes`` of all data files."""
+        """Returns ``blocks``, their ``bytes`` in slots, and ``file_bytes`` of all data files."""
         count = "SELECT count(*), coalesce(sum(size), 0) FROM blocks"
         ((blocks, nbytes),) = whole_numbers(self._rows(count, ()))
         total = "SELECT coalesce(sum(size * slots), 0) FROM segments"
@@ -168,7 +168,7 @@ class IndexReader:
         return {"blocks": blocks, "bytes": nbytes, "file_bytes": files}
 
     def close(self) -> None:
-        """Close the connection."""
+        """Closes the connection."""
         with self._lock:
             self._db.close()
 
@@ -178,7 +178,7 @@ class IndexReader:
 
 
 def _located(shown: str) -> tuple[bytes, Located]:
-    """A block of `_FIND`, with its key.
+    """Returns a block of `_FIND`, with its key.
 
     Raises:
         IndexDamaged: a program wrote to an index of an older version while it was open.
@@ -192,7 +192,7 @@ def _located(shown: str) -> tuple[bytes, Located]:
 
 
 def _entry(key: Any, *columns: Any) -> StoredEntry | None:
-    """What a row says of its block; ``None``: it is damaged, which must not end a listing."""
+    """Returns the entry of a row; ``None`` if the row is damaged, which must not end a listing."""
     length, priority, created, used, parent, tokens, namespace, group, model = columns
     numbers = (length, priority, created, used, group)
     if not _is_key(key) or not all(isinstance(number, int) for number in numbers):

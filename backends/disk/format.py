@@ -96,15 +96,18 @@ _STUCK = 8
 
 
 def log_nbytes(capacity: int) -> int:
-    """How long the index's log may become: little in a small store, but each move takes a sync."""
+    """Returns the length that the index's log may reach: short in a small store.
+
+    Each move of the log into the database costs a sync, so it is not shorter than needed.
+    """
     return max(_LOG_PAGES_MIN, min(_LOG_PAGES, capacity // 64 // _PAGE)) * _PAGE
 
 
 def make_index(directory: Path) -> None:
-    """An empty file, if there is no index yet.
+    """Creates an empty file, if there is no index yet.
 
     Raises:
-        OSError: there is none.
+        OSError: the file cannot be created.
     """
     # Tokens can be read from it; its log gets the same mode. It is made without being opened, for
     # closing a file drops all locks that this process has on it, other connections' ones included.
@@ -113,9 +116,9 @@ def make_index(directory: Path) -> None:
 
 
 def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connection:
-    """The index in `directory`, made if it is not there.
+    """Returns a connection to the index in `directory`, which is created if needed.
 
-    Its log is moved into it at `log` bytes, and cut to so many when it starts over.
+    The log is moved into the index at `log` bytes, and cut to that length when it starts over.
 
     Raises:
         BackendUnavailable, IndexDamaged: nothing stays open.
@@ -144,9 +147,9 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
 
 
 def connect_read_only(directory: Path) -> sqlite3.Connection | None:
-    """The index, without changing it, also in a directory that cannot be written to.
+    """Returns a connection that does not change the index, even in a read-only directory.
 
-    ``None``: it is being made, and nothing is stored yet.
+    Returns ``None`` if the index is being made, and nothing is stored yet.
 
     Raises:
         BackendUnavailable, IndexDamaged: nothing stays open.
@@ -175,7 +178,7 @@ def _connect_read_only(directory: Path, mode: str) -> sqlite3.Connection | None:
 
 @contextmanager
 def _opening(target: str | Path, *, uri: bool = False) -> Iterator[sqlite3.Connection]:
-    """A connection to `target`, which is closed if what is done with it now raises."""
+    """Yields a connection to `target`; closes it if the body raises."""
     with index_errors():
         db = sqlite3.connect(
             target, timeout=_BUSY_S, isolation_level=None, check_same_thread=False, uri=uri
@@ -188,14 +191,14 @@ def _opening(target: str | Path, *, uri: bool = False) -> Iterator[sqlite3.Conne
 
 
 def empty_index() -> sqlite3.Connection:
-    """An index in memory, in which nothing is stored."""
+    """Returns an index in memory, in which nothing is stored."""
     db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     _make_schema(db)
     return db
 
 
 def has_model_column(db: sqlite3.Connection) -> bool:
-    """Whether blocks have a model. Not if only an older version has written to the index."""
+    """Returns whether blocks have a model: not if only an older version wrote to the index."""
     return any(name == "model" for _, name, *_ in db.execute("PRAGMA table_info(blocks)"))
 
 
@@ -234,13 +237,13 @@ def _add_model_column(db: sqlite3.Connection) -> None:
 
 
 def index_nbytes(directory: Path, log: int) -> int:
-    """Bytes of the index and its shared memory, and of its log when it is full."""
+    """Returns the bytes of the index and its shared memory, and of its log when it is full."""
     log = max(2 * log, log_file_nbytes(directory))
     return _nbytes(directory / INDEX_NAME) + _nbytes(directory / f"{INDEX_NAME}-shm") + log
 
 
 def log_file_nbytes(directory: Path) -> int:
-    """Bytes of the index's log as it is."""
+    """Returns the present bytes of the index's log."""
     return _nbytes(directory / f"{INDEX_NAME}-wal")
 
 
@@ -262,14 +265,15 @@ def _expect_version(db: sqlite3.Connection) -> None:
 
 
 class IndexLog:
-    """Bounds the log where SQLite does not; `db` is not used meanwhile, nor in a transaction.
+    """The bound of the log where SQLite sets none.
 
-    SQLite moves the log into the database at the end of a commit. It never catches up with
-    processes that read or write all the time: those wait for what is done here. Whenever a process
-    dies, the log holds what is not in the database yet.
+    Call its methods while no other thread uses `db`, and outside a transaction. SQLite moves the
+    log into the database at the end of a commit. It never catches up with processes that read or
+    write all the time: those wait for `bound`. Whenever a process dies, the log holds what is not
+    in the database yet.
 
     Args:
-        nbytes: at so many SQLite moves the log; at twice as many `bound` does.
+        nbytes: the length at which SQLite moves the log; `bound` does so at twice that length.
     """
 
     def __init__(self, db: sqlite3.Connection, directory: Path, nbytes: int) -> None:
@@ -278,7 +282,7 @@ class IndexLog:
         self._limit = nbytes
 
     def bound(self) -> None:
-        """Cut a log that is too long; blocks for that. Is to be called after each transaction.
+        """Cuts a log that is too long; blocks for that. Call it after each transaction.
 
         Never raises for a log that cannot be cut: the next call tries again.
         """
@@ -296,14 +300,14 @@ class IndexLog:
 
     @property
     def stuck(self) -> bool:
-        """Whether it is far longer than it should be, since it cannot be moved."""
+        """Returns whether the log is far longer than it should be, since it cannot be moved."""
         return log_file_nbytes(self._directory) > _STUCK * self._limit
 
     def check(self) -> None:
-        """Refuse what makes a log longer that cannot be moved; tries to move it, and blocks.
+        """Refuses writes while the log cannot be moved; tries to move it, and blocks for that.
 
         Raises:
-            IndexFull: it cannot be.
+            IndexFull: it cannot be moved.
         """
         if self.stuck:
             self.bound()

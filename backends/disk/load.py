@@ -1,4 +1,4 @@
-"""How the disk store loads: find the slots, read them, see whether they were reused meanwhile."""
+"""The load of a disk store: finds the slots, reads them, checks that none was reused meanwhile."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def load(
     into: Sequence[Tensor],
     checksums: Sequence[FrameChecksum] = (),
 ) -> int:
-    """Fill `into`; return how many leading ones are filled. Blocks on the disk.
+    """Fills `into`; returns how many leading buffers are filled. Blocks on the disk.
 
-    `checksums`, of all of `into` or none, are told what arrives.
+    `checksums`, one for each of `into` or none, hash the bytes as they arrive.
 
     Raises:
         OSError: the disk failed; `into` is undefined.

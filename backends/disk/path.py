@@ -1,4 +1,4 @@
-"""What the path of a disk store leads to: may it be written to, which format and index has it."""
+"""The checks of a disk store's path: whether it can be written to, its format and its index."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT
 
 
 def unwritable(path: Path) -> OSError | None:
-    """Why nothing can be written to the directory `path`, which is made if it is not there.
+    """Returns why the directory `path`, made if needed, cannot be written to; ``None`` if it can.
 
     Raises:
         ConfigurationError: it is not a directory.
@@ -77,9 +77,9 @@ def unwritable(path: Path) -> OSError | None:
 
 
 def no_space(path: Path) -> OSError | None:
-    """Why the index in the directory `path` cannot grow, if that is for lack of space.
+    """Returns the error if the index in the directory `path` lacks space to grow, or ``None``.
 
-    It is tried with a file: SQLite says no more than that reading or writing failed.
+    Tests this with a file: SQLite says no more than that reading or writing failed.
     """
     probe = path / f"probe-{uuid.uuid4().hex}"
     try:
@@ -96,24 +96,24 @@ def no_space(path: Path) -> OSError | None:
 
 
 def remove_probes(path: Path) -> None:
-    """Delete what processes that died in `unwritable` have left in the directory `path`."""
+    """Deletes files that processes which died in `unwritable` left in the directory `path`."""
     for probe in path.glob("probe-" + "[0-9a-f]" * 32):
         probe.unlink(missing_ok=True)
 
 
 def default_capacity(path: Path, present: int) -> int:
-    """Bytes that may be stored at `path`, where `present` are, if the URL does not say how many."""
+    """Returns the default capacity at `path` in bytes, where `present` bytes are stored."""
     # Never less than there is: a URL without a capacity deletes nothing.
     return max(present, min(_DEFAULT_CAPACITY, (shutil.disk_usage(path).free + present) // 2))
 
 
 def identity(path: Path) -> Identity | None:
-    """Which index the directory `path` has now; ``None``: none."""
+    """Returns the identity of the index that the directory `path` has now, or ``None``."""
     return _file(f"{path}/{INDEX_NAME}")
 
 
 def log_identity(path: Path) -> tuple[Identity | None, Identity | None]:
-    """Which log the index has, and which shared memory: they stay while it is open anywhere.
+    """Returns the identities of the index's log and shared memory; fixed while it is open.
 
     A process that deletes a directory in use may take them from an index that was made meanwhile.
     """
@@ -122,10 +122,11 @@ def log_identity(path: Path) -> tuple[Identity | None, Identity | None]:
 
 @contextmanager
 def held(path: Path, *, alone: bool = False) -> Iterator[None]:
-    """No other process replaces the index of `path` meanwhile, nor, if `alone`, opens or closes it.
+    """Keeps other processes from replacing the index of `path`.
 
-    SQLite finds the log of an index by its name when it opens it, and deletes it by its name when
-    it closes the last connection: if the index is replaced between, that is another index's log.
+    If `alone`, also keeps them from opening or closing it. SQLite finds the log of an index by its
+    name when it opens it, and deletes it by its name when it closes the last connection: if the
+    index is replaced between, that is another index's log.
 
     Raises:
         BackendUnavailable: others hold it too long.
@@ -147,7 +148,7 @@ def held(path: Path, *, alone: bool = False) -> Iterator[None]:
 
 
 def replace_index(path: Path, damaged: Identity | None, error: Exception) -> None:
-    """Move the index out of the way, unless another process has done so by now.
+    """Moves the index `damaged` aside, unless another process has done so by now.
 
     Raises:
         BackendUnavailable, OSError: it is still there.
@@ -159,7 +160,7 @@ def replace_index(path: Path, damaged: Identity | None, error: Exception) -> Non
 
 
 def warn_damaged(path: Path, error: Exception) -> None:
-    """Say once that the index is not usable."""
+    """Warns once that the index is damaged, and counts it."""
     count("store.disk.index_damaged")
     warn_once(
         f"disk.damaged.{path}",
@@ -185,7 +186,7 @@ def _locked(fd: int, kind: int) -> bool:
 
 
 def set_aside(directory: Path) -> None:
-    """Move a damaged index out of the way; the one set aside before is lost."""
+    """Renames a damaged index; replaces the one that was set aside before."""
     path = directory / INDEX_NAME
     path.replace(path.with_name(INDEX_NAME + ".damaged"))
     for suffix in ("-wal", "-shm"):
@@ -198,7 +199,10 @@ def _format_text(number: int) -> bytes:
 
 
 def check_format(path: Path) -> None:
-    """Refuse a directory of another format. A damaged mark says nothing, and is written again."""
+    """Refuses a directory of another format.
+
+    A damaged mark is ignored, and written again later.
+    """
     try:
         fd = open_own(path / _FORMAT_NAME, os.O_RDONLY)
     except FileNotFoundError:
@@ -214,10 +218,10 @@ def check_format(path: Path) -> None:
 
 
 def write_format(path: Path) -> None:
-    """Mark the directory `path` as one of this format.
+    """Marks the directory `path` as one of this format.
 
     Raises:
-        ForeignFile: something else has the mark's name.
+        ForeignFile: a file of another kind or owner has the mark's name.
         OSError: it cannot be written.
     """
     fd = open_own(path / _FORMAT_NAME, os.O_RDWR | os.O_CREAT)
@@ -232,11 +236,11 @@ def write_format(path: Path) -> None:
 
 
 def expect_own_index(path: Path) -> None:
-    """Raise if the index, or a file that SQLite finds beside it, is not one of this store.
+    """Raises if the index, or a file that SQLite finds beside it, is not one of this store.
 
     Raises:
         ForeignFile: one is not.
-        OSError: one cannot be looked at.
+        OSError: the status of one cannot be read.
     """
     for suffix in ("", "-wal", "-shm", "-journal"):
         expect_own(path / (INDEX_NAME + suffix))

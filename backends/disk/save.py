@@ -1,4 +1,4 @@
-"""How the disk store saves: reserve slots, write to them, then commit all of them at once."""
+"""The save of a disk store: reserves slots, writes to them, then commits all of them at once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def save(
     blocks: Sequence[StoredBlock],
     checksums: Sequence[FrameChecksum] = (),
 ) -> int:
-    """Store `blocks`, sealed by `checksums` if any; return how many leading ones are.
+    """Stores `blocks`, sealed by `checksums` if any; returns how many leading ones are stored.
 
     Blocks on the disk. Fewer are stored where there is no space, or where nothing can be written.
 
     Raises:
         OSError: the disk failed; none of the new blocks is stored.
-        IndexDamaged: another program changed the index; the same.
+        IndexDamaged: another program changed the index; none of the new blocks is stored.
     """
     writer = directory.writer
     if writer is None:

@@ -1,4 +1,4 @@
-"""What the URL of a disk store says, and what it is opened for."""
+"""The settings of a disk store: the parameters of its URL, and the access."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Durability = Literal["process", "power"]
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """What a disk store's URL says, see `DiskBackend`, and how long whole blocks are."""
+    """The settings of a disk store's URL, see `DiskBackend`, and the lengths of whole blocks."""
 
     path: Path
     capacity: int | None = None

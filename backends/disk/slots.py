@@ -1,4 +1,4 @@
-"""Slots of the disk store: taking them, within the capacity, and giving them back.
+"""The slots of the disk store: taking them, within the capacity, and freeing them.
 
 Everything here happens inside a write transaction of the index, so that several processes that
 share a directory count the same bytes and never take the same slot.
@@ -42,10 +42,10 @@ _STEPS = 8
 
 
 def slot_size(nbytes: int, frame_sizes: Collection[int]) -> int:
-    """Bytes of the slot for a value of `nbytes`.
+    """Returns the bytes of the slot for a value of `nbytes`.
 
-    Whole blocks, whose frames take one of `frame_sizes`, get slots of just that size; what is
-    compressed gets the next of a few sizes, but not more than a whole block has.
+    Whole blocks, whose frames take one of `frame_sizes`, get slots of just that size. A compressed
+    value gets the next of a few sizes, but not more than a whole block has.
     """
     need = aligned_size(nbytes)
     step = max(ALIGNMENT, (1 << (need.bit_length() - 1)) // _STEPS)
@@ -70,7 +70,7 @@ class _Victim:
 
 
 class SlotAllocator:
-    """Takes and frees slots; `db` is in a write transaction whenever a method is called.
+    """The allocator of slots; `db` is in a write transaction whenever a method is called.
 
     Args:
         capacity: bytes of data files and index together.
@@ -94,14 +94,14 @@ class SlotAllocator:
         self._grown: list[tuple[int, int]] = []
 
     def begin(self) -> None:
-        """A transaction has begun."""
+        """Records that a transaction has begun."""
         self._grown.clear()
 
     def undo(self, *, alone: bool) -> None:
-        """Delete the data files made in this transaction, which is about to be rolled back.
+        """Deletes the data files made in this transaction, which is about to be rolled back.
 
-        Not `alone` any more, since it has been by now: their names may be those of another
-        process's files. The bytes are free all the same.
+        If the transaction is not `alone` any more, since it has ended, only their bytes are freed:
+        their names may be those of another process's files.
         """
         for segment, size in self._grown:
             if alone:
@@ -110,9 +110,9 @@ class SlotAllocator:
                 self._files.empty(segment)
 
     def take(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[Location]:
-        """Up to `wanted` slots of `size` bytes, neighbours where possible, in order.
+        """Takes up to `wanted` slots of `size` bytes, neighbours where possible, in order.
 
-        Drops what was used longest ago for them, but not the blocks `keep`.
+        Evicts the least recently used blocks for them, but not the blocks `keep`.
         """
         taken = self._unused(size, wanted)
         if len(taken) < wanted and self.release_stopped():
@@ -124,25 +124,25 @@ class SlotAllocator:
         return sorted(taken)
 
     def reserve(self, owner: str, save: int, locations: Iterable[Location]) -> None:
-        """Keep `locations`, just taken, for `owner` until it ends the reservation or stops."""
+        """Reserves `locations`, just taken, for `owner` until it ends the reservation or stops."""
         self._db.executemany(
             "INSERT INTO reserved VALUES(?, ?, ?, ?)",
             [(owner, save, *location.key) for location in locations],
         )
 
     def end_reservation(self, owner: str, save: int) -> set[tuple[int, int]]:
-        """The slots, as (segment, slot), that were still reserved; they are not any more."""
+        """Ends a reservation; returns its slots that were still reserved, as (segment, slot)."""
         rows = self._db.execute(
             "DELETE FROM reserved WHERE owner=? AND save=? RETURNING segment, slot", (owner, save)
         )
         return set(rows.fetchall())
 
     def free(self, locations: Iterable[tuple[int, int]]) -> None:
-        """Give back slots, as (segment, slot)."""
+        """Frees slots, given as (segment, slot)."""
         self._db.executemany("INSERT OR IGNORE INTO free VALUES(?, ?)", locations)
 
     def release_stopped(self) -> int:
-        """Give back what owners have reserved that stopped; return how many slots."""
+        """Frees the slots that stopped owners have reserved; returns how many."""
         holders = {owner for (owner,) in self._db.execute("SELECT DISTINCT owner FROM reserved")}
         stopped = holders - (owners(self._directory) if holders else set())
         released = 0
@@ -155,7 +155,7 @@ class SlotAllocator:
         return released
 
     def drop_expired(self, before: int, limit: int) -> None:
-        """Drop what was stored before `before`, looking at the `limit` first ones."""
+        """Drops those of the `limit` oldest blocks that were stored before `before`."""
         rows = self._db.execute(
             "DELETE FROM blocks WHERE id IN (SELECT id FROM blocks ORDER BY id LIMIT ?)"
             " AND created < ? RETURNING segment, slot",
@@ -164,10 +164,10 @@ class SlotAllocator:
         self.free(rows)
 
     def drop_segment(self, segment: int, size: int) -> None:
-        """Drop a data file and all blocks in it.
+        """Drops a data file and all blocks in it.
 
-        Its bytes are free now, not at the commit: if that never comes, the blocks are found missing
-        when they are read.
+        Its bytes are free now, not at the commit: if the commit never happens, readers find these
+        blocks missing.
         """
         self._files.remove(segment, size)
         for table in ("blocks", "free", "reserved"):
@@ -176,7 +176,7 @@ class SlotAllocator:
         count("store.disk.segment_dropped")
 
     def empty_segments(self) -> list[tuple[int, int]]:
-        """Data files without blocks or reserved slots, with the size of their slots."""
+        """Returns data files without blocks or reserved slots, with the size of their slots."""
         rows: list[tuple[int, int]] = self._db.execute(
             "SELECT id, size FROM segments AS s"
             " WHERE NOT EXISTS (SELECT 1 FROM blocks WHERE segment = s.id)"
@@ -185,7 +185,7 @@ class SlotAllocator:
         return rows
 
     def shrink(self) -> None:
-        """Drop whole data files, longest unused first, until the capacity is kept."""
+        """Drops whole data files, least recently used first, until the capacity suffices."""
         while self.nbytes() > self._budget():
             coldest = self._coldest()
             if coldest is None:
@@ -193,7 +193,7 @@ class SlotAllocator:
             self.drop_segment(coldest.id, coldest.size)
 
     def nbytes(self) -> int:
-        """Bytes of all data files."""
+        """Returns the bytes of all data files."""
         rows: list[tuple[int]] = self._db.execute(
             "SELECT coalesce(sum(size * slots), 0) FROM segments"
         ).fetchall()
@@ -227,7 +227,7 @@ class SlotAllocator:
         return locations + [Location(*slot, size) for slot in whole_numbers(rows)]
 
     def _grow(self, size: int, wanted: int) -> bool:
-        """Whether there is another segment of slots of `size` bytes."""
+        """Creates another segment of slots of `size` bytes; returns whether that was possible."""
         total = self.nbytes()
         slots = (self._budget() - total) // size
         if not total and size <= self._capacity:
@@ -257,9 +257,10 @@ class SlotAllocator:
         return False
 
     def _reclaim(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[Location]:
-        """Slots of blocks that are dropped: longest unused first, chains from their end.
+        """Drops blocks and returns their slots: least recently used first, chains from their end.
 
-        A data file of another slot size goes as a whole, if all in it is older than what is here.
+        A data file of another slot size is dropped as a whole, if all its blocks are older than the
+        next ones of this size.
         """
         locations: list[Location] = []
         while len(locations) < wanted:
@@ -280,9 +281,9 @@ class SlotAllocator:
         return locations
 
     def _oldest(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[_Victim]:
-        """Up to `wanted` blocks to drop, each without stored children once those before it are.
+        """Returns up to `wanted` blocks to drop, ordered so that children precede their parents.
 
-        Goes through the blocks by priority and use. That is nearly the right order, for the end
+        Iterates over the blocks by priority and use. That is nearly the right order, for the end
         of a chain counts as older than its beginning; a block that comes up before its last
         child waits for it, and then is next.
         """
@@ -327,7 +328,7 @@ class SlotAllocator:
         self._db.executemany("UPDATE blocks SET used=max(used, ?) WHERE key=?", ends)
 
     def _coldest(self, other_than: int = -1) -> _Segment | None:
-        """The segment that was not used for longest and that no process writes to."""
+        """Returns the least recently used segment that no process writes to."""
         row = self._db.execute(
             "SELECT id, size, (SELECT max(used) FROM blocks WHERE segment = s.id) AS newest"
             " FROM segments AS s WHERE size <> ? AND NOT EXISTS"

@@ -1,4 +1,4 @@
-"""``disk:``: blocks in large files on a local disk, there again after a restart."""
+"""The ``disk:`` backend: blocks in large files on a local disk, kept across restarts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def from_url(url: StoreUrl) -> DiskBackend:
-    """``disk:///var/cache/kv?capacity=200GiB&durability=power&ttl=7d``; relative: ``disk:kv``."""
+    """Parses ``disk:///var/cache/kv?capacity=200GiB&durability=power&ttl=7d`` or ``disk:kv``."""
     url.allow("capacity", "durability", "ttl")
     if url.location:
         shown = str(replace(url, query={})).partition("//")[2]
@@ -50,17 +50,18 @@ def from_url(url: StoreUrl) -> DiskBackend:
 
 
 class DiskBackend(Backend):
-    """Blocks in slots of preallocated files, with an index in SQLite.
+    """A store of blocks in slots of preallocated files, with an index in SQLite.
 
     The payload is written before its row is committed: a process that is killed at any moment
     leaves whole blocks or none. Several processes may share the directory, also with different
-    models. What was used longest ago goes first, low priority before high, chains from their end.
+    models. Eviction takes the least recently used block first, low priority before high, chains
+    from their end.
 
     Args:
         path: the directory; made if it is not there.
         capacity: bytes of everything in it. Default: 50 GiB, or half of the space there is if that
             is less.
-        durability: what a stored block survives: the ``process`` killed, or a ``power`` failure.
+        durability: the event that stored blocks survive: the ``process`` killed, or ``power`` lost.
         ttl: seconds after which a block is dropped, used or not; ``None``: never.
     """
 
@@ -87,7 +88,7 @@ class DiskBackend(Backend):
         self._settings = DiskSettings(Path(path).absolute(), capacity, durability, ttl)
         self._client: DiskClient | None = None  # while it is open
         self.at: Callable[[str], None] = ignore
-        """Called on reaching a named point of a save; tests end the process there."""
+        """The function called at each named point of a save; tests end the process there."""
 
     @property
     def path(self) -> Path:
@@ -96,14 +97,14 @@ class DiskBackend(Backend):
 
     @property
     def durability(self) -> Durability:
-        """What a stored block survives."""
+        """The event that a stored block survives."""
         return self._settings.durability
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
-        """Open or make the directory, and clean up after processes that died.
+        """Opens or makes the directory, and cleans up after processes that died.
 
-        Unless it is to be a store, none is made, a running engine that has it open is not
-        disturbed, and nothing is dropped for lack of room.
+        With another `access` than ``store`` no directory is made, a running engine that has it
+        open is not disturbed, and no block is dropped for lack of space.
 
         Raises:
             ConfigurationError: `capacity` is below one block; the path is no directory, or its
@@ -127,20 +128,20 @@ class DiskBackend(Backend):
         self._client = client
 
     async def close(self) -> None:
-        """Wait for calls in flight, write down what was used, close everything.
+        """Waits for calls in flight, writes the times of use to the index, closes everything.
 
-        If it is cancelled, everything is closed all the same once the calls in flight have ended.
+        If the caller is cancelled, everything is closed all the same once those calls have ended.
         """
         client, self._client = self._client, None
         if client is not None:
             await client.close()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading `keys` are present; they count as used now."""
+        """Returns how many leading `keys` are present; they count as used now."""
         return await self._run("index", lambda directory: directory.lookup(keys))
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Read blocks, neighbouring slots in one call; page-aligned buffers without a copy.
+        """Reads blocks, neighbouring slots in one call; page-aligned buffers without a copy.
 
         Raises:
             BackendUnavailable: the disk failed; `into` is undefined.
@@ -150,13 +151,13 @@ class DiskBackend(Backend):
     async def load_hashed(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """The same; each block is hashed on the thread that has read it, while others read."""
+        """Loads like `load`; the thread that has read a block hashes it while others read."""
         return await self._run("loads", lambda directory: load(directory, keys, into, checksums))
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Write blocks to slots that are reserved for them, then commit them all at once.
+        """Writes blocks to slots that are reserved for them, then commits them all at once.
 
-        A disk that is full or cannot be written to stores fewer, and is warned of once.
+        If the disk is full or cannot be written to, fewer are stored, with one warning.
 
         Raises:
             BackendUnavailable: the disk failed; none of the new blocks is stored.
@@ -166,21 +167,21 @@ class DiskBackend(Backend):
     async def save_sealed(
         self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """The same; each block is sealed on the thread that writes it, while others write."""
+        """Saves like `save`; the thread that writes a block seals it while others write."""
         if self._client is not None:
             self._client.retry_read_only()
         return await self._run("saves", lambda directory: save(directory, blocks, checksums))
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forget `keys`; their slots are free at once."""
+        """Deletes `keys`; their slots are free at once."""
         await self._run("saves", lambda directory: directory.delete(keys))
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
-        """The stored blocks with tokens whose parent is `key`."""
+        """Returns the stored blocks with tokens whose parent is `key`."""
         return await self._run("index", lambda directory: directory.children(key))
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
-        """All blocks, a page at a time; those that come or go meanwhile may be missed."""
+        """Yields all blocks, a page at a time; may miss those added or removed meanwhile."""
         after = 0
         while True:
             page = partial(DiskDirectory.page, after=after)
@@ -192,11 +193,11 @@ class DiskBackend(Backend):
                 yield entry
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
-        """What `scan` would list of each of `keys`."""
+        """Returns the entry that `scan` would yield for each of `keys`."""
         return await self._run("index", lambda directory: directory.reader.describe(keys))
 
     async def stats(self) -> Mapping[str, float]:
-        """``blocks``, their ``bytes`` in slots, ``file_bytes``, ``capacity``, ``read_only``."""
+        """Returns ``blocks``, ``bytes`` (in slots), ``file_bytes``, ``capacity``, ``read_only``."""
         return await self._run("index", lambda directory: directory.stats())
 
     async def _run(self, lane: str, work: Callable[[DiskDirectory], T]) -> T:

@@ -1,4 +1,4 @@
-"""What changes the disk store's index: saves, deletes, use, cleaning up."""
+"""The writer of the disk store's index: saves, deletes, times of use, cleaning up."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _SANE = 1 << 56
 
 @dataclass(slots=True)
 class Reservation:
-    """What a save may write.
+    """The slots that a save may write to.
 
     Attributes:
         save: names it among those of this owner.
-        count: so many leading blocks are stored once `new` is written and committed.
+        count: the leading blocks that are stored once `new` is written and committed.
         new: position in the save, block and slot of those that are not stored yet.
     """
 
@@ -57,23 +57,23 @@ class Reservation:
 
 
 class IndexWriter:
-    """Write transactions, one at a time. Thread-safe; each waits for other processes' ones.
+    """The write transactions, one at a time. Thread-safe; each waits for other processes' ones.
 
     A save is two of them: `reserve` takes slots, the payload is written, `commit` makes it visible.
-    None of them happens in an index that the directory does not have any more.
+    Each of them fails if the directory's index is no longer the one that is open.
 
     No cursor may outlive the lock, not even in a local variable of a function that returns: that of
     an `executemany` keeps the statement that the connection caches (CPython 3.11), and resets it
-    when it goes, in the middle of what the next thread does with it. SQLite calls that misuse.
+    when it is collected, while the next thread uses it. SQLite calls that misuse.
 
     Attributes:
-        identity, log_identity: of the index that is open.
-        use_clock: tells when blocks are used.
+        identity, log_identity: the identities of the index that is open.
+        use_clock: stamps the use of blocks.
 
     Raises:
-        BackendUnavailable: the index cannot be written; what was asked for did not happen.
+        BackendUnavailable: the index cannot be written; the transaction was not made.
         IndexDamaged: the index is not what this code wrote.
-        OSError: of the data files; the same.
+        OSError: a data file failed; the transaction was not made.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class IndexWriter:
             raise
 
     def clean(self, *, shrink: bool) -> None:
-        """Remove what killed processes left; with `shrink` what there is no room for, too."""
+        """Removes what killed processes left; with `shrink` also what exceeds the capacity."""
         with self._transaction():
             owners(self._directory)  # removes the files of the stopped, which may hold nothing
             self._slots.release_stopped()
@@ -124,7 +124,7 @@ class IndexWriter:
                 self._slots.shrink()
 
     def reserve(self, blocks: Sequence[StoredBlock]) -> Reservation:
-        """Slots for those of `blocks` that are not stored, dropping older ones where needed.
+        """Reserves slots for the blocks that are not stored, dropping older ones where needed.
 
         Raises:
             IndexFull: the index's log cannot be moved, and would grow without end.
@@ -146,7 +146,7 @@ class IndexWriter:
         return reservation
 
     def commit(self, reservation: Reservation) -> int:
-        """Make what was written visible; return how many leading blocks of the save are stored."""
+        """Makes written blocks visible; returns how many leading blocks of the save are stored."""
         now, used = microseconds(), self.use_clock.now()
         with self._transaction():
             ours = self._slots.end_reservation(self._owner.name, reservation.save)
@@ -162,12 +162,12 @@ class IndexWriter:
         return next(lost, reservation.count)
 
     def release(self, reservation: Reservation) -> None:
-        """Give back the slots of a save that failed."""
+        """Frees the slots of a save that failed."""
         with self._transaction():
             self._slots.free(self._slots.end_reservation(self._owner.name, reservation.save))
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forget `keys`; absent ones are no error.
+        """Deletes `keys`; absent ones are no error.
 
         Bad blocks are deleted, too. If another one is in the slot of the first, the index is
         damaged: each of them would be overwritten when the other is saved.
@@ -178,7 +178,7 @@ class IndexWriter:
                 raise IndexDamaged("two blocks are in one slot")
 
     def check(self) -> None:
-        """Look for damage as at opening, once something has happened that may come of it.
+        """Checks for damage as at opening, after an error that damage may have caused.
 
         Reads all rows, and blocks other writes for that time; so it does nothing if it was called
         in the last minute.
@@ -192,7 +192,7 @@ class IndexWriter:
             self._check_at = time.monotonic() + _CHECK_S
 
     def touch(self, used: Mapping[int, int]) -> None:
-        """Note when the copies with these ids were used, unless the log cannot be moved."""
+        """Records when the copies with these ids were used, unless the log cannot be moved."""
         if self._log.stuck:
             return
         with self._transaction():
@@ -202,20 +202,20 @@ class IndexWriter:
             )
 
     def drop_empty(self) -> None:
-        """Remove the data files that hold no block, and that no process is about to write to."""
+        """Removes the data files that hold no block, and that no process is about to write to."""
         with self._transaction():
             for segment, size in self._slots.empty_segments():
                 self._slots.drop_segment(segment, size)
 
     def drop_lost(self, segment: int) -> None:
-        """Forget the blocks of `segment` if its file really is gone or cut short."""
+        """Drops the blocks of `segment` if its file really is gone or cut short."""
         with self._transaction():
             for found, size, slots in self._segments():
                 if found == segment and not self._files.intact(found, size, slots):
                     self._slots.drop_segment(found, size)
 
     def close(self) -> None:
-        """Close the connection and end the ownership. The second time does nothing."""
+        """Closes the connection and ends the ownership. The second time does nothing."""
         with self._lock:
             self._owner.close()
             self._db.close()
@@ -270,7 +270,7 @@ class IndexWriter:
             self._slots.drop_expired(oldest_valid(self._settings.ttl), limit)
 
     def _forget(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
-        """Delete the rows of `keys`; returns the slots that are free now."""
+        """Deletes the rows of `keys`; returns the slots that are free now."""
         freed: list[tuple[int, int]] = []
         for part in in_parts(keys):
             query = "DELETE FROM blocks WHERE key IN " + marks(part)  # noqa: S608 - question marks
@@ -325,10 +325,10 @@ def _row(
 
 
 class UseClock:
-    """Stamps of use, each newer than all before it.
+    """A clock of use: each stamp is newer than all before it.
 
     A stamp is the Unix time in microseconds. Where that is not newer than the stamps before, since
-    the clock went back, stamps go on from those at the monotonic clock's rate.
+    the clock went back, stamps continue from those at the monotonic clock's rate.
 
     Args:
         newest: the newest stamp of the index below `_SANE`; 0: there is none.
@@ -339,7 +339,7 @@ class UseClock:
         self._base = newest + 1
 
     def now(self) -> int:
-        """Returns the stamp of what is used now."""
+        """Returns the stamp for a use now."""
         elapsed = (time.monotonic_ns() - self._began_ns) // 1000
         self._base = max(self._base, microseconds() - elapsed)
         return self._base + elapsed

@@ -20,7 +20,7 @@ logger = logging.getLogger("kvconnect")
 _FIRST_PAUSE_S = 1.0
 _LAST_PAUSE_S = 5.0
 _HALF_OPEN_S = 1.0
-# A store may be slower than the pauses are long, so a probe is not given up for a newer one; but
+# A store may be slower than the pauses are long, so a newer probe does not cancel an older one; but
 # one that hangs for ever holds a connection or a thread.
 _MOST_PROBES = 8
 # One that opens again and again is not worth a line in the log each time.

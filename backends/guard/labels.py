@@ -61,4 +61,4 @@ class StoreLabels:
 
 
 store_labels = StoreLabels()
-"""Of the whole process."""
+"""The labels of the whole process."""

@@ -1,4 +1,4 @@
-"""Slots of the disk store, and the system calls that move them, past the page cache if it goes."""
+"""The system calls that read and write slots, past the page cache where that is possible."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PART_NBYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, order=True)
 class Location:
-    """Where a slot of `size` bytes is."""
+    """The location of a slot of `size` bytes."""
 
     segment: int
     slot: int
@@ -47,18 +47,18 @@ class Location:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Which slot it is, for the index."""
+        """The identity of the slot in the index."""
         return self.segment, self.slot
 
     @property
     def offset(self) -> int:
-        """Where it starts in the segment's file."""
+        """The offset of the slot in the segment's file, in bytes."""
         return self.slot * self.size
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes that are moved in one system call: neighbours in the file of `location`.
+    """The bytes moved in one system call: neighbours in the file of `location`.
 
     `buffers` are aligned, or there is only one. `checksums` are of the frames that begin in them:
     the thread that writes them seals these, the one that reads them hashes what it has read.
@@ -75,7 +75,10 @@ def parts(
     buffers: Sequence[Tensor],
     checksums: Sequence[FrameChecksum] = (),
 ) -> Iterator[list[Run]]:
-    """All runs in order, about `_PART_NBYTES` at a time; of each buffer one checksum, or none."""
+    """Yields all runs in order, about `_PART_NBYTES` at a time.
+
+    `checksums` has one element for each buffer, or none.
+    """
     part: list[Run] = []
     nbytes = 0
     for run in _runs(locations, buffers, checksums):
@@ -91,7 +94,7 @@ def parts(
 def _runs(
     locations: Sequence[Location], buffers: Sequence[Tensor], checksums: Sequence[FrameChecksum]
 ) -> Iterator[Run]:
-    """What can be moved in one call, at most `_PART_NBYTES`; never an empty buffer."""
+    """Yields the runs: bytes moved in one call, at most `_PART_NBYTES`; never an empty buffer."""
     start = 0
     while start < len(locations):
         location, buffer = locations[start], buffers[start]
@@ -116,7 +119,7 @@ def _runs(
 
 
 def _joined(locations: Sequence[Location], buffers: Sequence[Tensor], at: int) -> bool:
-    """Whether slot `at` is read or written with the one before it."""
+    """Returns whether slot `at` is read or written with the one before it."""
     before, location = locations[at - 1], locations[at]
     return (
         location.key == (before.segment, before.slot + 1)
@@ -127,31 +130,31 @@ def _joined(locations: Sequence[Location], buffers: Sequence[Tensor], at: int) -
 
 
 def aligned_size(nbytes: int) -> int:
-    """`nbytes` rounded up to what direct I/O can move; at least one unit of it."""
+    """Returns `nbytes` rounded up to a multiple of `ALIGNMENT`, at least one."""
     return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
 
 
 def is_aligned(buffer: Tensor) -> bool:
-    """Whether direct I/O can use `buffer` as it is."""
+    """Returns whether direct I/O can use `buffer` as it is."""
     return buffer.data_ptr() % ALIGNMENT == 0 and buffer.numel() % ALIGNMENT == 0
 
 
 def view(buffer: Tensor) -> memoryview:
-    """The bytes of `buffer`, a 1-D contiguous uint8 host tensor."""
+    """Returns the bytes of `buffer`, a 1-D contiguous uint8 host tensor."""
     return buffer.numpy().data
 
 
 def scratch(nbytes: int) -> memoryview:
-    """An aligned buffer of at least `nbytes`, for bytes whose own buffer is not aligned."""
+    """Returns an aligned buffer of at least `nbytes`, for bytes whose own buffer is not aligned."""
     return memoryview(mmap.mmap(-1, aligned_size(nbytes)))
 
 
 def open_direct(path: Path, flags: int) -> int:
-    """A file descriptor for direct I/O, or for buffered I/O where the filesystem has no other.
+    """Returns a file descriptor for direct I/O, or for buffered I/O if that is not supported.
 
     Raises:
-        ForeignFile: what has the name is no file of the store.
-        OSError: as `os.open`.
+        ForeignFile: a file of another kind or owner has the name.
+        OSError: raised by `os.open`.
     """
     try:
         return open_own(path, flags | _O_DIRECT)
@@ -162,7 +165,7 @@ def open_direct(path: Path, flags: int) -> int:
 
 
 def read_at(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fill `buffers` from `offset` on; return the bytes read, fewer only at the end of the file.
+    """Fills `buffers` from `offset` on; returns the bytes read, fewer only at the end of the file.
 
     Buffers, their lengths and `offset` are aligned. Blocks.
 
@@ -173,7 +176,7 @@ def read_at(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
 
 
 def write_at(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Write `buffers` at `offset`. Aligned as for `read_at`. Blocks.
+    """Writes `buffers` at `offset`. Both are aligned as for `read_at`. Blocks.
 
     Raises:
         OSError: any part of them may have been written.

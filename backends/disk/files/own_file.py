@@ -1,7 +1,7 @@
-"""Files of a disk store, opened by name, and never what others have put in their place.
+"""The opening of a disk store's files by name, with a refusal of files that others put there.
 
-Who may write to the directory may put a symbolic link there, a FIFO, or a file of their own. A link
-would be followed and what it leads to overwritten; a FIFO would be waited for.
+A user who may write to the directory may put a symbolic link there, a FIFO, or a file of their own.
+A link would be followed and its target overwritten; opening a FIFO would block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROOT = 0
 
 
 class ForeignFile(ConfigurationError):
-    """What has the name of a file of the store is a link, no file at all, or a stranger's."""
+    """The error that a name of the store has a link, a non-file or a stranger's file."""
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(
@@ -33,11 +33,11 @@ class ForeignFile(ConfigurationError):
 
 
 def open_own(path: Path, flags: int) -> int:
-    """A descriptor of the store's file `path`; with ``O_CREAT`` made for its owner alone.
+    """Returns a descriptor of the store's file `path`; ``O_CREAT`` makes it for its owner alone.
 
     Raises:
-        ForeignFile: something else has the name; nothing was read or changed.
-        OSError: as `os.open`.
+        ForeignFile: a file of another kind or owner has the name; nothing was read or changed.
+        OSError: raised by `os.open`.
     """
     try:
         fd = os.open(path, flags | _FLAGS, 0o600)
@@ -54,13 +54,13 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def expect_own(path: Path) -> None:
-    """Raise if there is something at `path`, and it is no file of the store.
+    """Raises if there is something at `path`, and it is no file of the store.
 
-    For a program that opens it by its name; who changes it at just that moment is not noticed.
+    For a caller that opens the file by its name. A change between check and opening is not noticed.
 
     Raises:
-        ForeignFile: it is none.
-        OSError: it cannot be looked at.
+        ForeignFile: it is no file of the store.
+        OSError: its status cannot be read.
     """
     try:
         what = _not_own(path.lstat(), path)
@@ -71,15 +71,15 @@ def expect_own(path: Path) -> None:
 
 
 def is_own(found: os.stat_result, path: Path) -> bool:
-    """Whether `found`, which `os.lstat` says of `path`, is a file of the store."""
+    """Returns whether `found`, the result of `os.lstat` for `path`, is a file of the store."""
     return _not_own(found, path) is None
 
 
 def warn_shared(path: Path) -> None:
-    """Warn once of a directory that others may write to: they decide what is found in it.
+    """Warns once of a directory that others may write to: they decide what is found in it.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: its status cannot be read.
     """
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)

@@ -1,4 +1,4 @@
-"""Who uses what is open: processes their slots, threads their files."""
+"""The users of open resources: processes own slots, threads use files."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NAME = re.compile(r"owner-([0-9a-f]{32})\.lock")
 
 
 class Owner:
-    """One opening of a store directory, alive as long as it holds the lock on its file.
+    """An opening of a store directory, alive as long as it holds the lock on its file.
 
     The kernel drops the lock when the process dies, however it dies. Process ids would not do: they
-    are used again, and mean nothing in another container. Make and look for owners only inside a
-    write transaction of the index: between making the file and locking it, it looks stopped.
+    are used again, and mean nothing in another container. Create and list owners only inside a
+    write transaction of the index: until its new file is locked, an owner looks stopped.
 
     Raises:
         OSError: the file cannot be made; nothing is left behind.
@@ -44,7 +44,7 @@ class Owner:
             raise
 
     def close(self) -> None:
-        """End the ownership. The second time does nothing."""
+        """Ends the ownership. The second time does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
@@ -52,7 +52,7 @@ class Owner:
             os.close(fd)
 
     def leave(self) -> None:
-        """Own nothing in this process, which was forked; its parent stays the owner."""
+        """Ends the ownership in this forked process only; its parent stays the owner."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -75,7 +75,7 @@ os.register_at_fork(
 
 
 def owners(directory: Path) -> set[str]:
-    """The names of the owners that are alive; removes the files of the others."""
+    """Returns the names of the owners that are alive; removes the files of the others."""
     found = (_NAME.fullmatch(path.name) for path in directory.iterdir())
     return {match[1] for match in found if match and _alive(directory, match[1])}
 
@@ -104,7 +104,7 @@ def _path(directory: Path, name: str) -> Path:
 
 
 class Lifetime:
-    """Calls `close` once, when it has ended and is not in use. Thread-safe."""
+    """A resource that is closed once, when it has ended and is not in use. Thread-safe."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         self._close = close
@@ -114,7 +114,7 @@ class Lifetime:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Nothing is closed meanwhile, also if `end` is called."""
+        """Keeps the resource open for the duration, even if `end` is called."""
         with self._lock:
             self._users += 1
         try:
@@ -126,7 +126,7 @@ class Lifetime:
                     self._close()
 
     def end(self) -> None:
-        """Close as soon as it is not in use. The second time does nothing."""
+        """Closes the resource as soon as it is not in use. The second time does nothing."""
         with self._lock:
             if not self._ended:
                 self._ended = True

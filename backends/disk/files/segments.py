@@ -54,10 +54,10 @@ class _File(Lifetime):
 class SegmentFiles:
     """The segment files in `directory`. Thread-safe; every method blocks on the disk.
 
-    Which slots hold what is the index's business.
+    The index records which slot holds which block.
 
     Args:
-        lanes: on a thread of ``loads`` is read, and on one of ``saves`` written.
+        lanes: reads run on a thread of ``loads``, writes on one of ``saves``.
     """
 
     def __init__(self, directory: Path, lanes: Lanes, *, writable: bool) -> None:
@@ -68,7 +68,7 @@ class SegmentFiles:
         self._reads, self._writes = PartQueue(lanes["loads"]), PartQueue(lanes["saves"])
 
     def create(self, segment: int, size: int, slots: int) -> None:
-        """Make the file of `segment` with all its bytes allocated.
+        """Makes the file of `segment` with all its bytes allocated.
 
         Raises:
             OSError: there is no such file afterwards.
@@ -86,7 +86,7 @@ class SegmentFiles:
             self._files[segment] = _File(fd)
 
     def remove(self, segment: int, size: int) -> None:
-        """Delete the file of `segment`; its bytes are free at once, also if others have it open."""
+        """Deletes the file of `segment`; frees its bytes at once, even if others have it open."""
         path = self._path(segment, size)
         # It has no name before it has no bytes: a process that writes must see that it is gone.
         try:
@@ -104,7 +104,7 @@ class SegmentFiles:
         self._retire([segment])
 
     def empty(self, segment: int) -> None:
-        """Free the bytes of the file that `create` has made; its name, if it has one, stays."""
+        """Frees the bytes of the file that `create` has made; its name, if it has one, stays."""
         with self._lock:
             file = self._files.get(segment)
             if file is not None:
@@ -112,7 +112,7 @@ class SegmentFiles:
         self._retire([segment])
 
     def intact(self, segment: int, size: int, slots: int) -> bool:
-        """Whether the file of `segment` is there, the store's, and long enough."""
+        """Returns whether the file of `segment` is there, the store's, and long enough."""
         path = self._path(segment, size)
         try:
             found = path.lstat()
@@ -121,19 +121,19 @@ class SegmentFiles:
         return is_own(found, path) and found.st_size >= size * slots
 
     def keep_only(self, segments: Collection[int]) -> None:
-        """Close the files of all others: another process removed them."""
+        """Closes the files of all other segments: another process removed them."""
         with self._lock:
             gone = [segment for segment in self._files if segment not in segments]
         self._retire(gone)
 
     def remove_strays(self, segments: Collection[int]) -> None:
-        """Delete segment files that are not among `segments`."""
+        """Deletes segment files that are not among `segments`."""
         for segment, path in self._present():
             if segment not in segments:
                 _unlink(path)
 
     def nbytes(self) -> int:
-        """Bytes of all segment files."""
+        """Returns the bytes of all segment files."""
         total = 0
         for _, path in self._present():
             with suppress(FileNotFoundError):  # another process drops it just now
@@ -146,13 +146,13 @@ class SegmentFiles:
         buffers: Sequence[Tensor],
         checksums: Sequence[FrameChecksum] = (),
     ) -> None:
-        """Fill each of `buffers` from the slot of the same index; none is longer than its slot.
+        """Fills each of `buffers` from the slot of the same index; none is longer than its slot.
 
-        What has arrived is told to its checksum, if any.
+        Each checksum, if any, hashes the bytes of its buffer.
 
         Raises:
             SegmentLost: a file is gone or too short; `buffers` are undefined.
-            OSError: the same.
+            OSError: reading failed; `buffers` are undefined.
         """
         self._reads.run(
             [partial(self._read, part) for part in parts(locations, buffers, checksums)]
@@ -164,7 +164,7 @@ class SegmentFiles:
         buffers: Sequence[Tensor],
         checksums: Sequence[FrameChecksum] = (),
     ) -> None:
-        """Write each of `buffers` to the slot of the same index, sealed by its checksum if any.
+        """Writes each of `buffers` to the slot of the same index, sealed by its checksum if any.
 
         Raises:
             SegmentLost: a file is gone.
@@ -175,13 +175,13 @@ class SegmentFiles:
         )
 
     def sync(self, locations: Collection[Location]) -> None:
-        """Return once what was written to `locations` survives a power failure."""
+        """Blocks until what was written to `locations` survives a power failure."""
         for location in {location.segment: location for location in locations}.values():
             with self._using(location) as fd:
                 os.fsync(fd)
 
     def close(self) -> None:
-        """Close all files, those in use as soon as they are not."""
+        """Closes all files, those in use as soon as they are not."""
         self.keep_only(())
 
     def _read(self, part: Sequence[Run]) -> None:
@@ -250,7 +250,7 @@ class SegmentFiles:
 
 
 class PartQueue:
-    """Runs the parts of calls that are themselves work of `lane`, in the order of the calls.
+    """A queue of the parts of calls that are themselves work of `lane`, in the order of the calls.
 
     A call runs parts until the last of its own has begun, and free threads of the lane help it. So
     no thread waits for work that has no thread. A call that came first ends first: what follows its
@@ -264,9 +264,9 @@ class PartQueue:
         self._helpers = threading.Semaphore(_AT_ONCE - 1)
 
     def run(self, parts: Sequence[Callable[[], None]]) -> None:
-        """Run `parts`; blocks until all have ended, though one fails: they use the same buffers.
+        """Runs `parts`; blocks until all have ended, even if one fails: they use the same buffers.
 
-        Raises what the first of them raises that fails.
+        Raises the error of the first part that failed.
         """
         if len(parts) == 1:  # which does not wait for those of others
             parts[0]()
