@@ -1,10 +1,10 @@
-"""``tiered:``: several stores as one, the fastest first.
+"""The ``tiered:`` backend: several stores as one, the fastest first.
 
 Imports the vocabulary, ``url`` and `kvconnect.backends.guard`, which stands around each tier; opens
 tiers through `kvconnect.backends.registry` and knows none of them by name. Read from the top:
-`settings` (what the URL says), `store` (the `Backend` methods, and what the whole promises), `find`
-and `load` (what they do), `tier` (one store, skipped while it does not answer), `backlog` (what is
-written to it in the background).
+`settings` (the parameters of the URL), `store` (the `Backend` methods, and the capabilities of the
+whole), `find` and `load` (lookups and loads), `tier` (one store, skipped while it does not answer),
+`backlog` (blocks that are written to a tier in the background).
 """
 
 from __future__ import annotations

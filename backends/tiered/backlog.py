@@ -1,4 +1,4 @@
-"""Blocks that wait in memory to be written to a tier: write-behind and promotion."""
+"""The blocks that wait in memory to be written to a tier: write-behind and promotion."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _INLINE_NBYTES = 1 << 20
 
 
 class Backlog:
-    """Copies of blocks on their way to one tier, of a bounded number of bytes.
+    """The copies of blocks that wait to be written to one tier, within a number of bytes.
 
     All methods run on one event loop. Blocks are written in the order they came, parents before
-    children, one batch after the other. What there is no room for, and what the tier does not take,
-    is dropped and counted (``store.tiered.dropped``): it costs a later hit, nothing else.
+    children, one batch after the other. A block that does not fit, or that the tier does not store,
+    is dropped and counted (``store.tiered.dropped``): that costs a later hit, nothing else.
 
     Args:
-        name: of the tier, for messages.
+        name: the tier's name, for messages.
         save: writes a batch to the tier; returns how many leading blocks are stored.
         delete: deletes from the tier, now or later.
-        owe: has it deleted later.
+        owe: makes the tier delete keys later.
         ready: waits until the tier can be written to.
         limit: bytes of all copies together, buffers that are kept for the next ones included.
     """
@@ -66,18 +66,18 @@ class Backlog:
         self._closing = False
 
     def __len__(self) -> int:
-        """Blocks that wait or are being written."""
+        """Returns how many blocks wait or are being written."""
         return len(self._queue) + len(self._writing)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies, and of the buffers that are kept for the next ones."""
+        """The bytes of the copies, and of the buffers that are kept for the next ones."""
         return self._buffers.nbytes
 
     async def add(self, blocks: Iterable[StoredBlock]) -> int:
-        """Have copies of `blocks` written some time; return how many there was room for.
+        """Copies `blocks` to be written in the background; returns how many copies fit.
 
-        When it returns, the data may be handed on. What waits already is not taken again.
+        When it returns, the caller may reuse the data. Blocks that wait already are skipped.
         """
         copies: list[tuple[StoredBlock, Tensor]] = []
         dropped = 0
@@ -104,7 +104,7 @@ class Backlog:
         return len(copies)
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Do not write `keys`; those that are being written just now are deleted afterwards."""
+        """Drops `keys` that wait; deletes those that are being written just now afterwards."""
         gone = {key for key in keys if key in self._known}
         if not gone:
             return
@@ -119,7 +119,7 @@ class Backlog:
         self._queue = kept
 
     async def close(self, deadline_s: float) -> None:
-        """Write what waits, for up to `deadline_s`; the rest is dropped. Nothing runs afterwards.
+        """Writes what waits, for up to `deadline_s`; drops the rest and stops the worker.
 
         A batch that is being written by then is waited for: its buffers are in use.
         """
@@ -208,7 +208,7 @@ def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 
 
 class _Buffers:
-    """Page-aligned buffers of at most `limit` bytes together; given back ones are used again."""
+    """The page-aligned buffers of at most `limit` bytes together; free ones are used again."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -217,7 +217,7 @@ class _Buffers:
         self.nbytes = 0
 
     def take(self, nbytes: int) -> Tensor | None:
-        """A buffer; ``None`` if there is no room for it."""
+        """Returns a buffer, or ``None`` if there is no room for it."""
         free = self._free.get(nbytes)
         if free:
             return free.pop()
@@ -235,7 +235,7 @@ class _Buffers:
         return torch.frombuffer(whole, dtype=torch.uint8)[:nbytes]
 
     def give_back(self, buffers: Iterable[Tensor]) -> None:
-        """Keep them for the next ones."""
+        """Returns `buffers` to the pool."""
         for buffer in buffers:
             if self._closed:
                 self.nbytes -= buffer.numel()
@@ -243,7 +243,7 @@ class _Buffers:
                 self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def clear(self) -> None:
-        """Let go of what is free, and of what is given back later."""
+        """Frees the buffers in the pool, and from now on those that are returned to it."""
         self._closed = True
         for free in self._free.values():
             self.nbytes -= sum(buffer.numel() for buffer in free)

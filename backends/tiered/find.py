@@ -1,4 +1,4 @@
-"""What the tiers of a tiered store have between them."""
+"""The search for blocks in all tiers of a tiered store."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MAX_UNANSWERED = 32
 
 
 class TieredFinder:
-    """Asks all tiers at once, and waits for none beyond its patience.
+    """The finder: asks all tiers at once, and waits for none of them longer than `patience_s`.
 
     Args:
         tiers: in order.
-        patience_s: what a lookup waits for a tier.
+        patience_s: how long a lookup waits for a tier.
     """
 
     def __init__(self, tiers: Sequence[Tier], patience_s: float) -> None:
@@ -29,10 +29,10 @@ class TieredFinder:
         self._unanswered: dict[asyncio.Task[int], Tier] = {}
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading `keys` are present, each in any tier.
+        """Returns how many leading `keys` are present, each in any tier.
 
-        Ends as soon as one tier has all that is left, and at the latest after twice the patience:
-        where tiers take turns within the prefix, each turn asks them again.
+        Ends as soon as one tier has all that is left, and at the latest after twice `patience_s`:
+        where different tiers hold successive parts of the prefix, each part needs another round.
         """
         loop = asyncio.get_running_loop()
         start, patience = loop.time(), self._patience_s
@@ -52,12 +52,12 @@ class TieredFinder:
         return found
 
     def close(self) -> None:
-        """Give up lookups that no caller waits for."""
+        """Cancels the lookups that no caller waits for."""
         for task in self._unanswered:
             task.cancel()
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
-        """Returns the children of `key`, of all tiers that answer soon."""
+        """Returns the children of `key`, of all tiers that answer within `patience_s`."""
         listing = [
             tier for tier in self._tiers if tier.prompt and tier.guard.capabilities.enumerable
         ]
@@ -74,7 +74,7 @@ class TieredFinder:
         return list(found.values())[:MAX_CHILDREN]
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
-        """Lists the tiers that tell; a block in several is listed as the first has it."""
+        """Yields the entries of all tiers that list theirs; a block only from its first tier."""
         # A part of each key is enough to know it again, and takes less memory.
         seen: set[bytes] = set()
         for tier in self._tiers:
@@ -87,7 +87,7 @@ class TieredFinder:
                     yield entry
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
-        """Returns what the first tier that knows it says of each of `keys`."""
+        """Returns the entry of each of `keys` in the first tier that has one."""
         found: list[StoredEntry | None] = [None] * len(keys)
         for tier in self._tiers:
             missing = [at for at, entry in enumerate(found) if entry is None]
@@ -100,7 +100,7 @@ class TieredFinder:
     async def _ask(
         self, tiers: Sequence[Tier], keys: Sequence[BlockKey], seconds: float
     ) -> dict[Tier, int]:
-        """What each of `tiers` answers within `seconds`, or by the time one has all of `keys`."""
+        """Returns the answers of `tiers` within `seconds`; stops once one tier has all `keys`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         tasks = {loop.create_task(tier.lookup(keys)): tier for tier in tiers}

@@ -1,4 +1,4 @@
-"""Blocks loaded from the tiers: each piece from the first that has it, checked and promoted."""
+"""The loads from the tiers: each piece from the first that has it, checked and promoted."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["TieredReader"]
 
 
 class TieredReader:
-    """Loads blocks, and has copies of them written to faster tiers. Belongs to the event loop.
+    """The reader of the tiers; copies loaded blocks to faster tiers. Belongs to the event loop.
 
     Args:
         tiers: in order.
 
     Attributes:
-        promotes: whether what a slower tier had is copied to the faster ones.
+        promotes: whether blocks loaded from a slower tier are copied to the faster ones.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
@@ -80,7 +80,7 @@ async def _promote(
     keys: Sequence[BlockKey],
     frames: Sequence[Tensor],
 ) -> None:
-    """Have `faster` written in the background; `frames` may be handed on when this returns."""
+    """Adds loaded blocks to the backlogs of `faster`; `frames` may be reused when this returns."""
     known = await source.answer(source.guard.describe(keys), [None] * len(keys))
     blocks = []
     for key, data, entry in zip(keys, frames, known, strict=True):
@@ -97,9 +97,9 @@ async def _promote(
 async def _load(
     tier: Tier, keys: Sequence[BlockKey], into: Sequence[Tensor], bad: set[BlockKey]
 ) -> int:
-    """Fill `into`; return how many leading ones are filled, and sound if that is checked.
+    """Fills `into`; returns how many leading buffers are filled, and sound if that is checked.
 
-    Nothing is filled if the store fails. Keys of frames that were not sound are added to `bad`.
+    Returns 0 if the store fails. Keys of frames that were not sound are added to `bad`.
 
     Raises:
         BackendTimeout: `into` belongs to the call until `pending` is done.

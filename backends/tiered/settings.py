@@ -1,4 +1,4 @@
-"""What a tiered store's URL says."""
+"""The settings of a tiered store, and the parser of its URL."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _EXAMPLE = "tiered:?tiers=memory:,disk:/var/cache/kv"
 
 @dataclass(frozen=True, slots=True)
 class TieredSettings:
-    """How a `TieredBackend` uses its tiers.
+    """The settings of a `TieredBackend`.
 
     Attributes:
-        write: of each tier, or one for all: whether saves wait for it (``through``), or it is
-            written to in the background (``behind``). At least one tier is written through.
-        promote: copy what a slower tier had to the faster ones.
-        patience_s: what a lookup waits for a tier. An engine's own budget
+        write: the mode of each tier, or one for all. Saves wait for a tier with ``through``; one
+            with ``behind`` is written to in the background. At least one is written through.
+        promote: copy blocks loaded from a slower tier to the faster ones.
+        patience_s: how long a lookup waits for a tier. An engine's own budget
             (``lookup_timeout_ms``) should be longer.
-        deadline_s: of each call to a tier.
-        queue_nbytes: what may wait in memory to be written to one tier in the background.
-        verify_frames: check what a tier gave, so that another can make up for a bad frame. Off for
+        deadline_s: the deadline of each call to a tier.
+        queue_nbytes: the bytes that may wait in memory to be written to one tier.
+        verify_frames: check loaded frames, so that another tier can replace a bad one. Off for
             values that are no frames.
     """
 
@@ -53,7 +53,7 @@ class TieredSettings:
             raise ConfigurationError(f"queue={self.queue_nbytes}: must be at least one byte")
 
     def write_of_each(self, tiers: int) -> tuple[Write, ...]:
-        """The mode of each of so many tiers.
+        """Returns the mode of each of `tiers` tiers.
 
         Raises:
             ConfigurationError: another number of modes, or no tier that is written through.
@@ -75,7 +75,7 @@ class TieredSettings:
 
 
 def parse_tiered(url: StoreUrl) -> tuple[list[str], TieredSettings]:
-    """The tiers' URLs and how they are used.
+    """Returns the tiers' URLs and their settings.
 
     Raises:
         ConfigurationError: names the parameter and what is right.

@@ -1,4 +1,4 @@
-"""``tiered:``: several stores as one, the fastest first."""
+"""The ``tiered:`` backend: several stores as one, the fastest first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["TieredBackend", "from_url"]
 
 
 def from_url(url: StoreUrl) -> TieredBackend:
-    """``tiered:?tiers=memory:%3Fcapacity=4GiB,disk:/var/kv,redis://host&write=through,behind``."""
+    """Parses ``tiered:?tiers=memory:%3Fcapacity=4GiB,disk:/var/kv&write=through,behind``."""
     from kvconnect.backends.registry import open_backend
 
     tiers, settings = parse_tiered(url)
@@ -45,13 +45,13 @@ class TieredBackend(Backend):
     """An ordered list of stores, the fastest first, that are looked up, loaded and saved as one.
 
     A prefix may come from several tiers: each piece of it is loaded from the first tier that has
-    it, and copied to the faster ones in the background. A tier that is dead or slow is skipped, and
-    asked again in the background until it answers. A bad frame is deleted in the tier it came from
+    it, and copied to the faster ones in the background. A tier that fails or is slow is skipped,
+    and probed in the background until it answers. A bad frame is deleted in the tier it came from
     and loaded from the next.
 
     Args:
         tiers: stores that are not open yet; a guard around one is replaced by the tier's own.
-        settings: how they are used.
+        settings: the settings of the whole.
         names: of the tiers, for messages and `stats`; default: their classes'.
     """
 
@@ -82,9 +82,9 @@ class TieredBackend(Backend):
         self._is_open = False
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
-        """Open all tiers at once; those that cannot be reached now are opened in the background.
+        """Opens all tiers at once; those that cannot be reached now are opened in the background.
 
-        Unless it is to be a store, no block is copied to another tier.
+        With another `access` than ``store`` no block is copied to another tier.
 
         Raises:
             ConfigurationError: of the first tier that is configured wrongly.
@@ -106,21 +106,21 @@ class TieredBackend(Backend):
         self._is_open = True
 
     async def close(self) -> None:
-        """Write what waits, for some seconds; close all tiers at once."""
+        """Writes waiting blocks, for some seconds; closes all tiers at once."""
         self._is_open = False
         self._finder.close()
         await asyncio.gather(*(tier.close() for tier in self.tiers))
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading `keys` are present, each in any tier.
+        """Returns how many leading `keys` are present, each in any tier.
 
-        Ends as soon as a tier has all, and at the latest after the patience that tiers are given.
+        Ends as soon as a tier has all, and at the latest after twice ``patience_s``.
         """
         self._opened()
         return await self._finder.lookup(keys)
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Fill `into`, each piece from the first tier that has it.
+        """Fills `into`, each piece from the first tier that has it.
 
         Raises:
             BackendTimeout: a tier holds `into` beyond its deadline, until `pending` is done.
@@ -129,7 +129,7 @@ class TieredBackend(Backend):
         return await self._reader.load(keys, into)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Store `blocks` in all tiers; wait for those that are written through.
+        """Stores `blocks` in all tiers; waits for those that are written through.
 
         Returns:
             How many leading ones are stored: in a durable tier if one is written through, else in a
@@ -151,9 +151,9 @@ class TieredBackend(Backend):
         return max(int(stored[tier]) for tier in self._decisive)  # type: ignore[arg-type]
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forget `keys` in every tier, also where they wait to be written.
+        """Deletes `keys` in every tier, and drops those that wait to be written.
 
-        A tier that does not answer now forgets them when it does, if this is open until then.
+        A tier that does not answer now deletes them when it does, if this is open until then.
 
         Raises:
             BackendUnavailable: no tier could delete anything.
@@ -164,22 +164,23 @@ class TieredBackend(Backend):
             raise BackendUnavailable("tiered store: no tier could delete")
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
-        """The stored blocks whose parent is `key`, of all tiers that answer soon."""
+        """Returns the stored blocks whose parent is `key`, of all tiers that answer soon."""
         return await self._finder.children(key)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
-        """Everything in the tiers that tell; a block in several is listed as the first has it."""
+        """Yields the entries of all tiers that list theirs; a block only from its first tier."""
         async for entry in self._finder.scan():
             yield entry
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
-        """What the first tier that knows it says of each of `keys`."""
+        """Returns the entry of each of `keys` in the first tier that has one."""
         return await self._finder.describe(keys)
 
     async def stats(self) -> dict[str, float]:
-        """Each tier's numbers as ``<tier>.<name>``; ``blocks``, ``bytes``: of the fullest tier.
+        """Returns each tier's numbers as ``<tier>.<name>``, and the greatest of some.
 
-        Also ``<tier>.alive``, and ``<tier>.waiting`` blocks to be written in the background.
+        These are ``blocks`` and ``bytes``, of the fullest tier. Each tier also has
+        ``<tier>.alive``, and ``<tier>.waiting``: blocks to be written in the background.
         """
         numbers: dict[str, float] = {"blocks": 0, "bytes": 0}
         for tier in self.tiers:
@@ -192,11 +193,11 @@ class TieredBackend(Backend):
         return numbers
 
     def parts(self) -> Mapping[str, Backend]:
-        """The tiers that answer."""
+        """Returns the tiers that answer."""
         return {tier.name: tier.guard for tier in self.tiers if tier.alive}
 
     def register(self, region: Tensor) -> None:
-        """Tell all tiers of memory that buffers will come from."""
+        """Registers memory that buffers will come from with all tiers."""
         for tier in self.tiers:
             tier.guard.register(region)
 
@@ -227,7 +228,7 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def _capabilities_of(own: Capabilities, tiers: Sequence[Tier]) -> Capabilities:
-    """Returns `own`, as far as it holds whichever of `tiers` a block is in, or comes from."""
+    """Returns `own`, limited to what holds for every one of `tiers` that may have a block."""
     every = [tier.guard.capabilities for tier in tiers]
     deciding = [tier.guard.capabilities for tier in _decisive(tiers)]
     limits = [one.max_value_bytes for one in deciding]
@@ -246,7 +247,7 @@ def _capabilities_of(own: Capabilities, tiers: Sequence[Tier]) -> Capabilities:
 
 
 def _decisive(tiers: Sequence[Tier]) -> list[Tier]:
-    """Returns the tiers that decide whether a save was one: they keep what the whole promises."""
+    """Returns the tiers that decide whether a save succeeded: those with the whole's durability."""
     through = [tier for tier in tiers if tier.write == "through"]
     tests: tuple[Callable[[Capabilities], bool], ...] = (
         lambda can: can.durable and can.shared,

@@ -1,4 +1,4 @@
-"""One tier of a tiered store: guarded, checked, and skipped while it does not answer."""
+"""A tier of a tiered store: guarded, checked, and skipped while it does not answer."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _FAILED = object()
 class Tier:
     """A store of a tiered one. All methods run on one event loop.
 
-    A tier that missed its deadline is not `alive`: nothing is asked of it until it has answered a
-    question that no caller waits for. One that answers, but not within `patience_s`, is not
+    A tier that missed its deadline is not `alive`: no call is made to it until it has answered a
+    probe in the background. One that answers, but not within `patience_s`, is not
     `prompt`: it is written to and loaded from, but no lookup waits for it. One that cannot be
     reached at `open` is opened later.
 
     Args:
         store: not open yet.
         name: unique among the tiers.
-        settings: of the whole.
+        settings: the settings of the whole.
         write: whether `save` of the whole waits for this tier.
-        place: where the store is, for what is counted.
+        place: the store's address, a label of its counters.
 
     Attributes:
         verify_frames: whether a value that is no sound frame of its key is deleted and not loaded.
-        framing: finds out which values are.
+        framing: checks frames.
     """
 
     def __init__(
@@ -86,21 +86,21 @@ class Tier:
 
     @property
     def alive(self) -> bool:
-        """Whether the tier may be asked."""
+        """Returns whether calls to the tier are allowed."""
         return self._alive.is_set()
 
     async def open(
         self, layouts: Sequence[KvCacheLayout], access: Access
     ) -> BackendUnavailable | None:
-        """Open the store; if that cannot be done now, try again in the background.
+        """Opens the store; if that cannot be done now, tries again in the background.
 
-        But to be a store, frames are loaded unchecked: to look at it changes nothing.
+        With another `access` than ``store``, frames are loaded unchecked, so that nothing changes.
 
         Returns:
             Why it could not be opened now.
 
         Raises:
-            ConfigurationError: it never will.
+            ConfigurationError: it can never be opened.
         """
         self._layouts, self._access = tuple(layouts), access
         self.verify_frames = self.verify_frames and access == "store"
@@ -114,7 +114,7 @@ class Tier:
         return None
 
     async def close(self) -> None:
-        """Write what waits, if the tier answers; close the store. Never raises."""
+        """Writes waiting blocks, if the tier answers; closes the store. Never raises."""
         if self._closed:
             return
         self._closed = True
@@ -126,11 +126,11 @@ class Tier:
         self.framing.close()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading `keys` are here; none if the store fails. May take its deadline."""
+        """Returns how many leading `keys` are here; 0 if the store fails. May take its deadline."""
         return await self.answer(self.guard.lookup(keys), 0)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Store `blocks`; return how many leading ones are stored, none if the store fails.
+        """Stores `blocks`; returns how many leading ones are stored, 0 if the store fails.
 
         Raises:
             BackendTimeout: the data belongs to the call until `pending` is done.
@@ -141,12 +141,12 @@ class Tier:
         return await self.answer(self.guard.save(blocks), 0, holds_buffers=True)
 
     async def delete(self, keys: Sequence[BlockKey]) -> bool:
-        """Forget `keys`, now or when the tier answers again; whether it was now."""
+        """Deletes `keys`, now or when the tier answers again; returns whether it was now."""
         self.backlog.forget(keys)
         return await self._delete(keys)
 
     async def abort(self) -> None:
-        """Take back `open`; it may be called again. Never raises."""
+        """Reverts `open`, which may be called again. Never raises."""
         if self._probing is not None:
             self._probing.cancel()
         self._is_open = False
@@ -154,14 +154,14 @@ class Tier:
         await self.guard.abort()
 
     def note_slow(self) -> None:
-        """A lookup was not answered within `patience_s`: let none wait until it is prompt again."""
+        """Records a lookup without an answer within `patience_s`: further ones do not wait."""
         if self.prompt:
             count("store.tiered.slow")
         self.prompt = False
         self._start_probing()
 
     def skip(self, reason: str) -> None:
-        """The tier did not answer: leave it alone until it does."""
+        """Records that the tier did not answer: no calls are made until a probe succeeds."""
         if self.alive:
             count("store.tiered.skipped")
         self._alive.clear()
@@ -172,10 +172,10 @@ class Tier:
     async def answer(
         self, call: Coroutine[Any, Any, T], otherwise: S, *, holds_buffers: bool = False
     ) -> T | S:
-        """Returns what `call` to the store returns; `otherwise` if that fails, which is warned of.
+        """Returns the result of `call` to the store; logs a failure and returns `otherwise`.
 
         Raises:
-            BackendTimeout: if it `holds_buffers`: they belong to it until `pending` is done.
+            BackendTimeout: if the call `holds_buffers`: it owns them until `pending` is done.
         """
         try:
             return await call
