@@ -1,4 +1,4 @@
-"""Blocks in one region of host memory: copied in, copied out, and dropped for room."""
+"""The blocks in one region of host memory: copied in, copied out, and dropped for room."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _PARTS = 16
 def unit_nbytes(
     capacity: int, layouts: Sequence[KvCacheLayout], *, short_values: bool = False
 ) -> int:
-    """Returns in what units `capacity` bytes are handed out.
+    """Returns the bytes of the units in which `capacity` bytes are allocated.
 
     Raises:
-        ConfigurationError: they are below one block.
+        ConfigurationError: `capacity` is below one block.
     """
     frames = {frame_nbytes(layout.block_nbytes) for layout in layouts}
     largest = max(frames, default=0)
@@ -50,15 +50,15 @@ def unit_nbytes(
 
 
 class HostBlocks:
-    """Blocks in one region. Thread-safe but for `load` and `save`, which are the event loop's.
+    """The blocks in one region. Thread-safe but for `load` and `save`, which are the event loop's.
 
-    What was used longest ago goes first, of low priority before high, chains from their end. Large
-    copies run on a lane, on blocks that are held meanwhile: what is held is not dropped, and what
-    is deleted keeps its bytes until it is held no more.
+    Eviction takes the least recently used block first, low priority before high, chains from their
+    end. Large copies run on a lane, on blocks that are held meanwhile. A held block is not dropped;
+    a deleted block keeps its bytes until it is held no more.
 
     Args:
-        region: where the bytes are.
-        lane: of two threads, for copies.
+        region: holds the bytes.
+        lane: the two threads for copies.
     """
 
     def __init__(self, region: MemoryRegion, lane: Lane) -> None:
@@ -72,7 +72,7 @@ class HostBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the units that are taken."""
+        """The bytes of the units that are in use."""
         return self.index.units_used * self.region.unit
 
     def lookup(self, keys: Sequence[BlockKey]) -> int:
@@ -101,10 +101,10 @@ class HostBlocks:
     async def load(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """Copies blocks out; returns how many leading ones were.
+        """Copies blocks out; returns how many leading ones were copied.
 
-        What is absent or longer than its buffer is a miss. Each of `checksums` is told what
-        arrives.
+        A block that is absent or longer than its buffer is a miss. Each of `checksums` hashes the
+        bytes as they arrive.
         """
         blocks = self.hold(keys)
         try:
@@ -163,7 +163,7 @@ class HostBlocks:
         return present
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forgets `keys`; their memory is free once it is held no more."""
+        """Deletes `keys`; their memory is free once it is held no more."""
         with self._lock:
             self.index.delete(keys)
 
@@ -173,12 +173,12 @@ class HostBlocks:
             return self.index.children(key)
 
     def entries(self) -> list[StoredEntry]:
-        """Returns all blocks, as `Backend.scan` lists them."""
+        """Returns the entries of all blocks for `Backend.scan`."""
         with self._lock:
             return [block.entry() for block in self.index]
 
     def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
-        """Returns each of `keys` as `entries` would list it."""
+        """Returns the entry that `entries` would list for each of `keys`."""
         with self._lock:
             found = [self.index.get(key) for key in keys]
             return [None if block is None else block.entry() for block in found]

@@ -1,4 +1,4 @@
-"""Copies between a store's region and its callers' buffers, beside the event loop."""
+"""The copies between a store's region and its callers' buffers, beside the event loop."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _PIECE_NBYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """One value on its way.
+    """A copy of one value.
 
     Attributes:
         parts: pairs of source and target, equally long, one after the other in the value.
-        checksum: is told what is copied.
+        checksum: hashes the bytes that are copied.
         seals: `checksum` seals the source, once it is read.
     """
 
@@ -36,11 +36,11 @@ class Copy:
 
     @property
     def nbytes(self) -> int:
-        """Of the value."""
+        """The bytes of the value."""
         return sum(source.nbytes for source, _ in self.parts)
 
     def run(self) -> None:
-        """Do it, on this thread; large pieces without the interpreter's lock."""
+        """Copies on this thread; large pieces without the interpreter's lock."""
         if self.checksum is None:
             for source, target in self.parts:
                 _copy(source, target)
@@ -56,7 +56,7 @@ class Copy:
 
     @property
     def fusable(self) -> ValueCopy | None:
-        """It for `FusedCopy`; ``None`` if it has gaps, or is shorter than its header says."""
+        """The value for `FusedCopy`; ``None`` for a value with gaps or without its whole frame."""
         gaps = not all(one.flags.c_contiguous for part in self.parts for one in part)
         if gaps or not self.parts:
             return None
@@ -66,7 +66,7 @@ class Copy:
         return None if end is None or end > self.nbytes else ValueCopy(self.parts, end)
 
     def ran(self, end: int, digest: bytes) -> None:
-        """`FusedCopy` has done what `fusable` says."""
+        """Records the result of `FusedCopy` for `fusable`."""
         if self.checksum is not None:
             self.checksum.hashed(end, digest)
             self._seal()
@@ -78,7 +78,7 @@ class Copy:
             _copy(source[:HEADER_NBYTES], target[:HEADER_NBYTES])
 
     def cut(self, nbytes: int) -> tuple[Copy, Copy]:
-        """The first `nbytes` of it and the rest; without checksum only."""
+        """Splits off the first `nbytes`; only for a copy without checksum."""
         first: list[tuple[Bytes, Bytes]] = []
         left = nbytes
         for number, (source, target) in enumerate(self.parts):
@@ -91,9 +91,9 @@ class Copy:
 
 
 async def copy_all(copies: Sequence[Copy], lane: Lane) -> None:
-    """Do all of `copies` on `lane`, each call in two halves for its two threads.
+    """Runs all of `copies` on `lane`, each call in two halves for its two threads.
 
-    One thread alone does not get all that memory gives. What is in the queue keeps both busy while
+    One thread alone does not use all the memory bandwidth. Queued work keeps both busy while
     a call's end reaches the event loop, and the next call comes from there.
 
     Raises:
@@ -111,7 +111,7 @@ async def copy_all(copies: Sequence[Copy], lane: Lane) -> None:
 
 
 def _halves(copies: Sequence[Copy], left: int) -> tuple[Sequence[Copy], Sequence[Copy]]:
-    """`copies` in two, the first of them of about `left` bytes; a checksum is not divided."""
+    """Splits `copies` in two, the first of about `left` bytes; a checksum is not divided."""
     for number, one in enumerate(copies):
         if one.nbytes <= left:
             left -= one.nbytes
@@ -130,7 +130,7 @@ def _run(copies: Sequence[Copy], fused: FusedCopy | None) -> None:
 
 
 def _fuse(copies: Sequence[Copy], fused: FusedCopy) -> list[Copy]:
-    """Do those of `copies` that can be done with `fused`; the others."""
+    """Runs those of `copies` that `fused` can do; returns the others."""
     values = [(one, one.fusable) for one in copies]
     fusable = [(one, value) for one, value in values if value is not None]
     digests = fused.run([value for _, value in fusable])

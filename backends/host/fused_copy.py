@@ -1,9 +1,9 @@
-"""Copying and hashing many values in one call, without the interpreter's lock in between.
+"""The copying and hashing of many values in one call, without the interpreter's lock in between.
 
 Python's own way is a call for each piece of a value, and after each of them its thread has to get
 the lock back, against the event loop: with pieces that fit a core's cache that costs more than it
-saves. Where numba is installed it makes one function of libc's ``memcpy`` and the C functions that
-the xxhash package is made of. Either way gives the same bytes.
+saves. Where numba is installed it compiles one function of libc's ``memcpy`` and the C functions
+of the xxhash package. Either way gives the same bytes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _CHECKED_NBYTES = (1000, 3 * _PIECE_NBYTES + 17)
 
 
 class ValueCopy(NamedTuple):
-    """One value on its way.
+    """A copy of one value.
 
     Attributes:
         parts: one pair or more of source and target, equally long and contiguous, one after the
             other in the value.
-        end: of the frame that it is, where the padding begins; 0: nothing is hashed.
+        end: the end of the value's frame, where the padding begins; 0: nothing is hashed.
     """
 
     parts: Sequence[tuple[Bytes, Bytes]]
@@ -50,10 +50,10 @@ class ValueCopy(NamedTuple):
 
 
 class FusedCopy:
-    """Copies values and hashes what arrived. Thread-safe; blocks.
+    """A function that copies values and hashes the copies. Thread-safe; blocks.
 
     Raises:
-        ImportError, AttributeError, OSError: what it is made of is not there.
+        ImportError, AttributeError, OSError: numba, xxhash or a C function is missing.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class FusedCopy:
         self._check()
 
     def run(self, values: Sequence[ValueCopy]) -> list[bytes]:
-        """Copy `values`; the digest of each, of all but the place of the checksum and the padding.
+        """Copies `values`; returns the digest of each, without its checksum and its padding.
 
         Raises:
             ValueError: a source and its target differ in length; it was not copied.
@@ -104,7 +104,7 @@ class FusedCopy:
         return np.array([self._make_state() for _ in range(_STATES)], np.int64)
 
     def _check(self) -> None:
-        """See whether it does what the xxhash package does."""
+        """Checks that copies and digests equal those of NumPy and the xxhash package."""
         for nbytes in _CHECKED_NBYTES:
             source = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
             target = np.zeros_like(source)
@@ -120,7 +120,7 @@ class _Digest(ctypes.Structure):
 
 
 class _Maker:
-    """Makes the one of this process on a thread of its own: numba takes a second for it."""
+    """The maker of this process's `FusedCopy`, on a thread of its own: numba takes a second."""
 
     def __init__(self) -> None:
         self.made: FusedCopy | None = None
@@ -128,7 +128,7 @@ class _Maker:
         self._thread: threading.Thread | None = None
 
     def start(self, *, wait: bool = False) -> None:
-        """Unless that was done before, or another thread, which one may `wait` for, is at it."""
+        """Starts to make it, unless a thread did before; with `wait` waits for a thread in here."""
         # In a process forked just then no thread is at it any more, and the lock is held for good.
         if not self._lock.acquire(blocking=wait):
             return
@@ -145,7 +145,7 @@ class _Maker:
             self._lock.release()
 
     def wait(self) -> None:
-        """Until it is made, or cannot be."""
+        """Waits until it is made, or cannot be made."""
         self.start(wait=True)
         if self._thread is not None:
             self._thread.join()
@@ -161,9 +161,9 @@ _maker = _Maker()
 
 
 def fused_copy(*, wait: bool = False) -> FusedCopy | None:
-    """The one of this process; ``None`` where numba is not installed.
+    """Returns this process's `FusedCopy`; ``None`` where numba is not installed.
 
-    And until it is made, unless one is ready to `wait`: the first call begins with that.
+    Also returns ``None`` until it is made, unless it may `wait`: the first call starts that.
     """
     if _maker.made is None:
         _maker.wait() if wait else _maker.start()
@@ -171,7 +171,7 @@ def fused_copy(*, wait: bool = False) -> FusedCopy | None:
 
 
 def _compiled(hashes: ctypes.CDLL) -> Any:
-    """The loop over parts, ``(value, source, target, length)``, and ends and states of values.
+    """Returns the loop over parts, ``(value, source, target, length)``, ends and states of values.
 
     Raises:
         ImportError, AttributeError: numba or one of the C functions is not there.

@@ -1,4 +1,4 @@
-"""Which blocks a region holds, and which goes first."""
+"""The index of a region: which blocks it holds, and in which order they are evicted."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class MemoryBlock:
     dropped: bool = False
 
     def entry(self) -> StoredEntry:
-        """It, as `Backend.scan` lists it."""
+        """Returns the entry of the block for `Backend.scan`."""
         return self.metadata.entry(
             self.key, self.nbytes, created_at=self.created_at, used_at=self.used_at
         )
 
 
 class MemoryIndex:
-    """Blocks by key, by parent and by who goes first. Not thread-safe.
+    """The blocks by key, by parent and by order of eviction. Not thread-safe.
 
-    Only leaves, blocks without stored children, are dropped: lowest priority first, then longest
-    unused. So a chain goes from its end, and using a block keeps its ancestors.
+    Only leaves, blocks without stored children, are dropped: lowest priority first, then least
+    recently used. So a chain is dropped from its end, and using a block keeps its ancestors.
     """
 
     def __init__(self, num_units: int) -> None:
@@ -67,16 +67,16 @@ class MemoryIndex:
 
     @property
     def units_used(self) -> int:
-        """Units that are not free, those of blocks being copied in included."""
+        """The units that are not free, those of blocks being copied in included."""
         return self.num_units - len(self._free)
 
     def tick(self) -> int:
-        """Start an operation; what it uses is newer than everything before."""
+        """Starts an operation; its uses are newer than all before."""
         self._clock += 1
         return self._clock
 
     def use(self, keys: Sequence[BlockKey]) -> list[MemoryBlock]:
-        """The leading blocks of `keys` that are present; they count as used now."""
+        """Returns the leading blocks of `keys` that are present; they count as used now."""
         now, wall = self.tick(), time.time()
         found = []
         for key in keys:
@@ -88,20 +88,20 @@ class MemoryIndex:
         return found
 
     def get(self, key: BlockKey) -> MemoryBlock | None:
-        """The block of `key`, which does not count as used."""
+        """Returns the block of `key`, which does not count as used."""
         return self._blocks.get(key)
 
     def use_one(self, key: BlockKey, now: int) -> bool:
-        """Whether `key` is present; it counts as used by operation `now`."""
+        """Returns whether `key` is present; it counts as used by operation `now`."""
         block = self._blocks.get(key)
         if block is not None:
             block.used, block.used_at = now, time.time()
         return block is not None
 
     def reserve(self, block: StoredBlock, num_units: int, now: int) -> MemoryBlock | None:
-        """Units for `block`, dropping older blocks for room; ``None`` if there is no room.
+        """Reserves units for `block`, dropping older blocks; returns ``None`` if there is no room.
 
-        What operation `now` has used, and the parent of `block`, are not dropped for it.
+        Blocks that operation `now` has used, and the parent of `block`, are not dropped for it.
         """
         parent = None if block.parent is None else self._blocks.get(block.parent)
         if parent is not None:
@@ -120,7 +120,7 @@ class MemoryIndex:
         return MemoryBlock(block.key, metadata, block.data.numel(), units, now, wall, wall)
 
     def publish(self, block: MemoryBlock) -> None:
-        """Make a reserved block present; if its key is present by now, let go of its units."""
+        """Makes a reserved block present; frees its units if its key is present by now."""
         if block.key in self._blocks:
             self._free.extend(reversed(block.units))
             return
@@ -129,30 +129,30 @@ class MemoryIndex:
         self._queue(block)
 
     def cancel(self, block: MemoryBlock) -> None:
-        """Let go of the units of a block that was reserved and not published."""
+        """Frees the units of a block that was reserved and not published."""
         self._free.extend(reversed(block.units))
 
     def hold(self, blocks: Iterable[MemoryBlock]) -> None:
-        """Keep the units of `blocks` as they are until `release`."""
+        """Keeps the units of `blocks` as they are until `release`."""
         for block in blocks:
             block.holds += 1
 
     def release(self, blocks: Iterable[MemoryBlock]) -> None:
-        """End a `hold`."""
+        """Ends a `hold`."""
         for block in blocks:
             block.holds -= 1
             if block.dropped and not block.holds:
                 self._free.extend(reversed(block.units))
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Drop `keys`; absent ones are no error."""
+        """Drops `keys`; absent ones are no error."""
         for key in keys:
             block = self._blocks.get(key)
             if block is not None:
                 self._drop(block)
 
     def children(self, key: BlockKey | None) -> list[Child]:
-        """Those with tokens of the last `MAX_CHILDREN` blocks whose parent is `key`, last first."""
+        """Returns those with tokens of the last `MAX_CHILDREN` blocks after `key`, last first."""
         newest = islice(reversed(self._children.get(key, {})), MAX_CHILDREN)
         known = ((child, self._blocks[child].metadata.tokens) for child in newest)
         return [Child(child, tokens) for child, tokens in known if tokens is not None]

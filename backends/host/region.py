@@ -1,4 +1,4 @@
-"""One region of host memory, cut into units."""
+"""A region of host memory, cut into units."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["MemoryRegion"]
 
 
 class MemoryRegion:
-    """`nbytes` of memory in units of `unit` bytes, pinned where there is CUDA.
+    """A region of `nbytes` in units of `unit` bytes, pinned where there is CUDA.
 
-    Knows nothing of what is where. Different units may be read and written from several threads.
+    It does not record what its units hold. Several threads may use different units at once.
 
     Raises:
         ConfigurationError: there is not so much memory.
@@ -38,19 +38,19 @@ class MemoryRegion:
 
     @property
     def tensor(self) -> Tensor:
-        """All of it: uint8[num_units * unit]."""
+        """The whole region: uint8[num_units * unit]."""
         return self._memory
 
     def units_of(self, nbytes: int) -> int:
-        """How many units a block of `nbytes` takes."""
+        """Returns how many units a block of `nbytes` takes."""
         return -(-nbytes // self.unit)
 
     def parts(
         self, units: Sequence[int], whole: NDArray[np.uint8], nbytes: int
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Pairs of equal length: neighbours among `units`, and their piece of `whole`.
+        """Yields pairs of equal length: neighbours among `units`, and their piece of `whole`.
 
-        They are of the first `nbytes` of `whole`.
+        They cover the first `nbytes` of `whole`.
         """
         done = 0
         for piece in self.views(units, nbytes):
@@ -58,7 +58,7 @@ class MemoryRegion:
             done += len(piece)
 
     def views(self, units: Sequence[int], nbytes: int) -> Iterator[NDArray[np.uint8]]:
-        """The first `nbytes` bytes of `units`, neighbours among them as one piece."""
+        """Yields the first `nbytes` bytes of `units`, neighbours among them as one piece."""
         done = index = 0
         while done < nbytes:
             first = index

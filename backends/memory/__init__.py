@@ -1,4 +1,4 @@
-"""``memory:``: blocks in host memory, the fastest store and the model for the others.
+"""The ``memory:`` backend: blocks in host memory, the fastest store and the model for the others.
 
 Imports the vocabulary, ``url``, ``lanes`` and ``host``, which does the work; never another store,
 nor what stands around one. There is only `store`.

@@ -1,4 +1,4 @@
-"""``memory:``: blocks in host memory, the fastest store and the model for the others."""
+"""The ``memory:`` backend: blocks in host memory, the fastest store and a model for others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_CAPACITY = 1 << 30
 
 
 def from_url(url: StoreUrl) -> MemoryBackend:
-    """``memory:?capacity=4GiB``."""
+    """Parses ``memory:?capacity=4GiB``."""
     url.allow("capacity")
     if url.location or url.path:
         raise ConfigurationError(f"{url}: has no place; write memory: or memory:?capacity=4GiB")
@@ -30,16 +30,16 @@ def from_url(url: StoreUrl) -> MemoryBackend:
 
 
 class MemoryBackend(Backend):
-    """Blocks in one region of host memory, pinned where there is CUDA.
+    """A store of blocks in one region of host memory, pinned where there is CUDA.
 
-    What was used longest ago goes first, of low priority before high, chains from their end. The
-    index belongs to the event loop; large copies run on a thread, on blocks held meanwhile.
+    Eviction takes the least recently used block first, low priority before high, chains from their
+    end. The index belongs to the event loop. Large copies run on a thread, on held blocks.
 
     Args:
-        capacity: bytes of the region. It is reserved at `open` (pinned memory is taken at once,
+        capacity: bytes of the region. It is reserved at `open` (pinned memory is allocated at once,
             other memory as it is used).
         short_values: values will be shorter than the layouts say, because they are compressed; then
-            memory is handed out in smaller units.
+            memory is allocated in smaller units.
     """
 
     capabilities = Capabilities(
@@ -55,7 +55,7 @@ class MemoryBackend(Backend):
         self._copying: Lane | None = None
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
-        """Reserve the region.
+        """Reserves the region.
 
         Raises:
             ConfigurationError: `capacity` is below one block, or there is not so much memory.
@@ -66,7 +66,7 @@ class MemoryBackend(Backend):
         self._blocks = HostBlocks(region, self._copying)
 
     async def close(self) -> None:
-        """Let go of the region, as soon as copies in flight have ended."""
+        """Frees the region, as soon as copies in flight have ended."""
         copying, self._copying = self._copying, None
         self._blocks = None
         if copying is not None:
@@ -74,48 +74,48 @@ class MemoryBackend(Backend):
             copying.join()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading `keys` are present; they count as used now."""
+        """Returns how many leading `keys` are present; they count as used now."""
         return self._opened().lookup(keys)
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Copy blocks out. Nothing fails: what is absent or longer than its buffer is a miss."""
+        """Copies blocks out; a block that is absent or longer than its buffer is a miss."""
         return await self._opened().load(keys, into, ())
 
     async def load_hashed(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """The same; the checksums are taken as the bytes arrive."""
+        """Loads like `load`; the checksums are computed as the bytes arrive."""
         return await self._opened().load(keys, into, checksums)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Copy blocks in, dropping older ones for room; a block is visible once it is whole."""
+        """Copies blocks in, dropping older ones for room; a block is visible once it is whole."""
         return await self._opened().save(blocks, ())
 
     async def save_sealed(
         self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """The same; new blocks are sealed as they are read."""
+        """Saves like `save`; new blocks are sealed as they are read."""
         return await self._opened().save(blocks, checksums)
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forget `keys`; their memory is free once no copy runs on it."""
+        """Deletes `keys`; their memory is free once no copy runs on it."""
         self._opened().delete(keys)
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
-        """The stored blocks with tokens whose parent is `key`."""
+        """Returns the stored blocks with tokens whose parent is `key`."""
         return self._opened().children(key)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
-        """All blocks that were there when it began."""
+        """Yields all blocks that were there when it began."""
         for entry in self._opened().entries():
             yield entry
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
-        """What `scan` would list of each of `keys`."""
+        """Returns the entry that `scan` would yield for each of `keys`."""
         return self._opened().describe(keys)
 
     async def stats(self) -> Mapping[str, float]:
-        """``blocks``, ``bytes`` taken by them, and ``capacity``."""
+        """Returns ``blocks``, ``bytes`` taken by them, and ``capacity``."""
         blocks = self._opened()
         return {"blocks": len(blocks), "bytes": blocks.nbytes, "capacity": self.capacity}
 
