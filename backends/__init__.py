@@ -1,6 +1,6 @@
-"""Stores of KV blocks: `memory:` and `disk:`; `open_backend` opens any of them by URL.
+"""The stores of KV blocks; `open_backend` opens any of them by URL.
 
-Nothing here imports torch before a value is moved: to list a store takes less time than that.
+Nothing here imports torch before a value is moved: that import takes longer than listing a store.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Threads that cannot keep the process from ending, as asyncio takes them."""
+"""The daemon threads of asyncio's default executor, which cannot keep the process from ending."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """`submit` as `ThreadPoolExecutor` has it, on daemon threads.
+    """A pool whose `submit` is that of `ThreadPoolExecutor`, but on daemon threads.
 
     Python waits at exit for every thread of the pools it knows: a read from a dead network mount
     would hold the process for ever. asyncio takes only a subclass as its default executor; nothing
@@ -36,14 +36,13 @@ class DaemonThreads(ThreadPoolExecutor):
         self._ended = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run ``fn(*args, **kwargs)`` on a thread; does not block.
+        """Runs ``fn(*args, **kwargs)`` on a thread; does not block.
 
-        What is cancelled before its turn is forgotten at once: while all threads are stuck, work
-        that is of no use must not pile up.
+        Work that is cancelled before its turn is removed at once: while all threads are stuck,
+        cancelled work must not pile up.
 
         Raises:
-            RuntimeError: the pool has ended, or there is not even one thread to be had; `fn` is not
-                run.
+            RuntimeError: the pool has ended, or no thread can be started; `fn` is not run.
         """
         future: Future[T] = Future()
         work = partial(fulfil, future, partial(fn, *args, **kwargs))
@@ -58,7 +57,7 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
     def end(self, timeout_s: float) -> None:
-        """Take no more work, and wait up to `timeout_s` for the threads to end; idempotent."""
+        """Refuses further work and waits up to `timeout_s` for the threads to end; idempotent."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -87,7 +86,7 @@ class DaemonThreads(ThreadPoolExecutor):
             del work  # or an idle thread keeps the arguments of its last work alive
 
     def _next(self) -> Callable[[], None] | None:
-        """Wait for work; ``None``: there is none and the pool has ended."""
+        """Waits for work and returns it; ``None`` if there is none and the pool has ended."""
         with self._changed:
             self._idle += 1
             self._changed.wait_for(lambda: self._work or self._ended)

@@ -1,4 +1,4 @@
-"""What a store keeps of a block beside its bytes: once for all stores, as bytes and as JSON."""
+"""The metadata that a store keeps of a block, as bytes and as JSON, for all stores."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FIELDS = struct.Struct("<BiBHHI")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockMetadata:
-    """What is known of a stored block beside its key and its bytes; as in `StoredBlock`."""
+    """The metadata of a stored block beside its key and its bytes; as in `StoredBlock`."""
 
     parent: BlockKey | None
     tokens: TokenArray | None
@@ -42,7 +42,7 @@ class BlockMetadata:
 
     @classmethod
     def of(cls, block: StoredBlock) -> BlockMetadata:
-        """Returns that of `block`."""
+        """Returns the metadata of `block`."""
         return cls(
             block.parent, block.tokens, block.priority, block.namespace, block.model, block.group
         )
@@ -50,7 +50,7 @@ class BlockMetadata:
     def entry(
         self, key: BlockKey, nbytes: int, *, created_at: float, used_at: float
     ) -> StoredEntry:
-        """Returns the block as `Backend.scan` lists it."""
+        """Returns the entry of the block for `Backend.scan`."""
         return StoredEntry(
             key,
             nbytes,
@@ -79,7 +79,7 @@ class BlockMetadata:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> BlockMetadata | None:
-        """Returns what `to_bytes` was called on; ``None`` if `data` is damaged."""
+        """Returns the metadata that `to_bytes` encoded; ``None`` if `data` is damaged."""
         if len(data) < _FIELDS.size:
             return None
         priority, group, has_parent, namespace, model, count = _FIELDS.unpack_from(data)
@@ -94,7 +94,7 @@ class BlockMetadata:
         return cls(parent, tokens, priority, pieces[1], pieces[2], group)
 
     def to_json(self) -> dict[str, str | int]:
-        """Returns what is known, by field; bytes in hexadecimal, tokens in base64."""
+        """Returns the metadata by field; bytes in hexadecimal, tokens in base64."""
         content: dict[str, str | int] = {"priority": self.priority}
         if self.parent is not None:
             content["parent"] = self.parent.hex()
@@ -110,7 +110,7 @@ class BlockMetadata:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> BlockMetadata:
-        """Returns what `to_json` was called on; other names in `content` are passed over.
+        """Returns the metadata that `to_json` encoded; ignores other names in `content`.
 
         Raises:
             KeyError, TypeError, ValueError, OverflowError: `content` is damaged.
@@ -132,7 +132,7 @@ def child_to_bytes(child: Child) -> bytes:
 
 
 def child_from_bytes(data: bytes) -> Child | None:
-    """Returns what `child_to_bytes` was given; ``None`` if `data` is damaged."""
+    """Returns the argument of `child_to_bytes`; ``None`` if `data` is damaged."""
     if len(data) < KEY_NBYTES or len(data) % 4:
         return None
     return Child(BlockKey(data[:KEY_NBYTES]), tokens_from_bytes(data[KEY_NBYTES:]))
@@ -144,7 +144,7 @@ def child_to_json(child: Child) -> dict[str, str]:
 
 
 def child_from_json(content: Mapping[str, Any]) -> Child:
-    """Returns what `child_to_json` was given.
+    """Returns the argument of `child_to_json`.
 
     Raises:
         KeyError, TypeError, ValueError: `content` is damaged.
@@ -156,7 +156,7 @@ def key_from_text(text: str) -> BlockKey:
     """Returns the key that `text` writes in hexadecimal.
 
     Raises:
-        ValueError: `text` is none.
+        ValueError: `text` is no key.
     """
     key = bytes.fromhex(text)
     if len(key) != KEY_NBYTES:
@@ -170,7 +170,7 @@ def tokens_to_bytes(tokens: TokenArray) -> bytes:
 
 
 def tokens_from_bytes(data: bytes) -> TokenArray:
-    """Returns what `tokens_to_bytes` was given."""
+    """Returns the argument of `tokens_to_bytes`."""
     return np.frombuffer(data, "<i4").astype(np.int32)
 
 

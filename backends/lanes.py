@@ -1,4 +1,4 @@
-"""Named threads for blocking work: a call ends only when its thread has."""
+"""The named threads for blocking work: a waiter returns only when its work has ended."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _FEW = 64
 
 
 class Lane:
-    """`threads` threads that run blocking work in the order it comes, for one kind of work.
+    """A set of `threads` threads that run blocking work of one kind in the order it comes.
 
-    A lookup does not wait behind megabytes if it has a lane of its own. Who waits for work goes on
-    only once it has ended, or was never begun, also if the waiter is cancelled: so nothing uses a
-    buffer behind its owner's back.
+    A lookup does not wait behind megabytes if it has a lane of its own. A waiter returns only once
+    its work has ended, or was never begun, even if the waiter is cancelled: so no thread uses a
+    buffer that its owner uses again.
 
-    All threads run from the beginning, or work could be accepted that no thread can be had for.
+    All threads start at once, or work could be accepted that no thread can be started for.
     They are daemons: a read from a dead network mount does not keep the process from ending.
 
     Args:
-        name: of the threads.
+        name: the name of the threads.
         threads: how many.
-        owner: whose they are, for errors; ``None``: the name.
+        owner: the name of their owner, for errors; ``None``: `name`.
 
     Raises:
-        BackendUnavailable: there are not so many threads to be had; none is left.
+        BackendUnavailable: the threads cannot be started; none is left running.
     """
 
     def __init__(self, name: str, threads: int, owner: str | None = None) -> None:
@@ -65,11 +65,11 @@ class Lane:
 
     @property
     def running(self) -> int:
-        """Works of `run` and `run_all` that have not ended; belongs to the event loop."""
+        """The works of `run` and `run_all` that have not ended; belongs to the event loop."""
         return sum(one.left for one in self._waiting)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Have `work` run; does not block. From any thread.
+        """Queues `work` for a thread; does not block. Callable from any thread.
 
         Raises:
             BackendUnavailable: the lane was closed, or is another process's; `work` is not run.
@@ -79,7 +79,7 @@ class Lane:
         return future
 
     async def run(self, work: Callable[[], T], abort: Callable[[], object] | None = None) -> T:
-        """What `work` returns; on an event loop.
+        """Runs `work` on a thread and returns its result; on an event loop.
 
         Args:
             work: runs on a thread.
@@ -97,7 +97,7 @@ class Lane:
     async def run_all(
         self, works: Sequence[Callable[[], T]], abort: Callable[[], object] | None = None
     ) -> list[T | BaseException]:
-        """What each of `works` returns or raises, once all have ended; see `run`.
+        """Runs `works`; returns the result or error of each, once all have ended; see `run`.
 
         Raises:
             BackendUnavailable: the lane was closed, or is another process's; nothing was begun.
@@ -136,9 +136,9 @@ class Lane:
                 self._queue.put(item)
 
     def _forget(self, cancelled: int) -> None:
-        """Take out of the queue what was cancelled there, if that is much.
+        """Removes cancelled works from the queue, if they are many.
 
-        Where all threads are stuck, work that is of no use would pile up.
+        While all threads are stuck, cancelled work would pile up.
         """
         with self._lock:
             self._cancelled += cancelled
@@ -154,20 +154,20 @@ class Lane:
                     self._queue.put(item)
 
     async def close(self) -> None:
-        """Take no more work, forget what was not begun, wait for what runs; idempotent."""
+        """Refuses further work, cancels what was not begun, waits for what runs; idempotent."""
         self.end()
         if self._waiting:
             await asyncio.wait(self._waiting)
 
     async def idle(self) -> None:
-        """Return once no work of `run` and `run_all` is left."""
+        """Waits until no work of `run` and `run_all` is left."""
         while self._waiting:
             await asyncio.wait(self._waiting)
 
     def end(self) -> None:
-        """Take no more work, forget what was not begun; its threads end by themselves.
+        """Refuses further work and cancels what was not begun; the threads end by themselves.
 
-        Does not block. From any thread.
+        Does not block. Callable from any thread.
         """
         with self._lock:
             if self._closed:
@@ -183,27 +183,27 @@ class Lane:
             future.cancel()
 
     def abort(self) -> None:
-        """`end`, and end early what runs and was given an `abort`; on the event loop.
+        """Calls `end`, and `abort` of the running works that have one; on the event loop.
 
-        Does not block. Who waits for work goes on once it has ended, with its result.
+        Does not block. A waiter returns once its work has ended, with its result.
         """
         self.end()
         for one in tuple(self._waiting):
             one.cancel()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Block until its threads have ended, after `end`; each at most `timeout_s`."""
+        """Blocks until the threads have ended, after `end`; at most `timeout_s` for each."""
         for thread in self._threads:
             thread.join(timeout_s)
 
 
 class Lanes:
-    """Several lanes that begin together: ``Lanes("kvconnect-s3", "s3 store", requests=8)``.
+    """A set of lanes that start together: ``Lanes("kvconnect-s3", "s3 store", requests=8)``.
 
     ``lanes["requests"]`` is one of them.
 
     Raises:
-        BackendUnavailable: there are not so many threads to be had; none is left of any lane.
+        BackendUnavailable: the threads cannot be started; none is left running in any lane.
     """
 
     def __init__(self, name: str, owner: str | None = None, /, **threads: int) -> None:
@@ -220,39 +220,39 @@ class Lanes:
 
     @property
     def running(self) -> int:
-        """See `Lane.running`."""
+        """The sum of `Lane.running` of all lanes."""
         return sum(lane.running for lane in self._lanes.values())
 
     async def close(self) -> None:
-        """`Lane.close` of all: none takes work any more before the first is waited for."""
+        """Calls `end` of all lanes before it waits for the first one; see `Lane.close`."""
         self.end()
         for lane in self._lanes.values():
             await lane.close()
 
     async def idle(self) -> None:
-        """`Lane.idle` of all."""
+        """Waits until no work is left in any lane; see `Lane.idle`."""
         for lane in self._lanes.values():
             await lane.idle()
 
     def end(self) -> None:
-        """`Lane.end` of all."""
+        """Calls `Lane.end` of all lanes."""
         for lane in self._lanes.values():
             lane.end()
 
     def abort(self) -> None:
-        """`Lane.abort` of all."""
+        """Calls `Lane.abort` of all lanes, after `end` of all."""
         self.end()
         for lane in self._lanes.values():
             lane.abort()
 
     def join(self) -> None:
-        """`Lane.join` of all."""
+        """Calls `Lane.join` of all lanes."""
         for lane in self._lanes.values():
             lane.join()
 
 
 async def settled(futures: Sequence[asyncio.Future[T]]) -> list[T | BaseException]:
-    """Results or errors of all `futures`, once all have ended, also if this is cancelled."""
+    """Returns results or errors of all `futures`, once all have ended, even if it is cancelled."""
     ended = asyncio.gather(*futures, return_exceptions=True)
     cancelled: asyncio.CancelledError | None = None
     while not ended.done():
@@ -266,7 +266,7 @@ async def settled(futures: Sequence[asyncio.Future[T]]) -> list[T | BaseExceptio
 
 
 def results_of(outcomes: Sequence[T | BaseException]) -> list[T]:
-    """`outcomes`, if none of them is an error; else the first error is raised."""
+    """Returns `outcomes` if none of them is an error; raises the first error otherwise."""
     results = []
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
@@ -279,7 +279,7 @@ _Work = tuple[Future[Any], Callable[[], Any]]
 
 
 def fulfil(future: Future[T], work: Callable[[], T]) -> None:
-    """Run `work`, unless `future` was cancelled, which gets its result or error."""
+    """Runs `work` and sets its result or error on `future`, unless `future` was cancelled."""
     if future.set_running_or_notify_cancel():
         try:
             result = work()
@@ -296,10 +296,10 @@ def _serve(queue: SimpleQueue[_Work | None]) -> None:
 
 
 class _Ended(asyncio.Future[None]):
-    """Done once all `futures` have ended; who waits for it is cancelled only then.
+    """A future that is done once all `futures` have ended, even if its waiter is cancelled.
 
-    One message from the threads to the event loop, however many works there are: that is what costs
-    time.
+    The threads send one message to the event loop, however many works there are: each message
+    costs time.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class _Ended(asyncio.Future[None]):
             future.add_done_callback(self._one_ended)
 
     def cancel(self, msg: object = None) -> bool:
-        """Forget what has not begun, and `abort` the rest, which is waited for."""
+        """Cancels works that have not begun and aborts the rest, which still have to end."""
         begun = [future for future in self._futures if not future.cancel()]
         abort, self._abort = self._abort, None
         if abort is not None and not all(future.done() for future in begun):

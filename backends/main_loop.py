@@ -1,4 +1,4 @@
-"""An event loop for a program's own thread, which ends although a store in it is stuck."""
+"""An event loop for a program's own thread, which ends even if a store in it is stuck."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _END_S = 5.0
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """As ``asyncio.run``, which waits for ever for a thread that is stuck. Main thread only.
+    """Runs `work` like ``asyncio.run``, but never waits for a stuck thread. Main thread only.
 
-    Ctrl-C cancels `work`, as does an exception of another signal handler. What has not ended some
-    seconds later, a read from a dead network mount say, is left behind on daemon threads.
+    Ctrl-C cancels `work`, as does an exception of another signal handler. Calls that have not
+    ended some seconds later, such as a read from a dead network mount, are left on daemon threads.
     """
     with main_loop(_END_S) as loop:
         # Closing the runner would wait for tasks that never end: the context does it instead.
@@ -30,7 +30,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 @contextlib.contextmanager
 def main_loop(end_s: float) -> Iterator[asyncio.AbstractEventLoop]:
-    """A new loop. At the end what runs in it is cancelled, and left behind after `end_s` seconds.
+    """Yields a new loop. On exit cancels its tasks, and waits at most `end_s` seconds for them.
 
     ``asyncio.to_thread`` runs on daemon threads: stuck ones do not keep the process from ending.
     """
@@ -54,7 +54,7 @@ def _end(loop: asyncio.AbstractEventLoop, end_s: float) -> None:
         task.cancel()
     if tasks:
         loop.run_until_complete(asyncio.wait(tasks, timeout=end_s))
-    for _ in range(3):  # transports that were closed last need it to let go of their sockets
+    for _ in range(3):  # transports that were closed last need it to close their sockets
         loop.run_until_complete(asyncio.sleep(0))
     with contextlib.suppress(TimeoutError):
         loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), end_s / 4))

@@ -1,4 +1,4 @@
-"""Which backend serves a URL scheme."""
+"""The registry of backends by URL scheme."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvconnect.errors import ConfigurationError, MissingExtra, UnknownScheme, ne
 __all__ = ["ENTRY_POINT_GROUP", "BackendFactory", "codecs_of", "open_backend", "schemes"]
 
 BackendFactory: TypeAlias = Callable[[StoreUrl], Backend]
-"""What an entry point of the group `ENTRY_POINT_GROUP` names: its name is the URL scheme."""
+"""The target of an entry point of the group `ENTRY_POINT_GROUP`, named by its URL scheme."""
 
 ENTRY_POINT_GROUP = "kvconnect.backends"
 
@@ -36,7 +36,7 @@ _BUILT_IN = {
 
 
 def schemes() -> tuple[str, ...]:
-    """The URL schemes that `open_backend` knows here, sorted."""
+    """Returns the URL schemes that `open_backend` knows here, sorted."""
     from importlib.metadata import entry_points
 
     return tuple(sorted({*_BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names}))
@@ -51,24 +51,24 @@ def open_backend(
     codec: str | None = None,
     key_file: str | None = None,
 ) -> GuardedBackend:
-    """The backend of `url`, or `url` itself if it is one, with what every store needs around it.
+    """Returns the guarded backend of `url`, or a guard around `url` if it is a backend.
 
     Nothing is connected, created or waited for yet: ``await backend.open(layouts)`` does that.
 
     Args:
         url: for example ``disk:///var/cache/kv?capacity=200GiB``, or your own `Backend`.
-        deadline_s: what each call may take, in seconds.
+        deadline_s: the time that each call may take, in seconds.
         verify_frames: check every loaded block. Off is for measuring only, and is logged.
         raw: values pass as they are, frames neither written nor checked: for tools that copy or
             examine what is stored (`kvconnect.frame.check` checks one).
-        codec: how payloads are encoded: one of ``fp8`` and ``int8`` (lossy), one of ``zstd`` and
-            ``lz4``, ``aes-gcm``, in this order and joined by ``+``. Every store URL takes it as
-            parameter, too, as well as the next one.
+        codec: the codecs of payloads: one of ``fp8`` and ``int8`` (lossy), one of ``zstd`` and
+            ``lz4``, ``aes-gcm``, in this order and joined by ``+``. Every store URL accepts this
+            parameter and `key_file`, too.
         key_file: file with the secret key of ``aes-gcm``.
 
     Raises:
         UnknownScheme: no installed backend serves the scheme.
-        MissingExtra: it does, but an optional dependency is missing.
+        MissingExtra: a backend serves the scheme, but an optional dependency is missing.
         ConfigurationError: the URL is malformed or has a parameter the backend does not know.
     """
     if isinstance(url, GuardedBackend) and not raw:
@@ -100,10 +100,10 @@ def open_backend(
 def codecs_of(
     store: str | Backend | None, *, codec: str | None = None, key_file: str | None = None
 ) -> Codecs:
-    """The codecs that `open_backend` puts around `store`, without opening it.
+    """Returns the codecs that `open_backend` puts around `store`, without opening it.
 
     Raises:
-        ConfigurationError, MissingExtra: as `open_backend`.
+        ConfigurationError, MissingExtra: raised as by `open_backend`.
     """
     if isinstance(store, GuardedBackend):
         return store.codecs

@@ -1,4 +1,4 @@
-"""Store URLs: ``disk:///var/cache/kv?capacity=200GiB&ttl=7d``."""
+"""The store URLs, such as ``disk:///var/cache/kv?capacity=200GiB&ttl=7d``."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
 def parse_size(text: str, *, field: str = "size") -> int:
-    """Bytes of ``200GiB``, ``1.5TB``, ``64M`` (binary, like ``64MiB``) or ``4096``; always above 0.
+    """Returns the bytes of ``200GiB``, ``1.5TB``, ``64M`` (binary, like ``64MiB``) or ``4096``.
 
     Raises:
-        ConfigurationError: names `field`, the text and what is right.
+        ConfigurationError: names `field`, the text and what is right; also for less than 1 byte.
     """
     value = int(_quantity(text, _SIZE_UNITS, field, "a size such as 512MiB or 200GiB"))
     if value < 1:
@@ -60,7 +60,7 @@ def parse_size(text: str, *, field: str = "size") -> int:
 
 
 def parse_duration(text: str, *, field: str = "duration") -> float:
-    """Seconds of ``7d``, ``12h``, ``30m``, ``45s``, ``500ms`` or ``45``; above 0.
+    """Returns the seconds of ``7d``, ``12h``, ``30m``, ``45s``, ``500ms`` or ``45``; above 0.
 
     Raises:
         ConfigurationError: names `field`, the text and what is right.
@@ -76,14 +76,14 @@ def parse_duration(text: str, *, field: str = "duration") -> float:
 
 
 def without_codec(text: str) -> str:
-    """The store URL `text` without codec and key file: for raw access to what an engine stored."""
+    """Returns the store URL `text` without codec and key file: for raw access to stored frames."""
     start, mark, query = text.partition("?")
     kept = [one for one in query.split("&") if one.partition("=")[0] not in _OF_EVERY_SCHEME]
     return start + (mark + "&".join(kept) if any(kept) else "")
 
 
 def format_size(nbytes: int) -> str:
-    """`nbytes` as a person reads it: ``1.5 GiB``."""
+    """Formats `nbytes` for people: ``1.5 GiB``."""
     value, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -102,7 +102,7 @@ def _quantity(text: str, units: Mapping[str, float], field: str, wanted: str) ->
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StoreUrl:
-    """A store URL, taken apart. Neither ``str()`` nor ``repr()`` of it shows a password.
+    """A store URL, split into its parts. Neither ``str()`` nor ``repr()`` of it shows a password.
 
     Attributes:
         scheme: lower case, names the backend.
@@ -121,7 +121,7 @@ class StoreUrl:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Take `text` apart.
+        """Parses the store URL `text`.
 
         Raises:
             ConfigurationError: no scheme, a fragment, a parameter given twice or without a value.
@@ -181,7 +181,7 @@ class StoreUrl:
         return f"StoreUrl({str(self)!r})"
 
     def allow(self, *names: str) -> None:
-        """Refuse parameters other than `names`.
+        """Refuses parameters other than `names`.
 
         Raises:
             ConfigurationError: an unknown one; names the nearest valid one.
@@ -195,24 +195,24 @@ class StoreUrl:
                 raise ConfigurationError(f"{shown}: unknown parameter '{HIDDEN}'; {_ENCODED}")
 
     def size(self, name: str) -> int | None:
-        """Parameter `name` in bytes; ``None`` if it is not given."""
+        """Returns parameter `name` in bytes; ``None`` if it is not given."""
         text = self.query.get(name)
         return None if text is None else parse_size(text, field=name)
 
     def duration(self, name: str) -> float | None:
-        """Parameter `name` in seconds; ``None`` if it is not given."""
+        """Returns parameter `name` in seconds; ``None`` if it is not given."""
         text = self.query.get(name)
         return None if text is None else parse_duration(text, field=name)
 
     def whole(self, name: str, default: int) -> int:
-        """Parameter `name`, a whole number; `default` if it is not given."""
+        """Returns parameter `name`, a whole number; `default` if it is not given."""
         text = self.query.get(name, str(default))
         if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
             raise ConfigurationError(f"{name}={text}: a whole number such as {default} is needed")
         return int(text)
 
     def choice(self, name: str, *choices: str) -> str:
-        """Parameter `name`, one of `choices`; the first of them if it is not given."""
+        """Returns parameter `name`, one of `choices`; the first of them if it is not given."""
         text = self.query.get(name, choices[0])
         if text not in choices:
             raise ConfigurationError(
@@ -222,7 +222,7 @@ class StoreUrl:
 
 
 def _may_hold_a_password(parts: SplitResult) -> bool:
-    """Whether what stands before a "@" in path or parameters may be the end of a password."""
+    """Returns whether text before a "@" in path or parameters may be the end of a password."""
     at = "@" in parts.netloc
     if "@" in parts.path and (at or ":" in parts.netloc):
         return True
