@@ -1,4 +1,4 @@
-"""Answers of the service about a block, and how long they are remembered."""
+"""The answers of the service about a block, and how long they are cached."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Found:
     """A block that is stored.
 
     Attributes:
-        record: it and the blocks that share its object.
-        member: it.
-        data_start: where its object's payload begins.
-        etag: of the object that stands for it; ``None`` if only a neighbour's was read.
-        expires_at: monotonic seconds after which it counts as gone.
+        record: the block and the blocks that share its object.
+        member: the block.
+        data_start: the offset of the payload in its object.
+        etag: of the object named after the block; ``None`` if only a neighbour's was read.
+        expires_at: monotonic seconds after which the block counts as gone.
     """
 
     record: Record
@@ -44,7 +44,8 @@ class Absent:
 
     Attributes:
         etag: of the object of its name that is damaged or too old; empty if there is none.
-        damaged: that object is no record of it. It may be one all the same, and the answer wrong.
+        damaged: that object is no record of the block. The answer may also be wrong, and the object
+            a record of it.
     """
 
     etag: str = ""
@@ -52,10 +53,10 @@ class Absent:
 
 
 def fetch_entry(bucket: S3Bucket, settings: S3Settings, key: BlockKey) -> Found | Absent:
-    """What the object of `key` says. Blocks.
+    """Reads the state of a block from the object of `key`. Blocks.
 
     Raises:
-        BackendUnavailable: it cannot be read.
+        BackendUnavailable: the object cannot be read.
     """
     name = settings.name("k", key.hex())
     limit = 1024 + 768 * settings.blocks_per_object
@@ -87,13 +88,13 @@ def _entry(fetched: Fetched, nbytes: int, settings: S3Settings, key: BlockKey) -
 
 
 def has_bytes(bucket: S3Bucket, settings: S3Settings, found: Found) -> bool:
-    """Whether the payload that `found` points to is there. Blocks.
+    """Returns whether the payload that `found` points to is there. Blocks.
 
-    It may not be: a lifecycle rule removes objects one by one, and a service that for a while
-    answers with other objects lets a delete take a payload for one that no block needs.
+    It may be absent: a lifecycle rule removes objects one by one, and a service that for a while
+    answers with other objects may make a delete remove a payload that blocks still need.
 
     Raises:
-        BackendUnavailable: the service cannot be asked.
+        BackendUnavailable: the request failed.
     """
     if found.record.payload is None:
         return True  # the bytes are in the object that was read
@@ -102,7 +103,7 @@ def has_bytes(bucket: S3Bucket, settings: S3Settings, found: Found) -> bool:
 
 
 class AnswerCache(Generic[K, V]):
-    """The `capacity` answers used last. Belongs to one thread.
+    """A cache of the `capacity` answers used last. Belongs to one thread.
 
     Args:
         capacity: entries.
@@ -118,7 +119,7 @@ class AnswerCache(Generic[K, V]):
         return len(self._answers)
 
     def get(self, key: K) -> V | None:
-        """The answer for `key`, unless it is too old."""
+        """Returns the answer for `key`, unless it is too old."""
         entry = self._answers.get(key)
         if entry is None:
             return None
@@ -129,7 +130,7 @@ class AnswerCache(Generic[K, V]):
         return entry[1]
 
     def put(self, key: K, answer: V, seconds: float) -> None:
-        """Remember `answer` for so many seconds; 0: not at all."""
+        """Caches `answer` for so many seconds; 0: not at all."""
         if seconds <= 0:
             self._answers.pop(key, None)
             return
@@ -139,5 +140,5 @@ class AnswerCache(Generic[K, V]):
             self._answers.popitem(last=False)
 
     def drop(self, key: K) -> None:
-        """Forget `key`, at once."""
+        """Removes `key` from the cache."""
         self._answers.pop(key, None)

@@ -27,11 +27,11 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
 class Gone(Exception):
-    """The object that was to be read is not there."""
+    """The object to read is not there."""
 
 
 class Conflict(Exception):
-    """The object that was to be written is there already, or is not what it was."""
+    """The object to write exists already, or has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An object as a listing shows it."""
+    """An object in a listing."""
 
     name: str
     nbytes: int
@@ -64,7 +64,7 @@ class S3Bucket:
     """The objects of one bucket. Thread-safe; every method blocks.
 
     Args:
-        settings: where it is.
+        settings: the store's settings.
 
     Raises:
         ConfigurationError: the profile, region or certificates are not there.
@@ -86,16 +86,16 @@ class S3Bucket:
             self.client = S3Client(settings)
 
     def close(self) -> None:
-        """End requests in flight with an error, and close all connections."""
+        """Ends requests in flight with an error, and closes all connections."""
         self.client.close()
 
     def end_overdue(self) -> None:
-        """End requests that take far longer than their size explains."""
+        """Ends requests that take far longer than their size explains."""
         if self.client.transport is not None:
             self.client.transport.connections.end_overdue()
 
     def check(self) -> None:
-        """See that the bucket is there and may be read; before anything else.
+        """Checks that the bucket is there and may be read; call it before any other request.
 
         Raises:
             ConfigurationError: no such bucket, no credentials, or they are refused.
@@ -105,10 +105,10 @@ class S3Bucket:
             self.client.look(self._settings.bucket, self._settings.name("k", "absent"))
 
     def fetch(self, name: str, limit: int) -> Fetched | None:
-        """The first `limit` bytes of an object, or all it has; ``None``: there is no such object.
+        """Returns the first `limit` bytes of an object, or all of it; ``None`` if there is none.
 
         Raises:
-            BackendUnavailable: it is not known whether there is.
+            BackendUnavailable: it is not known whether the object exists.
         """
 
         def take(response: AWSResponse) -> Fetched:
@@ -146,13 +146,13 @@ class S3Bucket:
     def read(
         self, name: str, start: int, views: Sequence[memoryview], etag: str | None = None
     ) -> None:
-        """Fill `views`, one after the other, with the bytes of an object from `start` on.
+        """Fills `views`, one after the other, with the bytes of an object from `start` on.
 
         Args:
-            name: of the object.
-            start: of the bytes.
-            views: where they go.
-            etag: of the object that is meant; ``None``: whatever has the name.
+            name: the name of the object.
+            start: the offset of the first byte.
+            views: receive the bytes.
+            etag: the etag that the object must have; ``None``: any.
 
         Raises:
             Gone: there is no such object, it is another one now, or it ends before `start`.
@@ -184,15 +184,15 @@ class S3Bucket:
     def put(
         self, name: str, views: Sequence[memoryview | bytes], *, replaces: str | None = ""
     ) -> str:
-        """Write an object of all `views`, whole or not at all; return its etag.
+        """Writes an object of all `views`, whole or not at all; returns its etag.
 
         Args:
-            name: of the object.
+            name: the name of the object.
             views: its bytes.
-            replaces: etag of the object that is there; empty: none is there; ``None``: whatever is.
+            replaces: the etag of the object to replace; empty: there must be none; ``None``: any.
 
         Raises:
-            Conflict: something else is there.
+            Conflict: another object is there.
             BackendUnavailable: it may have been written, or not.
         """
         condition = {}
@@ -219,12 +219,12 @@ class S3Bucket:
         return self.put(name, views, replaces=None)
 
     def remove(self, name: str) -> None:
-        """Delete an object; none is no error."""
+        """Deletes an object; an absent one is no error."""
         with failures(self._settings, "deleting"):
             self.client.ask("DELETE", name, _receipt)
 
     def pages(self, prefix: str) -> Iterator[list[Listed]]:
-        """All objects whose name begins with `prefix`, up to 1,000 at a time."""
+        """Yields all objects whose name begins with `prefix`, up to 1,000 at a time."""
         pages = iter(
             self.client.boto3.get_paginator("list_objects_v2").paginate(
                 Bucket=self._settings.bucket, Prefix=prefix
@@ -249,7 +249,7 @@ class S3Bucket:
             yield listed
 
     def _span(self, response: AWSResponse) -> tuple[int, int, int]:
-        """First and last byte of a response, and length of the whole object."""
+        """Returns the first and last byte of a response, and the length of the whole object."""
         match = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
         if response.status_code != 206 or match is None or "etag" not in response.headers:
             raise self._wrong_range(response)

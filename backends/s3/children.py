@@ -1,4 +1,4 @@
-"""Which blocks follow a block, where its own record does not tell.
+"""The lists of blocks that follow a block, where its own record does not list them.
 
 One small object per parent lists blocks that were saved apart from it: tails, and first blocks of
 later saves. It is read, extended and written back on the condition that no other writer did so
@@ -51,10 +51,10 @@ class S3Children:
         self._locks = [asyncio.Lock() for _ in range(_LOCKS)]
 
     async def get(self, parent: BlockKey | None) -> list[Child]:
-        """The listed children of `parent`, those listed last at the end.
+        """Returns the listed children of `parent`, those listed last at the end.
 
         Raises:
-            BackendUnavailable: it cannot be read.
+            BackendUnavailable: the list cannot be read.
         """
         remembered = self._cache.get(parent)
         if remembered is not None:
@@ -67,7 +67,7 @@ class S3Children:
         return children
 
     async def list_new(self, objects: Iterable[Sequence[StoredBlock]]) -> None:
-        """List of the blocks of each object those whose parent is not in it; warn if that fails."""
+        """Lists the blocks of each object whose parent is not in it; logs a warning on failure."""
         listed: defaultdict[BlockKey | None, list[Child]] = defaultdict(list)
         for one in objects:
             inside = {block.key for block in one}
@@ -77,7 +77,7 @@ class S3Children:
         await _ended([self._add(parent, children) for parent, children in listed.items()])
 
     async def unlist(self, members: Iterable[Member]) -> None:
-        """List `members` no more; warn if that fails."""
+        """Removes `members` from the lists; logs a warning on failure."""
         listed: defaultdict[BlockKey | None, set[BlockKey]] = defaultdict(set)
         for one in members:
             if one.metadata.tokens is not None:

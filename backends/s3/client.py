@@ -1,7 +1,7 @@
-"""Requests for the objects of a bucket: signed by botocore, sent by `Transport`, tried again.
+"""The requests for the objects of a bucket: signed by botocore, sent by `Transport`, retried.
 
-boto3's own methods spend two milliseconds of Python on a request, most of it on finding out the
-same things again. Here they are found out once, by looking at a request that boto3 made.
+boto3's own methods spend two milliseconds of Python on a request, most of it on resolving the same
+settings again. Here they are resolved once, from a request that boto3 made.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PARSER: Any = create_parser("rest-xml")
 
 @dataclass(frozen=True, slots=True)
 class _Signed:
-    """A GET of an object: where, with which headers, and until when it may be sent again."""
+    """A signed GET of an object: its URL, its headers, and until when it may be sent again."""
 
     url: str
     headers: dict[str, str]
@@ -57,17 +57,17 @@ class _Signed:
 
 
 class S3Client:
-    """One bucket of a service. Thread-safe; every method blocks.
+    """A client of one bucket of a service. Thread-safe; every method blocks.
 
-    Making one takes a tenth of a second the first time, and reads boto3's configuration; connects
+    Making the first client takes a tenth of a second, and reads boto3's configuration. It connects
     to nothing.
 
     Args:
-        settings: where it is.
+        settings: the store's settings.
 
     Attributes:
-        boto3: its client, for what is rare.
-        transport: below it; ``None``: boto3's own, which serves proxies.
+        boto3: boto3's client, for rare requests.
+        transport: sends the requests; ``None``: boto3's own does, which supports proxies.
 
     Raises:
         ConfigurationError: the certificates cannot be read.
@@ -89,10 +89,10 @@ class S3Client:
         self._signed: dict[str, _Signed] = {}
 
     def look(self, bucket: str, name: str) -> None:
-        """Have boto3 ask for object `name`, which is not there, and see how it does that.
+        """Makes boto3 request the absent object `name`, and records its URL and signing context.
 
         Raises:
-            ClientError, BotoCoreError: what else boto3 was told.
+            ClientError, BotoCoreError: the errors of boto3's request, unless the object is absent.
         """
         asked: list[AWSRequest] = []
 
@@ -122,18 +122,18 @@ class S3Client:
         headers: Mapping[str, str] | None = None,
         views: Sequence[memoryview | bytes] | None = None,
     ) -> T:
-        """What `take` makes of the service's good answer; what is passing is tried again.
+        """Sends a request and returns the result of `take`; retries passing failures.
 
         Args:
             method: of HTTP.
-            name: of the object.
-            take: reads the answer's body; may be called again if that broke off.
+            name: the name of the object.
+            take: reads the body of a successful response; called again if the body broke off.
             headers: beside those of the signature.
             views: the request's body.
 
         Raises:
             ClientError: the service refuses.
-            BotoCoreError, Aborted: it was not asked, or its answer broke off.
+            BotoCoreError, Aborted: the request was not sent, or its response broke off.
         """
         attempt = 1
         while True:
@@ -161,7 +161,7 @@ class S3Client:
         headers: Mapping[str, str] | None = None,
         body: Upload | None = None,
     ) -> AWSPreparedRequest:
-        """A request for object `name`, to be sent within minutes.
+        """Returns a signed request for object `name`, to be sent within minutes.
 
         Raises:
             BotoCoreError: there are no credentials.
@@ -196,7 +196,7 @@ class S3Client:
         return request.prepare()
 
     def close(self) -> None:
-        """End requests in flight with an error, and close all connections."""
+        """Ends requests in flight with an error, and closes all connections."""
         if self.transport is not None:
             self.transport.connections.abort()
         self.boto3.close()
@@ -222,7 +222,7 @@ def _check(method: str, response: AWSResponse) -> None:
 
 
 def _boto3_client(settings: S3Settings) -> tuple[Any, str | None]:
-    """boto3's client, and the file of certificates that it trusts."""
+    """Returns boto3's client, and the file of certificates that it trusts."""
     core = botocore.session.get_session()
     core.register_component("data_loader", _loader())
     session = boto3.Session(
@@ -276,7 +276,7 @@ def _loader() -> Loader:
 
 
 def _transport(meta: Any, certificates: str | None) -> Transport | None:
-    """What sends; ``None``: boto3's own, which knows proxies and certificates of clients."""
+    """Returns our transport, or ``None`` where boto3's is needed: proxies, client certificates."""
     config = meta.config
     if config.proxies or get_environ_proxies(meta.endpoint_url) or config.client_cert:
         return None

@@ -1,4 +1,4 @@
-"""Connections to the service: kept for the next request, and ended when the store is closed."""
+"""The connections to the service: kept for the next request, ended when the store is closed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST_BUFFERED = 4 << 20
 
 
 class Connections:
-    """Connections that are open, idle or busy. Thread-safe.
+    """The connections that are open, idle or busy. Thread-safe.
 
     Args:
         connect_timeout: seconds.
@@ -55,10 +55,10 @@ class Connections:
         self._aborted = False
 
     def take(self, url: SplitResult) -> http.client.HTTPConnection:
-        """A connection to the service of `url`, for one request.
+        """Returns a connection to the service of `url`, for one request.
 
         Raises:
-            botocore's ConnectionError: there is none to be had.
+            botocore's ConnectionError: no connection can be made.
             Aborted: `abort` was called.
         """
         service = f"{url.scheme}://{url.netloc}"
@@ -76,24 +76,24 @@ class Connections:
             self.drop(connection)
 
     def allow(self, connection: http.client.HTTPConnection, nbytes: int) -> None:
-        """From now on `connection` has to move so many bytes, in a time that is by far enough."""
+        """Sets the deadline by which `connection` must have moved `nbytes`, with ample time."""
         self._open[connection] = time.monotonic() + self._read_timeout + nbytes / _SLOWEST
 
     def sent(self, connection: http.client.HTTPConnection, nbytes: int) -> None:
-        """An answer to so many bytes comes once they have arrived: they may still be on their way.
+        """Extends the timeout for the response: `nbytes` of the request may still be under way.
 
-        Once it begins, `received` has to be called.
+        Call `received` once the response begins.
         """
         more = min(nbytes, _MOST_BUFFERED) / _SLOWEST
         connection.sock.settimeout(self._read_timeout + more)
 
     def received(self, connection: http.client.HTTPConnection) -> None:
-        """An answer has begun: from now on a connection that brings no byte is given up."""
+        """Sets the usual timeout again, since a response has begun."""
         if connection.sock is not None:  # not if there is no more to come
             connection.sock.settimeout(self._read_timeout)
 
     def give_back(self, url: SplitResult, connection: http.client.HTTPConnection) -> None:
-        """`connection` has nothing left to read and may serve another request."""
+        """Keeps `connection`, which has no bytes left to read, for another request."""
         with self._lock:
             if not self._aborted:
                 self._idle[f"{url.scheme}://{url.netloc}"].append(connection)
@@ -102,14 +102,14 @@ class Connections:
         self.drop(connection)
 
     def drop(self, connection: http.client.HTTPConnection) -> None:
-        """Close `connection`."""
+        """Closes `connection`."""
         with self._lock:
             self._open.pop(connection, None)
             self._sockets.pop(connection, None)
         connection.close()
 
     def abort(self) -> None:
-        """End every request in flight with an error, refuse new ones, close every connection."""
+        """Ends every request in flight with an error, refuses new ones, closes every connection."""
         with self._lock:
             self._aborted = True
             idle = [connection for several in self._idle.values() for connection in several]
@@ -121,9 +121,9 @@ class Connections:
             _shut_down(sock)
 
     def end_overdue(self) -> None:
-        """End requests that take far longer than their size explains: a server that drips bytes.
+        """Ends requests that take far longer than their size explains: a server that drips bytes.
 
-        Each byte in time keeps a socket's timeout from ever coming.
+        Each byte in time keeps a socket's timeout from expiring.
         """
         now = time.monotonic()
         with self._lock:
@@ -132,7 +132,10 @@ class Connections:
             _shut_down(sock)
 
     def error(self, error: Exception, url: str, otherwise: type[HTTPClientError]) -> Exception:
-        """`error` of a request for `url` as boto3 names it; `otherwise` if it is no timeout."""
+        """Returns boto3's error for `error`, or `otherwise` for any but a timeout.
+
+        Once the connections are aborted, returns `Aborted`.
+        """
         if self._aborted:
             return Aborted()
         if isinstance(error, TimeoutError):

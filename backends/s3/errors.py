@@ -1,4 +1,4 @@
-"""boto3's errors, as those of the `Backend` contract."""
+"""The mapping of boto3's errors to those of the `Backend` contract."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _MISCONFIGURED = (
 
 
 class Aborted(Exception):
-    """The store was closed. boto3 does not know this error, so it does not try again."""
+    """The store was closed. boto3 does not know this error, so it does not retry."""
 
     def __init__(self) -> None:
         super().__init__("the store is closed")
@@ -87,7 +87,7 @@ class Aborted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class S3Failure:
-    """The service's answer instead of a result."""
+    """The service's error response."""
 
     status: int
     code: str
@@ -95,20 +95,20 @@ class S3Failure:
 
     @classmethod
     def of(cls, error: ClientError) -> S3Failure:
-        """Of boto3's error."""
+        """Returns the failure that boto3's `error` carries."""
         answer = error.response.get("Error", {})
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return cls(int(status), str(answer.get("Code", "")), str(answer.get("Message", "")))
 
     @property
     def absent(self) -> bool:
-        """There is no such object; the bucket is there."""
+        """Returns whether the object does not exist, though the bucket does."""
         # Any web server says 404; only this names the object.
         return self.code == "NoSuchKey"
 
     @property
     def conflict(self) -> bool:
-        """The condition of a write did not hold."""
+        """Returns whether the condition of a write did not hold."""
         return self.status == 412 or self.code == "PreconditionFailed"
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class S3Failure:
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether the same request may succeed a moment later."""
+    """Returns whether the same request may succeed a moment later."""
     if isinstance(error, ClientError):
         failure = S3Failure.of(error)
         return failure.status in _PASSING_STATUSES or failure.code in _PASSING_CODES
@@ -127,13 +127,13 @@ def is_passing(error: Exception) -> bool:
 
 
 def is_of_signature(error: Exception) -> bool:
-    """Whether the same request may succeed if it is signed anew."""
+    """Returns whether the same request may succeed if it is signed anew."""
     return isinstance(error, ClientError) and S3Failure.of(error).code in _SIGNATURE_CODES
 
 
 @contextmanager
 def failures(settings: S3Settings, operation: str = "") -> Iterator[None]:
-    """Errors of boto3 and of connections become the contract's.
+    """Maps errors of boto3 and of connections to the contract's.
 
     Raises:
         BackendUnavailable: names the store and what went wrong.
@@ -156,7 +156,7 @@ def failures(settings: S3Settings, operation: str = "") -> Iterator[None]:
 
 @contextmanager
 def failures_at_open(settings: S3Settings) -> Iterator[None]:
-    """The same while a store is opened, where a wrong setting is told from a service that fails.
+    """Maps errors while a store is opened, when a wrong setting is another error than a failure.
 
     Raises:
         ConfigurationError: no such bucket, no credentials, or they are refused.

@@ -1,8 +1,8 @@
-"""Finds blocks in the store: few requests, none of them a listing; and lists them, for tools.
+"""The search for blocks with few requests, none of them a listing; and their listing, for tools.
 
-The object of a block tells which neighbours share its payload, so one request answers for up to
-``blocks_per_object`` keys: of every so many consecutive keys, one is asked for, all at the same
-time. Only where objects turn out to hold fewer is there another round.
+The object of a block names the neighbours that share its payload, so one request answers for up to
+``blocks_per_object`` keys: of every so many consecutive keys one is requested, all at the same
+time. Only if objects hold fewer blocks is there another round.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_PAGES = 10
 
 
 class S3Finder:
-    """Asks for blocks and remembers the answers. Belongs to one event loop."""
+    """The finder: requests the state of blocks and caches it. Belongs to one event loop."""
 
     def __init__(self, settings: S3Settings, bucket: S3Bucket, lanes: Lanes) -> None:
         self._settings = settings
@@ -46,14 +46,14 @@ class S3Finder:
         self._changes = 0
 
     def __len__(self) -> int:
-        """Answers remembered."""
+        """Returns the number of cached answers."""
         return len(self._cache)
 
     async def leading(self, keys: Sequence[BlockKey]) -> list[Found]:
-        """The leading `keys` that are stored.
+        """Returns the leading `keys` that are stored.
 
         Raises:
-            BackendUnavailable: the service cannot be asked.
+            BackendUnavailable: a request failed.
         """
         answers: dict[BlockKey, Found | Absent] = {}
         for step in self._steps(len(keys)):
@@ -65,10 +65,10 @@ class S3Finder:
         return [found for key in keys[:known] if isinstance(found := answers[key], Found)]
 
     async def present(self, keys: Sequence[BlockKey]) -> list[Found]:
-        """Those of `keys` that are stored, and perhaps not all: of objects with few blocks.
+        """Returns those of `keys` that are stored; may miss some in objects with few blocks.
 
         Raises:
-            BackendUnavailable: the service cannot be asked.
+            BackendUnavailable: a request failed.
         """
         found = await self.leading(keys)
         # Behind the first absent one there is mostly nothing; where there is, all are asked for.
@@ -82,12 +82,12 @@ class S3Finder:
         return [*found, *(one for one in answers.values() if isinstance(one, Found))]
 
     async def standing(self, keys: Sequence[BlockKey]) -> list[Found]:
-        """Those of `present` whose own object says so: what a neighbour's tells of may be lost.
+        """Returns those of `present` whose own object exists: one named by a neighbour may be lost.
 
-        A lookup that happens to ask for the block itself would not find it.
+        A lookup that happens to request the block itself would not find it.
 
         Raises:
-            BackendUnavailable: the service cannot be asked.
+            BackendUnavailable: a request failed.
         """
         found = await self.present(keys)
         own = {one.member.key: one for one in found if one.etag is not None}
@@ -98,10 +98,10 @@ class S3Finder:
         return [one for one in each if isinstance(one, Found)]
 
     async def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
-        """What is known of `keys`; of those that are remembered without asking again.
+        """Returns the entries of `keys`; cached ones without another request.
 
         Raises:
-            BackendUnavailable: the service cannot be asked.
+            BackendUnavailable: a request failed.
         """
         entries = {
             one.member.key: one.member.entry(one.record.created_at)
@@ -110,23 +110,23 @@ class S3Finder:
         return [entries.get(key) for key in keys]
 
     async def children(self, key: BlockKey) -> list[Child]:
-        """The blocks with tokens that follow `key` in its own object.
+        """Returns the blocks with tokens that follow `key` in its own object.
 
         Raises:
-            BackendUnavailable: the service cannot be asked.
+            BackendUnavailable: a request failed.
         """
         return [
             child for found in await self.leading([key]) for child in found.record.children(key)
         ]
 
     def stored(self, found: Iterable[Found]) -> None:
-        """These were written just now."""
+        """Caches blocks that were written just now."""
         self._changes += 1
         for one in found:
             self._cache.put(one.member.key, one, self._settings.lookup_ttl_s)
 
     def gone(self, keys: Collection[BlockKey]) -> None:
-        """These were deleted, or turned out not to be there; so may their neighbours."""
+        """Removes `keys`, absent or deleted, and the others of their records from the cache."""
         self._changes += 1
         for key in keys:
             answer = self._cache.get(key)
@@ -145,7 +145,7 @@ class S3Finder:
                 answers.setdefault(key, answer)
 
     def _steps(self, num_keys: int) -> Iterator[int]:
-        """For each round of questions, of how many keys one is asked for; 0: twice as far each."""
+        """Yields for each round the distance between requested keys; 0: the distance doubles."""
         step = self._settings.blocks_per_object
         if num_keys > _PROBES_AT_ONCE * step:
             yield 0
@@ -192,7 +192,7 @@ class S3Finder:
 def _probes(
     keys: Sequence[BlockKey], answers: dict[BlockKey, Found | Absent], step: int
 ) -> list[BlockKey]:
-    """Which of `keys` to ask for; the first is among them, and none behind one that is absent."""
+    """Returns the `keys` to request: the first is among them, and none after an absent one."""
     end = next((n for n, key in enumerate(keys) if isinstance(answers.get(key), Absent)), len(keys))
     if step == 0:
         numbers = [0, *(1 << n for n in range(end.bit_length()))]
@@ -202,13 +202,13 @@ def _probes(
 
 
 def _known(keys: Sequence[BlockKey], answers: dict[BlockKey, Found | Absent]) -> int:
-    """How many leading `keys` are stored, as far as it is known."""
+    """Returns how many leading `keys` are known to be stored."""
     found = (n for n, key in enumerate(keys) if not isinstance(answers.get(key), Found))
     return next(found, len(keys))
 
 
 def _neighbours(found: Found) -> list[Found]:
-    """It, and those that its record tells of."""
+    """Returns `found` and the other members of its record."""
     return [
         found
         if member is found.member
@@ -218,7 +218,7 @@ def _neighbours(found: Found) -> list[Found]:
 
 
 class S3Listing:
-    """Lists what a bucket holds, never on a request's path. Belongs to one event loop."""
+    """The listing of a bucket, never used by a request. Belongs to one event loop."""
 
     def __init__(self, settings: S3Settings, bucket: S3Bucket, lanes: Lanes) -> None:
         self._settings = settings
@@ -227,10 +227,10 @@ class S3Listing:
         self._prefix = settings.name("k", "")
 
     async def entries(self) -> AsyncIterator[list[StoredEntry]]:
-        """All blocks, some at a time.
+        """Yields the entries of all blocks, some at a time.
 
         Raises:
-            BackendUnavailable: the service cannot be asked.
+            BackendUnavailable: a request failed.
         """
         pages = self._bucket.pages(self._prefix)
         records: OrderedDict[BlockKey, Record] = OrderedDict()
@@ -239,7 +239,7 @@ class S3Listing:
                 yield await self._described(page[start : start + _LISTED_AT_ONCE], records)
 
     async def totals(self) -> dict[str, float]:
-        """``blocks`` and ``bytes`` of all objects; nothing if there are too many to list."""
+        """Returns ``blocks`` and ``bytes`` of all objects; empty if there are too many to list."""
         return await self._lane.run(self._count)
 
     def _count(self) -> dict[str, float]:

@@ -1,9 +1,9 @@
-"""What the store keeps about blocks, beside their bytes.
+"""The records that the store keeps about blocks, beside their bytes.
 
-A record is ``magic | length | checksum | JSON``. It stands at the beginning of the object of a
-block that is alone, before the block's bytes; or it is all there is of the object that stands for a
-block whose bytes are in a payload object, with those of its neighbours. Each of these has the same
-record, which lists them all: the reader of one block knows about the others.
+A record is ``magic | length | checksum | JSON``. For a block that is alone the record is the
+beginning of its object, before the block's bytes. Blocks that share a payload object have one
+object each, which holds only the record. All of them have the same record, which lists them all:
+the reader of one block knows about the others.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _MOST_NBYTES = 16 << 20
 
 
 class BadRecord(Recompute):
-    """What is stored under the name of a record is none."""
+    """An object with the name of a record is not a record."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """One block of a record.
+    """A block of a record.
 
     Attributes:
         offset: of its bytes in the payload.
@@ -60,13 +60,13 @@ class Member:
     metadata: BlockMetadata
 
     def entry(self, created_at: float) -> StoredEntry:
-        """As `Backend.scan` lists it; when it was used is not kept."""
+        """Returns the entry for `Backend.scan`; the time of use is not stored."""
         return self.metadata.entry(self.key, self.nbytes, created_at=created_at, used_at=created_at)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """Blocks that share an object.
+    """The blocks that share an object.
 
     Attributes:
         members: in the order of their bytes.
@@ -81,7 +81,7 @@ class Record:
 
     @classmethod
     def of(cls, blocks: Sequence[StoredBlock], created_at: float, payload: str | None) -> Record:
-        """The record of `blocks`, whose bytes lie one after the other."""
+        """Returns the record of `blocks`, whose bytes lie one after the other."""
         members, offset = [], 0
         for block in blocks:
             nbytes = block.data.numel()
@@ -90,20 +90,20 @@ class Record:
         return cls(tuple(members), created_at, payload)
 
     def find(self, key: BlockKey) -> Member | None:
-        """The member `key`."""
+        """Returns the member `key`."""
         return next((member for member in self.members if member.key == key), None)
 
     def tells_parent(self, member: Member) -> bool:
-        """Whether the parent of `member` is a member, too, so that `children` finds `member`."""
+        """Returns whether the parent of `member` is a member, too, so that `children` finds it."""
         parent = member.metadata.parent
         return parent is not None and self.find(parent) is not None
 
     def without(self, keys: Collection[BlockKey]) -> Record:
-        """The same without `keys`; the others' bytes stay where they are."""
+        """Returns the record without `keys`; the others' bytes stay where they are."""
         return replace(self, members=tuple(m for m in self.members if m.key not in keys))
 
     def children(self, key: BlockKey) -> list[Child]:
-        """The members with tokens whose parent is `key`."""
+        """Returns the members with tokens whose parent is `key`."""
         return [
             Child(member.key, member.metadata.tokens)
             for member in self.members
@@ -111,16 +111,16 @@ class Record:
         ]
 
     def encode(self) -> bytes:
-        """As `decode` reads it."""
+        """Encodes the record for `decode`."""
         blocks = [_to_json(member) for member in self.members]
         return pack({"at": self.created_at, "payload": self.payload, "blocks": blocks})
 
     @classmethod
     def decode(cls, data: bytes) -> Record:
-        """The record at the beginning of `data`.
+        """Decodes the record at the beginning of `data`.
 
         Raises:
-            BadRecord: damaged, cut short, or something else.
+            BadRecord: damaged, cut short, or of another kind.
         """
         try:
             content = unpack(data)
@@ -136,7 +136,7 @@ class Record:
 
 
 def record_nbytes(data: bytes) -> int:
-    """Bytes of the record that begins with `data`, of at least `PREAMBLE_NBYTES`.
+    """Returns the bytes of the record that begins with `data`, at least `PREAMBLE_NBYTES` long.
 
     Raises:
         BadRecord: `data` is no beginning of a record.
@@ -150,16 +150,16 @@ def record_nbytes(data: bytes) -> int:
 
 
 def pack(content: dict[str, Any]) -> bytes:
-    """`content` as JSON with its length and checksum before it."""
+    """Encodes `content` as JSON with its length and checksum before it."""
     body = json.dumps(content, separators=(",", ":")).encode()
     return _PREAMBLE.pack(_MAGIC, len(body), xxhash.xxh3_64_digest(body)) + body
 
 
 def unpack(data: bytes) -> dict[str, Any]:
-    """What `pack` was given; `data` may go on behind it.
+    """Decodes the result of `pack`; `data` may be longer.
 
     Raises:
-        BadRecord: damaged, cut short, or something else.
+        BadRecord: damaged, cut short, or of another kind.
     """
     end = record_nbytes(data)
     body = data[PREAMBLE_NBYTES:end]

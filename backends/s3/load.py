@@ -1,4 +1,4 @@
-"""Reads blocks: neighbours in one request, long ones in several at once."""
+"""The reader of blocks: neighbours in one request, long ones in several at once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["S3Reader"]
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """Bytes of an object that one request reads.
+    """The bytes of an object that one request reads.
 
     Attributes:
-        name: of the object.
-        start: in the object.
-        number: of the first block that they belong to.
+        name: the name of the object.
+        start: the offset in the object.
+        number: the index of the first block that they belong to.
         etag: of the object; ``None`` where no other writer uses that name.
-        views: where they go, one after the other.
+        views: receive the bytes, one after the other.
         nbytes: of all views.
     """
 
@@ -43,7 +43,7 @@ class _Part:
 
 
 class S3Reader:
-    """Loads blocks that a `S3Finder` finds. Belongs to one event loop."""
+    """The reader of blocks that an `S3Finder` finds. Belongs to one event loop."""
 
     def __init__(
         self, settings: S3Settings, bucket: S3Bucket, lanes: Lanes, *, finder: S3Finder
@@ -54,10 +54,10 @@ class S3Reader:
         self._finder = finder
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Fill the leading `into`; return how many.
+        """Fills the leading `into`; returns how many.
 
         Raises:
-            BackendUnavailable: `into` is undefined; nothing touches it any more.
+            BackendUnavailable: `into` is undefined; nothing writes to it any more.
         """
         found = await self._finder.leading(keys)
         for number, one in enumerate(found):
@@ -106,16 +106,16 @@ class S3Reader:
         return parts
 
     def object_name(self, found: Found) -> str:
-        """The name of the object that holds its bytes."""
+        """Returns the name of the object that holds the bytes of `found`."""
         if found.record.payload is None:
             return self._settings.name("k", found.member.key.hex())
         return self._settings.name("g", found.record.payload)
 
     async def _forget(self, gone: Sequence[Found]) -> None:
-        """Drop what said that these are there: their payload is not.
+        """Removes the objects that point to payloads which are gone.
 
-        Something outside removed it (a lifecycle rule, a person). Left alone, the objects that
-        point to it would keep saying so, and no new save could take their place.
+        A lifecycle rule or a person removed the payload. Without this the objects that
+        point to it would still be found, and no new save could replace them.
         """
         self._finder.gone([found.member.key for found in gone])
         pointing = [

@@ -1,4 +1,4 @@
-"""Writes and deletes blocks.
+"""The writer that saves and deletes blocks.
 
 The payload of an object's blocks is written first, under a name that no other writer uses, and then
 one small object for each block that points to it, on the condition that there is none. So a block
@@ -36,7 +36,7 @@ _TRIES = 4
 
 
 class S3Writer:
-    """Saves and deletes blocks. Belongs to one event loop."""
+    """The writer: saves and deletes blocks. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class S3Writer:
     # ------------------------------------------------------------------ saving
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Store `blocks`; return how many leading ones are stored.
+        """Stores `blocks`; returns how many leading ones are stored.
 
         Raises:
             BackendUnavailable: each is stored wholly or not at all.
@@ -90,7 +90,7 @@ class S3Writer:
         return next((n for n, block in enumerate(blocks) if block.key not in stored), len(blocks))
 
     async def _whole(self, keys: Sequence[BlockKey]) -> list[Found]:
-        """Those of `keys` that are stored, also their bytes; perhaps not all."""
+        """Returns those of `keys` that are stored with their bytes; may miss some."""
         found = await self._finder.standing(keys)
         payloads = {one.record.payload: one for one in found}
         asked = [partial(has_bytes, self._bucket, self._settings, one) for one in payloads.values()]
@@ -98,7 +98,7 @@ class S3Writer:
         return [one for one in found if there[one.record.payload]]
 
     def _objects(self, blocks: Sequence[StoredBlock]) -> Iterator[list[StoredBlock]]:
-        """`blocks`, divided into those that share an object: neighbours of one chain."""
+        """Yields `blocks` in groups that share an object: neighbours of one chain."""
         current: list[StoredBlock] = []
         nbytes = 0
         for block in sorted(blocks, key=lambda block: block.group):
@@ -116,7 +116,7 @@ class S3Writer:
             yield current
 
     async def _save_object(self, blocks: Sequence[StoredBlock]) -> list[Found]:
-        """Store `blocks` in one object; return what is stored of them then, by any writer."""
+        """Stores `blocks` in one object; returns those that are stored then, by any writer."""
         views = [block.data.numpy().data for block in blocks]
         payload = None if len(blocks) == 1 else uuid.uuid4().hex
         record = Record.of(blocks, time.time(), payload)
@@ -135,7 +135,7 @@ class S3Writer:
         return found
 
     async def _point(self, record: Record, views: Sequence[memoryview | bytes]) -> list[Found]:
-        """Write the objects that stand for the blocks of `record`; what stands there then."""
+        """Writes the objects of the blocks of `record`; returns what these objects hold then."""
         writes = [partial(self._write_entry, record, member, views) for member in record.members]
         return results_of(await self._lane.run_all(writes))
 
@@ -165,10 +165,10 @@ class S3Writer:
     # ------------------------------------------------------------------ deleting
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forget `keys`; a payload goes with the last block that is in it.
+        """Deletes `keys`; a payload is removed with its last block.
 
         Raises:
-            BackendUnavailable: some are forgotten, some may not be.
+            BackendUnavailable: some are deleted, some may not be.
         """
         unique = list(dict.fromkeys(keys))
         try:
@@ -194,7 +194,7 @@ class S3Writer:
         await self._children.unlist(one.member for one in found)
 
     async def _shrink(self, records: Mapping[str, Record], gone: Collection[BlockKey]) -> None:
-        """Take `gone` out of what is said of each payload; remove those that no block needs."""
+        """Removes `gone` from the records of each payload; removes payloads that no block needs."""
         for payload, record in records.items():
             left = [member.key for member in record.members if member.key not in gone]
             shrunk = [partial(self._shrink_entry, key, payload, gone) for key in left]
@@ -203,7 +203,7 @@ class S3Writer:
                 await self._lane.run(partial(self._bucket.remove, name))
 
     def _shrink_entry(self, key: BlockKey, payload: str, gone: Collection[BlockKey]) -> bool:
-        """Whether the object of `key` still points to `payload`."""
+        """Removes `gone` from the record of `key`; returns whether it still points to `payload`."""
         name = self._settings.name("k", key.hex())
         for _ in range(_TRIES):
             entry = fetch_entry(self._bucket, self._settings, key)

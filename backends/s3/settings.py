@@ -1,4 +1,4 @@
-"""What an ``s3:`` URL says."""
+"""The settings of an S3 store, and the parser of its URL."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Settings:
-    """Where the store is and how to use it. Credentials are boto3's: environment, profile, role.
+    """The settings of a store. Credentials are boto3's: environment, profile, role.
 
     Attributes:
         bucket: exists already.
@@ -46,10 +46,10 @@ class S3Settings:
         blocks_per_object: neighbouring blocks of one save that share an object.
         part_nbytes: longer reads are split into parts of so many bytes, read at the same time.
         concurrency: requests at the same time.
-        timeout_s: after so many seconds without a byte a connection is given up.
+        timeout_s: seconds without a byte after which a connection fails.
         storage_class, sse, sse_kms_key_id: of the objects written.
         ttl_s: blocks older than so many seconds are not found.
-        lookup_ttl_s, miss_ttl_s: how long it is remembered that a block is there, or is not.
+        lookup_ttl_s, miss_ttl_s: seconds for which the answer "stored", or "absent", is cached.
     """
 
     bucket: str
@@ -92,13 +92,13 @@ class S3Settings:
         return f"s3 store s3://{self.bucket}/{self.prefix}{at}"
 
     def name(self, kind: str, *parts: str) -> str:
-        """The name of an object, or what such names begin with."""
+        """Returns the name of an object, or the prefix of such names."""
         # The format's version: another one reads and writes other objects.
         return "/".join((*((self.prefix,) if self.prefix else ()), "v1", kind, *parts))
 
     @classmethod
     def from_url(cls, url: StoreUrl) -> S3Settings:
-        """Take `url` apart.
+        """Parses `url`.
 
         Raises:
             ConfigurationError: names the parameter, its value and what is right.

@@ -1,4 +1,4 @@
-"""``s3:``: blocks in a bucket of any S3-compatible service."""
+"""The ``s3:`` backend: blocks in a bucket of any S3-compatible service."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _WATCH_S = 1.0
 
 
 def from_url(url: StoreUrl) -> S3Backend:
-    """``s3://bucket/prefix?endpoint_url=https://minio:9000&region=…&blocks_per_object=8``."""
+    """Parses ``s3://bucket/prefix?endpoint_url=https://minio:9000&blocks_per_object=8``."""
     return S3Backend(S3Settings.from_url(url))
 
 
 class S3Backend(Backend):
-    """Blocks in objects of a bucket, several to an object, found without listing it.
+    """A store of blocks in objects of a bucket, several to an object, found without listing it.
 
     Several processes may use one bucket and prefix, also with different models. Nothing is evicted:
     a lifecycle rule on the prefix does that, by age; `ttl` makes blocks unfindable after a time.
-    What is known of blocks is remembered for ``lookup_ttl`` and ``miss_ttl`` seconds: so late may
-    another process notice a block that was saved or deleted.
+    Answers about blocks are cached for ``lookup_ttl`` and ``miss_ttl`` seconds: another process may
+    notice that late that a block was saved or deleted.
 
     Args:
-        settings: where it is and how to use it.
+        settings: the store's settings.
     """
 
     capabilities = Capabilities(
@@ -55,7 +55,7 @@ class S3Backend(Backend):
         self._watch: asyncio.TimerHandle | None = None
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
-        """Connect, and see that the bucket is there and may be read.
+        """Connects, and checks that the bucket is there and may be read.
 
         Raises:
             ConfigurationError: no such bucket, no credentials, or they are refused.
@@ -79,7 +79,7 @@ class S3Backend(Backend):
             raise
 
     async def close(self) -> None:
-        """End requests in flight with an error, and close all connections."""
+        """Ends requests in flight with an error, and closes all connections."""
         parts, self._parts = self._parts, None
         if self._watch is not None:
             self._watch.cancel()
@@ -89,23 +89,23 @@ class S3Backend(Backend):
         await parts.lanes.close()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading `keys` are present, or were a short while ago.
+        """Returns how many leading `keys` are present, or were a short while ago.
 
         Raises:
-            BackendUnavailable: the service cannot be asked.
+            BackendUnavailable: a request failed.
         """
         return len(await self._opened().finder.leading(keys))
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Read blocks straight into `into`, neighbours in one request.
+        """Reads blocks straight into `into`, neighbours in one request.
 
         Raises:
-            BackendUnavailable: `into` is undefined; nothing touches it any more.
+            BackendUnavailable: `into` is undefined; nothing writes to it any more.
         """
         return await self._opened().reader.load(keys, into)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Write blocks, neighbours into one object.
+        """Writes blocks, neighbours into one object.
 
         Raises:
             BackendUnavailable: each is stored wholly or not at all.
@@ -113,15 +113,15 @@ class S3Backend(Backend):
         return await self._opened().writer.save(blocks)
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forget `keys`; their bytes go with the last block that shares their object.
+        """Deletes `keys`; their bytes are removed with the last block that shares their object.
 
         Raises:
-            BackendUnavailable: some are forgotten, some may not be.
+            BackendUnavailable: some are deleted, some may not be.
         """
         await self._opened().writer.delete(keys)
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
-        """The stored blocks with tokens whose parent is `key`: at most two requests, no listing."""
+        """Returns stored blocks with tokens whose parent is `key`, with two requests at most."""
         parts = self._opened()
         listed = await parts.children.get(key)
         own = [] if key is None else await parts.finder.children(key)
@@ -129,23 +129,23 @@ class S3Backend(Backend):
         return [*(child for child in own if child.key not in keys), *listed]
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
-        """All blocks. Lists the bucket, and reads a small object for each few of them."""
+        """Yields all blocks. Lists the bucket, and reads a small object for each few of them."""
         async for entries in self._opened().listing.entries():
             for entry in entries:
                 yield entry
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
-        """What is known of `keys`; of those just looked up or loaded without asking again.
+        """Returns the entries of `keys`; those of cached blocks without another request.
 
-        When they were written is told by the writer's clock.
+        Their times of writing are by the writer's clock.
 
         Raises:
-            BackendUnavailable: the service cannot be asked.
+            BackendUnavailable: a request failed.
         """
         return await self._opened().finder.describe(keys)
 
     async def stats(self) -> Mapping[str, float]:
-        """``blocks`` and ``bytes``, unless there are too many to list them; ``remembered``."""
+        """Returns ``blocks`` and ``bytes``, unless too many to list, and ``remembered``."""
         parts = self._opened()
         numbers = await parts.listing.totals()
         return {**numbers, "remembered": len(parts.finder)}
@@ -164,7 +164,7 @@ class S3Backend(Backend):
 
 
 class _Parts:
-    """What an open store is made of."""
+    """The parts of an open store."""
 
     def __init__(self, settings: S3Settings, bucket: S3Bucket, lanes: Lanes) -> None:
         self.bucket = bucket

@@ -1,4 +1,4 @@
-"""HTTP under boto3, and its bodies: bytes go straight between sockets and the caller's buffers.
+"""The HTTP transport under boto3: bytes go straight between sockets and the caller's buffers.
 
 boto3's own HTTP library reads a body into new memory and copies it from there, and has no way to
 end a request that another thread waits for.
@@ -30,20 +30,22 @@ _USUAL_PORTS = {"http": ":80", "https": ":443"}
 
 
 class Transport:
-    """Sends signed requests. Thread-safe; also a handler of boto3's event ``before-send``.
+    """A transport that sends signed requests, and a handler of boto3's event ``before-send``.
+
+    Thread-safe.
 
     Args:
-        connections: which they go over.
+        connections: the connections that it uses.
     """
 
     def __init__(self, connections: Connections) -> None:
         self.connections = connections
 
     def __call__(self, request: AWSPreparedRequest, **_: Any) -> AWSResponse:
-        """The response to `request`, its body not yet read.
+        """Returns the response to `request`, its body not yet read.
 
         Raises:
-            ConnectionError, HTTPClientError: botocore's; what is worth another attempt.
+            ConnectionError, HTTPClientError: botocore's; another attempt may succeed.
             Aborted: the connections were aborted.
         """
         url = urlsplit(request.url)
@@ -110,19 +112,19 @@ def _chunks(body: Any) -> Iterator[bytes | memoryview]:
 
 
 def _most_said(status: int) -> int:
-    """Bytes that are read of an answer of `status` that is no object."""
+    """Returns the most bytes that are read of a response with `status` that is no object."""
     return _MOST_LISTED if status < 300 else MOST_OF_ERROR
 
 
 class Readable(Protocol):
-    """A body, whichever library brings it."""
+    """A body, whichever library it comes from."""
 
     def readinto(self, view: memoryview, /) -> int:
-        """Fill the beginning of `view`; 0 at the end."""
+        """Fills the beginning of `view`; returns the number of bytes, 0 at the end."""
 
 
 def fill(body: Readable, views: Sequence[memoryview]) -> int:
-    """Fill `views` with `body`, one after the other; fewer bytes only where it ends."""
+    """Fills `views` with `body`, one after the other; fewer bytes only where it ends."""
     received = 0
     for view in views:
         filled = 0
@@ -136,7 +138,7 @@ def fill(body: Readable, views: Sequence[memoryview]) -> int:
 
 
 class Upload:
-    """Bytes of several buffers, one after the other, as boto3 wants a body: no copy is made.
+    """The bytes of several buffers, one after the other, as a body for boto3: no copy is made.
 
     Args:
         views: of bytes.
@@ -151,13 +153,13 @@ class Upload:
         return self._nbytes
 
     def chunks(self) -> Iterator[memoryview]:
-        """Everything, in pieces."""
+        """Yields all bytes, in pieces."""
         for view in self._views:
             for start in range(0, view.nbytes, _SEND_NBYTES):
                 yield view[start : start + _SEND_NBYTES]
 
     def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes from where the last call ended; for those who hash or copy."""
+        """Returns up to `size` bytes from the position, for callers that hash or copy."""
         end = self._nbytes if size < 0 else min(self._at + size, self._nbytes)
         parts, start = [], 0
         for view in self._views:
@@ -169,27 +171,27 @@ class Upload:
         return b"".join(parts)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of a file."""
+        """Sets the position, as in a file."""
         self._at = (
             offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
         )
         return self._at
 
     def tell(self) -> int:
-        """As of a file."""
+        """Returns the position."""
         return self._at
 
 
 class _Download:
     """The body of a response.
 
-    Its connection serves other requests once everything was read; else `close` closes it.
+    Once everything was read, its connection serves other requests; otherwise `close` closes it.
 
     Args:
-        connections: which `connection` belongs to.
-        connection: it brings the body.
-        response: its beginning.
-        url: what was asked for.
+        connections: the owner of `connection`.
+        connection: the connection of the response.
+        response: the response whose body is read.
+        url: the URL of the request.
     """
 
     def __init__(
@@ -206,7 +208,7 @@ class _Download:
         self._url = url
 
     def readinto(self, view: memoryview) -> int:
-        """Fill the beginning of `view`; 0 at the end.
+        """Fills the beginning of `view`; returns the number of bytes, 0 at the end.
 
         Raises:
             HTTPClientError: `view` is undefined.
@@ -219,10 +221,10 @@ class _Download:
         return size
 
     def read(self, size: int | None = None) -> bytes:
-        """Up to `size` bytes, or all.
+        """Returns up to `size` bytes, or all.
 
         Raises:
-            HTTPClientError: it broke off.
+            HTTPClientError: the response broke off.
         """
         try:
             data = self._response.read(size)
@@ -234,10 +236,10 @@ class _Download:
         return data
 
     def stream(self) -> Iterator[bytes]:
-        """All of it; of an error the beginning, if it is long.
+        """Yields the whole body; of a long error only the beginning.
 
         Raises:
-            HTTPClientError: it broke off, or is no error and longer than what boto3 may look into.
+            HTTPClientError: the body broke off, or is no error and longer than boto3 may read.
         """
         most = _most_said(self._response.status)
         is_error = most == MOST_OF_ERROR
@@ -250,11 +252,11 @@ class _Download:
         raise self._failed(ValueError(f"more than {most} bytes, and no object"))
 
     def readable(self) -> bool:
-        """As of a file."""
+        """Returns true, as a readable file does."""
         return True
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Returns the connection for further requests if nothing is left to read, or closes it."""
         if self._response.length == 0 and self._connection is not None:
             self.read()  # nothing; but now it knows that it is at its end
         self._drop()
