@@ -1,11 +1,11 @@
-"""``redis:`` and its kin: blocks in a Redis server or cluster, shared by many processes.
+"""The ``redis:`` backends: blocks in a Redis server or cluster, shared by many processes.
 
 Imports the vocabulary, ``url``, ``lanes`` and ``entries``; never another store, nor what stands
-around one. Read from the top: `settings` (what the URL says), `store` (the `Backend` methods),
-`find`, `load` and `save` (what they do), `format` (what is stored under which name), `client` (one
-server's connections and threads) and `errors`. Then what is Redis's own: `router` (which server
-gets what), `topology` (which servers there are), `server` (what is asked of a whole server),
-`commands` (what is asked about one key), `wire` (the bytes on a socket).
+around one. Read from the top: `settings` (the parameters of the URL), `store` (the `Backend`
+methods), `find`, `load` and `save` (their implementations), `format` (the values and their names),
+`client` (one server's connections and threads) and `errors`. The rest is specific to Redis:
+`router` (sends each key to its server), `topology` (which servers there are), `server` (commands
+about a whole server), `commands` (commands about one key), `wire` (the bytes on a socket).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One server: its connections, which redis-py makes, and the threads that work on them."""
+"""The client of one server: its connections, which redis-py makes, and their threads."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _JOIN_S = 1.0
 
 
 Kind: TypeAlias = Literal["ask", "fetch", "store"]
-"""What work is about. Each kind has threads of its own.
+"""The kind of a work. Each kind has threads of its own.
 
 So a lookup does not wait behind megabytes, nor a load, which a prompt waits for, behind saves.
 """
 
 
 class _Hold:
-    """Which connection work is on, so that another thread can end the work by ending that."""
+    """The connection that a work uses, so that another thread can end the work by ending it."""
 
     __slots__ = ("_aborted", "_connection", "_lock")
 
@@ -47,10 +47,10 @@ class _Hold:
         self._aborted = False
 
     def attach(self, connection: AbstractConnection) -> None:
-        """Has `abort` end `connection` from now on, as soon as it has a socket.
+        """Makes `abort` end `connection`, as soon as that has a socket.
 
         Raises:
-            BackendUnavailable: it was called before.
+            BackendUnavailable: `abort` was called before.
         """
         with self._lock:
             if self._aborted:
@@ -58,7 +58,7 @@ class _Hold:
             self._connection = connection
 
     def detach(self) -> None:
-        """Has `abort` end nothing any more."""
+        """Makes `abort` end no connection any more."""
         with self._lock:
             self._connection = None
 
@@ -101,18 +101,18 @@ class RedisNode:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs on its connections."""
+        """Returns whether no work runs on its connections."""
         return not self._lanes.running
 
     async def run(self, work: Callable[[Wire], T], kind: Kind) -> T:
         """Returns the result of `work` on a connection.
 
-        Ends only when nothing can touch what `work` uses, also when it is cancelled: then the
-        connection is ended under it.
+        Ends only when no thread uses the buffers of `work`, even if it is cancelled: then the
+        connection is ended during the work.
 
         Raises:
             BackendUnavailable: the connection was lost, timed out or cannot be made.
-            redis.RedisError: the same, while connecting, or the server refuses the connection.
+            redis.RedisError: connecting failed, or the server refuses the connection.
         """
         hold = _Hold()
         self._fetching += kind == "fetch"
@@ -128,8 +128,8 @@ class RedisNode:
     def close(self) -> Awaitable[None]:
         """Ends all work, connections and threads. Threads that still connect end by themselves.
 
-        Only threads are waited for, and not for long: all else is done when this returns what is
-        to be awaited, so that nothing stays open if it never is.
+        The returned awaitable only waits, not for long, for the threads. All else is done when this
+        returns, so that nothing stays open if it is never awaited.
         """
         self._closed = True
         self._lanes.abort()
@@ -209,7 +209,7 @@ def connection_options(settings: RedisSettings) -> dict[str, Any]:
 
 
 def transport_options(settings: RedisSettings) -> dict[str, Any]:
-    """Returns those of these that are the same for any server, sentinels too."""
+    """Returns the options that are the same for any server, sentinels too."""
     options: dict[str, Any] = {
         "socket_timeout": settings.timeout,
         "socket_connect_timeout": settings.timeout,

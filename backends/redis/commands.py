@@ -1,4 +1,4 @@
-"""What is asked of a server, what it answers, and small commands on one connection."""
+"""The commands about one key, their answers, and small commands on one connection."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ REFUSALS = ("OOM", "MISCONF", "READONLY", "NOREPLICAS")
 
 
 class Outcome(enum.Enum):
-    """What became of one value."""
+    """The result of a command about one value."""
 
     DONE = enum.auto()
     ABSENT = enum.auto()
@@ -63,11 +63,11 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """Another server of the cluster has the key.
+    """The answer that another server of the cluster has the key.
 
     Attributes:
-        slot: of the key.
-        asking: only for this once: the slot is on its way.
+        slot: the slot of the key.
+        asking: only this request goes there: the slot is being moved.
     """
 
     slot: int
@@ -77,7 +77,7 @@ class Redirect:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The server takes no writes now.
+    """The answer that the server takes no writes now.
 
     Attributes:
         reason: in its own words.
@@ -91,7 +91,7 @@ class Ask(NamedTuple):
     """A small command. A tuple: a lookup makes one for every block.
 
     Attributes:
-        name: the key it is about.
+        name: the key of the command.
         packed: the command as sent.
     """
 
@@ -104,9 +104,9 @@ class Want:
     """A value to fetch.
 
     Attributes:
-        into: where its part of the frame goes. A value with a head may be shorter than that.
-        headed: it begins with a `Head`; else it is exactly as long as `into`.
-        checksum: of the frame that the value begins, told of what arrives.
+        into: receives its part of the frame. A value with a head may be shorter than that.
+        headed: it begins with a `Head`; otherwise it is exactly as long as `into`.
+        checksum: of the frame that the value begins; hashes the bytes that arrive.
     """
 
     name: bytes
@@ -116,7 +116,7 @@ class Want:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to be received, at most."""
+        """The most bytes to receive."""
         return len(self.into)
 
 
@@ -141,11 +141,11 @@ class Put:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the value."""
+        """The bytes of the value."""
         return sum(len(piece) for piece in self.pieces)
 
     def around(self) -> tuple[bytes, bytes]:
-        """Returns what is sent before and after the value."""
+        """Returns the bytes to send before and after the value."""
         options = [] if self.replace else [b"NX"]
         if self.ttl_ms is not None:
             options += [b"PX", b"%d" % self.ttl_ms]
@@ -166,7 +166,7 @@ def command(*words: bytes | int | str) -> bytes:
 
 
 def call(wire: Wire, *words: bytes | int | str) -> Reply:
-    """Returns the answer to one command; an error is one, too. Blocks."""
+    """Sends one command and returns its answer, which may be an error. Blocks."""
     wire.send([command(*words)])
     return wire.replies(1)[0]
 
@@ -175,7 +175,7 @@ def sound(reply: Reply) -> Reply:
     """Returns `reply`, if it is no error.
 
     Raises:
-        BackendUnavailable: it is one.
+        BackendUnavailable: `reply` is an error.
     """
     if isinstance(reply, hiredis.ReplyError):
         raise BackendUnavailable(f"the server says: {reply}")
@@ -183,12 +183,12 @@ def sound(reply: Reply) -> Reply:
 
 
 def of_another_type(reply: Reply) -> bool:
-    """Returns whether `reply` says that the name is taken by something else."""
+    """Returns whether `reply` says that the name is used by a value of another type."""
     return isinstance(reply, hiredis.ReplyError) and str(reply).startswith("WRONGTYPE")
 
 
 def head_command(name: bytes) -> Ask:
-    """Returns what asks for the head that `state_of` reads; the value counts as used."""
+    """Returns the command for the head that `state_of` reads; the value counts as used."""
     return Ask(name, _GET_HEAD % (len(name), name))
 
 
@@ -196,7 +196,7 @@ def state_of(reply: Reply) -> Head | Outcome:
     """Returns the head of the value, ``ABSENT`` or ``BROKEN``.
 
     Raises:
-        BackendUnavailable: the server does not say.
+        BackendUnavailable: `reply` is another error.
     """
     if isinstance(reply, bytes):
         return Head.parse(reply) or (Outcome.BROKEN if reply else Outcome.ABSENT)
@@ -224,7 +224,7 @@ def ask(
 def look(
     wire: Wire, asks: Sequence[Ask], server: Address, *, asking: bool = False
 ) -> list[Reply | Redirect]:
-    """Does as `ask`; what is read does not count as used, if the server has that (Redis 7.2)."""
+    """Returns the answers as `ask` does, without marking the values as used (Redis 7.2)."""
     call(wire, b"CLIENT", b"NO-TOUCH", b"ON")
     found = ask(wire, asks, server, asking=asking)
     call(wire, b"CLIENT", b"NO-TOUCH", b"OFF")
@@ -232,7 +232,7 @@ def look(
 
 
 def redirected(reply: Reply, server: Address) -> Reply | Redirect:
-    """Returns where `reply` of `server` sends to; `reply` itself if it does not."""
+    """Returns the redirect in `reply` of `server`; `reply` itself if it is none."""
     if not isinstance(reply, hiredis.ReplyError):
         return reply
     words = str(reply).split()

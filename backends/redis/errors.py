@@ -1,4 +1,4 @@
-"""What the errors of redis-py and of sockets mean, and what to do about them."""
+"""The mapping of errors of redis-py and of sockets to ours, with advice."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LOOK_AT_USER = "look at user and password in the URL (redis://user:password@hos
 
 @contextmanager
 def explained(settings: RedisSettings, server: Address | str) -> Iterator[None]:
-    """Raises errors of redis-py and of sockets as the errors here, with what to do about them.
+    """Maps errors of redis-py and of sockets to ours, with advice on what to change.
 
     Raises:
-        ConfigurationError: the server was reached and does not take these settings.
+        ConfigurationError: the server was reached and does not accept these settings.
         BackendUnavailable: it was not reached, or does not serve now.
     """
     try:

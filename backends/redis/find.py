@@ -1,4 +1,4 @@
-"""Blocks in Redis, found, listed and deleted: each of them one value or several.
+"""The search, listing and deletion of blocks in Redis: each of them one value or several.
 
 Beside them an index of which blocks follow a block: for partial blocks at a prompt's end.
 """
@@ -42,11 +42,11 @@ _INDEX_TTL_S = 30 * 86400.0
 _INDEX_SLACK_S = 60.0
 
 State: TypeAlias = Head | Outcome
-"""What is known of a block: `Head` if it is wholly there, else ``ABSENT`` or ``BROKEN``."""
+"""The state of a block: `Head` if it is wholly there, else ``ABSENT`` or ``BROKEN``."""
 
 
 class RedisFinder:
-    """Finds, describes and deletes blocks. Belongs to the event loop."""
+    """The finder: finds, describes and deletes blocks. Belongs to the event loop."""
 
     def __init__(self, settings: RedisSettings, router: RedisRouter) -> None:
         self._router = router
@@ -72,7 +72,7 @@ class RedisFinder:
         return found
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Deletes `keys`: first their other values, whose names only the first one tells."""
+        """Deletes `keys`: first their other values, whose names only the first one contains."""
         heads, parts = await self._heads(keys)
         await self.unlink([name for _, name in parts])
         there = zip(keys, heads, strict=True)
@@ -84,7 +84,7 @@ class RedisFinder:
             sound(reply)
 
     async def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
-        """Returns what is known of each of `keys`; ``None``: there is no such block.
+        """Returns the entry of each of `keys`; ``None`` if there is no such block.
 
         Counts as use only with servers that know no other way to read: Redis before 7.2.
         """
@@ -139,7 +139,10 @@ class RedisFinder:
         return numbers
 
     async def _heads(self, keys: Sequence[BlockKey]) -> tuple[list[State], list[tuple[int, bytes]]]:
-        """Returns what the first values of `keys` say, and the names of the others, numbered."""
+        """Returns the states in the first values of `keys`, and the names of the others.
+
+        Each name comes with the index of its key.
+        """
         asks = [head_command(self.names.block(key)) for key in keys]
         heads = [state_of(reply) for reply in await self._router.ask(asks)]
         parts = [
@@ -152,7 +155,7 @@ class RedisFinder:
 
 
 def leading_heads(results: Sequence[object]) -> list[Head]:
-    """Returns the heads before the first of `results` that is none."""
+    """Returns the heads before the first of `results` that is no head."""
     heads: list[Head] = []
     for result in results:
         if not isinstance(result, Head):
@@ -178,9 +181,9 @@ def _entry(key: BlockKey, head: Head | None, start: Reply, idle: Reply) -> Store
 
 
 class RedisChildren:
-    """One sorted set per parent: the newest `MAX_CHILDREN` blocks, by the time they were saved.
+    """A sorted set per parent: the newest `MAX_CHILDREN` blocks, by the time they were saved.
 
-    It may name blocks that are gone, which `children` finds out, and lack some that are there: an
+    It may name blocks that are gone, which `get` finds out, and lack some that are there: an
     index that was evicted comes back as blocks are saved again.
     """
 
@@ -191,7 +194,7 @@ class RedisChildren:
         self._ttl_ms = round(1e3 * ttl_s)
 
     async def add(self, blocks: Sequence[StoredBlock]) -> None:
-        """Lists those of `blocks` whose tokens are known. A server that fails is warned of once."""
+        """Lists those of `blocks` whose tokens are known; warns once of a server that fails."""
         asks = []
         for block in blocks:
             if block.tokens is None:
@@ -232,7 +235,7 @@ class RedisChildren:
         return [child for (_, child), state in pairs if isinstance(state, Head)]
 
     async def _drop_junk(self, asks: Sequence[Ask], replies: Sequence[Reply]) -> bool:
-        """Deletes what stands where an index should; returns whether there was anything."""
+        """Deletes values of another type under an index's name; returns whether there were any."""
         pairs = zip(asks, replies, strict=True)
         junk = {one.name for one, reply in pairs if of_another_type(reply)}
         await self._finder.unlink(sorted(junk))

@@ -1,4 +1,4 @@
-"""What is stored under which name in Redis.
+"""The names and values of a store in Redis.
 
 ::
 
@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 MAX_VALUE_NBYTES = 4 << 20
-"""A value of 2 MiB moves three times as fast as one of 32 MiB."""
+"""The most bytes of a value: one of 2 MiB moves three times as fast as one of 32 MiB."""
 
 PART_NBYTES = 2 << 20
-"""Bytes of the frame in each value of a frame that does not fit one."""
+"""The bytes in each value of a frame that does not fit into one value."""
 
 _MAGIC = b"KVR1"
 # magic, bytes of metadata, bytes of the frame, bytes of it in each value, nonce, Unix seconds
@@ -48,7 +48,7 @@ _MAX_FRAME_NBYTES = 4 << 30
 
 
 class Head(NamedTuple):
-    """What a block's value begins with. A tuple: a lookup makes one for every block.
+    """The head of a block's value. A tuple: a lookup makes one for every block.
 
     Attributes:
         frame_nbytes: of the whole frame.
@@ -102,16 +102,16 @@ class Head(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """Values of the block, the one with the head included."""
+        """The number of the block's values, the one with the head included."""
         return max(1, -(-self.frame_nbytes // max(1, self.part_nbytes)))
 
     @property
     def value_nbytes(self) -> int:
-        """Bytes of the value with the head."""
+        """The bytes of the value with the head."""
         return HEAD_NBYTES + self.metadata_nbytes + min(self.part_nbytes, self.frame_nbytes)
 
     def part(self, number: int) -> slice:
-        """Returns which bytes of the frame part `number` holds."""
+        """Returns the slice of the frame that part `number` holds."""
         start = number * self.part_nbytes
         return slice(start, min(start + self.part_nbytes, self.frame_nbytes))
 
@@ -124,7 +124,7 @@ class Names:
 
     @property
     def probe(self) -> bytes:
-        """Name of no block, for trying what a server takes."""
+        """The name of no block, for trying which commands a server accepts."""
         return self.prefix + b"probe"
 
     def block(self, key: BlockKey) -> bytes:

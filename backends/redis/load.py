@@ -1,4 +1,4 @@
-"""Blocks read from Redis: values received into the caller's buffers, without a copy between."""
+"""The loads from Redis: values received into the caller's buffers, without a copy between."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _AHEAD_NBYTES = 1 << 20
 
 
 class RedisReader:
-    """Reads blocks into the caller's buffers. Belongs to the event loop."""
+    """The reader: reads blocks into the caller's buffers. Belongs to the event loop."""
 
     def __init__(self, router: RedisRouter, finder: RedisFinder) -> None:
         self._router = router
@@ -49,7 +49,7 @@ class RedisReader:
     ) -> int:
         """Fills leading buffers; those behind stay untouched unless blocks vanish meanwhile.
 
-        If there are `checksums`, each is told of the first part of its frame.
+        If there are `checksums`, each hashes the first part of its frame.
         """
         views = [buffer.numpy().data for buffer in into]
         wanted = [self._finder.names.block(key) for key in keys]
@@ -93,17 +93,18 @@ class RedisReader:
 def fetch(
     wire: Wire, wants: Sequence[Want], server: Address, *, asking: bool = False
 ) -> list[Fetched]:
-    """Fills what `wants` say, in order; nothing is touched behind the first absent one. Blocks."""
+    """Fetches `wants`, in order; fills no buffer after the first absent value. Blocks."""
     return _Fetch(wire, wants, server, asking=asking).run()
 
 
 class _Fetch:
-    """Receives values from one server.
+    """A fetch of values from one server.
 
-    Small ones are asked for ahead. A large one when the one before it begins to arrive: the server
-    copies a value for every request that it has read, and does that while we receive. Where other
-    connections keep it busy anyway, only when the one before is here: a server whose memory
-    allocator is libc's takes more than twice as long for a value once it has four at a time.
+    Small values are requested ahead. A large value is requested when the one before it begins to
+    arrive: the server copies a value for every request that it has read, and does that while we
+    receive. If other connections keep the server busy anyway, it is requested only when the one
+    before is here: a server whose memory allocator is libc's takes more than twice as long for a
+    value once it has four at a time.
     """
 
     def __init__(self, wire: Wire, wants: Sequence[Want], server: Address, *, asking: bool) -> None:

@@ -1,4 +1,4 @@
-"""Work on many keys: sent to the servers that hold them, in parallel, and after them when moved."""
+"""The router of work on many keys: to their servers, in parallel, and on to others if moved."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 
 _Target: TypeAlias = tuple[Address, bool]
-"""Where to try, and whether only this once: the key is on its way there."""
+"""The server to try, and whether only this once, since the key is being moved there."""
 
 
 class RedisRouter:
@@ -48,7 +48,7 @@ class RedisRouter:
 
     @property
     def servers(self) -> tuple[Address, ...]:
-        """All servers that hold keys."""
+        """The servers that hold keys."""
         return self._topology.servers
 
     def spread(self, names: Sequence[bytes]) -> bool:
@@ -56,9 +56,9 @@ class RedisRouter:
         return self._settings.mode is Mode.CLUSTER and len(names) > 1
 
     async def open(self) -> None:
-        """Finds the servers, and sees whether each of them takes what it will be asked.
+        """Finds the servers, and checks that each of them accepts the commands of this store.
 
-        Afterwards no error is blamed on the settings: they were right once.
+        Later errors are never configuration errors: the settings were right once.
 
         Raises:
             ConfigurationError: they were reached, and the settings are wrong for them.
@@ -74,7 +74,7 @@ class RedisRouter:
         self._was_open = True
 
     async def refresh(self) -> None:
-        """Finds out which server holds what, if in doubt; closes those that hold nothing."""
+        """Finds out which server holds which keys, if in doubt; closes those that hold none."""
         await self._topology.refresh()
         for address in set(self._nodes) - set(self.servers):
             if self._nodes[address].idle:
@@ -85,15 +85,15 @@ class RedisRouter:
         return await self.run(ask, asks, "ask")
 
     async def look(self, asks: Sequence[Ask]) -> list[Reply]:
-        """Does as `ask`; it does not count as use, with servers that can tell the difference."""
+        """Returns the answers as `ask` does, without marking the values as used (Redis 7.2)."""
         return await self.run(look, asks, "ask")
 
     async def run(
         self, work: Callable[..., Sequence[A | Redirect]], items: Sequence[Item], kind: Kind
     ) -> list[A]:
-        """Returns what `work` answers to `items`, in order; each server gets those that it holds.
+        """Returns the answers of `work` to `items`, in order; each server gets its own items.
 
-        Ends only when nothing can touch what `items` refer to, also if it fails or is cancelled.
+        Ends only when no thread uses the buffers of `items`, even if it fails or is cancelled.
 
         Raises:
             BackendUnavailable: a server failed; the others have done their part.
@@ -170,7 +170,7 @@ class RedisRouter:
             raise
 
     async def everywhere(self, work: Callable[[Wire, Address], R]) -> list[R]:
-        """Returns the results of `work` on all servers. If one fails, all have ended."""
+        """Returns the results of `work` on all servers. Raises only once all have ended."""
         return await all_ended([self.on(server, work) for server in self.servers])
 
     async def close(self) -> None:
@@ -181,7 +181,7 @@ class RedisRouter:
         await asyncio.gather(self._topology.close(), *(node.close() for node in nodes))
 
     def suspect(self) -> None:
-        """Asks before the next call which server holds what: one of them does not do its part."""
+        """Makes the next call find out again which server holds which keys: one of them failed."""
         self._topology.suspect()
 
     def _stripes(self, items: Sequence[Item], numbers: list[int]) -> list[list[int]]:

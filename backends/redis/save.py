@@ -1,4 +1,4 @@
-"""Blocks written to Redis: parts first, and last the value that makes them a block."""
+"""The saves to Redis: parts first, and last the value that makes them a block."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class _Writing:
 
 
 class RedisWriter:
-    """Stores blocks. Belongs to the event loop.
+    """The writer: stores blocks. Belongs to the event loop.
 
-    A server that refuses writes (``maxmemory``, a disk that is full, a replica) stores fewer, and
-    is warned of once; until it takes them again it is asked before anything is sent to it.
+    A server that refuses writes (``maxmemory``, a disk that is full, a replica) stores fewer, with
+    one warning. Until it accepts writes again, it is probed before blocks are sent to it.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class RedisWriter:
     async def _complete(
         self, writings: Sequence[_Writing]
     ) -> tuple[list[_Writing], list[_Writing]]:
-        """Makes blocks of parts; returns those that became one, and those whose name was taken."""
+        """Writes the heads of blocks; returns the stored ones, and those that existed already."""
         results = await self._send([one.first for one in writings])
         pairs = list(zip(writings, results, strict=True))
         done = [one for one, result in pairs if result is Outcome.DONE]
@@ -223,7 +223,7 @@ class RedisWriter:
         return not self._refused
 
     async def _send(self, puts: Sequence[Put]) -> list[Refused | Outcome]:
-        """Returns what became of `puts`; servers that refuse are remembered."""
+        """Stores `puts` and returns their results; remembers servers that refuse."""
         results: list[Refused | Outcome] = await self._router.run(put, puts, "store")
         for refusal in results:
             if not isinstance(refusal, Refused) or refusal.server in self._refused:
@@ -238,7 +238,7 @@ class RedisWriter:
 
 
 def put(wire: Wire, puts: Sequence[Put], server: Address, *, asking: bool = False) -> list[Stored]:
-    """Stores `puts`, in order; after the first that is refused no more are tried. Blocks."""
+    """Stores `puts`, in order; stops after the first that is refused. Blocks."""
     found: list[Stored] = [Outcome.NOT_TRIED] * len(puts)
     looked_for = [number for number, one in enumerate(puts) if one.look_first]
     heads = ask(

@@ -1,4 +1,4 @@
-"""One server: whether it is what the URL says, what it holds, what it tells of itself."""
+"""The commands about one server: its kind, its blocks, its statistics."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _MOST_EMPTY_PAGES = 10_000
 
 
 def check_server(settings: RedisSettings, names: Names, wire: Wire, server: Address) -> None:
-    """Tries what will be needed.
+    """Tries the commands of this store.
 
     Raises:
-        ConfigurationError: the server is of another kind, too old, or the user may not do it.
+        ConfigurationError: the server is of another kind, too old, or the user lacks rights.
         BackendUnavailable: it does not serve now.
     """
     _send_and_check(wire, [command(b"PING")], settings)
@@ -54,7 +54,7 @@ def check_server(settings: RedisSettings, names: Names, wire: Wire, server: Addr
 def takes_writes(names: Names, nbytes: int, wire: Wire, server: Address) -> bool:
     """Returns whether a server that refused to store a value would store one of `nbytes` now.
 
-    As far as it tells: servers that drop old keys for new ones may, and so may those of a cluster.
+    This is an estimate: servers that evict old keys may do so, and so may those of a cluster.
     """
     reply = call(wire, b"SET", names.probe, b"", b"PX", 1)
     if isinstance(reply, hiredis.ReplyError) and str(reply).startswith(REFUSALS):
@@ -131,7 +131,7 @@ def _check_kind(server: dict[str, str], address: Address, settings: RedisSetting
 
 
 def _info(wire: Wire, section: str) -> dict[str, str]:
-    """Returns what a server says of itself; nothing if the user may not ask."""
+    """Returns a server's information; empty if the user may not read it."""
     reply = call(wire, b"INFO", section)
     if isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOPERM"):
         return {}

@@ -1,4 +1,4 @@
-"""Where a Redis is and how it is used: what the URL says, taken apart and checked."""
+"""The settings of a Redis store, and the parser of its URL."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.%]+)\]|(?P<name>[^\[\]:@/]+))(?::(?
 
 
 class Mode(enum.Enum):
-    """How the server that holds a key is found."""
+    """The way to find the server that holds a key."""
 
     SINGLE = "redis"
     SENTINEL = "redis+sentinel"
@@ -45,11 +45,11 @@ _DEFAULT_PORTS = {Mode.SINGLE: 6379, Mode.SENTINEL: 26379, Mode.CLUSTER: 6379}
 
 @dataclass(frozen=True, slots=True, order=True)
 class Address:
-    """One server.
+    """The address of one server.
 
     Attributes:
         host: or the path of its socket.
-        port: 0: there is none, it is a socket of this machine.
+        port: 0 for a socket of this machine.
     """
 
     host: str
@@ -63,7 +63,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How connections are encrypted.
+    """The encryption of connections.
 
     Attributes:
         ca: file of certificates to trust instead of the system's.
@@ -79,7 +79,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """What a Redis URL says.
+    """The settings in a Redis URL.
 
     Attributes:
         hosts: the server, the sentinels, or some nodes of the cluster.
@@ -87,7 +87,7 @@ class RedisSettings:
         prefix: before every key.
         ttl: seconds after which a block is gone; ``None``: never.
         connections: for values, to each server; so many to fetch and so many to store.
-        timeout: seconds; a connection on which next to nothing passes for so long is given up.
+        timeout: seconds; a connection on which next to nothing passes for so long is closed.
         tls: ``None``: not encrypted.
     """
 
@@ -135,7 +135,7 @@ class RedisSettings:
 
     @classmethod
     def from_url(cls, url: StoreUrl) -> RedisSettings:
-        """Returns what `url` says.
+        """Returns the settings in `url`.
 
         Raises:
             ConfigurationError: names the part of `url` that is wrong, and what is right.
@@ -202,7 +202,7 @@ def _socket(url: StoreUrl, location: str) -> Address:
 
 
 def _path(url: StoreUrl, mode: Mode) -> tuple[str, int]:
-    """Name of the service and number of the database: ``/0``, and for sentinels ``/mymaster/0``."""
+    """Returns the service and the database: from ``/0``, with sentinels from ``/mymaster/0``."""
     if "@" in url.path:
         raise ConfigurationError(f"{url}: in user and password write %2F for '/', %40 for '@'")
     parts = [part for part in url.path.split("/") if part]

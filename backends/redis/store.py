@@ -1,7 +1,7 @@
-"""``redis://``, ``rediss://``, ``redis+sentinel://``, ``redis+cluster://``: a shared store.
+"""The Redis backend: ``redis://``, ``rediss://``, ``redis+sentinel://``, ``redis+cluster://``.
 
 Redis 6.2 or newer, and Valkey. Capacity is the server's own: give it ``maxmemory`` and the policy
-``allkeys-lru``, and what was used longest ago makes room; with ``noeviction`` it stores nothing
+``allkeys-lru``, and it evicts the least recently used blocks; with ``noeviction`` it stores nothing
 more once it is full.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["RedisBackend", "from_url"]
 
 
 def from_url(url: StoreUrl) -> RedisBackend:
-    """``redis://user:password@host:6379/0?ttl=7d&prefix=kv:``, and its other schemes."""
+    """Parses ``redis://user:password@host:6379/0?ttl=7d&prefix=kv:``, and the other schemes."""
     return RedisBackend(RedisSettings.from_url(url))
 
 
@@ -44,10 +44,10 @@ class _Parts:
 
 
 class RedisBackend(Backend):
-    """Blocks in a Redis or Valkey server, its failover group or its cluster.
+    """A store of blocks in a Redis or Valkey server, its failover group or its cluster.
 
     Values move on threads, between the socket and the caller's buffers without a copy. A call ends
-    only when nothing can touch its buffers any more; a connection on which anything went wrong is
+    only when no thread uses its buffers any more; a connection on which anything went wrong is
     closed, so that no answer is ever taken for another one's.
     """
 
@@ -65,7 +65,7 @@ class RedisBackend(Backend):
         self._parts: _Parts | None = None
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
-        """Finds the servers, and sees whether each of them takes what it will be asked.
+        """Finds the servers, and checks that each of them accepts the commands of this store.
 
         Raises:
             ConfigurationError: credentials, database, TLS, kind of server or rights are wrong.
@@ -98,14 +98,14 @@ class RedisBackend(Backend):
         """Fills the beginnings of `into`; damaged blocks are deleted.
 
         Raises:
-            BackendUnavailable: `into` is undefined, and nothing touches it any more.
+            BackendUnavailable: `into` is undefined, and nothing writes to it any more.
         """
         return await self._opened().reader.load(keys, into, ())
 
     async def load_hashed(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """Does the same; checksums are taken as the bytes arrive, of what fits one value."""
+        """Loads like `load`; computes the checksum of a frame's first value as its bytes arrive."""
         return await self._opened().reader.load(keys, into, checksums)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
@@ -119,7 +119,7 @@ class RedisBackend(Backend):
     async def save_sealed(
         self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """Does the same; what is sent is sealed on the thread that sends it."""
+        """Saves like `save`; the thread that sends a frame seals it."""
         return await self._opened().writer.save(blocks, checksums)
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
@@ -131,21 +131,21 @@ class RedisBackend(Backend):
         return await self._opened().children.get(key)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
-        """Lists all blocks, a page at a time; those that come or go meanwhile may be missed."""
+        """Lists all blocks, a page at a time; may miss those added or removed meanwhile."""
         async for entry in self._opened().finder.scan():
             yield entry
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
-        """Returns what `scan` lists of each of `keys`.
+        """Returns the entry that `scan` would list for each of `keys`.
 
-        Servers older than Redis 7.2 count it as use, those under an LFU policy do not tell of use.
+        Counts as use with servers older than Redis 7.2. An LFU policy hides the time of use.
         """
         return await self._opened().finder.describe(keys)
 
     async def stats(self) -> Mapping[str, float]:
         """Returns ``blocks`` and their ``bytes``, estimated where there are very many.
 
-        And for all that the servers hold: ``used_memory`` and, where limited, ``maxmemory``.
+        Also of all that the servers hold: ``used_memory`` and, where limited, ``maxmemory``.
         """
         return await self._opened().finder.totals()
 

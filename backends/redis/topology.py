@@ -1,4 +1,4 @@
-"""Which server holds a key: the one there is, the master that sentinels name, or a cluster's."""
+"""The topology of a store: a single server, the master that sentinels name, or a cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_WAIT_S = 0.25
 
 
 class Topology(ABC):
-    """Which server holds what, as last heard. Belongs to the event loop."""
+    """The last known map from keys to servers. Belongs to the event loop."""
 
     def __init__(self, settings: RedisSettings) -> None:
         self._settings = settings
@@ -47,22 +47,22 @@ class Topology(ABC):
     @property
     @abstractmethod
     def servers(self) -> tuple[Address, ...]:
-        """All servers that hold keys."""
+        """The servers that hold keys."""
 
     @abstractmethod
     async def discover(self) -> None:
-        """Asks which server holds what."""
+        """Finds out which server holds which keys."""
 
     def moved(self, slot: int, address: Address) -> None:
-        """Notes that a server says that `address` holds `slot`."""
+        """Records the answer of a server that `address` holds `slot`."""
         self.suspect()
 
     def suspect(self) -> None:
-        """Has the servers asked again before the next call, since one failed."""
+        """Makes the next call find out again, since a server failed."""
         self._stale = True
 
     async def open(self) -> None:
-        """Asks for the first time.
+        """Finds out for the first time.
 
         Raises:
             ConfigurationError: a server answers that the settings are wrong.
@@ -72,12 +72,12 @@ class Topology(ABC):
         self._stale = False
 
     async def refresh(self) -> None:
-        """Asks again, if there is reason to.
+        """Finds out again, if a server failed or a key moved.
 
-        What was known stays in use until there is an answer.
+        The last known map stays in use until there is an answer.
 
         Raises:
-            BackendUnavailable: nothing is known, and no server answers; or it is closed.
+            BackendUnavailable: no map is known, and no server answers; or it is closed.
         """
         if self._closed:  # a question asked now would never be ended
             raise BackendUnavailable(f"{self._settings}: is closed")
@@ -90,7 +90,7 @@ class Topology(ABC):
             raise BackendUnavailable(f"{self._settings}: no server is known to hold the keys")
 
     def close(self) -> Awaitable[None]:
-        """Asks no more; what is to be awaited is only the end of what was asked before."""
+        """Stops finding out; the returned awaitable waits for the end of an attempt under way."""
         self._closed = True
         asking = self._asking
         if asking is not None:
@@ -164,7 +164,7 @@ class _Sentinels(Topology):
         return found
 
     async def _why(self, sentinel: Sentinel) -> Exception:
-        """Returns why no master is found; what redis-py says of that does not help the user."""
+        """Returns the reason why no master is found, which redis-py's own message lacks."""
         settings, service = self._settings, self._settings.service
         answers = await asyncio.gather(
             *(client.sentinel_masters() for client in sentinel.sentinels), return_exceptions=True
@@ -253,15 +253,15 @@ async def _ended(task: asyncio.Task[None] | None) -> None:
 
 
 async def _in_full(closings: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Waits for all `closings`, which come to their end also if this is cancelled."""
+    """Waits for all `closings`, which run to their end even if the caller is cancelled."""
     await asyncio.shield(asyncio.gather(*closings))
 
 
 def _sound_slots(response: Any, **_: Any) -> Any:
     """Returns `response` to CLUSTER SLOTS if it is sound; redis-py does not check it.
 
-    It would count billions of slots on the event loop. If one node's answer is no good, it asks
-    the next one.
+    Without the check it would count billions of slots on the event loop. After an error it asks
+    the next node.
 
     Raises:
         InvalidResponse: it does not say who serves which slots.

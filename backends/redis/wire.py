@@ -1,8 +1,8 @@
-"""Commands and answers on the socket of one connection, bulk bytes without a copy in between.
+"""The commands and answers on the socket of one connection; bulk bytes are not copied.
 
 Values go from the caller's memory to the socket (``sendmsg``) and from the socket to the caller's
 memory (``recv_into``). Small answers are parsed by hiredis. Everything here blocks: it runs on
-threads. Whatever is raised, the connection is of no more use: an answer may be half read.
+threads. After any error the connection must be closed: an answer may be half read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Bytes", "Reply", "Wire"]
 Bytes: TypeAlias = bytes | memoryview
 
 Reply: TypeAlias = object
-"""Of a small command: bytes, int, None, a list of these, or a `hiredis.ReplyError`."""
+"""A reply to a small command: bytes, int, None, a list of these, or a `hiredis.ReplyError`."""
 
 _HOLD_NBYTES = 16 << 10
 _MAX_LINE_NBYTES = 8 << 10
@@ -48,7 +48,7 @@ class Wire:
     Args:
         sock: connected, nothing unread on it. Plain sockets are made blocking, with `timeout` left
             to the system: so that one call reads a whole value.
-        timeout: seconds; if less than `_SLOWEST_NBYTES` pass in so long, it is given up.
+        timeout: seconds; if less than `_SLOWEST_NBYTES` pass in so long, the connection has failed.
         alone: whether no other connection to the server fetches values now.
 
     Attributes:
@@ -124,7 +124,7 @@ class Wire:
         return found
 
     def line(self) -> bytes:
-        """The next line, without its end."""
+        """Returns the next line, without its end."""
         searched = 0
         while True:
             ready = bytes(self._hold[self._start + searched : self._end])
@@ -175,7 +175,7 @@ class Wire:
             at += step
 
     def skip(self, nbytes: int) -> None:
-        """Reads `nbytes` bytes and forgets them."""
+        """Reads and discards `nbytes` bytes."""
         while nbytes:
             if self._start == self._end:
                 self._fill()
@@ -184,18 +184,18 @@ class Wire:
             nbytes -= step
 
     def end_bulk(self) -> None:
-        """Reads what ends a value."""
+        """Reads the end of a value."""
         if self.exactly(2) != b"\r\n":
             raise self._garbled("a value longer than it was said to be")
 
     def done(self) -> None:
-        """Makes sure that nothing is left: it would be taken for the answer to the next command."""
+        """Checks that no byte is left: it would be taken for the answer to the next command."""
         decrypted = 0 if self._plain else self._sock.pending()  # type: ignore[attr-defined]
         if self._start != self._end or self._reader.has_data() or decrypted:
             raise self._garbled("more than was asked for")
 
     def _feed(self) -> int:
-        """Has what waits in the hold parsed; returns how many bytes that were."""
+        """Parses the bytes that wait in the hold; returns how many they were."""
         data = bytes(self._hold[self._start : self._end])
         recent = self._fed + data
         if _HUGE.search(recent):
