@@ -1,4 +1,4 @@
-"""Instances find each other in a Redis: each writes where it is, and reads where others are."""
+"""The directory of instances in a Redis: each writes its address, and reads the others'."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvconnect.transfer.peers import Peers
 __all__ = ["Directory", "connect"]
 
 _LIVES_S = 10.0
-"""An instance that has not written for so long is left out."""
+"""The seconds after its last write for which an instance is listed."""
 
 _REFRESH_S = 2.0
 _TIMEOUT_S = 2.0
@@ -25,10 +25,10 @@ _MOST = 1024
 
 
 class Directory:
-    """Keeps this instance in a sorted set of addresses, by when each goes, and connects to others.
+    """The directory: keeps this instance in a sorted set of addresses, and connects to the others.
 
-    One thread writes and reads every two seconds, on the server's clock. While the server is gone,
-    the peers that are known stay.
+    The score of an address is the time when it expires. One thread writes and reads every two
+    seconds, on the server's clock. While the server is gone, the peers that are known stay.
 
     Args:
         url: of the Redis.
@@ -58,7 +58,7 @@ class Directory:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Writes and reads once, and goes on in the background; blocks for some seconds at most.
+        """Writes and reads once, then in the background; blocks for some seconds at most.
 
         Raises:
             ConfigurationError: the server refuses.
@@ -71,7 +71,7 @@ class Directory:
         self._thread.start()
 
     def close(self) -> None:
-        """Takes this instance out, if the server answers; blocks for some seconds at most."""
+        """Removes this instance, if the server answers; blocks for some seconds at most."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -176,7 +176,7 @@ def _client(url: str, shown: str) -> Any:
 
 
 def _address_of(member: object) -> str | None:
-    """What another instance has written, if it is an address."""
+    """Returns the address that another instance has written, if it is valid."""
     if not isinstance(member, bytes) or len(member) > 300:
         return None
     try:

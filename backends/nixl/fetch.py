@@ -1,4 +1,4 @@
-"""One load from one peer: claimed, read, checked and released."""
+"""The fetch of blocks from one peer for one load: claimed, read, checked and released."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _AVOID_S = 30.0
 
 
 class Fetcher:
-    """Loads blocks from peers. Belongs to the event loop.
+    """The fetcher: loads blocks from peers. Belongs to the event loop.
 
     Args:
-        name: of this instance; what it calls its claims begins with it.
+        name: of this instance; the names of its claims begin with it.
         client: of the leases.
         pulls: reads from peers.
-        staging: where blocks arrive.
+        staging: the memory that blocks arrive in.
         lane: of threads that copy and hash.
-        verify: of which blocks the owner's digests are compared.
-        timeout_s: what an answer of a peer is waited for.
+        verify: which blocks are compared with the owner's digests.
+        timeout_s: how long an answer of a peer is waited for.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Fetcher:
     async def fetch(self, link: PeerLink, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Fills `into` with blocks that `link` has; returns how many leading ones are valid.
 
-        What was read counts only if the owner kept it until the last read had ended, and its
-        digests are right. Else nothing of it does, and `into` holds anything. Nothing writes to
+        The blocks count only if the owner kept them until the last read had ended, and their
+        digests are right. Otherwise none counts, and `into` is undefined. Nothing writes to
         `into` any more when this ends.
         """
         handle = link.handle
@@ -106,7 +106,7 @@ class Fetcher:
     async def _granted(
         self, link: PeerLink, handle: PeerHandle, claimed: Claimed, changed: asyncio.Event
     ) -> GrantKeys | None:
-        """What `link` grants; ``None``: nothing, or nothing in time."""
+        """Returns the grant of `link`, or ``None`` if there is none in time."""
 
         def told() -> bool:
             return (
@@ -127,13 +127,16 @@ class Fetcher:
         return granted
 
     async def _is_valid(self, claimed: Claimed, changed: asyncio.Event) -> bool:
-        """Whether the owner kept the blocks until now, when the last read has ended."""
+        """Releases the lease; returns whether the owner kept the blocks until the end.
+
+        All reads must have ended before.
+        """
         self._client.release(claimed)
         await self._until(lambda: claimed.lease.outcome is not Outcome.OPEN, changed)
         return claimed.lease.outcome is Outcome.VALID
 
     async def _until(self, happened: Callable[[], bool], changed: asyncio.Event) -> bool:
-        """Waits until `happened`, but not long; returns whether it did."""
+        """Waits until `happened`, for `timeout_s` at most; returns whether it did."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not happened():
@@ -147,7 +150,7 @@ class Fetcher:
     async def _read_all(
         self, handle: PeerHandle, claimed: Claimed, granted: GrantKeys, into: Sequence[Tensor]
     ) -> bool:
-        """Whether all blocks arrived; nothing lands any more when this ends."""
+        """Returns whether all blocks arrived; nothing writes to `into` any more when this ends."""
         going_on = [True]
         turns = asyncio.Semaphore(_PORTIONS_IN_FLIGHT)
 
@@ -200,7 +203,7 @@ class Fetcher:
 
 
 def _avoid(link: PeerLink, reason: str) -> None:
-    """Lets nothing be read from `link` for a while."""
+    """Stops reads from `link` for a while."""
     count("store.nixl.avoided")
     warn_once(f"nixl.avoid {link.address}", f"peer {link.address} is left alone: {reason}")
     link.avoid_until = time.monotonic() + _AVOID_S
@@ -224,7 +227,7 @@ def _copy(sources: Sequence[np.ndarray], targets: Sequence[Tensor]) -> None:
 
 
 def _is_right(granted: GrantKeys, verify: Verify, into: Sequence[Tensor]) -> bool:
-    """Whether those of the loaded blocks that have a digest are what the owner holds."""
+    """Returns whether the loaded blocks equal the owner's, as far as their digests are known."""
     known = zip(digested(verify, len(granted.sizes)), granted.digests, strict=True)
     return all(
         digest_of([into[index].numpy()[: granted.sizes[index]]]) == digest

@@ -1,4 +1,4 @@
-"""Where blocks are: here, or at which peer."""
+"""The search for blocks, here and at the peers."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _REMEMBERED = 1 << 16
 
 
 class NixlFinder:
-    """Finds blocks here and at the peers. Belongs to the event loop.
+    """The finder of blocks here and at the peers. Belongs to the event loop.
 
-    What a lookup has found at a peer is remembered for the load that follows. It is a hint: a peer
-    that has dropped the block since grants nothing.
+    The peer of a block that a lookup has found is cached for the load that follows. It is a hint: a
+    peer that has dropped the block since grants nothing.
 
     Args:
         own: the blocks of this instance.
         peers: that it asks.
-        patience_s: what is waited for them.
+        patience_s: how long it waits for them.
     """
 
     def __init__(self, own: HostBlocks, peers: Peers, patience_s: float) -> None:
@@ -90,7 +90,7 @@ class NixlFinder:
     async def children(self, key: BlockKey | None) -> list[Child]:
         """Returns blocks with tokens that follow `key`, from here and from peers that answer soon.
 
-        What a peer says is not believed by itself: see `Backend.children`.
+        An answer of a peer is not trusted by itself: see `Backend.children`.
         """
         found = {child.key: child for child in self._own.children(key)}
         asked: dict[asyncio.Future[Message], PeerLink] = {}
@@ -115,14 +115,14 @@ class NixlFinder:
         return link is not None and link.ready and link not in without
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
-        """Where `keys` are is not known any more."""
+        """Removes the peers of `keys` from the cache."""
         for key in keys:
             self._known.pop(key, None)
 
     async def _ask(
         self, keys: Sequence[BlockKey], links: Sequence[PeerLink]
     ) -> Sequence[PeerLink | None]:
-        """For each of `keys` the first peer that says it has it."""
+        """Returns for each of `keys` the first peer that has it."""
         where: list[PeerLink | None] = [None] * len(keys)
         asked: dict[asyncio.Future[Message], PeerLink] = {}
         for link in links:
@@ -170,7 +170,7 @@ class NixlFinder:
             self._known.popitem(last=False)
 
     async def forget_everywhere(self, keys: Sequence[BlockKey]) -> None:
-        """Asks all peers to drop `keys`; waits for their answers, but not long."""
+        """Asks all peers to drop `keys`; waits for their answers, for `patience_s` at most."""
         self.forget(keys)
         asked: list[asyncio.Future[Message]] = []
         for link in self._peers.ready():

@@ -1,4 +1,4 @@
-"""Blocks loaded: each piece of the run from here, or from a peer that has it."""
+"""The loads: each piece of the run from here, or from a peer that has it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["NixlReader"]
 
 
 class NixlReader:
-    """Loads runs of blocks. Belongs to the event loop.
+    """The reader: loads runs of blocks. Belongs to the event loop.
 
     Args:
         own: the blocks of this instance.

@@ -1,4 +1,4 @@
-"""What an instance opens to read from its peers and to be read by them."""
+"""The resources that an instance opens to read from its peers and to be read by them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["NixlNode"]
 
 _FORMAT = 2
-"""Of what peers mean by a key and by the bytes of its block."""
+"""The version of the meaning of a key and of the bytes of its block."""
 
 _POLL_S = 0.01
 # Peers that are gone are tried rarely once the store was not used for so long.
@@ -37,12 +37,12 @@ _IDLE_AFTER_S = 10.0
 
 
 class NixlNode:
-    """Transport, leases and connections of one instance. `open` and `close` block.
+    """The transport, leases and connections of one instance. `open` and `close` block.
 
     Args:
-        settings: of the store.
+        settings: the store's settings.
         blocks: that it publishes.
-        staging: where blocks of peers arrive.
+        staging: the memory that blocks of peers arrive in.
 
     Attributes:
         name: of this incarnation of this instance.
@@ -89,7 +89,7 @@ class NixlNode:
 
         Raises:
             ConfigurationError: the transport cannot be used, the port cannot be had, a peer does
-                not fit, or the directory refuses. What was opened is closed by `close`.
+                not fit, or the directory refuses. `close` closes what was opened.
             BackendUnavailable: the directory cannot be reached.
         """
         settings = self._settings
@@ -137,7 +137,7 @@ class NixlNode:
             publisher.close()
 
     def register(self, memory: Tensor) -> None:
-        """Blocks of peers may arrive in `memory` without a copy; after `open`."""
+        """Registers `memory`, so that blocks of peers arrive in it without a copy; after `open`."""
         self._staging.add(Registered.of(self.transport.register(memory), memory))
 
     def rebuild(self) -> None:
@@ -151,14 +151,14 @@ class NixlNode:
 
     @property
     def address(self) -> str:
-        """Where peers reach it, ``host:port``."""
+        """The address where peers reach it, ``host:port``."""
         if self._listener is None:
             return ""
         return self._listener.address(self._settings.advertise)
 
     @property
     def leases(self) -> int:
-        """How many of peers hold blocks of this instance."""
+        """The number of peers' leases of blocks of this instance."""
         return 0 if self._publisher is None else self._publisher.leases
 
     def _hello(self) -> Hello:

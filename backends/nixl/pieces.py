@@ -1,4 +1,4 @@
-"""What is read of a peer for one load, in portions that fit the memory they arrive in."""
+"""The bytes to read from a peer for one load, in portions that fit the staging memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Part", "Portion", "portions"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Contiguous bytes of one block.
+    """The contiguous bytes of one block.
 
     Attributes:
-        block: index of it in the grant.
+        block: index of the block in the grant.
         start: of the part in the block, bytes.
         nbytes: of the part.
         pieces: offset in the peer's region and bytes, of each unit that the part is in.
@@ -32,17 +32,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Parts that are read together."""
+    """The parts that are read together."""
 
     parts: tuple[Part, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of all parts."""
+        """The bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
     def reads(self, granted: GrantKeys, local_region: int, local: Sequence[int]) -> list[Reads]:
-        """Returns what to pull; `local` says where in the local region each part goes, in bytes.
+        """Returns the reads; `local` has the offset of each part in the local region, in bytes.
 
         Pieces of one size are one `Reads`: of blocks of one length there are one or two.
         """
@@ -82,7 +82,7 @@ def portions(granted: GrantKeys, blocks: int, most: int) -> Iterator[Portion]:
 
 
 def _parts(granted: GrantKeys, blocks: int, most: int) -> Iterator[Part]:
-    """Blocks that are larger than `most` in several."""
+    """Yields the parts of the first `blocks` blocks; splits those larger than `most`."""
     unit, first = granted.unit, 0
     for block, size in enumerate(granted.sizes[:blocks]):
         units = granted.units[first : first + -(-size // unit)]

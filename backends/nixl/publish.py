@@ -1,4 +1,4 @@
-"""What peers are told: which blocks are here, and where they may read them until when."""
+"""The answers to peers: which blocks are here, and where they may read them until when."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _LEASED_AT_MOST = 8
 
 
 class Publisher:
-    """Answers peers on their channels' threads; nothing of it waits for the event loop.
+    """The publisher: answers peers on their channels' threads, independent of the event loop.
 
-    A block that is leased is held: neither eviction nor deletion gives its memory to another before
+    A block that is leased is held: neither eviction nor deletion reuses its memory before
     the lease has ended.
 
     Args:
         blocks: of this instance.
         region: number of their memory at the transport.
-        lease_s: of a lease.
+        lease_s: the length of a lease.
     """
 
     def __init__(self, blocks: HostBlocks, region: int, lease_s: float) -> None:
@@ -69,11 +69,11 @@ class Publisher:
 
     @property
     def leases(self) -> int:
-        """How many hold blocks now."""
+        """The number of leases that hold blocks now."""
         return len(self._held)
 
     def close(self) -> None:
-        """Grants no leases any more; the memory lives until those that there are would end."""
+        """Refuses further leases; the memory lives until the present ones would end."""
         self.server.close(self._blocks.region.tensor)
         with self._lock:
             held, self._held = self._held, {}
@@ -81,7 +81,7 @@ class Publisher:
             self._blocks.release(blocks)
 
     def deliver(self, channel: Sender, event: Event) -> None:
-        """What a peer says; on its channel's thread."""
+        """Handles an event of a peer's channel, on the thread of that channel."""
         if isinstance(event, Connected):
             self._ways[channel] = holder, send = event.hello.holder, channel.send
             self.server.connected(holder, send)
@@ -126,7 +126,7 @@ class Publisher:
             count("store.nixl.granted", blocks=len(blocks))
 
     def _hold(self, claim: ClaimKeys) -> list[MemoryBlock]:
-        """The leading blocks that are here and fit one grant, held."""
+        """Holds and returns the leading blocks that are here and fit one grant."""
         blocks = self._blocks.hold([BlockKey(key) for key in claim.keys])
         units = accumulate(len(block.units) for block in blocks)
         fitting = sum(1 for _ in takewhile(lambda total: total <= _MAX_UNITS, units))
@@ -136,7 +136,7 @@ class Publisher:
     def _place(
         self, blocks: Sequence[MemoryBlock], claim: ClaimKeys
     ) -> Callable[[int, float], GrantKeys]:
-        """Returns what makes the grant of `blocks`, from the epoch and seconds of its lease."""
+        """Returns a function that makes the grant from the epoch and seconds of its lease."""
         region = self._blocks.region
         checked = [blocks[index] for index in digested(claim.verify, len(blocks))]
         digests = tuple(digest_of(region.views(block.units, block.nbytes)) for block in checked)
@@ -153,7 +153,7 @@ class Publisher:
         )
 
     def _unpin(self, ended: Sequence[Ended]) -> None:
-        """On the reaper's thread."""
+        """Releases the blocks of ended leases; on the reaper's thread."""
         with self._lock:
             held = [self._held.pop(one.key, []) for one in ended]
         for blocks in held:
@@ -161,7 +161,7 @@ class Publisher:
 
 
 def _found(seq: int, children: Sequence[Child]) -> FoundChildren:
-    """The first of `children` whose tokens fit a message."""
+    """Returns the answer with the first of `children` whose tokens fit a message."""
     totals = accumulate(len(child.tokens) for child in children)
     told = children[: sum(1 for _ in takewhile(lambda total: total <= MAX_TOKENS, totals))]
     return FoundChildren(

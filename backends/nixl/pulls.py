@@ -1,4 +1,4 @@
-"""Reads from a peer that always end: after them nothing lands any more."""
+"""The pulls from peers, which always end: after them nothing writes to their targets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _QUIET_S = 2.0
 
 
 class Pulls:
-    """Pulls of one transport. Belongs to the event loop.
+    """The pulls of one transport. Belongs to the event loop.
 
     Args:
         transport: that reads.
@@ -49,7 +49,7 @@ class Pulls:
     async def run(self, handle: PeerHandle, several: Sequence[Reads]) -> bool:
         """Reads all of `several`; returns whether all bytes are there.
 
-        In any case nothing lands any more when this returns, also if it is cancelled meanwhile.
+        Nothing writes to the targets any more when this returns, even if it fails or is cancelled.
         """
         pulls: list[Pull] = []
         fine = True
@@ -80,7 +80,7 @@ class Pulls:
         return fine
 
     async def _ended(self, pull: Pull) -> None:
-        """Returns once `pull` is terminal."""
+        """Waits until `pull` is terminal."""
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
 
@@ -104,7 +104,7 @@ class Pulls:
                 await self._end_all()
 
     async def _end_all(self) -> None:
-        """Builds the transport anew; those that come meanwhile wait for the same."""
+        """Rebuilds the transport; concurrent callers wait for the same rebuild."""
         if self._rebuilding is None or self._rebuilding.done():
             count("store.nixl.rebuilds")
             self._rebuilding = asyncio.create_task(self._lane.run(self._rebuild))

@@ -1,4 +1,4 @@
-"""Which peers there are and how their blocks travel: what the URL says, taken apart and checked."""
+"""The settings of a nixl store, and the parser of its URL."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ _ANY = frozenset(("0.0.0.0", "::"))  # noqa: S104  to refuse them without `adver
 
 @dataclass(frozen=True, slots=True)
 class NixlSettings:
-    """What a ``nixl:`` URL says.
+    """The settings in a ``nixl:`` URL.
 
     Attributes:
         peers: ``host:port`` of each; this instance itself may be among them.
         directory: URL of a Redis in which instances find each other; ``None``: there are `peers`.
         prefix: before the key in it; instances of one prefix are peers.
-        listen: ``host:port`` that peers connect to; port 0 takes a free one.
+        listen: ``host:port`` that peers connect to; port 0 uses a free one.
         advertise: ``host:port`` that they reach it at, if that is another; port 0: the same.
-        transport: what blocks travel by.
+        transport: the transport of blocks.
         device: the network device of ``nixl``, as UCX names it.
         secret: that all peers share; beyond loopback there must be one.
         capacity: bytes of the blocks that this instance publishes.
         staging: bytes of memory that blocks of peers arrive in, on their way to a caller's buffer
             that was not registered.
-        verify: of which blocks the owner's digests are compared.
-        lease_s: so long may a peer that says nothing read what it claimed.
-        timeout_s: what a peer may take to answer, and to deliver beside the time of the bytes.
-        patience_s: what a lookup waits for the peers.
+        verify: which blocks are compared with the owner's digests.
+        lease_s: seconds for which a silent peer may read the blocks that it claimed.
+        timeout_s: seconds that a peer may take to answer, and to deliver beside the time of the
+            bytes.
+        patience_s: how long a lookup waits for the peers.
     """
 
     peers: tuple[str, ...] = ()
@@ -102,7 +103,7 @@ class NixlSettings:
         return host_and_port(address)[0]
 
     def shared_secret(self) -> SharedSecret | None:
-        """Returns the secret, to prove that it is known.
+        """Returns the shared secret, which peers prove to know.
 
         Raises:
             ConfigurationError: it is too short.
@@ -116,7 +117,7 @@ class NixlSettings:
 
     @classmethod
     def from_url(cls, url: StoreUrl) -> NixlSettings:
-        """Returns what `url` says.
+        """Returns the settings in `url`.
 
         Raises:
             ConfigurationError: names the part of `url` that is wrong, and what is right.

@@ -1,4 +1,4 @@
-"""Where blocks of peers arrive: in the caller's registered buffer, or in memory of this store's."""
+"""The memory that blocks of peers arrive in: a registered buffer of the caller, or a slot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SLOTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """Memory of a caller's that the transport knows.
+    """A caller's memory that the transport knows.
 
     Attributes:
         number: of the region at the transport.
@@ -34,13 +34,13 @@ class Registered:
 
     @classmethod
     def of(cls, number: int, memory: Tensor) -> Registered:
-        """`memory`, which is registered as `number`."""
+        """Returns `memory` as the region with `number`."""
         start = memory.data_ptr()
         return cls(number, start, start + memory.numel() * memory.element_size(), memory)
 
 
 class Staging:
-    """Slots of memory, each for one portion. `take` and `give_back` belong to the event loop.
+    """The slots of memory, each for one portion. `take` and `give_back` are the event loop's.
 
     Args:
         nbytes: of all slots together.
@@ -61,11 +61,11 @@ class Staging:
 
     @property
     def tensor(self) -> Tensor:
-        """All slots."""
+        """The memory of all slots."""
         return self._memory.tensor
 
     def add(self, registered: Registered) -> None:
-        """Blocks may arrive in `registered` without a copy."""
+        """Adds memory in which blocks may arrive without a copy."""
         self._registered = (*self._registered, registered)
 
     async def take(self) -> int:
@@ -73,13 +73,13 @@ class Staging:
         return await self._free.get() * self.slot_nbytes
 
     def give_back(self, offset: int) -> None:
-        """The slot at `offset` is free: nothing lands in it any more."""
+        """Frees the slot at `offset`, to which nothing writes any more."""
         self._free.put_nowait(offset // self.slot_nbytes)
 
     def direct(self, buffers: Sequence[Tensor]) -> tuple[int, list[int]] | None:
         """Returns the registered region that all `buffers` are in, and their offsets in it.
 
-        ``None``: they are in no single one.
+        Returns ``None`` if no single region has them all.
         """
         for one in self._registered:
             starts = [buffer.data_ptr() for buffer in buffers]

@@ -1,4 +1,4 @@
-"""``nixl://``: blocks that this instance saved and those of its peers, as one store."""
+"""The ``nixl://`` backend: blocks that this instance saved and those of its peers, as one store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["NixlBackend", "from_url"]
 
 
 def from_url(url: StoreUrl) -> NixlBackend:
-    """``nixl://host:port,host:port?listen=host:port&capacity=4GiB&secret_file=/etc/kv.secret``."""
+    """Parses ``nixl://host:port,host:port?listen=host:port&capacity=4GiB``."""
     return NixlBackend(NixlSettings.from_url(url), short_values=bool(url.codec))
 
 
@@ -44,14 +44,14 @@ class _Parts:
 
 
 class NixlBackend(Backend):
-    """Blocks in the memory of several instances, each of which reads the others' by key.
+    """A store of blocks in the memory of several instances, which read each other's by key.
 
-    What is saved is copied into a bounded region of this process and published: peers find it and
-    read it, one-sided, with NIXL or over TCP. Blocks live as long as the instance that saved them.
-    A peer that dies, freezes, restarts or tells wrong digests costs time, nothing else.
+    Saved blocks are copied into a bounded region of this process and published: peers find and read
+    them, one-sided, with NIXL or over TCP. Blocks live as long as the instance that saved them.
+    A peer that dies, freezes, restarts or reports wrong digests costs time, nothing else.
 
     Args:
-        settings: what the URL says.
+        settings: the parameters of the URL.
         short_values: as of the memory store.
     """
 
@@ -122,7 +122,7 @@ class NixlBackend(Backend):
         return await self._opened().finder.lookup(keys)
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Fills `into` from here and from peers; what is lost on the way is a miss."""
+        """Fills `into` from here and from peers; a block that is lost on the way is a miss."""
         return await self._opened().reader.load(keys, into)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
@@ -130,26 +130,26 @@ class NixlBackend(Backend):
         return await self._opened().blocks.save(blocks, ())
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forgets `keys`, and asks the peers to; those that are late may have them still."""
+        """Deletes `keys`, and asks the peers to; those that are late may have them still."""
         parts = self._opened()
         parts.blocks.delete(keys)
         await parts.finder.forget_everywhere(keys)
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
-        """The blocks with tokens whose parent is `key`, here and at peers that answer soon."""
+        """Returns blocks with tokens whose parent is `key`, here and at peers that answer soon."""
         return await self._opened().finder.children(key)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
-        """All that this instance published and still has."""
+        """Yields the blocks that this instance published and still has."""
         for entry in self._opened().blocks.entries():
             yield entry
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
-        """What `scan` would list of each of `keys`; of peers' blocks nothing is known."""
+        """Returns the entry that `scan` would yield for each of `keys`, or ``None``."""
         return self._opened().blocks.describe(keys)
 
     async def stats(self) -> Mapping[str, float]:
-        """``blocks``, ``bytes``, ``capacity`` of this instance; ``peers``, ``leases`` of theirs."""
+        """Returns ``blocks``, ``bytes``, ``capacity``, ``peers`` and the peers' ``leases``."""
         parts = self._opened()
         return {
             "blocks": len(parts.blocks),
@@ -160,14 +160,14 @@ class NixlBackend(Backend):
         }
 
     def register(self, region: Tensor) -> None:
-        """Blocks of peers that are loaded into `region` arrive there without a copy."""
+        """Registers `region`, so that blocks of peers arrive in it without a copy."""
         self._regions.append(region)
         if self._parts is not None:
             self._parts.node.register(region)
 
     @property
     def address(self) -> str:
-        """Where peers reach this instance, ``host:port``; empty: it does not listen."""
+        """The ``host:port`` where peers reach this instance; empty if it does not listen."""
         return self._opened().node.address
 
     def _opened(self) -> _Parts:
