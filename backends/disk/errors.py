@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Error numbers that mean: no more bytes, whatever limits them."""
+"""The error numbers that mean: no more bytes, whatever limits them."""
 
 _UNAVAILABLE = {
     sqlite3.SQLITE_BUSY: "another process holds the index's lock",

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""What is raised by reading JSON of another form than was written."""
+"""The exceptions of reading JSON of another form than was written."""
 
 _MAGIC = b"KVCS3REC"
 _PREAMBLE = struct.Struct("<8sI8s")  # magic, length of the JSON, its checksum

@@ -20,7 +20,7 @@ from kvconnect.backends.s3.connections import Connections
 __all__ = ["MOST_OF_ERROR", "Transport", "Upload", "fill"]
 
 MOST_OF_ERROR = 64 << 10
-"""Bytes that are read of an error. Taken apart as XML, each takes many times its place."""
+"""The most bytes read of an error. Parsed as XML, each takes many times its space."""
 
 # Of pages of a listing.
 _MOST_LISTED = 16 << 20
