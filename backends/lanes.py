@@ -18,7 +18,7 @@ __all__ = ["Lane", "Lanes", "fulfil", "results_of", "settled"]
 
 T = TypeVar("T")
 
-# So many cancelled works may stay in a queue, or half as many as are in it.
+# The cancelled works that may stay in a queue, unless half of the queue is more.
 _FEW = 64
 
 
@@ -57,7 +57,7 @@ class Lane:
                 )
                 thread.start()
                 self._threads.append(thread)
-                # Of a lane that is forgotten, as of one that is ended, no thread is left.
+                # A garbage-collected lane leaves no thread behind, as one that is ended.
                 weakref.finalize(self, self._queue.put, None).atexit = False
         except RuntimeError as error:
             self.end()

@@ -25,7 +25,7 @@ logger = logging.getLogger("kvconnect")
 
 T = TypeVar("T")
 
-# Seconds after which use is written down, so that other processes drop the right blocks.
+# Seconds after which times of use are written, so that other processes drop the right blocks.
 _FLUSH_S = 5.0
 # Seconds between two attempts to write to a directory that could not be written to.
 _RETRY_S = 5.0
@@ -112,7 +112,7 @@ class DiskClient:
         with suppress(BackendUnavailable):  # a call has outlived a `close` that was cancelled
             self.lanes["saves"].submit(self._flush)
 
-    # From here on threads of the lanes.
+    # The methods below run on threads of the lanes.
 
     def _flush(self) -> None:
         directory = self.directory

@@ -170,7 +170,7 @@ class DiskDirectory(Lifetime):
             self._log_identity = log_identity(self.path)
         if reason is None:
             raise _none(self.path)
-        self.identity = None  # to look again at the next call
+        self.identity = None  # so that the next call opens the directory again
 
     def _read(self, reader: IndexReader) -> None:
         before, self.reader = self.reader, reader
@@ -210,7 +210,7 @@ class DiskDirectory(Lifetime):
         """Writes the times of use since the last call to the index."""
         with self._used_lock:
             used, self._used = self._used, {}
-        # What is looked at for maintenance is not used by that.
+        # Reading a block for maintenance is no use of it.
         if used and self.writer is not None and self.settings.access != "maintain":
             self.writer.touch(used)
 

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 _VALUES_PER_QUERY = 512
 _ROWS_PER_PAGE = 1024
-# What can be read of blocks `b`: a damaged row must not lead outside of its segment `s`.
+# The blocks `b` that can be read: a damaged row must not lead outside of its segment `s`.
 READABLE = (
     " FROM blocks AS b JOIN segments AS s ON s.id = b.segment WHERE b.slot >= 0"
     " AND b.slot < s.slots AND b.length >= 0 AND b.length <= s.size AND b.created >= ?"

@@ -87,8 +87,8 @@ _LOG_PAGES = 4096
 _LOG_PAGES_MIN = 16
 _PAGE = 4096
 _CACHE_KIB = 32 << 10
-# For the other processes' transactions to end, after which the log can start over; one that was
-# stopped in the middle of its own must not hold up the saves here.
+# Milliseconds for other processes' transactions to end, after which the log can start over; a
+# process stopped in the middle of a transaction must not delay the saves here.
 _BUSY_MS = 100
 # A log that is so many times too long is one that cannot be moved: some process was stopped while
 # it read. In all but very small stores it takes an eighth of the capacity then.
@@ -227,7 +227,7 @@ def _start_log(db: sqlite3.Connection) -> None:
 
 
 def _add_model_column(db: sqlite3.Connection) -> None:
-    # No new schema version: an older kvconnect goes on with such an index, and leaves it empty.
+    # No new schema version: an older kvconnect still uses such an index, and leaves it empty.
     if has_model_column(db):
         return
     db.execute("BEGIN IMMEDIATE")

@@ -42,7 +42,7 @@ FORMAT = 1
 _FORMAT_NAME = "FORMAT"
 _MOST_FORMAT = 4096
 
-# For another process to end its opening, which may wait for the index's lock.
+# Seconds for another process to end its opening, which may wait for the index's lock.
 _OTHERS_S = 10.0
 _PAUSE_S = 0.005
 

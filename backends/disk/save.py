@@ -39,7 +39,7 @@ def save(
     except SegmentLost as lost:
         writer.drop_lost(lost.segment)
     except OSError as error:
-        # Also what an index does whose numbers are at their end, or whose slots are none.
+        # Also the error of an index whose numbers are exhausted, or whose slots are invalid.
         if isinstance(error, IndexFull) or error.errno == errno.EINVAL:
             writer.check()
         if error.errno not in NO_SPACE:
@@ -69,7 +69,7 @@ def _store(
         directory.at("written")
         return writer.commit(reservation)
     except BaseException:
-        # Where this fails, too, the slots stay reserved until this process ends.
+        # If this fails, too, the slots stay reserved until this process ends.
         with suppress(OSError, IndexDamaged):
             writer.release(reservation)
         raise

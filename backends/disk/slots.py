@@ -219,7 +219,7 @@ class SlotAllocator:
                 return locations
         rows: list[tuple[int, int]] = self._db.execute(
             "SELECT segment, slot FROM segments CROSS JOIN free ON segment = id"
-            # Others are those of a damaged row: what is saved there is not found again.
+            # Other slots are those of a damaged row: a block saved there is not found again.
             " WHERE size=? AND slot >= 0 AND slot < slots ORDER BY id, slot LIMIT ?",
             (size, wanted - len(locations)),
         ).fetchall()
@@ -318,7 +318,7 @@ class SlotAllocator:
 
     def _drop(self, victims: Sequence[_Victim]) -> None:
         self._db.executemany("DELETE FROM blocks WHERE id=?", [(victim.id,) for victim in victims])
-        # Their children were used, so they were; and now they are the ends of the chains.
+        # The parents are now the ends of the chains. They count as used after the victims.
         gone = {victim.key for victim in victims}
         ends = [
             (min(v.used, _LATEST) + 1, v.parent)

@@ -150,7 +150,7 @@ class IndexWriter:
         now, used = microseconds(), self.use_clock.now()
         with self._transaction():
             ours = self._slots.end_reservation(self._owner.name, reservation.save)
-            # Where this process was taken for stopped, the slots may be another's by now.
+            # If this process looked stopped, the slots may be another's by now.
             new = [entry for entry in reservation.new if entry[2].key in ours]
             rows = [_row(now, used, *entry) for entry in new]
             inserted = self._db.executemany(_INSERT, rows).rowcount
@@ -242,7 +242,7 @@ class IndexWriter:
                 new[block.key] = (at, block)
                 size = slot_size(block.data.numel(), self._settings.frame_sizes)
                 by_size.setdefault(size, []).append(block.key)
-        # Expired, or unusable in another way: in the way of what is stored now.
+        # Rows that have expired, or are unusable, would prevent the new ones.
         self._forget(list(new))
         keep = {block.key for block in blocks} | {block.parent for block in blocks}
         self._saves += 1
@@ -265,7 +265,7 @@ class IndexWriter:
         return [slot for slot in slots if self._db.execute(query, slot).fetchone() is None]
 
     def _drop_expired(self, limit: int) -> None:
-        # Lookups pass over what has expired; this is about its slots.
+        # Lookups skip expired blocks; this frees their slots.
         if self._settings.ttl is not None:
             self._slots.drop_expired(oldest_valid(self._settings.ttl), limit)
 

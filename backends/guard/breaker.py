@@ -15,7 +15,7 @@ __all__ = ["Breaker", "BreakerState"]
 
 logger = logging.getLogger("kvconnect")
 
-# Between two probes; and how long a probe is given before the next one may start beside it. Both
+# The pauses between probes, and how long a probe runs before the next one may start beside it. Both
 # together are well below the ten seconds within which a store that recovered is used again.
 _FIRST_PAUSE_S = 1.0
 _LAST_PAUSE_S = 5.0
@@ -23,7 +23,7 @@ _HALF_OPEN_S = 1.0
 # A store may be slower than the pauses are long, so a newer probe does not cancel an older one; but
 # one that hangs for ever holds a connection or a thread.
 _MOST_PROBES = 8
-# One that opens again and again is not worth a line in the log each time.
+# A breaker that opens again and again logs a warning only once in so many seconds.
 _QUIET_S = 60.0
 
 

@@ -195,7 +195,7 @@ class Calls:
         finally:
             self._turns.release()
         if task.cancelled():
-            # Not by this module: it must not pass for a caller who gave up.
+            # Not by this module: it must not look like a caller's cancellation.
             raise BackendUnavailable(f"{self.name}: {operation} failed: the store cancelled it")
         with mapped(self.name, operation):
             return task.result()
@@ -282,7 +282,7 @@ class Calls:
         self._running.discard(task)
         self._abandoned.discard(task)
         if not task.cancelled():
-            task.exception()  # looked at: asyncio would complain about an abandoned call's error
+            task.exception()  # retrieved, or asyncio would log an abandoned call's error
 
 
 async def _contained(begin: Callable[[], Awaitable[T]]) -> T:
@@ -321,7 +321,7 @@ async def _wait(task: asyncio.Task[Any], deadline: float, *, holds_buffers: bool
 
 
 def _settle(pending: Future[None], task: asyncio.Task[Any]) -> None:
-    # A store of several stores ends when it has given one of them up, which still has the buffers.
+    # A store of several stores may end while one of them, past its deadline, still has the buffers.
     error = None if task.cancelled() else task.exception()
     inner = error.pending if isinstance(error, BackendTimeout) else None
     if inner is None:

@@ -57,7 +57,7 @@ class Zstd:
         if not hasattr(own, "decompressor"):
             own.decompressor = self._zstandard.ZstdDecompressor()
         try:
-            # It would allocate what the data says it becomes.
+            # It would allocate the length that the data claims.
             says = self._zstandard.get_frame_parameters(data).content_size
             if says != nbytes:
                 raise BadFrame(f"zstd: says it becomes {says} bytes, not {nbytes}")

@@ -26,7 +26,7 @@ _KEY_FILE_MOST = 4096
 _ID_NBYTES = 8
 _NONCE_NBYTES = 12
 _TAG_NBYTES = 16
-# One call holds Python's lock: the event loop must get its turn between them.
+# Each call holds Python's lock: the event loop must run between them.
 _CHUNK = 256 << 10
 _SALT = b"kvconnect aes-256-gcm"
 

@@ -84,7 +84,7 @@ class FramedStore:
         saved = 0
         seal = self.framing.seal
         async with self.framing.scratch() as scratch:
-            # No caller waits any more for a call whose turn comes after its deadline.
+            # A call whose turn comes after its deadline has no waiting caller.
             parts = [] if call.abandoned else list(pieces([block.data for block in blocks]))
             sealed = await seal(blocks[parts[0]] if parts else (), scratch, 0)
             for number, part in enumerate(parts):
@@ -122,7 +122,7 @@ class FramedStore:
         absent, or has been saved since the load.
         """
         if self.framing.codecs.quantized is not None:
-            return  # it may be as long as others, who do not quantize, need it
+            return  # its length may be right for readers that do not quantize
         import torch
 
         try:

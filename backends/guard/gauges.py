@@ -13,7 +13,7 @@ from kvconnect.trace import Labels, metrics
 
 __all__ = ["GuardGauges"]
 
-# What a reader of metrics waits for the store's own numbers; then it gets the last ones.
+# How long a reader of metrics waits for the store's own numbers; then it gets the last ones.
 _LONGEST_WAIT_S = 0.5
 _OF_THE_STORE = ("blocks", "bytes", "capacity")
 
@@ -60,7 +60,7 @@ class GuardGauges:
         loop = self._loop
         if loop is None or loop.is_closed() or _runs_here(loop):
             return
-        # One question at a time: a store that hangs has one thread to lose by it, not one a scrape.
+        # One question at a time: a store that hangs blocks one thread, not one for each scrape.
         if self._asking is None:
             self._asking = asyncio.run_coroutine_threadsafe(self._ask(), loop)
         try:

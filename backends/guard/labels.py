@@ -12,7 +12,7 @@ from kvconnect.trace import Labels
 __all__ = ["StoreLabels", "place_of", "store_labels"]
 
 # Counters stay for as long as the process lives: of a process that opens a store in one place after
-# the other, only so many places are told apart.
+# the other, only so many places are distinguished.
 _MOST_PLACES = 256
 _ELSEWHERE = "elsewhere"
 
@@ -36,7 +36,7 @@ class StoreLabels:
     def __init__(self) -> None:
         self._places: set[str] = set()
         self._taken: set[Labels] = set()
-        # A store that was forgotten gives its labels back whenever the garbage collector finds it,
+        # A store that was never closed gives its labels back when the garbage collector finds it,
         # also on a thread that is taking some just then.
         self._lock = threading.RLock()
 

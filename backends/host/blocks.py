@@ -25,7 +25,7 @@ __all__ = ["HostBlocks", "unit_nbytes"]
 
 # One layout: a block is one unit, one copy. Several: blocks of any size share units without waste.
 _SHARED_UNIT = 64 << 10
-# Of a block, where values are shorter than blocks.
+# The units of a block, if values are shorter than blocks.
 _PARTS = 16
 
 

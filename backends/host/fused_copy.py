@@ -28,9 +28,9 @@ logger = logging.getLogger("kvconnect")
 Bytes: TypeAlias = NDArray[np.uint8]
 _Numbers: TypeAlias = NDArray[np.int64]
 
-# A core's cache has room for twice as much: where it came from, and where it went.
+# A core's cache has room for twice as much: the source and the target.
 _PIECE_NBYTES = 256 << 10
-# So many values are copied in one call; the state of each hash takes half a KiB.
+# The values copied in one call; the state of each hash takes half a KiB.
 _STATES = 64
 _ADDRESS = ctypes.c_int64
 _CHECKED_NBYTES = (1000, 3 * _PIECE_NBYTES + 17)
@@ -61,7 +61,7 @@ class FusedCopy:
         if spec is None or spec.origin is None:
             raise ImportError("xxhash is not made of C functions")
         self._loop = _compiled(ctypes.CDLL(spec.origin))
-        # These hold the lock: they take less time than to get it back.
+        # These functions keep the lock: they take less time than getting it back.
         held = ctypes.PyDLL(spec.origin)
         self._make_state = held.XXH3_createState
         self._make_state.restype = ctypes.c_void_p
@@ -128,8 +128,8 @@ class _Maker:
         self._thread: threading.Thread | None = None
 
     def start(self, *, wait: bool = False) -> None:
-        """Starts to make it, unless a thread did before; with `wait` waits for a thread in here."""
-        # In a process forked just then no thread is at it any more, and the lock is held for good.
+        """Starts the thread once; while another caller starts it, returns, or with `wait` waits."""
+        # In a process forked meanwhile that thread does not run, and the lock is held for ever.
         if not self._lock.acquire(blocking=wait):
             return
         try:

@@ -196,7 +196,7 @@ class MemoryIndex:
             del self._children[above]
             parent = None if above is None else self._blocks.get(above)
             if parent is not None:
-                # Its child was used, so it was; and now it is the end of the chain.
+                # The parent ends the chain now. It counts as used no earlier than its child.
                 parent.used = max(parent.used, block.used)
                 self._queue(parent)
         if not block.holds:

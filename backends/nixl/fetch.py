@@ -106,7 +106,7 @@ class Fetcher:
     async def _granted(
         self, link: PeerLink, handle: PeerHandle, claimed: Claimed, changed: asyncio.Event
     ) -> GrantKeys | None:
-        """Returns the grant of `link`, or ``None`` if there is none in time."""
+        """Returns the grant of `link`, or ``None`` if there is no usable one in time."""
 
         def told() -> bool:
             return (

@@ -127,7 +127,7 @@ class NixlFinder:
         asked: dict[asyncio.Future[Message], PeerLink] = {}
         for link in links:
             if link.late and link.answers:
-                continue  # one question is enough to hear that it is back
+                continue  # one open question is enough to notice that it answers again
             answer = link.ask(lambda seq: FindKeys(seq=seq, keys=tuple(keys)))
             if not link.late:
                 asked[_on_loop(answer)] = link

@@ -74,7 +74,7 @@ class NixlNode:
             self.client.deliver,
             secret=self._secret,
             timing=Timing(),
-            one_connection=True,  # what one name of a peer is avoided for holds for all
+            one_connection=True,  # a peer that is avoided under one name is avoided under all
             idle_after_s=_IDLE_AFTER_S,
         )
         self._publisher: Publisher | None = None
@@ -143,7 +143,7 @@ class NixlNode:
     def rebuild(self) -> None:
         """Ends every read, and connects anew; blocks."""
         self.transport.rebuild()
-        # What reads from here, and what is read from, has to be told of the new one.
+        # The peers on both sides have to learn the new transport.
         if (listener := self._listener) is not None:
             for channel in listener.channels():
                 channel.close("the transport was rebuilt")

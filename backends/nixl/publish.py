@@ -37,9 +37,9 @@ __all__ = ["Publisher"]
 
 logger = logging.getLogger("kvconnect")
 
-# Of one grant, which has to fit a message; the rest is claimed next.
+# The units of one grant, which has to fit a message; the rest is claimed next.
 _MAX_UNITS = 1 << 18
-# Of the region's bytes: a block that several read counts once for each. The region bounds memory.
+# A multiple of the region's bytes: a block counts once for each reader. The region bounds memory.
 _LEASED_AT_MOST = 8
 
 
@@ -115,7 +115,7 @@ class Publisher:
         try:
             grant = self._place(blocks, claim)
             nbytes = self._blocks.region.unit * sum(len(block.units) for block in blocks)
-            with self._lock:  # before which the lease cannot be ended by `_unpin`
+            with self._lock:  # so that `_unpin` cannot end the lease before
                 key = self.server.grant_keys(claim, holder, send, grant, nbytes=nbytes)
                 self._held[key] = blocks
         except OutOfBlocks as error:

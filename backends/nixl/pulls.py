@@ -15,7 +15,7 @@ from kvconnect.transfer.transport import PeerHandle, Transport
 
 __all__ = ["Pulls"]
 
-# What a pull has moved nothing for, beside the time of its bytes at this rate, has failed.
+# A pull that has not ended after its timeout and the time of its bytes at this rate has failed.
 _LEAST_BYTES_PER_S = 16e6
 # A pull that failed and may still land is waited for, before all of the transport's are ended.
 _QUIET_S = 2.0

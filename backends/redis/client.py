@@ -69,7 +69,7 @@ class _Hold:
             sock = None if self._connection is None else _socket_of(self._connection)
             if sock is not None:
                 with suppress(OSError):  # it is gone already
-                    # Not SSLSocket's: that one makes it a plain socket under the reader's hands.
+                    # Not SSLSocket's method: it makes the reader's socket a plain one.
                     socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 

@@ -35,9 +35,9 @@ __all__ = ["RedisChildren", "RedisFinder", "State", "leading_heads"]
 # Keys of a lookup that are asked about at once: what is asked behind the first absent one is lost.
 _CHUNK = 256
 _HEAD_AND_METADATA = 4096  # most have less
-# Of a listing without a new block: a server goes through all else that it holds in less.
+# The longest part of a listing without a new block: a server skips all else in less time.
 _MOST_BARREN_S = 60.0
-# Of an index of children without a TTL of its blocks, and beside it.
+# The TTL of an index of children whose blocks have none, and the time added to theirs.
 _INDEX_TTL_S = 30 * 86400.0
 _INDEX_SLACK_S = 60.0
 

@@ -42,8 +42,8 @@ _HEAD = struct.Struct("<4sIQI8sd")
 HEAD_NBYTES = _HEAD.size
 NONCE_NBYTES = 8
 _MAX_METADATA_NBYTES = 1 << 20
-# No block is as long. A damaged head may say so, and what is asked about a block is asked about
-# every one of its parts.
+# No block is as long, but a damaged head may claim it, and every command about a block is sent
+# for each of its parts.
 _MAX_FRAME_NBYTES = 4 << 30
 
 

@@ -125,7 +125,7 @@ class _Fetch:
             if self._asking:
                 self._wire.line()
             result = self._receive(want)
-            # What is elsewhere is fetched from there, and what follows it is wanted, too.
+            # A value on another server is fetched there, and the values after it are wanted, too.
             there = isinstance(result, (Head, Redirect)) or result is Outcome.DONE
             self._missed |= not there
             found.append(result)

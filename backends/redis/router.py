@@ -23,7 +23,7 @@ __all__ = ["RedisRouter", "all_ended"]
 # Values of less than this are not worth a second connection: a server has one thread for all.
 _STRIPE_NBYTES = 32 << 20
 _MAX_REDIRECTS = 5
-# Each gets threads of its own. Where more have changed the next call knows, since it asks first.
+# Each gets threads of its own. If more have changed, the next call finds out first.
 _MAX_REDIRECTED_TO = 32
 
 
@@ -91,7 +91,7 @@ class RedisRouter:
     async def run(
         self, work: Callable[..., Sequence[A | Redirect]], items: Sequence[Item], kind: Kind
     ) -> list[A]:
-        """Returns the answers of `work` to `items`, in order; each server gets its own items.
+        """Returns the answers of `work` to `items`, in order; each server gets those that it holds.
 
         Ends only when no thread uses the buffers of `items`, even if it fails or is cancelled.
 

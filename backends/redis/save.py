@@ -278,7 +278,7 @@ def _found_there(reply: Reply | Redirect) -> Stored:
         return reply
     state = state_of(reply)
     if isinstance(state, Head):
-        # Whether its other values are there is not known here.
+        # It is unknown here whether its other values exist.
         return Outcome.THERE if state.num_parts == 1 else Outcome.BROKEN
     return Outcome.BROKEN if state is Outcome.BROKEN else Outcome.NOT_TRIED
 

@@ -20,7 +20,7 @@ __all__ = ["check_server", "scan_page", "survey", "takes_writes"]
 _OLDEST = (6, 2)
 _PAGE = 512
 _SURVEYED = 200_000
-# Without a single key: only after nearly all were deleted are there many of them.
+# The most pages without a single key: there are many only after nearly all were deleted.
 _MOST_EMPTY_PAGES = 10_000
 
 
@@ -33,7 +33,7 @@ def check_server(settings: RedisSettings, names: Names, wire: Wire, server: Addr
     """
     _send_and_check(wire, [command(b"PING")], settings)
     _check_kind(_info(wire, "server"), server, settings)
-    # A node of a cluster may say that another one has the key: it has looked at the rights before.
+    # A node of a cluster may redirect to another one: it has checked the user's rights before.
     tried = [
         command(b"GETRANGE", names.probe, 0, 0),
         command(b"TOUCH", names.probe),
@@ -61,7 +61,7 @@ def takes_writes(names: Names, nbytes: int, wire: Wire, server: Address) -> bool
         return False
     memory = _info(wire, "memory")
     limit = int(memory.get("maxmemory", 0))
-    # What arrives counts as used before the server decides.
+    # The server counts a value as used memory before it decides.
     room = limit - int(memory.get("used_memory", 0)) - 2 * nbytes
     return not limit or memory.get("maxmemory_policy") != "noeviction" or room > 0
 
@@ -109,7 +109,7 @@ def _send_and_check(wire: Wire, commands: list[bytes], settings: RedisSettings) 
             raise ConfigurationError(
                 f"{settings}: {text}; give user and password: redis://user:password@host"
             )
-        # Other errors tell of the present state, which may be another one when it matters.
+        # Other errors are about the present state, which may be another one when it matters.
         if text.startswith(("LOADING", "MASTERDOWN", "ERR")):
             sound(reply)
 

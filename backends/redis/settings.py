@@ -111,7 +111,7 @@ class RedisSettings:
                 f"connections={self.connections}: must be from 1 to {MAX_CONNECTIONS}"
             )
         if not self.prefix or any(letter in "{}" or letter <= " " for letter in self.prefix):
-            # What stands in braces would send all keys to one node of a cluster.
+            # Text in braces would send all keys to one node of a cluster.
             raise ConfigurationError(
                 f"prefix={self.prefix!r}: must not be empty nor contain spaces, '{{' or '}}'"
             )
@@ -147,7 +147,7 @@ class RedisSettings:
         url.allow(*_COMMON, *(("db",) if unix else _TLS), *more, *sentinel)
         userinfo, _, location = url.location.rpartition("@")
         username, colon, password = userinfo.partition(":")
-        # First, since what is no host may be a password that goes on in the path.
+        # First, since an invalid host may be a password that continues in the path.
         hosts = (_socket(url, location),) if unix else _hosts(url, location, mode)
         service, db = ("", url.whole("db", 0)) if unix else _path(url, mode)
         encrypted = url.scheme == "rediss" or (more and url.choice("tls", "no", "yes") == "yes")

@@ -24,9 +24,9 @@ from kvconnect.trace import warn_once
 
 __all__ = ["Topology", "topology_of"]
 
-# What is in doubt is asked for so often at most …
+# The least time between two requests for the topology …
 _REFRESH_S = 1.0
-# … and calls wait for the answer so long at most: a frozen node must not hold up the others.
+# … and the longest that calls wait for the answer: a frozen node must not delay the others.
 _MAX_WAIT_S = 0.25
 
 

@@ -37,8 +37,8 @@ _MAX_BULK_NBYTES = 512 << 20
 _MAX_REPLIES_NBYTES = 64 << 20  # small answers asked for at once: they are kept until all are here
 _SLOWEST_NBYTES = 16 << 10  # in `timeout` seconds: less is no connection
 _MAX_BUFFERS = 512  # of one sendmsg; the system's limit is 1024
-# To this host: what waits is still in the processor's cache when it is received. Elsewhere the
-# system finds out how much must be on its way.
+# On this host, bytes that wait are still in the processor's cache when they are received. For
+# other hosts the system chooses the size of the buffer.
 _LOCAL_SEND_NBYTES = 208 << 10
 
 
@@ -168,7 +168,7 @@ class Wire:
                 if len(view) - at >= _HOLD_NBYTES:
                     at += self._receive(view[at:], self._wait_all)
                     continue
-                self._fill()  # what comes after it with the same call
+                self._fill()  # with the bytes after it in the same call
             step = min(len(view) - at, self._end - self._start)
             view[at : at + step] = self._hold[self._start : self._start + step]
             self._start += step

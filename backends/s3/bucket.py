@@ -27,11 +27,11 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
 class Gone(Exception):
-    """The object to read is not there."""
+    """The error that the object to read does not exist."""
 
 
 class Conflict(Exception):
-    """The object to write exists already, or has changed."""
+    """The error that the object to write exists already, or has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ class S3Bucket:
             raise self._wrong_range(response)
         first, last, total = map(int, match.groups())
         length = str(last - first + 1)
-        # Without a length the body ends where it ends: in chunks, or with its connection.
+        # A body without a length comes in chunks, or ends with its connection.
         if response.headers.get("content-length", length) != length:
             raise self._wrong_range(response)
         encoding = response.headers.get("content-encoding", "identity")
@@ -284,7 +284,7 @@ def _receipt(response: AWSResponse) -> str:
 
 
 def _opaque(etag: str) -> str:
-    # Some services quote it in one answer only.
+    # Some services quote the etag in one answer only.
     return etag.removeprefix("W/").strip('"')
 
 

@@ -103,7 +103,7 @@ class S3Children:
         await self._change(parent, reduced)
 
     async def _change(self, parent: BlockKey | None, change: _Change) -> None:
-        # What comes while another change of this list is on its way is done in one go after it.
+        # Changes that arrive while another one of this list is written are written together.
         waiting = self._waiting.get(parent)
         if waiting is None:
             changes: list[_Change] = []

@@ -37,11 +37,11 @@ __all__ = ["S3Client"]
 T = TypeVar("T")
 
 _ATTEMPTS = 3
-# Of requests that boto3 makes by itself.
+# The attempts of requests that boto3 makes by itself.
 _BOTO3_ATTEMPTS = 2
 _CONNECT_TIMEOUT_S = 3.0
 _DEFAULT_REGION = "us-east-1"
-# A service takes a signature for a quarter of an hour.
+# A service accepts a signature for a quarter of an hour.
 _SIGNED_FOR_S = 60.0
 _MOST_SIGNED = 4096
 _PARSER: Any = create_parser("rest-xml")
@@ -168,7 +168,7 @@ class S3Client:
         """
         if method != "GET":
             return self._sign(method, name, headers or {}, body)
-        # One signature for all ranges of an object: which bytes of it are wanted need not be in it.
+        # One signature serves all ranges of an object: it need not include the range.
         found = self._signed.get(name)
         if found is None or time.monotonic() >= found.until:
             request = self._sign(method, name, {}, None)
@@ -213,7 +213,7 @@ def _check(method: str, response: AWSResponse) -> None:
     raw: Any = response.raw
     body = raw.read(MOST_OF_ERROR)
     if status < 300:
-        # Some errors come as a success.
+        # Some errors have the status of a success.
         if b"<Error>" not in body:
             return
         status = 500
@@ -228,7 +228,7 @@ def _boto3_client(settings: S3Settings) -> tuple[Any, str | None]:
     session = boto3.Session(
         botocore_session=core, profile_name=settings.profile, region_name=settings.region
     )
-    # Something has to be signed; other services than AWS do not look at it.
+    # A region has to be signed; other services than AWS do not check it.
     region = session.region_name or (_DEFAULT_REGION if settings.endpoint_url else None)
     certificates = settings.ca_bundle or core.get_config_variable("ca_bundle")
     client: Any = session.client(  # the types lack half of it
@@ -239,7 +239,7 @@ def _boto3_client(settings: S3Settings) -> tuple[Any, str | None]:
         verify=certificates,
     )
     client.meta.events.register("before-call.s3.HeadBucket", _follow_nowhere)
-    # Only now is it known where the client goes: the environment or a profile may say.
+    # Only now is the endpoint known: the environment or a profile may set it.
     if settings.sign_payload is None:
         tls = client.meta.endpoint_url.startswith("https:")
         client.meta.config.s3["payload_signing_enabled"] = not tls
@@ -254,7 +254,7 @@ def _follow_nowhere(context: dict[str, Any], **_: object) -> None:
 
 def _config(settings: S3Settings) -> Config:
     # Hashing and checksums cost several times the upload itself. TLS guards the way there, and
-    # every block has a checksum of its own, which is looked at when it is loaded.
+    # every block has a checksum of its own, which is checked when it is loaded.
     return Config(
         connect_timeout=min(_CONNECT_TIMEOUT_S, settings.timeout_s),
         read_timeout=settings.timeout_s,

@@ -27,7 +27,7 @@ __all__ = ["Connections"]
 
 # Bytes per second; a request may take this long, beside the timeout.
 _SLOWEST = 256 << 10
-# Of a request; so much may wait in the socket when all of it was given to that.
+# The bytes of a request that may still wait in the socket once all of it was sent.
 _MOST_BUFFERED = 4 << 20
 
 
@@ -50,7 +50,7 @@ class Connections:
         self._idle: defaultdict[str, list[http.client.HTTPConnection]] = defaultdict(list)
         # Every connection, and when the request it serves must have ended.
         self._open: dict[http.client.HTTPConnection, float] = {}
-        # Of a connection that brings its last answer the library lets go, its answer does not.
+        # The library forgets a connection that brings its last answer; the answer still uses it.
         self._sockets: dict[http.client.HTTPConnection, socket.socket] = {}
         self._aborted = False
 
@@ -179,6 +179,6 @@ def _readable(sock: socket.socket) -> bool:
 def _shut_down(sock: socket.socket) -> None:
     # Wakes the thread that waits for it; only that thread closes it.
     with suppress(OSError):  # it was not connected any more
-        # Not the method of Python's TLS sockets: it takes the TLS away, and the next read gets
-        # what is left in the socket, still encrypted.
+        # Not the method of Python's TLS sockets: it removes the TLS, and the next read gets
+        # the bytes left in the socket, still encrypted.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

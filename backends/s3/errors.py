@@ -51,16 +51,16 @@ _REMEDIES = {
     "301": "the bucket is in another region; set region=",
     "PermanentRedirect": "the bucket is in another region; set region=",
 }
-# What boto3, too, asks for again.
+# The failures that boto3 retries, too.
 _PASSING_STATUSES = {429, 500, 502, 503, 504}
 _PASSING_CODES = {"RequestTimeout", "SlowDown"}
-# Of what a request carries of clock and credentials.
+# The codes about the clock and the credentials of a request.
 _SIGNATURE_CODES = {
     *("RequestTimeTooSkewed", "RequestExpired", "SignatureDoesNotMatch"),
     *("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId"),
 }
 _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError)
-# What boto3 lets through: an answer that it cannot make sense of (no XML, no date, no name where
+# Errors that boto3 does not catch: an answer that it cannot parse (no XML, no date, no name where
 # there must be one, text where there must be fields), and RuntimeError for credentials that are
 # past their time when they are new.
 _NONSENSE = (
@@ -79,7 +79,7 @@ _MISCONFIGURED = (
 
 
 class Aborted(Exception):
-    """The store was closed. boto3 does not know this error, so it does not retry."""
+    """The error that the store was closed. boto3 does not know it, so it does not retry."""
 
     def __init__(self) -> None:
         super().__init__("the store is closed")
@@ -146,7 +146,7 @@ def failures(settings: S3Settings, operation: str = "") -> Iterator[None]:
     except ClientError as error:
         raise BackendUnavailable(f"{at}: {S3Failure.of(error)}") from error
     except (BotoCoreError, Aborted, OSError) as error:
-        # boto3 names the endpoint as it was told, also by the environment.
+        # boto3 names the endpoint as it was configured, also by the environment.
         raise BackendUnavailable(f"{at}: {text_without_passwords(str(error))}") from as_cause(error)
     except _NONSENSE as error:
         raise BackendUnavailable(f"{at}: {text_without_passwords(repr(error))}") from as_cause(

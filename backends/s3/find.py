@@ -93,7 +93,7 @@ class S3Finder:
         own = {one.member.key: one for one in found if one.etag is not None}
         answers: dict[BlockKey, Found | Absent] = {}
         await self._ask([one.member.key for one in found if one.etag is None], answers)
-        # What these tell of their neighbours counts for none that was asked for itself.
+        # The answers about their neighbours do not count for a block that was requested itself.
         each = (own.get(one.member.key, answers.get(one.member.key)) for one in found)
         return [one for one in each if isinstance(one, Found)]
 

@@ -42,7 +42,7 @@ _MOST_NBYTES = 16 << 20
 
 
 class BadRecord(Recompute):
-    """An object with the name of a record is not a record."""
+    """The error that an object with the name of a record is not a record."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

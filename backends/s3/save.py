@@ -30,7 +30,7 @@ from kvconnect.keys import BlockKey
 
 __all__ = ["S3Writer"]
 
-# One request's body: failing again and again in the middle of more would be costly.
+# The most bytes of one request: repeated failures in the middle of more would be costly.
 _MOST_OBJECT_NBYTES = 64 << 20
 _TRIES = 4
 
@@ -63,7 +63,7 @@ class S3Writer:
         """
         unique = {block.key: block for block in reversed(blocks)}
         ordered = [unique[key] for key in dict.fromkeys(block.key for block in blocks)]
-        # What this does not find, the conditions of the writes do.
+        # The conditions of the writes find the blocks that this misses.
         found = await self._whole([block.key for block in ordered])
         stored = {one.member.key for one in found}
         missing = [block for block in ordered if block.key not in stored]
@@ -75,8 +75,8 @@ class S3Writer:
             else:
                 self._finder.stored(result)
                 stored.update(one.member.key for one in result)
-        # Also those that are there, but where their parent's object does not tell of them: the list
-        # that does may have been lost.
+        # Also blocks that exist, but are not listed by their parent's object: the list of
+        # children that has them may have been lost.
         told = {one.member.key for one in found if one.record.tells_parent(one.member)}
         saved = {block.key for block in missing}
         await self._children.list_new(

@@ -22,7 +22,7 @@ __all__ = ["MOST_OF_ERROR", "Transport", "Upload", "fill"]
 MOST_OF_ERROR = 64 << 10
 """The most bytes read of an error. Parsed as XML, each takes many times its space."""
 
-# Of pages of a listing.
+# The most bytes of a page of a listing.
 _MOST_LISTED = 16 << 20
 # Views may be of any length; one call of the kernel should not hold a thread for ever.
 _SEND_NBYTES = 4 << 20
@@ -60,7 +60,7 @@ class Transport:
             self.connections.drop(connection)
             raise
         promised = response.length or 0
-        # A part of an object is looked at before it is read; what anything else promises is not.
+        # The length of a part of an object is checked before it is read; other lengths are not.
         known = promised if response.status == 206 else min(promised, _most_said(response.status))
         self.connections.allow(connection, known)
         body = _Download(self.connections, connection, response, url=url)
@@ -78,7 +78,7 @@ class Transport:
                 while left:  # not `sendall`, whose timeout is for all, however steadily it goes
                     left = left[connection.sock.send(left) :]
         except (BrokenPipeError, ConnectionResetError):
-            # It may have answered before it had everything, and closed: the answer tells why.
+            # The server may have answered early and closed: the answer has the reason.
             response = connection.getresponse()
             response.will_close = True
             return response
@@ -94,7 +94,7 @@ def _begin(
     target = f"{url.path or '/'}{'?' if url.query else ''}{url.query}"
     connection.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
     if "host" not in request.headers:
-        # Without the port if that is the scheme's: so it is signed.
+        # Without the port if that is the scheme's default, as in the signature.
         host = url.netloc.rpartition("@")[2].removesuffix(_USUAL_PORTS[url.scheme])
         connection.putheader("Host", host)
     for name, value in request.headers.items():

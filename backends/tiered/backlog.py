@@ -108,7 +108,7 @@ class Backlog:
         gone = {key for key in keys if key in self._known}
         if not gone:
             return
-        # What is not in the queue is being copied or written.
+        # Blocks that are not in the queue are being copied or written.
         self._forgotten |= gone.difference(block.key for block in self._queue)
         kept: deque[StoredBlock] = deque()
         for block in self._queue:
@@ -176,7 +176,7 @@ class Backlog:
                 for block in batch:
                     self._give_back(block)
             else:
-                # The buffers stay with the call until it ends; the keys may be offered again.
+                # The buffers stay with the call until it ends; the keys may be added again.
                 self._known.difference_update(block.key for block in batch)
                 lent = [block.data for block in batch]
                 loop = asyncio.get_running_loop()

@@ -39,7 +39,7 @@ class TieredFinder:
         found = 0
         ends: dict[Tier, int] = {}
         while found < len(keys):
-            # Of a tier whose run ended here it is known that it does not have the next one.
+            # A tier whose run ended here does not have the next block.
             asked = [tier for tier in self._tiers if tier.prompt and ends.get(tier) != found]
             spent = loop.time() - start if found else 0.0
             if spent > 2 * patience:
@@ -121,7 +121,7 @@ class TieredFinder:
         return answers
 
     def _leave(self, task: asyncio.Task[int], tier: Tier) -> None:
-        # It goes on: the tier learns that the blocks were used.
+        # The lookup still runs: the tier learns that the blocks were used.
         self._unanswered[task] = tier
         task.add_done_callback(lambda ended: self._unanswered.pop(ended, None))
         if sum(other is tier for other in self._unanswered.values()) > _MAX_UNANSWERED:

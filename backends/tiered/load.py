@@ -45,7 +45,7 @@ class TieredReader:
             progress = True
             while progress and loaded < len(keys):
                 progress = False
-                # A slow tier comes last: what is in another need not wait for it.
+                # A slow tier comes last: blocks in another tier need not wait for it.
                 for tier in sorted(self._tiers, key=lambda tier: not tier.prompt):
                     rest = slice(loaded, None)
                     got = await _load(tier, keys[rest], into[rest], bad)
@@ -57,7 +57,7 @@ class TieredReader:
                     if loaded == len(keys):
                         break
         finally:
-            # They read `into`, which is handed on then. What becomes of them is not the load's.
+            # They read `into`, which the caller reuses then. Their failure is not the load's.
             for error in await asyncio.gather(*promotions, return_exceptions=True):
                 if error is not None:
                     warn_once("tiered.promotion", f"loaded blocks were not copied: {error!r}")
@@ -126,7 +126,7 @@ async def _check(
     if not taken:
         return len(keys)
     faults = await tier.framing.open(keys, frames, frames, taken)
-    # What is sound, and encoded in a way that this process does not know of, is the readers' own.
+    # Sound frames in an encoding that this process does not know are for readers to judge.
     bad = {index: error for index, error in faults.items() if isinstance(error, BadFrame)}
     if not bad:
         return len(keys)

@@ -91,7 +91,7 @@ class TieredBackend(Backend):
             BackendUnavailable: no tier that saves wait for can be reached.
         """
         self._reader.promotes = self._settings.promote and access == "store"
-        # A tier that hangs is given up in time for the others.
+        # A tier that hangs misses its deadline before the call to the whole does.
         for tier in self.tiers:
             tier.guard.deadline_s = min(tier.guard.deadline_s, self.deadline_s / 2)
         try:
@@ -247,7 +247,11 @@ def _capabilities_of(own: Capabilities, tiers: Sequence[Tier]) -> Capabilities:
 
 
 def _decisive(tiers: Sequence[Tier]) -> list[Tier]:
-    """Returns the tiers that decide whether a save succeeded: those with the whole's durability."""
+    """Returns the tiers, written through, that decide whether a save succeeded.
+
+    These are the durable and shared ones; if there are none, the durable ones, else the shared
+    ones, else all.
+    """
     through = [tier for tier in tiers if tier.write == "through"]
     tests: tuple[Callable[[Capabilities], bool], ...] = (
         lambda can: can.durable and can.shared,

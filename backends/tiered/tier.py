@@ -23,7 +23,7 @@ __all__ = ["Tier"]
 S = TypeVar("S")
 T = TypeVar("T")
 
-# Between two questions to a tier that did not answer, and how long such a question may take.
+# The pauses between probes of a tier that did not answer, and how long a probe may take.
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _PROBE_S = 1.0
@@ -211,7 +211,7 @@ class Tier:
             self._probing = asyncio.create_task(self._probe())
 
     async def _probe(self) -> None:
-        # No caller waits for this: no request pays for finding out.
+        # No caller waits for this: no request pays for a probe.
         pause = _FIRST_PAUSE_S
         try:
             while not self.prompt or self._owed:

@@ -33,7 +33,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 # The most buffers that one system call takes on every POSIX system we know of.
 _MAX_BUFFERS = 1024
 # A thread moves about so much at a time; neighbouring slots go in one system call up to this. Less
-# costs more hand-overs; with more, too little of a call's I/O is under way at once.
+# costs more thread switches; with more, too little of a call's I/O is under way at once.
 _PART_NBYTES = 8 << 20
 
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["PartQueue", "SegmentFiles"]
 
 _NAME = re.compile(r"segment-(\d+)-(\d+)\.slots")
-# So many parts are moved at a time: enough to keep the disk busy. Calls that share it among more
-# all end at once, and what follows their I/O, a commit or a checksum, leaves it idle.
+# The parts moved at a time: enough to keep the disk busy. With more parts, the calls would all end
+# at once, and the disk would be idle during their commits and checksums.
 _AT_ONCE = 3
 
 
@@ -88,7 +88,7 @@ class SegmentFiles:
     def remove(self, segment: int, size: int) -> None:
         """Deletes the file of `segment`; frees its bytes at once, even if others have it open."""
         path = self._path(segment, size)
-        # It has no name before it has no bytes: a process that writes must see that it is gone.
+        # The name goes before the bytes: a process that writes must see that the file is gone.
         try:
             fd = open_own(path, os.O_RDWR)
         except FileNotFoundError:
