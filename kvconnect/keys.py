@@ -198,8 +198,7 @@ def salt_tag(cache_salt: str | None) -> bytes:
 def salt_of(namespace: bytes) -> bytes | None:
     """Returns the `salt_tag` in a block's namespace as a store keeps it; ``None``: it has none.
 
-    Blocks of older versions have none, and neither have those of engines that give an adapter no
-    salt.
+    Blocks of older versions and of engines that give an adapter no salt have none.
     """
     has_one = len(namespace) == KEY_NBYTES + _SALT_NBYTES
     return namespace[KEY_NBYTES:] if has_one else None

@@ -100,8 +100,7 @@ class TransferNode:
             ConfigurationError: the transport cannot be used, or the port cannot be had. Nothing is
                 left open once `close` was called.
         """
-        config, layouts = self.config, self._llm_args.layouts
-        connector = self._llm_args.kv_connector_config
+        config = self.config
         self._device = DeviceOrder(pools[0].tensor.device)
         self._transport = transport = self._make_transport()
         transport.open()
@@ -117,45 +116,55 @@ class TransferNode:
                 "each at most, as every block is copied to the host for its digest"
             )
         self._regions = dict(zip(regions, self._memory, strict=True))
-        pool_nbytes = sum(pool.tensor.numel() * pool.tensor.element_size() for pool in pools)
         if config.role != "decode":
-            most_s = _OWN_SHARE * connector.save_timeout_s
-            self._offers = Offers(
-                self._wake,
-                max_lease_total=config.max_lease_total or pool_nbytes,
-                lease_s=min(config.lease_s, most_s),
-                max_idle_s=most_s,
-                claim_wait_s=config.claim_timeout_s,
-            )
-            host, port = host_and_port(config.listen)
-            endpoint = Endpoint(self._hello, self._deliver, self._secret, Timing())
-            if port:
-                port += self._llm_args.place.tp_rank
-            self._listener = Listener(endpoint, host, port)
+            self._open_offers()
         if config.role != "prefill":
             self._quarantine = Quarantine(self._max_quarantined(pools), self._rebuild)
-            self._fetcher = fetcher = Fetcher(
-                transport,
-                layouts=layouts,
-                regions=regions,
-                load_s=_OWN_SHARE * connector.load_timeout_s,
-                idle_s=config.claim_timeout_s,
-                min_bytes_per_s=config.min_bytes_per_s,
-                quarantine=self._quarantine,
-                wakeup=self._wake,
-                heads=self._heads,
-                verified=self._regions if config.verify == "full" else None,
-            )
-            self._peers = Peers(
-                self._hello,
-                transport,
-                fetcher.client.deliver,
-                secret=self._secret,
-                timing=Timing(),
-                accepts=self._check_pools,
-            )
-            fetcher.claims.attach(self._peers)
+            self._open_fetcher(transport, regions, self._quarantine)
         self._hide_gauges = metrics.add_gauges(self._sizes)
+
+    def _open_offers(self) -> None:
+        config, connector = self.config, self._llm_args.kv_connector_config
+        pool_nbytes = sum(memory.numel() * memory.element_size() for memory in self._memory)
+        most_s = _OWN_SHARE * connector.save_timeout_s
+        self._offers = Offers(
+            self._wake,
+            max_lease_total=config.max_lease_total or pool_nbytes,
+            lease_s=min(config.lease_s, most_s),
+            max_idle_s=most_s,
+            claim_wait_s=config.claim_timeout_s,
+        )
+        host, port = host_and_port(config.listen)
+        endpoint = Endpoint(self._hello, self._deliver, self._secret, Timing())
+        if port:
+            port += self._llm_args.place.tp_rank
+        self._listener = Listener(endpoint, host, port)
+
+    def _open_fetcher(
+        self, transport: Transport, regions: list[int], quarantine: Quarantine
+    ) -> None:
+        config = self.config
+        self._fetcher = fetcher = Fetcher(
+            transport,
+            layouts=self._llm_args.layouts,
+            regions=regions,
+            load_s=_OWN_SHARE * self._llm_args.kv_connector_config.load_timeout_s,
+            idle_s=config.claim_timeout_s,
+            min_bytes_per_s=config.min_bytes_per_s,
+            quarantine=quarantine,
+            wakeup=self._wake,
+            heads=self._heads,
+            verified=self._regions if config.verify == "full" else None,
+        )
+        self._peers = Peers(
+            self._hello,
+            transport,
+            fetcher.client.deliver,
+            secret=self._secret,
+            timing=Timing(),
+            accepts=self._check_pools,
+        )
+        fetcher.claims.attach(self._peers)
 
     def _sizes(self) -> dict[str, float]:
         """For whoever watches the process."""

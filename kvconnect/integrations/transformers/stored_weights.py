@@ -202,7 +202,11 @@ def _stored_tensors(files: ModelFiles) -> dict[str, _Stored] | None:
 
 
 def _mapped(descriptor: int) -> Mapping[str, _Stored] | None:
-    """Returns the tensors of a file that ``torch.save`` wrote, as transformers reads it."""
+    """Returns the tensors of a file that ``torch.save`` wrote, as transformers reads it.
+
+    The file is of the model's directory, which the caller has loaded; it never comes from a store
+    or a peer. ``weights_only`` runs no code of it all the same.
+    """
     path = f"/proc/self/fd/{descriptor}"
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -40,6 +40,7 @@ def _serve(
     from rank_engine import Host
 
     from kvconnect.connector.ranks.distributed import DistributedCommunicator
+    from kvconnect.connector.ranks.watch import END_S, do_within
 
     torch.set_num_threads(1)
     where = dist.FileStore(meeting, size)
@@ -59,7 +60,10 @@ def _serve(
                 answer = Raised(type(error).__name__, str(error), lost, seconds)
             orders.send(answer)
     host.close()
-    dist.destroy_process_group()
+    # As a rank of an engine ends: a sum of the model's whose other side is gone may keep gloo's
+    # thread, and who drops the group waits for that.
+    do_within(END_S, dist.destroy_process_group)
+    os._exit(0)
 
 
 class Job:
