@@ -1,4 +1,4 @@
-"""The pools of another engine: which ones this engine can read from."""
+"""The check of another engine's pools: whether this engine can read from them."""
 
 from __future__ import annotations
 

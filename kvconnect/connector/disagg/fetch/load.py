@@ -27,7 +27,7 @@ _PULLS_IN_FLIGHT = 4
 _PULL_NBYTES = 32 << 20
 # What a pull, and the answer to a release, may take beside the time of its bytes.
 _SLACK_S = 2.0
-# Between two looks at a connection that is not there yet.
+# Between two checks whether a connection is there.
 _CONNECTING_S = 0.05
 
 
@@ -75,7 +75,7 @@ class Part:
 
     Either all of it becomes valid or nothing: what was read counts only if the lease held until
     the last read had ended, and the other side has said that it kept the blocks until then.
-    A part changes only itself. The fetcher looks at it after each call and ends the load.
+    A part changes only itself. The fetcher checks the part after each call and ends the load.
 
     Args:
         order: what to fetch, and the blocks it goes to.
@@ -143,7 +143,7 @@ class Part:
         return not self._pulls
 
     def due(self) -> float:
-        """When `advance` is to be called if nothing happens, on the monotonic clock."""
+        """Returns when to call `advance` if no event comes first, on the monotonic clock."""
         if self._released_at is not None:
             return min(self._deadline, self._released_at + _SLACK_S)
         if self._reading:  # they have deadlines of their own
@@ -170,7 +170,7 @@ class Part:
             self._check_progress(now)
 
     def pull_done(self, pull: Pull, error: BaseException | None) -> None:
-        """Takes the end of `pull`."""
+        """Handles the end of `pull`."""
         self._reading.discard(pull)
         if self.over:
             return
@@ -195,7 +195,7 @@ class Part:
             self._decide(client.release(claimed), late=False)
 
     def fail(self, reason: str) -> None:
-        """Reads no more: what was read is of no use."""
+        """Stops reading and discards what was read."""
         if self.over:
             return
         self.over, self.failed = True, reason
@@ -279,7 +279,7 @@ class Part:
         for group, ids in enumerate(claimed.blocks):
             layout = layouts[group]
             needed = blocks_needed(layout.window, claimed.tokens, layout.tokens_per_block)
-            # Of a window only these are told, of the others all from the first on.
+            # A window's peer sends only these ids; for other groups it sends all from the first on.
             self._remote[group] = RemoteBlocks(hello.pools[group].region, needed.start, ids, layout)
         if not self._computed < mark:
             return False
@@ -287,7 +287,7 @@ class Part:
         return True
 
     def _their_layouts(self, hello: Hello) -> list[KvCacheLayout]:
-        """Of the other side's pools; `Peers` has checked them."""
+        """Returns the layouts of the other engine's pools, which `Peers` has checked."""
         if self._told is None or self._told[0] is not hello:
             self._told = (hello, [one.layout() for one in hello.pools])
         return self._told[1]
