@@ -1,4 +1,4 @@
-"""Loads and saves of blocks: between pools, staging memory and a store, for every engine.
+"""The loads and saves of blocks: between pools, staging memory and a store, for every engine.
 
 Imports the contract's data, `kvconnect.backends`, `kvconnect.kernels` and the vocabulary. Begin
 with `access` (a rank's way to its store) and `orders` (blocks to load or save), then `load`, its
