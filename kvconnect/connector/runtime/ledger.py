@@ -1,4 +1,4 @@
-"""The transfers in flight over all ranks, and what becomes of their requests when they end."""
+"""The transfers in flight over all ranks, and the outcome for their requests when they end."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from kvconnect.trace import warn_once
 
 __all__ = ["BlockFate", "StepOutcome", "TransferLedger"]
 
-# Blocks in quarantine are waited for at least so long, however short the deadlines are: a request
-# that waits for them is late, one that gives up has failed.
+# Requests wait at least this long for blocks in quarantine, however short the deadlines are: a
+# request that waits is late, but one that stops waiting has failed.
 _GRACE_S = 10.0
 
 
@@ -265,10 +265,10 @@ class TransferLedger:
 
     def _fail_load(self, load: Transfer, outcome: StepOutcome, load_failed: LoadFailed) -> None:
         request_id = load.request_id
-        # A rank that has not said how far it came may have nothing.
+        # A rank that has not reported may have no valid tokens.
         heard = load.done_ranks | load.failed_ranks >= self._ranks
         num_valid = load.num_valid if heard and self._divisible else load.start
-        # The request's own failure tells more than the clock.
+        # The request's own failure says more than the deadline.
         state = TransferState.FAILED if load.failed else TransferState.TIMED_OUT
         self.loads.finish(load, state)
         warn_once(
@@ -318,8 +318,8 @@ class TransferLedger:
             if save.failed:
                 self.quarantine.note_ended(Direction.SAVE, save.request_id)
         elif record is not None:
-            # Handed on while they are still read, the blocks' new content would be stored under
-            # the old content's keys.
+            # If the blocks were reused while they are still read, their new content would be stored
+            # under the old content's keys.
             self._hold(save, self._kv.pin(record.request), self._num_held(record.request))
         outcome.saved.append(save.request_id)
 
