@@ -24,7 +24,7 @@ _LONG_S = 3600.0  # a wait without limit is many of these
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One rank's part of one exchange.
+    """A rank's part of one exchange.
 
     Attributes:
         kind: of the exchange; 0: no rank of this engine sent this.
@@ -39,7 +39,7 @@ class Message:
     payload: bytes | bytearray
 
     def head(self) -> bytes:
-        """Returns what goes before the payload on the connection."""
+        """Returns the bytes before the payload on the connection."""
         return _HEAD.pack(_MAGIC, self.kind, self.status, 0, self.number, len(self.payload))
 
 
@@ -208,7 +208,7 @@ class RankLink:
 
 
 def _rest(parts: list[memoryview], sent: int) -> list[memoryview]:
-    """Returns what is left of `parts` after the first `sent` bytes."""
+    """Returns the rest of `parts` after the first `sent` bytes."""
     left = []
     for part in parts:
         if sent < len(part):
