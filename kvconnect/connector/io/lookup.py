@@ -60,7 +60,7 @@ class Query:
         windows: attention window of each pool group, ``None`` for full attention.
         heads: of each pool group, this rank's part of the model; by default all of it.
         shared: the ranks share the store: what counts must be there for all of them.
-        whole_blocks: a hit ends where a block does, as the engine cannot take up part of one.
+        whole_blocks: a hit ends where a block does, as the engine cannot use part of one.
     """
 
     keys: tuple[BlockKey, ...]

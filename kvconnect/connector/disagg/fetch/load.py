@@ -188,7 +188,7 @@ class Part:
     def release(self, client: LeaseClient) -> None:
         """Releases the lease once everything was read.
 
-        A request that waits for the load goes on before the other side hears of that.
+        A request that waits for the load continues before the other side gets the release.
         """
         claimed, self._to_release = self._to_release, None
         if claimed is not None:
