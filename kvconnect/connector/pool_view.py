@@ -1,4 +1,4 @@
-"""The pool as connectors see it: copies to host memory are copies, also where the pool is there."""
+"""The pool as connectors see it: ``cpu`` and ``to`` copy, even from a pool in host memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _apart(result: Tensor, source: Tensor) -> Tensor:
 
 
 def _within(result: Any, args: tuple[Any, ...]) -> Any:
-    """Parts of the pool stay views of it; what was computed from them is a plain tensor."""
+    """Returns `result`: parts of the pool as views of it, computed tensors as plain ones."""
     if isinstance(result, (tuple, list)) and any(isinstance(one, Tensor) for one in result):
         return type(result)([_within(one, args) for one in result])
     if not isinstance(result, Tensor) or (args and result is args[0]):

@@ -13,7 +13,7 @@ class Waitable(Protocol):
     """A stream or an event of any device."""
 
     def synchronize(self) -> None:
-        """Blocks until what it stands for is done."""
+        """Blocks until the stream's work, or the event, is done."""
 
 
 Event = TypeVar("Event")
@@ -74,7 +74,7 @@ class CpuStream:
 
 
 ForwardStream: TypeAlias = torch.cuda.Stream | CpuStream
-"""What the forward pass runs on."""
+"""The stream that the forward pass runs on."""
 
 
 def cuda_stream(stream: ForwardStream | None) -> torch.cuda.Stream | None:
