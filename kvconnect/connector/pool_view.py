@@ -16,9 +16,10 @@ _TO_HOST = frozenset({Tensor.cpu, Tensor.to})
 class PoolView(Tensor):
     """A pool in host memory, or a part of it.
 
-    Connectors take a block off a device with ``pool[block].cpu()``. Here that would be the block
-    itself: what is written meanwhile would be saved in its place, and ``torch.save`` would save the
-    whole pool with it. So `cpu` and `to` copy; everything else is as with any tensor.
+    Connectors copy a block off a device with ``pool[block].cpu()``. On a pool in host memory torch
+    would return a view of the block itself: later writes to the block would be saved in its place,
+    and ``torch.save`` would save the whole pool. So `cpu` and `to` copy here; everything else is as
+    with any tensor.
     """
 
     @classmethod

@@ -18,9 +18,9 @@ class KvCacheConnectorScheduler(ABC):
     Names and signatures are TensorRT-LLM's, so that its connectors run here by changing an import.
     Methods marked *ours* have defaults. None may block for long: the engine waits.
 
-    What a method raises for one request ends that request by the error, which its ``result()``
-    raises; `request_aborted`, and `request_finished` if it holds blocks, follow. What the methods
-    of a whole step raise ends the engine.
+    An error that a method raises for one request ends that request, and its ``result()`` raises the
+    error. `request_aborted` follows, and `request_finished` if the request holds blocks. An error
+    of a method for a whole step ends the engine.
     """
 
     def __init__(self, llm_args: LlmArgs) -> None:

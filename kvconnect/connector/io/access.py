@@ -43,8 +43,8 @@ CopierOf = Callable[[PagedKv, KvCacheLayout, StagingPool], PoolCopier]
 class Access:
     """A rank's pools, its open store, and the staging memory between them. Thread-safe as those.
 
-    Slots have room for the largest block of any pool. What is stored of a block is its planes one
-    after the other, tokens before heads, whatever the order in the pool.
+    Slots have room for the largest block of any pool. A stored block is its planes one after the
+    other, tokens before heads, whatever the order in the pool.
 
     Args:
         store: open; `close` releases it.

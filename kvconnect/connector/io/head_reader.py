@@ -26,10 +26,10 @@ _LOOK_S = 0.001
 class HeadReader:
     """Fills a rank's staging slots from blocks whose heads are divided into other shares.
 
-    A wider block is read and the rank's heads are taken out of it; of narrower ones several are
-    read and joined. They arrive in memory of their own, made when the first such block is loaded:
-    for every number of shares that comes up an eighth of the staging memory, or what one block
-    needs if that is more. Belongs to the store's loop.
+    The rank's heads are cut out of a wider block; several narrower blocks are joined. The blocks
+    arrive in memory of their own, allocated at the first such load. Each number of shares takes an
+    eighth of the size of the staging memory, or the size that one block needs if that is more.
+    Belongs to the store's loop.
 
     Args:
         backend: the store.

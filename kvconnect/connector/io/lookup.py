@@ -50,7 +50,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A request's tokens and keys, as they were when the question was asked.
+    """A request's tokens and keys, as they were when the lookup began.
 
     Attributes:
         keys: chained keys of its full blocks.
@@ -59,7 +59,7 @@ class Query:
         tokens_per_block: tokens of a full block.
         windows: attention window of each pool group, ``None`` for full attention.
         heads: of each pool group, this rank's part of the model; by default all of it.
-        shared: the ranks share the store: what counts must be there for all of them.
+        shared: the ranks share the store: a block counts only if it is there for all of them.
         whole_blocks: a hit ends where a block does, as the engine cannot use part of one.
     """
 

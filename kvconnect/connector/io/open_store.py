@@ -25,7 +25,7 @@ _END_S = 0.25
 
 
 class OffloadStore:
-    """An open store with its I/O loop; made once per `LlmArgs` by the first that asks.
+    """An open store with its I/O loop; made once per `LlmArgs` by the first `acquire`.
 
     Attributes:
         llm_args: whose.

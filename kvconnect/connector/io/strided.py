@@ -102,9 +102,9 @@ class _Planes:
 class _HostPlanes:
     """Copies into a pool in host memory by NumPy, on the calling thread alone.
 
-    torch would wake its own threads, which the engine computes with, for each plane, and wait until
-    they run. And between two planes the calling thread would wait for the interpreter, which others
-    want: planes that lie at one distance from each other, on both sides, are copied as one.
+    torch would wake the threads that the engine computes with for each plane, and wait until they
+    run. Between two planes the calling thread would wait for the interpreter's lock. So planes at
+    equal distances, on both sides, are copied as one.
 
     Args:
         pool: planes ``[blocks, T, heads, dim]``, layer by layer.

@@ -1,4 +1,4 @@
-"""The built-in scheduler: finds prompts in a store and orders what is new into it."""
+"""The built-in scheduler: finds prompts in a store and orders saves of new blocks into it."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     """Drives any `Backend`, together with `OffloadWorker`, through the public connector API.
 
     Lookups start when a request arrives. At admission, all requests of one step together wait at
-    most ``lookup_timeout_ms`` for answers: what is late is a miss, and may serve a later admission.
-    After that no request waits until the store answers in time again.
+    most ``lookup_timeout_ms`` for answers: a late answer is a miss, and may serve a later
+    admission. After that no request waits until the store answers in time again.
     Loads run in the background.
 
     A block is ordered into the store in the step that fills it; with ``save_on="finish"`` the
     workers stage it at its request's end, or when that is preempted. A block that is dropped or
-    below ``min_priority`` ends its sequence's saves: without it, what follows cannot be found.
+    below ``min_priority`` ends its sequence's saves: without it, the later blocks cannot be found.
     Dropped ones are ordered again at the request's end, and by any other request that uses them.
-    No record of what is stored outlives a request: the store itself is asked.
+    No record of stored blocks outlives a request: each request looks the store up.
 
     Attributes:
         whole_blocks: the engine cannot use part of a block: hits end where blocks do.

@@ -218,8 +218,8 @@ class OffloadWorker(KvCacheConnectorWorker):
     ) -> tuple[list[int], list[int]]:
         """Returns the requests whose saves and loads ended since the last call. Does not block.
 
-        A request counts as saved when what its end ordered is staged. The order comes with the
-        metadata of the step after that end, which may be later than the request's id comes here.
+        A request counts as saved when the blocks that its end ordered are staged. The order comes
+        with the metadata of the step after that end, perhaps later than the request's id.
         """
         self._stage_leaving()
         saved, self._saved = self._saved, []

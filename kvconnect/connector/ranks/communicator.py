@@ -125,7 +125,7 @@ class Instructions:
 
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """A text that names class and message of what a rank's worker raised for one request."""
+    """An error of a rank's worker for one request, as a text with its class and message."""
 
     request_id: int
     text: str
@@ -133,14 +133,14 @@ class RequestError:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The second exchange: what one rank's worker answered in a step.
+    """The second exchange: the answers of one rank's worker in a step.
 
     Attributes:
         step: its number.
         saved, loaded: requests whose transfer the worker returned.
         failures: transfers that will not finish on this rank.
         worker_meta: for the scheduler, from `build_worker_meta`.
-        request_errors: what this rank's worker raised for single requests; of the leader's none.
+        request_errors: errors of this rank's worker for single requests; none on the leader.
     """
 
     step: int

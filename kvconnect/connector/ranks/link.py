@@ -46,8 +46,8 @@ class Message:
 class RankLink:
     """Sends messages to one other rank and receives its messages, in order.
 
-    A message goes to the system on the caller's thread; what the connection cannot take at once
-    goes there on a thread that lives until then. So two ranks may send each other any amount before
+    A message goes to the system on the caller's thread. If the connection cannot take all of it at
+    once, a thread sends the rest and then ends. So two ranks may send each other any amount before
     they receive. Each wait ends with its timeout, with the connection, or with `end`.
 
     Args:

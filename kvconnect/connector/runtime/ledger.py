@@ -36,9 +36,9 @@ class StepOutcome:
             background.
         failed: the same for loads that did not, synchronous ones too: nothing past that position
             may be sampled, committed, published or streamed.
-        requeue: those of `failed` that cannot go on with the blocks they have: these may still be
-            written to and there are no fresh ones, or there are windows. Free their resources and
-            put them back into the queue.
+        requeue: those of `failed` that cannot continue with their blocks: these may still get
+            writes and there are no fresh ones, or there are windows. Free their resources and put
+            them back into the queue.
         saved: ended requests whose kept blocks are to be freed now.
     """
 
@@ -61,11 +61,12 @@ LoadFailed = Callable[[RequestRecord, int, BlockFate], None]
 
 
 class TransferLedger:
-    """Success is the intersection over ranks, failure the union; every transfer ends once.
+    """The transfers in flight. A transfer succeeds if it does on all ranks; each ends once.
 
-    Blocks that a transfer may still touch when it ends go to the quarantine: past the valid
-    position the request gets fresh ones, or it goes back to the queue. It always does where a load
-    is not `divisible` (with windows or several pools): windows hold only what the load's end needs.
+    Blocks that a transfer may still touch when it ends go to the quarantine. Past the valid
+    position the request gets fresh blocks, or it goes back to the queue. It always goes back if a
+    load is not `divisible` (with windows or several pools): windows hold only the blocks that the
+    load's end needs.
     """
 
     def __init__(
@@ -166,10 +167,10 @@ class TransferLedger:
             self._settle_save(save, now, outcome)
 
     def next_deadline(self) -> float | None:
-        """Returns when something happens at the latest, on the monotonic clock, or None.
+        """Returns the next deadline of a transfer or grace period, on the monotonic clock, or None.
 
-        Blocks in quarantine have a grace period as long as their transfer may take, of some seconds
-        at least. A request that still waits for them then fails.
+        Blocks in quarantine have a grace period as long as their transfer may take, of 10 s at
+        least. A request that still waits for them then fails.
         """
         grace = self.quarantine.grace_until()
         if grace is not None and grace < time.monotonic():

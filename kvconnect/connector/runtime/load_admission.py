@@ -23,11 +23,11 @@ _MOST_FAILED_LOADS = 2
 
 
 class LoadAdmission:
-    """Asks the connector at each admission, once, and bounds what loads in the background hold.
+    """Asks the connector for a match once per admission, and limits the blocks that loads hold.
 
-    Requests that load, and blocks in quarantine, take at most ``max_loading_fraction`` of the pool.
-    An offer beyond that waits, while the blocks are of loads in flight and for ``load_timeout_s``
-    at most; then it is dropped. A load that is larger than all that starts when nothing is held.
+    Loading requests and blocks in quarantine take at most ``max_loading_fraction`` of the pool. A
+    match beyond that waits for blocks of loads in flight, for ``load_timeout_s`` at most, and is
+    dropped then. A load that is larger than the whole limit starts when no such blocks are held.
     """
 
     def __init__(

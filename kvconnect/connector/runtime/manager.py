@@ -124,10 +124,10 @@ class KvCacheConnectorManager:
             self._scheduler.on_new_request(request)
 
     def take_errors(self) -> dict[int, Exception]:
-        """Returns what the connector raised for single requests since the last call, by request id.
+        """Returns the connector's errors for single requests since the last call, by request id.
 
         The engine ends these requests, `request_finished` included, before the next step begins;
-        some may have ended already. What another rank raised comes with the report of its step, as
+        some may have ended already. An error of another rank comes with the report of its step, as
         a `ConnectorContractError` that names the rank.
         """
         return self._errors.take()
@@ -207,7 +207,7 @@ class KvCacheConnectorManager:
 
         Args:
             batch: what the step computes.
-            work: what the engine has for the other ranks; they get it with the instructions.
+            work: the engine's data for the other ranks, sent with the instructions.
 
         Raises:
             RankDivergence: ranks are in different steps.
@@ -250,9 +250,8 @@ class KvCacheConnectorManager:
         """Returns the loads that failed: request id to leading valid tokens, as in `StepOutcome`.
 
         Called after the forward pass, before anything of it is sampled; not in an idle step.
-        Several ranks exchange all that ended in the step here. One rank alone asks its worker what
-        ended in `end_step`, as TensorRT-LLM does: by then it knows which requests the step has
-        ended.
+        Several ranks exchange all transfers that ended in the step here. One rank alone does that
+        in `end_step`, as TensorRT-LLM does: by then it knows which requests the step has ended.
 
         Raises:
             ConnectorContractError: a worker broke its contract; names the class. Another rank

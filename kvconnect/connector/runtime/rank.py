@@ -35,19 +35,19 @@ class RankDriver:
     `report_failures` behind `end_forward`. All methods run on the engine's thread. The leader has a
     driver of its own worker.
 
-    What the worker raises for a step is raised, after the other ranks heard of it. What it raises
-    for one request is in the rank's next report.
+    An error of the worker in a step is raised after it was sent to the other ranks. An error for
+    one request is in the rank's next report.
 
     Args:
-        worker: is given its pools here. The caller shuts the worker down if that raises.
+        worker: gets its pools here. The caller shuts the worker down if that raises.
         pools: of this rank.
         communicator: of all ranks.
         wakeup: the worker may call it, from any thread, when a transfer ended.
 
     Attributes:
         number: of the step that has begun or is next; the first is 1.
-        telling: ``with driver.telling:`` around what may raise in a step. The other ranks hear of
-            the error before it propagates, and raise, too, wherever they wait for this rank.
+        telling: ``with driver.telling:`` around code that may raise in a step. The other ranks
+            get the error before it propagates, and raise, too, where they wait for this rank.
     """
 
     def __init__(

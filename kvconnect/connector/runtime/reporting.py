@@ -105,8 +105,8 @@ class _Keys(Sequence[BlockKey]):
 class StepReporter:
     """Builds the `SchedulerOutput` of a step from its batch and what was reported before.
 
-    Pools of sliding windows get their blocks chunk by chunk, so what is reported of them may lag
-    behind group 0.
+    Pools of sliding windows get their blocks chunk by chunk, so their reported blocks may lag
+    behind those of group 0.
     """
 
     def __init__(self, kv: BaseKVCacheManager, tokens_per_block: int, num_groups: int = 1) -> None:

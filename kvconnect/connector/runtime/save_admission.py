@@ -36,7 +36,7 @@ class SaveAdmission:
     def ended(self, request: LlmRequest) -> bool:
         """Returns True if `request`, which ended and holds blocks, is to keep them for a save.
 
-        What the connector raises, or answers wrongly, is kept and ends the request.
+        An error of the connector, or a wrong answer, is kept and ends the request.
         """
         keep = False
         with self._errors.kept(request):

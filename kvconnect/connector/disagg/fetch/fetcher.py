@@ -57,18 +57,18 @@ class Fetcher:
     Args:
         transport: that blocks travel by.
         layouts, regions: of the pool groups, and of this side's pools at the transport.
-        load_s: what a load may take in all.
-        idle_s: what it waits for the other side to compute more.
+        load_s: the longest time that a load may take.
+        idle_s: how long a load waits for the other engine to compute more.
         min_bytes_per_s: below this rate a pull has failed.
         quarantine: of blocks that failed pulls may still write to.
         heads: of each pool group, which of the model's this rank has; by default all.
-        verified: this side's pools by their region, where digests of both sides are compared
-            before what was read counts; ``None``: they are not.
+        verified: this engine's pools by region, if digests of both engines are compared before a
+            load counts as valid; ``None``: digests are not compared.
         wakeup: called when `take_ended` or `take_failed` has news.
 
     Attributes:
-        client: of leases; what others say of them goes to it.
-        claims: what the scheduler has claimed, or a rank without one when its load begins.
+        client: of leases; receives the peers' messages about them.
+        claims: made by the scheduler, or by a rank without a scheduler when its load begins.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Fetcher:
         self._end(order)
 
     def _end(self, order: FetchOrder) -> None:
-        """Returns the request of `order` to the engine: nothing writes to its blocks any more."""
+        """Returns the request of `order` to the engine: its blocks get no more writes."""
         self._ended.append(order.request_id)
         self._wakeup()
 

@@ -71,10 +71,10 @@ class Load:
 
 
 class Part:
-    """Reads what is new of a prompt whenever a rank of the other side has computed more of it.
+    """Reads more of a prompt whenever a rank of the other engine has computed more of it.
 
-    Either all of it becomes valid or nothing: what was read counts only if the lease held until
-    the last read had ended, and the other side has said that it kept the blocks until then.
+    The part becomes valid as a whole or not at all: its reads count only if the lease held until
+    the last one had ended, and the other engine has confirmed that it kept the blocks until then.
     A part changes only itself. The fetcher checks the part after each call and ends the load.
 
     Args:
@@ -86,9 +86,9 @@ class Part:
         layouts: of this side's pool groups.
         regions: of this side's pools at the transport.
         source: which rank of the other side it is, and which heads come from there.
-        idle_s: waits for so long for the other side to compute more.
-        deadline: when it ends at the latest, on the monotonic clock.
-        verify: digests of both sides are compared before what was read counts.
+        idle_s: how long to wait for the other engine to compute more.
+        deadline: when the part ends at the latest, on the monotonic clock.
+        verify: digests of both engines are compared before the part counts as valid.
 
     Attributes:
         over: it succeeded, failed or was cancelled.
@@ -154,7 +154,10 @@ class Part:
     # ------------------------------------------------------------------ what happens
 
     def advance(self) -> None:
-        """Reads what is new, and decides what is over; called when anything changed or is due."""
+        """Starts new reads, and ends the part if it is decided.
+
+        Called when anything changed or is due.
+        """
         if self.over:
             return
         claimed, now = self.claim, time.monotonic()
@@ -182,7 +185,7 @@ class Part:
         self.advance()
 
     def pull_terminal(self, pull: Pull) -> None:
-        """Forgets `pull`, which writes nothing any more."""
+        """Drops `pull`, which writes no more bytes."""
         self._pulls.discard(pull)
 
     def release(self, client: LeaseClient) -> None:

@@ -60,13 +60,13 @@ def strided_reads(
 
     The two differ in tokens_per_block, in which heads they hold, or in both; other fields of their
     layouts are equal. Where the heads are all of both sides, a piece is one layer's keys, or
-    values, of as many tokens as the smaller block has; else those of one token's common heads. What
-    lies behind the last token in such a piece is read, too. Pieces that follow each other on both
+    values, of as many tokens as the smaller block has; else those of one token's common heads.
+    Bytes behind the last token in such a piece are read, too. Pieces that follow each other on both
     sides are neighbours in the arrays.
 
     Args:
-        remote: where it is.
-        local: where it goes.
+        remote: the source blocks.
+        local: the target blocks.
         tokens: of the request, within both runs; beginning at a multiple of both block sizes'
             smaller one.
         layers: indices within the pool group.
