@@ -1,4 +1,4 @@
-"""What crosses the connector interface: small frozen dataclasses, never an engine's own objects."""
+"""The data that crosses the connector interface: frozen dataclasses, no objects of an engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LlmArgs:
-    """What a connector is built with.
+    """The arguments that a connector is built with.
 
     Attributes:
         model: directory of the model.
@@ -53,7 +53,7 @@ class LlmArgs:
 
     @property
     def stored_heads(self) -> tuple[StoredHeads, ...]:
-        """How a store holds the KV heads of each pool group.
+        """The KV heads of each pool group, as a store holds them.
 
         Raises:
             ConfigurationError: `num_kv_heads` does not fit the layouts.
@@ -62,7 +62,7 @@ class LlmArgs:
 
     @property
     def shard(self) -> RankShard:
-        """This rank's part of the model: its heads, and the keys of its share of a block.
+        """The part of the model on this rank: its heads, and the keys of its share of a block.
 
         Raises:
             ConfigurationError: `num_kv_heads` does not fit the layouts.
@@ -71,49 +71,49 @@ class LlmArgs:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks that each hold a part of every layer."""
+        """The number of ranks that each hold a part of every layer."""
         return self.place.tp_size
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """Ranks that hold layers one after the other."""
+        """The number of ranks that hold layers one after the other."""
         return self.place.pp_size
 
     @property
     def parallel_config(self) -> ParallelConfig:
-        """How the model is spread; ``to_mapping()`` tells this rank's place."""
+        """The spread of the model over ranks; ``to_mapping()`` returns this rank's place."""
         return ParallelConfig(self.place)
 
     @property
     def mapping(self) -> Mapping:
-        """This rank's place."""
+        """The place of this rank."""
         return self.parallel_config.to_mapping()
 
     @property
     def world_size(self) -> int:
-        """All ranks, on each of which there is a worker."""
+        """The number of ranks; each has a worker."""
         return self.mapping.world_size
 
     @property
     def rank(self) -> int:
-        """This one; 0 is the leader, where the scheduler is."""
+        """The number of this rank; 0 is the leader, where the scheduler is."""
         return self.mapping.rank
 
     @property
     def tokens_per_block(self) -> int:
-        """Of the KV cache."""
+        """The number of tokens in a block of the KV cache."""
         return self.kv_cache_config.tokens_per_block
 
     @property
     def has_store(self) -> bool:
-        """Whether there is a store: one of the user, or one that the configuration names."""
+        """Returns whether there is a store: the user's own, or one that the configuration names."""
         config = self.kv_connector_config
         return not (config.url is None and config.backend is None and self.backend is None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvCachePool:
-    """One pool group's memory: `tensor` is the flat view ``layout.flat_shape(num_blocks)``."""
+    """The memory of a pool group: `tensor` is the flat view ``layout.flat_shape(num_blocks)``."""
 
     layout: KvCacheLayout
     tensor: Tensor
@@ -123,10 +123,10 @@ _FOREIGN = frozenset({"groups", "group", "group_of_layer", "as_single_pool_tenso
 
 
 class KvCachePools(tuple[KvCachePool, ...]):
-    """One `KvCachePool` for each pool group, in their order.
+    """A `KvCachePool` for each pool group, in their order.
 
     TensorRT-LLM's method of the same name gets a ``KvCacheLayout`` instead. A worker that reads its
-    attributes here is told so.
+    attributes here gets an error that says so.
     """
 
     __slots__ = ()
@@ -143,7 +143,7 @@ class KvCachePools(tuple[KvCachePool, ...]):
 
 @dataclass(frozen=True, slots=True)
 class RequestData:
-    """One request of a step, as `build_connector_meta` sees it.
+    """A request of a step, as `build_connector_meta` gets it.
 
     Attributes:
         request_id: unique within the engine.
@@ -174,12 +174,12 @@ class RequestData:
 
     @property
     def block_hashes(self) -> list[BlockHash]:
-        """`block_keys`, for connectors that know blocks by a hash of 64 bits: ``int(hash)``."""
+        """The `block_keys`, for connectors that know blocks by a hash of 64 bits: ``int(hash)``."""
         return [BlockHash(key) for key in self.block_keys]
 
     @property
     def new_block_ids_by_layer_group(self) -> list[list[int]]:
-        """`new_block_ids_by_group`, by TensorRT-LLM's name for it."""
+        """The `new_block_ids_by_group`, by TensorRT-LLM's name for it."""
         return [list(ids) for ids in self.new_block_ids_by_group]
 
 
@@ -210,7 +210,7 @@ class SchedulerOutput:
 
 
 class Direction(Enum):
-    """Of a transfer."""
+    """The direction of a transfer."""
 
     LOAD = "load"
     SAVE = "save"
@@ -225,8 +225,8 @@ class TransferFailure:
         direction: load or save.
         num_valid_tokens: leading tokens of the request whose KV is valid all the same (loads only).
         reason: for the log.
-        writes_ended: nothing will write into the request's blocks any more. False: the runtime
-            keeps them apart until `get_finished` returns the id.
+        writes_ended: the request's blocks get no more writes. False: the runtime keeps them in
+            quarantine until `get_finished` returns the id.
     """
 
     request_id: int

@@ -1,4 +1,4 @@
-"""How a model is spread over ranks, in the words that connectors for TensorRT-LLM read."""
+"""The spread of a model over ranks, in the words that connectors for TensorRT-LLM read."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Mapping", "ParallelConfig"]
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """One rank's place among all.
+    """The place of one rank among all.
 
     Attributes:
         world_size: how many ranks there are.
         rank: this one; pipeline stages are numbered first, tensor-parallel ranks within a stage.
         tp_size, tp_rank: tensor-parallel ranks of a stage, and this one among them.
         pp_size, pp_rank: pipeline stages, and this one's.
-        cp_size, cp_rank: of context parallelism, which there is none of.
+        cp_size, cp_rank: of context parallelism, which is not supported.
         node_rank: the machine; there is one.
         enable_attention_dp: whether ranks have requests of their own; they never have.
     """
@@ -36,7 +36,7 @@ class Mapping:
 
     @property
     def local_rank(self) -> int:
-        """This rank's number on its machine."""
+        """The number of this rank on its machine."""
         return self.rank
 
     @property
@@ -51,37 +51,37 @@ class Mapping:
         return [*range(self.tp_rank, self.world_size, self.tp_size)]
 
     def has_tp(self) -> bool:
-        """Whether a stage has several ranks."""
+        """Returns whether a stage has several ranks."""
         return self.tp_size > 1
 
     def has_pp(self) -> bool:
-        """Whether there are several stages."""
+        """Returns whether there are several stages."""
         return self.pp_size > 1
 
     def is_multi_node(self) -> bool:
-        """Whether there are several machines; there never are."""
+        """Returns False: all ranks are on one machine."""
         return False
 
     def is_first_pp_rank(self) -> bool:
-        """Whether this rank holds the first layers."""
+        """Returns whether this rank holds the first layers."""
         return self.pp_rank == 0
 
     def is_last_pp_rank(self) -> bool:
-        """Whether this rank holds the last layers."""
+        """Returns whether this rank holds the last layers."""
         return self.pp_rank == self.pp_size - 1
 
     def prev_pp_rank(self) -> int:
-        """The rank of the stage before; the first one's is the last stage's."""
+        """Returns the rank of the stage before; the first one's is the last stage's."""
         return (self.rank - self.tp_size) % self.world_size
 
     def next_pp_rank(self) -> int:
-        """The rank of the stage behind; the last one's is the first stage's."""
+        """Returns the rank of the next stage; the last one's is the first stage's."""
         return (self.rank + self.tp_size) % self.world_size
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How a model is spread, as seen by the rank that holds `shard`."""
+    """The spread of a model, as seen by the rank that holds `shard`."""
 
     shard: Shard
 

@@ -1,4 +1,4 @@
-"""The pool as connectors see it: copies to host memory are copies, also where the pool is there."""
+"""The pool as connectors see it: ``cpu`` and ``to`` copy, even from a pool in host memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _TO_HOST = frozenset({Tensor.cpu, Tensor.to})
 class PoolView(Tensor):
     """A pool in host memory, or a part of it.
 
-    Connectors take a block off a device with ``pool[block].cpu()``. Here that would be the block
-    itself: what is written meanwhile would be saved in its place, and ``torch.save`` would save the
-    whole pool with it. So `cpu` and `to` copy; everything else is as with any tensor.
+    Connectors copy a block off a device with ``pool[block].cpu()``. On a pool in host memory torch
+    would return a view of the block itself: later writes to the block would be saved in its place,
+    and ``torch.save`` would save the whole pool. So `cpu` and `to` copy here; everything else is as
+    with any tensor.
     """
 
     @classmethod
@@ -47,7 +48,7 @@ def _apart(result: Tensor, source: Tensor) -> Tensor:
 
 
 def _within(result: Any, args: tuple[Any, ...]) -> Any:
-    """Parts of the pool stay views of it; what was computed from them is a plain tensor."""
+    """Returns `result`: parts of the pool as views of it, computed tensors as plain ones."""
     if isinstance(result, (tuple, list)) and any(isinstance(one, Tensor) for one in result):
         return type(result)([_within(one, args) for one in result])
     if not isinstance(result, Tensor) or (args and result is args[0]):

@@ -13,7 +13,7 @@ class Waitable(Protocol):
     """A stream or an event of any device."""
 
     def synchronize(self) -> None:
-        """Blocks until what it stands for is done."""
+        """Blocks until the stream's work, or the event, is done."""
 
 
 Event = TypeVar("Event")
@@ -27,7 +27,7 @@ class CpuEvent:
         return True
 
     def record(self, stream: object = None) -> None:
-        """Does nothing: what was called before has run."""
+        """Does nothing: all earlier work has run."""
 
     def synchronize(self) -> None:
         """Returns at once."""
@@ -39,8 +39,8 @@ class CpuEvent:
 class CpuStream:
     """The order of work on the CPU, with the methods of ``torch.cuda.Stream``.
 
-    Work on the CPU has run when the call that asked for it returns, so there is nothing to wait
-    for; what is waited for on another device blocks the caller.
+    Work on the CPU has run when its call returns, so no method waits for it. A wait for another
+    device's work blocks the caller.
 
     Attributes:
         device: the CPU.
@@ -58,7 +58,7 @@ class CpuStream:
         """Returns at once."""
 
     def wait_stream(self, stream: Waitable) -> None:
-        """Blocks until what `stream` was given so far is done; at once if it is a `CpuStream`."""
+        """Blocks until the work given to `stream` so far is done; at once for a `CpuStream`."""
         stream.synchronize()
 
     def wait_event(self, event: Waitable) -> None:
@@ -74,7 +74,7 @@ class CpuStream:
 
 
 ForwardStream: TypeAlias = torch.cuda.Stream | CpuStream
-"""What the forward pass runs on."""
+"""The stream that the forward pass runs on."""
 
 
 def cuda_stream(stream: ForwardStream | None) -> torch.cuda.Stream | None:

@@ -27,30 +27,30 @@ class KvCacheConnectorWorker(ABC):
         self._metadata: object = None
 
     def bind_connector_meta(self, metadata: object) -> None:
-        """The leader's instructions for this step, also as ``self._metadata``."""
+        """Takes the leader's instructions for this step, also as ``self._metadata``."""
         self._metadata = metadata
 
     def get_connector_meta(self) -> object:
-        """What is bound now; ``None`` between steps."""
+        """Returns the instructions that are bound now; ``None`` between steps."""
         return self._metadata
 
     def clear_connector_meta(self) -> None:
-        """*Ours.* The step is over."""
+        """Ends the step (*ours*)."""
         self._metadata = None
 
     @abstractmethod
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
-        """Called once, first: the pool, ``[num_blocks, num_layers, kv_factor, elements]``.
+        """Takes the pool, ``[num_blocks, num_layers, kv_factor, elements]``; called once, first.
 
-        Also where the pool is in host memory, ``.cpu()`` of a part of it is a copy.
+        If the pool is in host memory, ``.cpu()`` of a part of it is a copy, too.
         """
 
     def register_kv_cache_layout(self, pools: Sequence[KvCachePool]) -> None:
-        """*Ours.* Called instead, with one entry per pool group, in their order.
+        """Takes the pools, one for each pool group, in their order (*ours*).
 
-        A single pool is forwarded to `register_kv_caches`. A pool of a sliding window counts as
-        several: its blocks come chunk by chunk and go when the window has passed, which is not what
-        a flat list of a request's block ids promises.
+        Called instead of `register_kv_caches`, to which the default forwards a single pool. A pool
+        of a sliding window counts as several: its blocks come chunk by chunk and are freed when the
+        window has passed, which a flat list of a request's block ids cannot express.
 
         Raises:
             ConfigurationError: several pools, and the class does not override this.
@@ -68,19 +68,19 @@ class KvCacheConnectorWorker(ABC):
 
     @abstractmethod
     def start_load_kv(self, stream: ForwardStream) -> None:
-        """Begin the loads of this step; once a step, after binding, before the forward pass."""
+        """Begins the loads of this step; once a step, after binding, before the forward pass."""
 
     @abstractmethod
     def wait_for_layer_load(self, layer_idx: int, stream: ForwardStream) -> None:
-        """After this, layer `layer_idx` of what was loaded may be read on `stream`. Ascending."""
+        """Makes the loaded part of layer `layer_idx` readable on `stream`. Ascending."""
 
     @abstractmethod
     def save_kv_layer(self, layer_idx: int, stream: ForwardStream) -> None:
-        """The layer's KV is written, or at least enqueued on `stream`: order copies behind it."""
+        """Saves a layer, whose KV is written or enqueued on `stream`: order copies behind it."""
 
     @abstractmethod
     def wait_for_save(self, stream: ForwardStream) -> None:
-        """The end of a forward pass.
+        """Waits for the saves of a forward pass, or makes `stream` wait for them.
 
         When it returns, every byte read from the blocks has left them, or `stream` waits for that.
         Only blocks of a request that `request_finished` answered with True may be read later.
@@ -102,29 +102,30 @@ class KvCacheConnectorWorker(ABC):
         """
 
     def register_forward_pass_callable(self) -> Callable[[], None] | None:
-        """*Ours.* Something to call at the end of each forward pass, on its stream."""
+        """Returns a function to call at the end of each forward pass, on its stream (*ours*)."""
         return None
 
     def get_failed(self) -> list[TransferFailure]:
-        """*Ours.* Returns the transfers that will not finish.
+        """Returns the transfers that will not finish (*ours*).
 
         Called after each forward pass, before anything of it is sampled, which is the last time for
-        what the step itself loads; and after `get_finished`.
+        loads of the step itself; and after `get_finished`.
         """
         return []
 
     def build_worker_meta(self) -> object | None:
-        """*Ours.* What this rank tells the scheduler, for `update_from_workers`; picklable.
+        """Returns this rank's data for the scheduler's `update_from_workers`; picklable (*ours*).
 
-        Called once a step, after `get_failed`; must not block. ``None``: there is nothing to tell.
+        Called once a step, after `get_failed`; must not block. ``None``: there is no data.
         """
         return None
 
     def request_reset(self, request_id: int, num_committed: int) -> None:
-        """*Ours.* The blocks of a request that was preempted or sent back go when this returns.
+        """Finishes with the blocks of a request, which are freed when this returns (*ours*).
 
-        Called between two forward passes. As after `wait_for_save`, every byte that is read from
-        the blocks has left them then, or the stream of the forward passes waits for that.
+        The request was preempted or sent back. Called between two forward passes. As after
+        `wait_for_save`, every byte that is read from the blocks has left them then, or the stream
+        of the forward passes waits for that.
 
         Args:
             request_id: whose; it may come again, with other blocks.
@@ -133,15 +134,15 @@ class KvCacheConnectorWorker(ABC):
         """
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """*Ours.* `wakeup` may be called from any thread when something finished.
+        """Takes `wakeup`, which may be called from any thread when a transfer finished (*ours*).
 
-        A class that does so says it with ``wakes = True``; others are polled.
+        A class that calls it sets ``wakes = True``; others are polled.
         """
 
     wakes: bool = False
 
     def cancel(self, request_id: int) -> None:
-        """*Ours.* No request waits for this load any more; `get_finished` still returns its id."""
+        """Cancels a load that no request awaits; `get_finished` still returns its id (*ours*)."""
 
     def shutdown(self) -> None:
-        """*Ours.* Finish what is staged, release everything; idempotent."""
+        """Finishes staged work, and releases everything; idempotent (*ours*)."""

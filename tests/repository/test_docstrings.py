@@ -16,6 +16,7 @@ ROOMS = (
     *("kvconnect/server/**/*.py", "kvconnect/simulate/**/*.py", "kvconnect/testing/**/*.py"),
     "kernels/**/*.py",
     "backends/**/*.py",
+    "kvconnect/connector/**/*.py",
 )
 """The finished rooms. The others join one by one."""
 

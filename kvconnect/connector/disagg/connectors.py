@@ -13,7 +13,7 @@ __all__ = ["DecodeConnector", "PrefillConnector"]
 
 
 class PrefillConnector(KvCacheConnectorConfig):
-    """Hands out prompts: ``LLM(model, connector=PrefillConnector(transfer={…}))``.
+    """Publishes prompts: ``LLM(model, connector=PrefillConnector(transfer={…}))``.
 
     All fields are those of `KvCacheConnectorConfig`; ``transfer.role`` is ``prefill`` or ``both``.
     """
@@ -47,7 +47,7 @@ class DecodeConnector(KvCacheConnectorConfig):
 
 
 def _with_role(role: str, values: dict[str, Any]) -> dict[str, Any]:
-    """`values`, with `role` where the fields of the transfer are given without one."""
+    """Returns `values`, with `role` added to the transfer's fields if they name none."""
     given = values.get("transfer")
     return values | {"transfer": {"role": role, **given}} if isinstance(given, Mapping) else values
 

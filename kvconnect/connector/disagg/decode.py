@@ -25,10 +25,10 @@ class _Fetch:
 
     Attributes:
         name, params: what is fetched, and where.
-        claims: on the other side's blocks, one for each of its ranks that this one reads from;
-            until a worker has them.
-        num_tokens: that the other side hands out.
-        promised: whether the runtime was told of them.
+        claims: on the other engine's blocks, one for each rank that this rank reads from. A worker
+            takes them over.
+        num_tokens: the number of tokens that the other engine publishes.
+        promised: whether `num_tokens` were reported to the runtime.
     """
 
     name: str
@@ -38,21 +38,21 @@ class _Fetch:
     promised: bool = False
 
     def drop(self) -> None:
-        """Let go of what was claimed."""
+        """Drops the claims."""
         for claim in self.claims:
             claim.drop()
 
 
 @dataclass(slots=True)
 class DecodeBook:
-    """Which requests fetch their prompt, until their load is ordered."""
+    """The requests that fetch their prompt, until their load is ordered."""
 
     node: TransferNode
     llm_args: LlmArgs
     _fetches: dict[int, _Fetch] = field(default_factory=dict)
 
     def add(self, request: LlmRequest, params: FetchParams) -> None:
-        """Ask for the prompt of `request`; does not block."""
+        """Claims the prompt of `request`; does not block."""
         num_tokens = request.num_tokens - 1 if params.num_tokens is None else params.num_tokens
         if not 0 < num_tokens < request.num_tokens:
             count("transfer.computed_instead", tokens=request.num_tokens)
@@ -63,7 +63,7 @@ class DecodeBook:
         self._fetches[request.request_id] = _Fetch(name, params, claims, num_tokens)
 
     def promise(self, request: LlmRequest, num_computed_tokens: int) -> int:
-        """Tokens beyond `num_computed_tokens` that may be fetched; 0: none."""
+        """Returns the number of tokens beyond `num_computed_tokens` that may be fetched, or 0."""
         fetch = self._fetches.get(request.request_id)
         if fetch is None:
             return 0
@@ -78,13 +78,13 @@ class DecodeBook:
         return num_tokens
 
     def admitted(self, request: LlmRequest) -> None:
-        """Nothing is fetched unless the runtime takes it now."""
+        """Drops the claims of `request` unless the runtime loads the promised tokens now."""
         fetch = self._fetches.get(request.request_id)
         if fetch is not None and not (fetch.promised and request.num_connector_matched_tokens):
             self.drop(request.request_id)
 
     def orders(self, output: SchedulerOutput) -> Iterator[FetchOrder]:
-        """The loads that start in this step."""
+        """Yields the loads that start in this step."""
         for data in output.loading_requests:
             if fetch := self._fetches.pop(data.request_id, None):
                 yield self._order(fetch, data)
@@ -118,11 +118,11 @@ class DecodeBook:
         )
 
     def drop(self, request_id: int) -> None:
-        """Let go of what was claimed for a request, unless a worker has it."""
+        """Drops the claims of a request, unless a worker has taken them over."""
         if fetch := self._fetches.pop(request_id, None):
             fetch.drop()
 
     def drop_all(self) -> None:
-        """Let go of everything."""
+        """Drops the claims of every request."""
         for request_id in list(self._fetches):
             self.drop(request_id)

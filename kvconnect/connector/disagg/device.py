@@ -1,4 +1,4 @@
-"""What is to happen once the device's work so far is done; nothing waits for it meanwhile."""
+"""Calls that run once the device's work so far is done; the engine does not wait for them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ __all__ = ["DeviceOrder"]
 
 
 class DeviceOrder:
-    """Calls things behind the work of the forward passes' stream, in order.
+    """Runs calls after the work that is enqueued on the forward passes' stream, in order.
 
-    On the CPU at once, on the thread that asks: the work is done. On CUDA on a thread of its own,
-    which waits for an event recorded when it was asked for. Asked on the engine's thread only.
+    On the CPU the work is done already, so a call runs at once, on the caller's thread. On CUDA a
+    thread of this object runs the call after an event that `after` has recorded. `after` is called
+    on the engine's thread only.
 
     Args:
         device: of the pools.
@@ -29,7 +30,7 @@ class DeviceOrder:
         self._thread: threading.Thread | None = None
 
     def after(self, call: Callable[[], object]) -> None:
-        """Have `call`, which must not raise, called once what was enqueued so far is done."""
+        """Runs `call`, which must not raise, once the work enqueued so far is done."""
         if self._device.type != "cuda":
             call()
             return
@@ -43,7 +44,7 @@ class DeviceOrder:
         self._queue.put((event, call))
 
     def close(self) -> None:
-        """End the thread behind what was asked for; blocks until then."""
+        """Ends the thread after the calls that are queued; blocks until then."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()

@@ -1,4 +1,4 @@
-"""What the scheduler of the transfer pair and its workers tell each other. Picklable."""
+"""The messages between the scheduler of the transfer pair and its workers. Picklable."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ __all__ = ["DisaggMeta", "EndOrder", "FetchOrder", "PublishOrder", "WorkerMeta"]
 
 @dataclass(frozen=True, slots=True)
 class PublishOrder:
-    """What a step computes of a prompt that is handed out.
+    """The part of a published prompt that a step computes.
 
     Attributes:
         request_id: whose.
         name: that it goes by on the control channel.
-        begins: nothing of it was handed out since its blocks were allocated.
-        num_tokens: of the prompt that are handed out, all but the last one.
+        begins: whether this is the first order since the request's blocks were allocated.
+        num_tokens: the number of tokens that are published: the prompt's but the last one.
         first_blocks: of each pool group, the number of the first block in `blocks`.
-        blocks: ids of blocks that were not told before, by pool group; -1 where there is none.
+        blocks: ids of blocks that were not sent before, by pool group; -1 where there is none.
         valid: leading tokens whose KV is valid before the step, in every layer.
-        computed: leading tokens whose KV each layer's work in this step makes valid; 0: that is
-            sure only once a later step says so, or the request's end.
+        computed: leading tokens whose KV each layer's work in this step makes valid. 0: a later
+            step, or the request's end, confirms them.
     """
 
     request_id: int
@@ -76,12 +76,12 @@ class FetchOrder:
 
 @dataclass(frozen=True, slots=True)
 class DisaggMeta:
-    """What the scheduler tells every worker in a step.
+    """The message of the scheduler to every worker in a step.
 
     Attributes:
         store: metadata of the store's pair.
         publish, ends, fetches: orders of this step.
-        lost: requests that ended with their blocks: they are not handed out any more.
+        lost: requests that ended and whose blocks are free: they are not published any more.
     """
 
     store: object = None
@@ -93,7 +93,7 @@ class DisaggMeta:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMeta:
-    """What a worker tells the scheduler in a step.
+    """The message of a worker to the scheduler in a step.
 
     Attributes:
         store: of the store's worker.

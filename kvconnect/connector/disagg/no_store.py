@@ -1,4 +1,4 @@
-"""The store's pair where no store is configured: it finds nothing and keeps nothing."""
+"""The store's pair where no store is configured: it finds and keeps no blocks."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ __all__ = ["NoStoreScheduler", "NoStoreWorker"]
 
 
 class NoStoreScheduler(KvCacheConnectorScheduler):
-    """Nothing is stored."""
+    """The scheduler of a connector without a store: loads and saves nothing."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> None:
-        """Nothing is to be done."""
+        """Returns None: the workers have no work."""
 
     def get_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """There is nothing."""
+        """Returns that no tokens can be loaded."""
         return 0, False
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
-        """The blocks may go."""
+        """Returns False: the blocks are not kept."""
         return False
 
 
 class NoStoreWorker(KvCacheConnectorWorker):
-    """Nothing is stored."""
+    """The worker of a connector without a store: loads and saves nothing."""
 
     wakes = True
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def register_kv_cache_layout(self, pools: Sequence[KvCachePool]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def start_load_kv(self, stream: ForwardStream) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def wait_for_layer_load(self, layer_idx: int, stream: ForwardStream) -> None:
-        """Nothing."""
+        """Returns at once."""
 
     def save_kv_layer(self, layer_idx: int, stream: ForwardStream) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def wait_for_save(self, stream: ForwardStream) -> None:
-        """Nothing."""
+        """Returns at once."""
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Nothing began."""
+        """Returns no requests."""
         return [], []

@@ -1,4 +1,4 @@
-"""What scheduler and worker of a process share: its transport, and its connections to others."""
+"""The transport and connections that the scheduler and the worker of a process share."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from kvconnect.transfer.transport import Transport
 
 __all__ = ["TransferNode"]
 
-# Of the runtime's own deadlines: who gives up first knows best what is still under way.
+# A share of the runtime's own deadlines: these end first, where it is known what still runs.
 _OWN_SHARE = 0.9
 _BLOCK_FORMAT = 1
 
 
 class TransferNode:
-    """One engine among those that hand KV blocks to each other. Made once per `LlmArgs`.
+    """An engine among those that exchange KV blocks. Made once per `LlmArgs`.
 
-    It holds no request's state of its own: what the scheduler wants done reaches the worker through
-    the step's metadata. Both use what is here in their own process.
+    The node holds no state of requests. Orders of the scheduler reach the worker in the step's
+    metadata. Scheduler and worker use the node of their own process.
 
     Attributes:
         config: settings.
@@ -94,7 +94,7 @@ class TransferNode:
     # ------------------------------------------------------------------ its life
 
     def open(self, pools: Sequence[KvCachePool]) -> None:
-        """Register the pools, listen and be ready to connect.
+        """Registers the pools, listens, and prepares connections.
 
         Raises:
             ConfigurationError: the transport cannot be used, or the port cannot be had. Nothing is
@@ -167,7 +167,7 @@ class TransferNode:
         fetcher.claims.attach(self._peers)
 
     def _sizes(self) -> dict[str, float]:
-        """For whoever watches the process."""
+        """Returns the gauges of this node."""
         found: dict[str, float] = {}
         if (listener := self._listener) is not None:
             found["transfer.peers.readers"] = len(listener.channels())
@@ -184,10 +184,10 @@ class TransferNode:
         return max(1, int(fraction * min(len(pool.tensor) for pool in pools)))
 
     def _rebuild(self) -> None:
-        """Start the transport anew: nothing lands any more that was asked for before. Blocks."""
+        """Restarts the transport, so that no earlier read writes any more. Blocks."""
         if (transport := self._transport) is not None:
             transport.rebuild()
-        # What reads from here, and what is read from, has to be told of the new one.
+        # Both the readers and the engines read from have to learn of the new one.
         if (listener := self._listener) is not None:
             for channel in listener.channels():
                 channel.close("the transport was rebuilt")
@@ -195,7 +195,7 @@ class TransferNode:
             peers.reconnect("the transport was rebuilt")
 
     def close(self) -> None:
-        """End all connections: nothing reads or writes the pools any more. Blocks; idempotent."""
+        """Closes all connections; idempotent. Blocks until the transport leaves the pools alone."""
         self._hide_gauges()
         listener, self._listener = self._listener, None
         if listener is not None:
@@ -225,7 +225,7 @@ class TransferNode:
         )
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Call `wakeup`, on any thread, when something ended."""
+        """Sets `wakeup`, which is called on any thread when a load or a lease ended."""
         self._wakeup = wakeup
 
     def _wake(self) -> None:
@@ -235,47 +235,47 @@ class TransferNode:
 
     @property
     def address(self) -> str:
-        """Where others reach the engine's first rank, ``host:port``."""
+        """The address, ``host:port``, at which other engines reach this engine's first rank."""
         if self._listener is None:
             raise UsageError("the engine hands out nothing")
         return self._listener.address(self.config.advertise)
 
     def new_transfer_id(self) -> str:
-        """A name that no other prompt of any engine has."""
+        """Returns an id that no other prompt of any engine has."""
         return f"{self.engine_id}-{secrets.token_hex(8)}"
 
     @property
     def offers(self) -> Offers:
-        """Prompts that others may read."""
+        """The prompts that other engines may read."""
         if self._offers is None:
             raise UsageError("the engine hands out nothing")
         return self._offers
 
     @property
     def hands_out(self) -> bool:
-        """Whether others may read prompts of it."""
+        """Returns whether other engines may read prompts from this one."""
         return self._offers is not None
 
     @property
     def fetcher(self) -> Fetcher | None:
-        """Loads from others; ``None``: it has none."""
+        """The loads from other engines; ``None``: this engine's role has none."""
         return self._fetcher
 
     @property
     def device(self) -> DeviceOrder:
-        """What is to happen behind the device's work."""
+        """The calls that run after the device's work so far."""
         if self._device is None:
             raise UsageError("register_kv_caches was not called")
         return self._device
 
     def claim(self, address: str, name: str, tp_size: int = 1) -> list[Claimed]:
-        """Ask the engine at `address` for a prompt; see `ClaimBook.claim_all`."""
+        """Claims a prompt from the engine at `address`; see `ClaimBook.claim_all`."""
         if self._fetcher is None:
             return [Claimed.refused(address, name, "this engine fetches nothing")]
         return self._fetcher.claims.claim_all(address, name, tp_size)
 
     def fetch(self, order: FetchOrder) -> None:
-        """Begin a load, behind what the device still does with its blocks."""
+        """Begins a load after the work that the device still does with its blocks."""
         fetcher = self._fetcher
         if fetcher is None:
             raise UsageError("this engine fetches nothing")
@@ -311,7 +311,7 @@ class TransferNode:
         check_pools(self._hello(), theirs, [one.num_kv_heads for one in self._heads])
 
     def _deliver(self, channel: Sender, event: Event) -> None:
-        """What a reader says; on its channel's thread."""
+        """Handles a message or a change of a reader's connection; on the channel's thread."""
         server = self.offers.server
         if isinstance(event, Connected):
             self._ways[channel] = holder, send = event.hello.holder, channel.send
@@ -338,7 +338,7 @@ class TransferNode:
 
     @classmethod
     def acquire(cls, llm_args: LlmArgs) -> TransferNode:
-        """The node of `llm_args`; every caller calls `release` once.
+        """Returns the node of `llm_args`; every caller calls `release` once.
 
         Raises:
             ConfigurationError: a setting is wrong.
@@ -351,7 +351,7 @@ class TransferNode:
             return entry.node
 
     def release(self) -> None:
-        """One user less; the last one closes it."""
+        """Removes one user; the last one closes the node."""
         with _lock:
             entry = _nodes[id(self._llm_args)]
             entry.users -= 1

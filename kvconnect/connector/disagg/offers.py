@@ -1,4 +1,4 @@
-"""Prompts that peers may read, and whose blocks are kept for them."""
+"""The prompts that peers may read, and whose blocks are kept for them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _REMEMBERED = 4096
 
 
 class Offers:
-    """The lease server as the engine's side uses it: what ended is posted, and the engine woken.
+    """The published prompts on their lease server. Wakes the engine when leases end.
 
     Args:
         wakeup: called on any thread when `take_ended` has news.
-        max_lease_total: bytes of blocks that are kept for peers, at most.
-        lease_s, max_idle_s, claim_wait_s: as `LeaseServer`.
+        max_lease_total: the most bytes of blocks that are kept for peers.
+        lease_s, max_idle_s, claim_wait_s: see `LeaseServer`.
     """
 
     def __init__(
@@ -54,9 +54,12 @@ class Offers:
         self.server.start()
 
     def offer(self, name: str, *, tokens: int, nbytes: int) -> LeaseId | None:
-        """`name` may be claimed from now on; ``None``: too much is handed out."""
+        """Publishes `name`, so that peers may claim it.
+
+        Returns ``None`` if too many bytes are leased already.
+        """
         try:
-            # It may end at once, and that must not be noted before its beginning is.
+            # The lease may end at once; its end must not be recorded before its beginning.
             with self._lock:
                 key = self.server.offer(name, tokens=tokens, nbytes=nbytes)
                 self._offered.setdefault(name, set()).add(key)
@@ -71,28 +74,28 @@ class Offers:
         return key
 
     def is_gone(self, name: str) -> bool:
-        """Whether `name` was handed out, or is not going to be: no peer need wait for it."""
+        """Returns whether `name` is no longer, or never will be, published: peers need not wait."""
         with self._lock:
             if name in self._offered:
                 return False
-            # Of one transfer there is one prompt: a reader that has another one need not wait.
+            # A transfer has one prompt: a reader with another prompt need not wait.
             return name in self._gone or self._transfers.get(transfer_id_of(name), name) != name
 
     def advance(self, key: LeaseId, mark: Watermark, blocks: Blocks) -> bool:
-        """More of it is computed; False: no peer reads it any more."""
+        """Reports that more of the prompt is computed; returns False if no peer reads any more."""
         alive = self.server.advance(key, mark, blocks)
         if not alive:
             self._let_go([key])
         return alive
 
     def withdraw(self, key: LeaseId) -> None:
-        """Nothing more of it is computed, or its blocks go."""
+        """Ends a lease whose blocks are freed, or whose prompt is not computed further."""
         self.server.withdraw(key, "its blocks are gone")
 
     def refuse(self, name: str) -> None:
-        """`name` will not be handed out: peers that wait for it are told.
+        """Fails the claims of peers that wait for `name`, which will not be published.
 
-        Unless it is handed out for another request.
+        Does nothing if `name` is published for another request.
         """
         with self._lock:
             if name in self._offered:
@@ -101,7 +104,10 @@ class Offers:
         self.server.withdraw(self.server.offer(name, tokens=1, nbytes=0), "it is not handed out")
 
     def end(self, request_id: int, key: LeaseId | None) -> None:
-        """The request ended, and its blocks are kept while the lease `key` lives."""
+        """Records that the request ended; its blocks are kept while the lease `key` lives.
+
+        Without `key` the request is in the next `take_ended`.
+        """
         with self._lock:
             if key is not None:
                 self._kept[key] = request_id
@@ -110,7 +116,7 @@ class Offers:
         self._wakeup()
 
     def take_ended(self) -> list[int]:
-        """Requests whose blocks are kept for no peer any more, each once."""
+        """Returns requests whose blocks are no longer kept for any peer, each once."""
         if not self._ended:
             return []
         with self._lock:
@@ -118,11 +124,14 @@ class Offers:
         return ended
 
     def close(self, memory: object = None) -> None:
-        """Peers are answered no more, and leases end no more; `memory` lives until they would."""
+        """Stops the lease server: peers get no more answers, and no lease ends.
+
+        `memory` stays referenced until the leases would have ended.
+        """
         self.server.close(memory)
 
     def _unpinned(self, ended: Sequence[Ended]) -> None:
-        """On the lease server's thread."""
+        """Handles leases that ended; on the lease server's thread."""
         with self._lock:
             for one in ended:
                 same = self._offered.get(one.key.request, set())

@@ -1,11 +1,10 @@
-"""What of a request's ``kv_transfer_params`` is for this connector, checked.
+"""The part of a request's ``kv_transfer_params`` that is for this connector, checked.
 
-``{"do": "prefill"}`` has the engine that gets it hand out what it computes, under the
-``transfer_id`` beside it or one that it makes; its result carries what the other side needs.
-``{"transfer_id": …, "address": "host:port"}`` has the engine that gets it fetch that. A router that
-invents the id can send both at the same time; one that hands on a result sends ``tokens``, too,
-and ``tp_size`` where the engine that hands out has several ranks.
-Other keys are other connectors'.
+``{"do": "prefill"}`` makes the engine publish what it computes, under the ``transfer_id`` given
+beside it or a new one; the result carries what the other engine needs. ``{"transfer_id": …,
+"address": "host:port"}`` makes the engine fetch that prompt. A router that chooses the id can send
+both at the same time. A router that passes on a result also sends ``tokens``, and ``tp_size`` if
+the publishing engine has several ranks. Other keys belong to other connectors.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _MOST_RANKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PrefillParams:
-    """Hand out what is computed.
+    """A request to publish the KV that is computed.
 
     Attributes:
-        transfer_id: the name to hand it out under; ``None``: this side makes one.
+        transfer_id: the name to publish it under; ``None``: this engine makes one.
     """
 
     transfer_id: str | None = None
@@ -37,12 +36,12 @@ class PrefillParams:
 
 @dataclass(frozen=True, slots=True)
 class FetchParams:
-    """Fetch what another engine computes.
+    """A request to fetch the KV that another engine computes.
 
     Attributes:
-        transfer_id: the name that it is handed out under.
+        transfer_id: the name that it is published under.
         address: ``host:port`` of that engine's control channel.
-        num_tokens: leading tokens that are handed out; ``None``: all of this prompt but the last.
+        num_tokens: leading tokens that are published; ``None``: all of this prompt but the last.
         tp_size: tensor-parallel ranks of that engine.
     """
 
@@ -53,7 +52,7 @@ class FetchParams:
 
 
 def transfer_params(params: Mapping[str, Any] | None) -> PrefillParams | FetchParams | None:
-    """What `params` ask of this connector; ``None``: nothing.
+    """Returns the request that `params` make of this connector, or ``None`` without one.
 
     Raises:
         ConfigurationError: a value is wrong, or one is missing.

@@ -1,4 +1,4 @@
-"""The pools of another engine: which ones this engine can read from."""
+"""The check of another engine's pools: whether this engine can read from them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["check_pools"]
 
 
 def check_pools(ours: Hello, theirs: Hello, num_kv_heads: Sequence[int]) -> None:
-    """Checks that this side can take what is in the other side's blocks.
+    """Checks that this engine can read the other engine's blocks.
 
     tokens_per_block may differ, and the number of ranks that the heads are spread over.
 
     Args:
-        ours: what this side says of itself.
-        theirs: what the other side says of itself.
+        ours: this engine's hello.
+        theirs: the other engine's hello.
         num_kv_heads: of each pool group, in the whole model; empty: this side has them all.
 
     Raises:

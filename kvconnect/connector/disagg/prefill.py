@@ -1,4 +1,4 @@
-"""The leader's book of prompts that are handed out."""
+"""The leader's book of prompts that are published."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["PrefillBook"]
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """A request whose prompt is handed out.
+    """A request whose prompt is published.
 
     Attributes:
         request: the runtime's.
-        transfer_id: as its parameters say, or made here.
-        num_tokens: that are handed out: the last one is always computed by the reader.
+        transfer_id: that of its parameters, or one made here.
+        num_tokens: the number of tokens that are published; the reader computes the last one.
         name: on the control channel.
-        num_blocks: how many block ids of each pool group were told to the workers; ``None``: the
-            workers know nothing of it.
+        num_blocks: how many block ids of each pool group the workers have received; ``None``: no
+            order for the prompt was sent.
     """
 
     request: LlmRequest
@@ -40,7 +40,7 @@ class _Prompt:
 
 @dataclass(slots=True)
 class PrefillBook:
-    """Which requests' prompts are handed out, and what the workers know of them."""
+    """The requests whose prompts are published, and how much of each was sent to the workers."""
 
     node: TransferNode
     llm_args: LlmArgs
@@ -49,8 +49,8 @@ class PrefillBook:
     _aborted: list[int] = field(default_factory=list)
 
     def add(self, request: LlmRequest, params: PrefillParams) -> None:
-        """`request` is to be handed out."""
-        # What goes to the other side if it is not after all: nothing that it would act on.
+        """Adds `request`, whose prompt is to be published."""
+        # The result if the prompt is not published after all: the reader computes it.
         self._results[request.request_id] = {"engine": self.node.engine_id, "tokens": 0}
         num_tokens = request.prompt_len - 1
         if num_tokens == 0:
@@ -60,14 +60,14 @@ class PrefillBook:
         self._prompts[request.request_id] = _Prompt(request, transfer_id, num_tokens, name)
 
     def admitted(self, request: LlmRequest) -> None:
-        """Its blocks are new."""
+        """Marks the blocks of `request` as new, so that the next order sends all their ids."""
         if prompt := self._prompts.get(request.request_id):
             prompt.num_blocks = None
 
     reset = admitted
 
     def aborted(self, request: LlmRequest) -> None:
-        """It ends before its time: those that wait for it need not, if it was never begun."""
+        """Handles an abort; fails the claims of waiting readers if no order was sent yet."""
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return
@@ -78,12 +78,12 @@ class PrefillBook:
             self._aborted.append(request.request_id)
 
     def take_lost(self) -> tuple[int, ...]:
-        """Requests that workers hand out and that were aborted without being `finished`: once."""
+        """Returns aborted requests that workers publish and that never reached `finished`, once."""
         aborted, self._aborted = self._aborted, []
         return tuple(one for one in aborted if self._prompts.pop(one, None) is not None)
 
     def orders(self, output: SchedulerOutput) -> Iterator[PublishOrder]:
-        """What the step brings of each."""
+        """Yields an order for each published prompt of which the step computes more."""
         if not self._prompts:
             return
         for data in output.new_requests:
@@ -92,7 +92,7 @@ class PrefillBook:
                 yield self._order(prompt, data)
         for data in output.cached_requests:
             prompt = self._prompts.get(data.request_id)
-            # Once the prompt is computed there is nothing more to tell before the end.
+            # A prompt that is computed needs no order before its end.
             if prompt is not None and data.computed_position <= prompt.num_tokens:
                 yield self._order(prompt, data)
 
@@ -101,8 +101,8 @@ class PrefillBook:
         begins = prompt.num_blocks is None
         told = prompt.num_blocks or [0] * len(by_group)
         prompt.num_blocks = [known + len(ids) for known, ids in zip(told, by_group, strict=True)]
-        # What is computed behind a load of the same step is right only if that succeeds, which a
-        # later step tells.
+        # KV computed after a load of the same step is right only if the load succeeds; a later step
+        # confirms that.
         sure = not prompt.request.num_external_tokens
         computed = data.computed_position + data.num_scheduled_tokens if sure else 0
         return PublishOrder(
@@ -117,10 +117,10 @@ class PrefillBook:
         )
 
     def finished(self, request: LlmRequest, *, stored: bool) -> EndOrder | None:
-        """Its end; ``None``: the workers know nothing of it.
+        """Returns the order for the end of `request`; ``None``: the workers know nothing of it.
 
-        Also of an aborted one the blocks are kept until the workers have taken them back: a reader
-        must not be told that they were valid once others may write to them.
+        Blocks of an aborted request are kept, too, until the workers have ended its leases: a
+        reader must not hear that blocks were valid once others may write to them.
         """
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None or prompt.num_blocks is None:
@@ -144,10 +144,10 @@ class PrefillBook:
         )
 
     def _holds(self, request: LlmRequest, num_tokens: int) -> bool:
-        """Whether `request` has all blocks that go on from its first `num_tokens` tokens.
+        """Returns whether `request` holds every block that decoding from token `num_tokens` needs.
 
-        Windows give up what lies behind them as a request generates: what it did not generate for
-        is sure to be there (``max_tokens=0``).
+        Windows free the blocks behind them as a request generates. With ``max_tokens=0`` every
+        block is there.
         """
         computed, size = request.num_computed_tokens, self.llm_args.tokens_per_block
         return computed >= num_tokens and all(
@@ -157,5 +157,5 @@ class PrefillBook:
         )
 
     def take_params(self, request: LlmRequest) -> dict[str, Any] | None:
-        """What a reader of an ended request needs; once."""
+        """Returns the parameters that a reader of an ended request needs; once."""
         return self._results.pop(request.request_id, None)

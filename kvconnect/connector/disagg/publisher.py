@@ -1,4 +1,4 @@
-"""A worker's prompts that are handed out: what each step makes readable, and when they may go."""
+"""The prompts that a worker publishes: what each step makes readable, and when blocks are free."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Publisher"]
 
 @dataclass(slots=True, eq=False)
 class _Shared:
-    """A prompt that is handed out.
+    """A prompt that is published.
 
     Attributes:
-        key: of its lease; ``None``: there was no room for one, it ended, or it is never read.
-        num_tokens: that are handed out.
+        key: of its lease; ``None``: no lease was granted, it ended, or no reader comes here.
+        num_tokens: the number of tokens that are published.
         ids: of each pool group, as far as known; -1 where the request holds none.
         told: number of the block after the last one that readers know, by pool group.
-        mark: how much of it readers know to be computed.
+        mark: how much of the prompt readers know to be computed.
     """
 
     key: LeaseId | None
@@ -37,16 +37,16 @@ class _Shared:
 
 
 class Publisher:
-    """Publishes prompts as they are computed. On the engine's thread but for what `node` calls.
+    """Publishes prompts as they are computed. `node` calls some methods on other threads.
 
-    Readers are told that all is kept only once the request has ended and its blocks stay: a reader
-    that has everything then has read it while it was valid, also if this process dies before it can
-    say so. Until then a preemption takes the blocks, and breaks the lease.
+    Readers learn that the blocks are kept only once the request has ended and its blocks stay. A
+    reader that has everything then has read valid blocks, even if this process dies before its last
+    message. Until then a preemption takes the blocks and breaks the lease.
 
     Args:
         node: of this process.
         layouts: of the pool groups.
-        is_read: whether readers come here; if not, nothing is handed out.
+        is_read: whether readers come here; if not, nothing is published.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Publisher:
         self._computing: list[tuple[_Shared, int]] = []  # in this step, up to which token
 
     def begin_step(self, orders: Sequence[PublishOrder]) -> None:
-        """What the step computes of each prompt."""
+        """Takes the orders of a step, and publishes what was valid before it."""
         self._computing.clear()
         for order in orders:
             shared = self._begin(order) if order.begins else self._shared.get(order.request_id)
@@ -92,19 +92,19 @@ class Publisher:
             ids[first:] = new
 
     def layer_computed(self, layer: int) -> None:
-        """Layer number `layer` of what this step computes is written, or enqueued."""
+        """Publishes layer `layer` of this step's tokens once the device has written it."""
         for shared, tokens in self._computing:
             self._node.device.after(partial(self._advance, shared, tokens, layer + 1))
 
     def step_computed(self) -> None:
-        """The forward pass is over."""
+        """Counts the prompts whose computation ends with this forward pass."""
         for shared, tokens in self._computing:
             if tokens >= shared.num_tokens:
                 told = partial(count, "transfer.computed", tokens=shared.num_tokens)
                 self._node.device.after(told)
 
     def end(self, order: EndOrder) -> None:
-        """The request ended and keeps its blocks: all is readable, or none is valid any more."""
+        """Ends a prompt whose request keeps its blocks: publishes all of it, or withdraws it."""
         shared = self._shared.pop(order.request_id, None)
         key = None if shared is None else shared.key
         if shared is None or key is None:
@@ -113,32 +113,35 @@ class Publisher:
             self._node.offers.withdraw(key)
             self._node.offers.end(order.request_id, None)
         else:
-            # Before it is told: a reader may be done with it at once.
+            # Before readers learn of it: one may release the lease at once.
             self._node.offers.end(order.request_id, key)
             self._node.device.after(partial(self._keep, shared, key))
 
     def _keep(self, shared: _Shared, key: LeaseId) -> None:
-        # What the device did before may have found it ended: then it is let go of by this.
+        # An earlier call may have found the lease ended and cleared the key; `advance` needs it.
         shared.key = key
         self._advance(shared, shared.num_tokens, self._num_layers, kept=True)
 
     def revoke(self, request_id: int) -> None:
-        """Its blocks go: no reader gets more of it, nor has got all."""
+        """Withdraws a prompt whose blocks are freed: what readers have got of it is invalid."""
         shared = self._shared.pop(request_id, None)
         if shared is not None and shared.key is not None:
             self._node.offers.withdraw(shared.key)
 
     def take_ended(self) -> list[int]:
-        """Requests that ended and whose blocks no reader needs any more."""
+        """Returns requests that ended and whose blocks no reader needs any more."""
         return self._node.offers.take_ended() if self._node.hands_out else []
 
     def shutdown(self) -> None:
-        """No prompt is handed out any more."""
+        """Withdraws every prompt."""
         for request_id in list(self._shared):
             self.revoke(request_id)
 
     def _advance(self, shared: _Shared, tokens: int, layers: int, *, kept: bool = False) -> None:
-        """The first `layers` layers hold the first `tokens` tokens; on the device's thread, too."""
+        """Publishes that the first `layers` layers hold the first `tokens` tokens.
+
+        Runs on the device's thread, too.
+        """
         if shared.key is None or tokens == 0:
             return
         known = shared.mark
@@ -150,13 +153,13 @@ class Publisher:
                 shared.key = None
 
     def _untold(self, shared: _Shared, tokens: int) -> Blocks:
-        """Ids of blocks that readers need and were not told, for each pool group."""
+        """Returns ids of blocks that readers need and do not know, for each pool group."""
         found = []
         for group, layout in enumerate(self._layouts):
             needed = blocks_needed(layout.window, shared.num_tokens, layout.tokens_per_block)
             first = max(needed.start, shared.told[group])
             ids = shared.ids[group][first : needed.stop]
-            # A window's are sure to stay only once its last tokens are computed.
+            # A window's blocks stay for sure only once its last tokens are computed.
             if layout.window is not None and tokens < shared.num_tokens:
                 ids = []
             if -1 in ids:

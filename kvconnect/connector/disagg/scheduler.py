@@ -1,4 +1,4 @@
-"""The transfer pair's scheduler: which prompts are handed out, which are fetched."""
+"""The transfer pair's scheduler: decides which prompts are published and which are fetched."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ __all__ = ["DisaggScheduler"]
 
 
 class DisaggScheduler(KvCacheConnectorScheduler):
-    """Hands out prompts to other engines and fetches theirs, as each request's parameters say.
+    """Publishes prompts to other engines and fetches theirs, as each request's parameters say.
 
-    Everything else is the store's pair's, if the configuration names a store: requests without
+    The store's pair, if the configuration names a store, does the rest: requests without
     ``kv_transfer_params``, all saves, and prompts that cannot be fetched. Both answer every call of
-    the contract; a request's blocks are kept until both have let go of them.
-
-    What a load is refused for, late or broken is computed; nothing here raises for that.
+    the contract. A request's blocks are kept until both have released them. A prompt whose load is
+    refused, late or broken is computed; no method raises for that.
     """
 
     def __init__(self, llm_args: LlmArgs) -> None:
@@ -46,7 +45,7 @@ class DisaggScheduler(KvCacheConnectorScheduler):
     # ------------------------------------------------------------------ a request's way
 
     def on_new_request(self, request: LlmRequest) -> None:
-        """Claim what is to be fetched at once; the store is asked, too.
+        """Claims a prompt that is to be fetched at once; starts the store's lookup, too.
 
         Raises:
             ConfigurationError: the request's ``kv_transfer_params`` are wrong, or ask for what this
@@ -71,45 +70,45 @@ class DisaggScheduler(KvCacheConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """What the other side has, or is still asked for; else what the store has."""
+        """Returns the tokens that another engine publishes, or else those that the store has."""
         promised = self._decode.promise(request, num_computed_tokens)
         if promised:
             return promised, True
         return self._store.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """Let go of what is not taken."""
+        """Drops claims that the runtime does not use."""
         self._decode.admitted(request)
         self._prefill.admitted(request)
         self._store.update_state_after_alloc(request, block_ids)
 
     def blocks_replaced(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """Its blocks are told anew."""
+        """Passes the new blocks to the store; the next step sends them to the workers."""
         self._store.blocks_replaced(request, block_ids)
 
     def request_reset(self, request: LlmRequest) -> None:
-        """It is computed when it comes again, and handed out anew if no reader had begun."""
+        """Drops the claims of `request`, which is published anew when it is computed again."""
         self._prefill.reset(request)
         self._decode.drop(request.request_id)
         self._store.request_reset(request)
 
     def request_aborted(self, request: LlmRequest) -> None:
-        """Let go of what was claimed for it, and of those that claimed it."""
+        """Drops the claims of `request`, and fails the claims of its readers."""
         self._prefill.aborted(request)
         self._decode.drop(request.request_id)
         self._store.request_aborted(request)
 
     def load_failed(self, request: LlmRequest, num_valid_tokens: int) -> None:
-        """Compute."""
+        """Drops the claims of `request`, whose tokens are computed."""
         self._decode.drop(request.request_id)
         self._store.load_failed(request, num_valid_tokens)
 
     def on_rewind(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """Prompts are not rewound: for the store."""
+        """Passes the rewind to the store; published prompts are never rewound."""
         self._store.on_rewind(request, block_ids)
 
     def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
-        """True while a reader, or the store, may need the blocks."""
+        """Returns True while a reader, or the store, may need the blocks."""
         self._decode.drop(request.request_id)
         try:
             stored = self._store.request_finished(request, cache_block_ids)
@@ -123,13 +122,13 @@ class DisaggScheduler(KvCacheConnectorScheduler):
         return True
 
     def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
-        """What the other side needs to fetch the prompt, if it is handed out."""
+        """Returns what the other engine needs to fetch the prompt, if it is published."""
         return self._prefill.take_params(request) or self._store.get_kv_transfer_params(request)
 
     # ------------------------------------------------------------------ one step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> DisaggMeta:
-        """The step's orders, and the store's metadata."""
+        """Returns the step's orders, and the store's metadata."""
         meta = DisaggMeta(
             self._store.build_connector_meta(scheduler_output),
             tuple(self._prefill.orders(scheduler_output)),
@@ -141,7 +140,7 @@ class DisaggScheduler(KvCacheConnectorScheduler):
         return meta
 
     def build_idle_meta(self) -> DisaggMeta | None:
-        """Which requests ended, and the store's, if there is anything."""
+        """Returns the ended requests and the store's metadata; ``None`` if there are neither."""
         store, ends = self._store.build_idle_meta(), tuple(self._ends)
         lost = self._prefill.take_lost()
         self._ends.clear()
@@ -149,16 +148,16 @@ class DisaggScheduler(KvCacheConnectorScheduler):
         return None if empty else DisaggMeta(store, ends=ends, lost=lost)
 
     def update_from_workers(self, metas: Sequence[object]) -> None:
-        """For the store."""
+        """Passes the metadata of the store's workers to the store."""
         stores = [one.store for one in metas if isinstance(one, WorkerMeta)]
         self._store.update_from_workers([one for one in stores if one is not None])
 
     def take_events(self) -> Sequence[object]:
-        """The store's."""
+        """Returns the store's events."""
         return self._store.take_events()
 
     def shutdown(self) -> None:
-        """Let go of what is claimed, and of the store. Idempotent."""
+        """Drops all claims, and shuts the store down. Idempotent."""
         node, self._node = self._node, None
         if node is None:
             return

@@ -22,8 +22,8 @@ __all__ = ["DisaggWorker"]
 class DisaggWorker(KvCacheConnectorWorker):
     """Publishes prompts layer by layer and fetches others', beside the store's worker.
 
-    Blocks of a fetch are written by the transport itself, with no staging between. So a fetch that
-    failed says whether writes may still come, and its id is returned when they cannot any more.
+    The transport itself writes the blocks of a fetch; there is no staging. So a failed fetch says
+    whether writes may still come, and its id is returned once they cannot.
     """
 
     wakes = True
@@ -38,18 +38,18 @@ class DisaggWorker(KvCacheConnectorWorker):
             raise
         self._held: dict[int, set[str]] = {}
         self._open_node = self._node
-        # What ranks before this one hold, too, is read from those.
+        # Heads that an earlier rank holds, too, are read from that one.
         is_read = any(one.is_first for one in llm_args.stored_heads)
         self._publisher = Publisher(self._node, llm_args.layouts, is_read=is_read)
 
     # ------------------------------------------------------------------ the start
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
-        """The only pool; see `register_kv_cache_layout`."""
+        """Registers the only pool; see `register_kv_cache_layout`."""
         self.register_kv_cache_layout([KvCachePool(self._llm_args.layouts[0], kv_cache_tensor)])
 
     def register_kv_cache_layout(self, pools: Sequence[KvCachePool]) -> None:
-        """Make the pools readable for peers, and listen for these.
+        """Makes the pools readable for peers, and listens for them.
 
         Raises:
             ConfigurationError: the transport cannot be used, or the port cannot be had.
@@ -58,18 +58,18 @@ class DisaggWorker(KvCacheConnectorWorker):
         self._open_node.open(pools)
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """`wakeup` is called from threads of the transfer, and from the store's."""
+        """Sets `wakeup`, which threads of the transfer and of the store call."""
         self._store.set_wakeup(wakeup)
         self._open_node.set_wakeup(wakeup)
 
     def register_forward_pass_callable(self) -> Callable[[], None] | None:
-        """The store's."""
+        """Returns the store's callable."""
         return self._store.register_forward_pass_callable()
 
     # ------------------------------------------------------------------ one step
 
     def bind_connector_meta(self, metadata: object) -> None:
-        """Take in what the step computes of prompts that are handed out, and which ended."""
+        """Takes the step's orders: which prompts it computes, and which requests ended."""
         super().bind_connector_meta(metadata)
         if not isinstance(metadata, DisaggMeta):
             return
@@ -87,33 +87,33 @@ class DisaggWorker(KvCacheConnectorWorker):
                 self._publisher.end(end)
 
     def clear_connector_meta(self) -> None:
-        """The step is over."""
+        """Ends the step."""
         super().clear_connector_meta()
         self._store.clear_connector_meta()
 
     def start_load_kv(self, stream: ForwardStream) -> None:
-        """Start the step's loads; does not block."""
+        """Starts the step's loads; does not block."""
         self._store.start_load_kv(stream)
         if isinstance(self._metadata, DisaggMeta):
             for order in self._metadata.fetches:
                 self._open_node.fetch(order)
 
     def wait_for_layer_load(self, layer_idx: int, stream: ForwardStream) -> None:
-        """Wait for what the store loads in this step."""
+        """Waits for what the store loads in this step."""
         self._store.wait_for_layer_load(layer_idx, stream)
 
     def save_kv_layer(self, layer_idx: int, stream: ForwardStream) -> None:
-        """The layer may be read by those that fetch it."""
+        """Publishes the layer, and passes it to the store."""
         self._store.save_kv_layer(layer_idx, stream)
         self._publisher.layer_computed(layer_idx)
 
     def wait_for_save(self, stream: ForwardStream) -> None:
-        """The store's copies; prompts whose last chunk this was are computed."""
+        """Counts the prompts that the step completed, and waits for the store's copies."""
         self._publisher.step_computed()
         self._store.wait_for_save(stream)
 
     def request_reset(self, request_id: int, num_committed: int) -> None:
-        """No reader is told any more that the blocks were valid; the store copies what it held."""
+        """Withdraws the request's prompt, and lets the store copy what it held."""
         self._publisher.revoke(request_id)
         self._store.request_reset(request_id, num_committed)
 
@@ -122,7 +122,7 @@ class DisaggWorker(KvCacheConnectorWorker):
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Requests whose blocks neither a reader nor the store needs, and those that are loaded."""
+        """Returns requests whose blocks neither a reader nor the store needs, and loaded ones."""
         fetcher = self._open_node.fetcher
         ours = set[int]() if fetcher is None else fetcher.among(started_loading_req_ids)
         stored, loaded = self._store.get_finished(
@@ -135,7 +135,7 @@ class DisaggWorker(KvCacheConnectorWorker):
         return saved, loaded if fetcher is None else loaded + fetcher.take_ended()
 
     def _let_go(self, request_id: int, holder: str) -> bool:
-        """`holder` needs its blocks no more; whether that was the last one."""
+        """Removes `holder` of the request's blocks; returns whether it was the last one."""
         held = self._held.get(request_id)
         if held is None or holder not in held:
             return False
@@ -146,13 +146,13 @@ class DisaggWorker(KvCacheConnectorWorker):
         return True
 
     def get_failed(self) -> list[TransferFailure]:
-        """Fetches that will not end well, and the store's failures."""
+        """Returns the fetches that fail, and the store's failures."""
         fetcher = self._open_node.fetcher
         failures = [] if fetcher is None else fetcher.take_failed()
         for failure in self._store.get_failed():
             held = self._held.get(failure.request_id, set())
             if failure.direction is Direction.SAVE and "readers" in held:
-                # The blocks are not free for that: a reader may have them.
+                # The blocks are not free yet: a reader may hold them.
                 warn_once("disagg.save", f"request {failure.request_id}: {failure.reason}")
                 held.discard("store")
                 continue
@@ -162,18 +162,18 @@ class DisaggWorker(KvCacheConnectorWorker):
         return failures
 
     def build_worker_meta(self) -> WorkerMeta | None:
-        """The store's."""
+        """Returns the metadata of the store's worker."""
         store = self._store.build_worker_meta()
         return None if store is None else WorkerMeta(store)
 
     def cancel(self, request_id: int) -> None:
-        """Fetch nothing more of it; its id is returned once nothing of it lands any more."""
+        """Cancels the request's load; `get_finished` returns its id once no more writes come."""
         fetcher = self._open_node.fetcher
         if fetcher is None or not fetcher.cancel(request_id):
             self._store.cancel(request_id)
 
     def shutdown(self) -> None:
-        """Write what is to be stored, end what is fetched and handed out. Blocks; idempotent."""
+        """Writes what is to be stored, and ends all fetches and publishing. Blocks; idempotent."""
         node, self._node = self._node, None
         if node is None:
             return

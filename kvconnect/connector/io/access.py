@@ -1,4 +1,4 @@
-"""A rank's access to its store: the pools, the staging memory, and the way of a block."""
+"""The access of a rank to its store: the pools, the staging memory, and the route of a block."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ SAVES_IN_FLIGHT = 3
 """Calls of all saves: one with the store, one before it and one behind it."""
 
 
-# Less staging memory than this has its pages put in place by the load that first uses it: they take
-# some 2 ms for each MiB.
+# Below this size the first load allocates the pages itself, which takes some 2 ms for each MiB.
 _TOUCHED_NBYTES = 8 << 20
 
 CopierOf = Callable[[PagedKv, KvCacheLayout, StagingPool], PoolCopier]
@@ -44,8 +43,8 @@ CopierOf = Callable[[PagedKv, KvCacheLayout, StagingPool], PoolCopier]
 class Access:
     """A rank's pools, its open store, and the staging memory between them. Thread-safe as those.
 
-    Slots have room for the largest block of any pool. What is stored of a block is its planes one
-    after the other, tokens before heads, whatever the order in the pool.
+    Slots have room for the largest block of any pool. A stored block is its planes one after the
+    other, tokens before heads, whatever the order in the pool.
 
     Args:
         store: open; `close` releases it.
@@ -97,7 +96,7 @@ class Access:
         self.call_blocks = max(1, min(256, CALL_NBYTES // staging.slot_nbytes))
         at_once = min(LOADS_IN_FLIGHT * self.call_blocks, staging.num_slots // 2)
         if at_once * staging.slot_nbytes >= _TOUCHED_NBYTES:
-            # Or the first load of a process would wait for it.
+            # Otherwise the first load of a process would wait for its pages.
             store.copying.submit(lambda: staging.touch(at_once))
         self._hide_gauges = metrics.add_gauges(staging.sizes)
 
@@ -126,26 +125,29 @@ class Access:
         self.store.release()
 
     def slot_for(self, slot: Slot, group: int) -> Slot:
-        """`slot` with just the room that a block of `group` takes."""
+        """Returns `slot` cut to the size of a block of `group`."""
         return slot.sized(self.copiers[group].layout.block_nbytes)
 
     def store_key(self, key: BlockKey, group: int) -> BlockKey:
-        """What the store knows the rank's block of `group` with this `key` by."""
+        """Returns the key in the store of the rank's block of `group` with the chained `key`."""
         return store_key(key, group, self.heads[group].own)
 
     def saves(self, group: int) -> bool:
-        """Whether the rank saves its blocks of `group`: no other one saves the same heads."""
+        """Returns whether the rank saves its blocks of `group`.
+
+        In a shared store only the first rank with the same heads saves them.
+        """
         return self.heads[group].is_first or not self.store.backend.capabilities.shared
 
     def wait_for_copies_in(self, groups: Iterable[int]) -> None:
-        """Block until the copies into the pools of `groups` enqueued so far are over."""
+        """Blocks until the copies into the pools of `groups` that were enqueued so far are over."""
         for group in groups:
             event = self.copiers[group].mark_copies_in()
             if event is not None:
                 event.synchronize()
 
     async def fetch(self, blocks: Sequence[BlockLoad], slots: Sequence[Slot]) -> Fetched:
-        """Read `blocks` from the store into `slots`, each of its block's size. On its loop."""
+        """Reads `blocks` from the store into `slots` of their sizes. Runs on the store's loop."""
         filled = 0
         for shares, same in groupby(blocks, _other_shares):
             run = list(same)
@@ -163,5 +165,8 @@ class Access:
 
 
 def _other_shares(block: BlockLoad) -> tuple[int, int] | None:
-    """Pool group and number of shares of a block that no rank of this size saved, else ``None``."""
+    """Returns the pool group and the number of shares of a block saved in other shares.
+
+    Returns ``None`` for a block saved as the ranks of this engine save it.
+    """
     return None if block.shares is None else (block.group, block.shares)

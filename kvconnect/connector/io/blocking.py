@@ -1,4 +1,4 @@
-"""Blocks between an engine's memory and a store, for engines that ask for them by themselves."""
+"""The blocks between an engine's memory and a store, for engines that call the store themselves."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = ["StoreAccess"]
 
 T = TypeVar("T")
 
-# A load gives up by itself before the one that waits for it does.
+# A load ends by its own deadline, this much before its caller stops waiting.
 _SPARE_S = 1.0
 
 
 class StoreAccess:
-    """A store and the memory that its blocks go to and come from. No method raises for the store.
+    """The store of an engine that calls it directly. No method raises an error of the store.
 
-    Calls block, each within its deadline, and may come from several threads. Everything between
-    memory and store goes through staging memory, so a store that answers too late writes nowhere.
-    In a process that was forked from the one that made it nothing is found, and nothing saved.
+    Calls block, each within its deadline, and may come from several threads. All blocks go through
+    staging memory, so a store that answers too late writes nowhere else. In a process forked from
+    the one that made it, no block is found and none is saved.
 
     Args:
         llm_args: of this rank; ``kv_connector_config`` names the store.
@@ -75,27 +75,27 @@ class StoreAccess:
 
     @property
     def attached(self) -> tuple[AttachedCopier, ...]:
-        """For each pool group what memory is attached to, and gives it its block ids."""
+        """The copiers, one for each pool group, to which memory is attached and which number it."""
         return self._access.attached
 
     @property
     def heads(self) -> tuple[StoredHeads, ...]:
-        """Of each pool group, which of the model's KV heads this rank has."""
+        """The KV heads of the model that this rank has, for each pool group."""
         return self._access.heads
 
     @property
     def shared(self) -> bool:
-        """Whether other processes may have the store open, too."""
+        """Returns whether other processes may have the store open, too."""
         return self._access.store.backend.capabilities.shared
 
     @property
     def saves_tails(self) -> bool:
-        """Whether partly filled blocks can be found, and are wanted."""
+        """Returns whether partly filled blocks can be found, and are wanted."""
         return self._access.store.enumerable and self._config.save_partial_tails
 
     @property
     def usable(self) -> bool:
-        """Whether calls reach the store now: its breaker is closed, and this is its process.
+        """Returns whether calls reach the store: its breaker is closed, and this is its process.
 
         Raises:
             UsageError: it was closed.
@@ -107,10 +107,10 @@ class StoreAccess:
     # ------------------------------------------------------------------ finding
 
     def find(self, queries: Sequence[Query]) -> list[Hit]:
-        """What the store has of each prompt; partial tails count, and any tensor parallelism.
+        """Returns what the store has of each prompt, saved with any tensor parallelism.
 
-        Blocks within ``lookup_timeout_ms`` for all of them together; what is late, or failed,
-        counts as nothing.
+        Partial tails count. Blocks for at most ``lookup_timeout_ms`` for all prompts together. An
+        answer that is late or failed counts as no hit.
         """
         if not self.usable:
             return [Hit()] * len(queries)
@@ -123,9 +123,9 @@ class StoreAccess:
         return [self._answer(one, Hit()) for one in asked]
 
     def lookup(self, keys: Sequence[BlockKey], group: int = 0) -> int:
-        """How many leading blocks with these chained `keys` the store has, for all ranks.
+        """Returns how many leading blocks with the chained `keys` the store has, for all ranks.
 
-        Blocks within ``lookup_timeout_ms``; what is late, or failed, counts as 0.
+        Blocks for at most ``lookup_timeout_ms``. An answer that is late or failed counts as 0.
         """
         if not keys or not self.usable:
             return 0
@@ -165,10 +165,10 @@ class StoreAccess:
     # ------------------------------------------------------------------ loading
 
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int], group: int = 0) -> int:
-        """Fill `block_ids` of the pool with the blocks of these chained `keys`; see `load_all`.
+        """Fills `block_ids` of the pool with the blocks of the chained `keys`; see `load_all`.
 
         Returns:
-            How many leading ones are there.
+            The number of leading blocks that are in the pool.
         """
         blocks = [
             BlockLoad(key, block_id, group) for key, block_id in zip(keys, block_ids, strict=True)
@@ -176,20 +176,20 @@ class StoreAccess:
         return self.load_all([blocks])[0]
 
     def load_all(self, orders: Sequence[Sequence[BlockLoad]]) -> list[int]:
-        """Load several runs of blocks; each ends at the first block that cannot be had.
+        """Loads several runs of blocks; each ends at the first block that cannot be loaded.
 
-        Blocks up to ``load_timeout_s``. Blocks beyond the returned numbers may hold anything, and
-        nothing writes to them any more.
+        Blocks for up to ``load_timeout_s``. Blocks beyond the returned numbers may hold any bytes,
+        and get no more writes.
 
         Returns:
-            For each order, how many of its leading blocks are there.
+            The number of leading blocks of each order that are in the pool.
         """
         if not self.usable:
             return [0] * len(orders)
         ended = threading.Event()
         runs = RunLoads(self._loads, orders, lambda _: ended.set())
         if not ended.wait(self._config.load_timeout_s + _SPARE_S):
-            # A store blocks the loop. Nothing is copied from now on but what is under way.
+            # A store blocks the loop. From now on only copies that are running continue.
             runs.abandon()
             warn_once("connector.load.stuck", f"{self._access.store.backend.name}: blocks its loop")
             time.sleep(_SPARE_S)
@@ -198,13 +198,13 @@ class StoreAccess:
     # ------------------------------------------------------------------ saving
 
     def save(self, blocks: Sequence[BlockSave], *, namespace: bytes = b"") -> int:
-        """Copy `blocks` out of the memory, and write them in the background.
+        """Copies `blocks` out of the memory, and writes them in the background.
 
-        The memory may be handed on when this returns. What there is no room for is dropped, or
-        with ``on_backlog="wait"`` waited for up to ``save_timeout_s``.
+        The memory may be reused when this returns. Blocks without room in the staging memory are
+        dropped, or with ``on_backlog="wait"`` waited for up to ``save_timeout_s``.
 
         Returns:
-            How many leading ones are on their way to the store.
+            The number of leading blocks that are staged for the store.
         """
         if not blocks:
             return 0
@@ -222,13 +222,13 @@ class StoreAccess:
         return staged
 
     def flush(self, timeout_s: float) -> bool:
-        """Block until what was saved is written or lost, at most `timeout_s`; whether it is."""
+        """Blocks until the saves are written or lost, at most `timeout_s`; returns whether so."""
         return os.getpid() == self._process and self._saves.flush(timeout_s)
 
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Write what is staged, up to ``save_timeout_s``, and close the store. Idempotent."""
+        """Writes what is staged, up to ``save_timeout_s``, and closes the store. Idempotent."""
         with self._closing:
             closed, self._closed = self._closed, True
         if closed or os.getpid() != self._process:

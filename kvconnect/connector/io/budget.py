@@ -1,4 +1,4 @@
-"""How long requests wait for the store to say what it has."""
+"""The time that requests wait for the store's answers to lookups."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ __all__ = ["LookupBudget"]
 
 T = TypeVar("T")
 
-# Between two questions to a store that answered too late: short at first, as it may only have had
-# a hiccup. And what each of them is given: more than a budget, since it may have to connect.
+# Pauses between probes of a store that answered too late. The first ones are short, as the store
+# may recover at once. A probe's timeout is longer than a budget, since it may have to connect.
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
 _PROBE_S = 2.0
 
 
 class LookupBudget:
-    """How long a step may wait for its lookups; suspended once one was late, until one is in time.
+    """The time that a step may wait for its lookups; after a late one, steps stop waiting.
 
-    So a store that is frozen, or too slow, costs one request the budget, once. What others looked
-    up meanwhile is used if it is there by the time they are admitted. Requests do not probe: an
-    unknown key is looked up every second for this. Five such questions in a row without an answer
-    open the store's breaker: those of requests are taken back when these end, and tell nothing.
+    Steps wait again once a lookup was in time. So a store that is frozen, or too slow, costs one
+    request the budget, once. Until then a request uses an answer that is there when the request is
+    admitted. While suspended, an unknown key is looked up about every second. Five such probes
+    in a row without an answer open the store's breaker. Lookups of requests cannot open it: they
+    are cancelled when the requests end.
 
     `start_step` and `wait` belong to the engine's thread, the rest to the store's loop.
 
@@ -53,11 +54,11 @@ class LookupBudget:
         self.suspended = False
 
     def start_step(self) -> None:
-        """What is waited for from here on counts as another step's."""
+        """Starts the budget of another step."""
         self._left_s = self._budget_s
 
     def wait(self, lookup: Reply[Any]) -> None:
-        """Block until `lookup` is done, at most for what is left of the step's budget."""
+        """Blocks until `lookup` is done, at most for what is left of the step's budget."""
         if self.suspended or self._left_s <= 0 or lookup.done():
             return
         started = time.monotonic()
@@ -70,10 +71,10 @@ class LookupBudget:
             self._left_s -= time.monotonic() - started
 
     def leaves_time(self, asked_at: float) -> bool:
-        """Whether to ask again later for a lookup that is not done; never blocks.
+        """Returns whether to check again later for a lookup that is not done; never blocks.
 
-        Each lookup has the budget for itself, from when it was first asked for. One that is late
-        ends the waiting of all others, as with `wait`.
+        Each lookup has the whole budget, from when it was first asked for. A late lookup ends the
+        waiting of all others, as with `wait`.
 
         Args:
             asked_at: when its answer was first asked for, on the monotonic clock.
@@ -86,7 +87,7 @@ class LookupBudget:
         return False
 
     async def timed(self, look_up: Callable[[], Awaitable[T]]) -> T:
-        """The result of `look_up`; an answer in time ends the suspension."""
+        """Returns the result of `look_up`; an answer in time ends the suspension."""
         started = time.monotonic()
         answer = await look_up()
         if self.suspended and time.monotonic() - started <= self._budget_s:
@@ -95,14 +96,14 @@ class LookupBudget:
         return answer
 
     def end(self) -> None:
-        """Probe no more."""
+        """Cancels the probing."""
         if self._probing is not None:
             self._probing.cancel()
 
     def _suspend(self) -> None:
         self.suspended = True
         count("connector.patience.lost")
-        # One that is not done yet may have seen that it is over, just before this.
+        # A probe that still runs may have seen the suspension end just before.
         self.end()
         self._probing = self._submit(self._probe())
 

@@ -1,4 +1,4 @@
-"""Copies between pools, or memory that is lent for a call, and staging memory."""
+"""The copies between pools, or memory that is attached for a call, and staging memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PoolCopier:
     def copy_out(
         self, block_ids: Sequence[int], slots: Sequence[Slot], stream: torch.cuda.Stream | None
     ) -> Transfer:
-        """Blocks to slots, behind what `stream` has been given; `stream` waits for the copies.
+        """Copies blocks to slots after the work enqueued on `stream`, which waits for the copies.
 
         The slots can be read once the transfer is done.
         """
@@ -73,7 +73,7 @@ class PoolCopier:
         return transfer
 
     def order_copies_in(self, stream: torch.cuda.Stream | None) -> None:
-        """Copies into the pool come behind what `stream` has been given so far."""
+        """Makes later copies into the pool wait for the work enqueued on `stream` so far."""
         if self._in is not None and stream is not None:
             self._in.wait_stream(stream)
 
@@ -89,15 +89,15 @@ class PoolCopier:
         copy_pairs(self._slots, blocks, indices, block_ids, stream=self._in, stable_source=True)
 
     def mark_copies_in(self) -> torch.cuda.Event | None:
-        """An event behind the copies into the pool that were enqueued so far."""
+        """Returns an event after the copies into the pool that were enqueued so far."""
         return None if self._in is None else self._in.record_event()
 
 
 class AttachedCopier(PoolCopier):
     """A copier whose pool is all memory that is attached at the moment.
 
-    A block id says which memory, and which block of it. What is not attached any more is not
-    written to: an id of it is passed over. Thread-safe.
+    A block id names the memory and its block. Memory that is not attached any more gets no writes:
+    its ids are skipped. Thread-safe.
 
     Args:
         layout: of a block.
@@ -112,7 +112,7 @@ class AttachedCopier(PoolCopier):
 
     @contextmanager
     def attached(self, memory: PagedKv) -> Iterator[int]:
-        """Attach `memory` for the time of the context; yields the id of its first block.
+        """Attaches `memory` for the time of the context; yields the id of its first block.
 
         Block ids are consecutive. On CUDA a copy may still be enqueued when the context ends: it
         keeps the memory alive, and the stream that it was ordered behind waits for it.
@@ -127,19 +127,19 @@ class AttachedCopier(PoolCopier):
     def copy_out(
         self, block_ids: Sequence[int], slots: Sequence[Slot], stream: torch.cuda.Stream | None
     ) -> Transfer:
-        """As `PoolCopier.copy_out`; all of `block_ids` are of one memory, which is attached."""
+        """Copies blocks of one attached memory to slots; see `PoolCopier.copy_out`."""
         memory = self._memories[block_ids[0] >> _BITS]
         return self._copy_out(memory, [one & _INDEX for one in block_ids], slots, stream)
 
     def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
-        """As `PoolCopier.copy_in`; all of `block_ids` are of one memory."""
+        """Copies slots to blocks of one memory; skips memory that is not attached any more."""
         memory = self._memories.get(block_ids[0] >> _BITS)
         if memory is not None:
             self._copy_in(memory, slots, [one & _INDEX for one in block_ids])
 
 
 def copy_batches(blocks: Sequence[BlockLoad]) -> Iterator[slice]:
-    """Runs of `blocks` of one pool group, not too long: between two a load can be called off."""
+    """Yields runs of up to 64 `blocks` of one pool group; a load can be cancelled between two."""
     start = 0
     for stop in range(1, len(blocks) + 1):
         at_end = stop == len(blocks) or blocks[stop].group != blocks[start].group

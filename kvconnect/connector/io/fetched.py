@@ -1,4 +1,4 @@
-"""What came of a call that loads blocks."""
+"""The outcome of a call that loads blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Fetched", "fetched"]
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What came of a call to the store.
+    """The outcome of a call to the store that loads blocks.
 
     Attributes:
         filled: leading slots that hold their block.
@@ -27,7 +27,7 @@ class Fetched:
 
 
 async def fetched(loading: Awaitable[int], wanted: int) -> Fetched:
-    """What came of `loading`, a call to `Backend.load` for `wanted` blocks."""
+    """Returns the outcome of `loading`, a call to `Backend.load` for `wanted` blocks."""
     try:
         filled = await loading
     except BackendTimeout as error:

@@ -26,10 +26,10 @@ _LOOK_S = 0.001
 class HeadReader:
     """Fills a rank's staging slots from blocks whose heads are divided into other shares.
 
-    A wider block is read and the rank's heads are taken out of it; of narrower ones several are
-    read and joined. They arrive in memory of their own, made when the first such block is loaded:
-    for every number of shares that comes up an eighth of the staging memory, or what one block
-    needs if that is more. Belongs to the store's loop.
+    The rank's heads are cut out of a wider block; several narrower blocks are joined. The blocks
+    arrive in memory of their own, allocated at the first such load. Each number of shares takes an
+    eighth of the size of the staging memory, or the size that one block needs if that is more.
+    Belongs to the store's loop.
 
     Args:
         backend: the store.
@@ -55,10 +55,10 @@ class HeadReader:
     async def fetch(
         self, blocks: Sequence[BlockLoad], slots: Sequence[Slot], shares: int
     ) -> Fetched:
-        """Read `blocks`, all of one pool group and stored in so many `shares`, into `slots`.
+        """Reads `blocks` of one pool group, stored in so many `shares`, into `slots`.
 
-        Waits for room to read into, at most as long as the store has for a call. What is filled is
-        the payload of a slot; its header stays as it was.
+        Waits for room to read into, at most as long as the store has for a call. The payload of a
+        slot is filled; its header stays unchanged.
         """
         group = blocks[0].group
         parts = self._heads[group].slices(shares)
@@ -87,14 +87,17 @@ class HeadReader:
     async def _take(
         self, arrivals: StagingPool, at_most: int, multiple_of: int, deadline: float
     ) -> list[Slot]:
-        """Some room: none while it waits, so that two loads do not wait for each other."""
+        """Takes up to `at_most` slots, a multiple of `multiple_of`, waiting until `deadline`.
+
+        Holds no slots while it waits, so that two loads cannot block each other.
+        """
         while True:
             rooms = arrivals.take(Direction.LOAD, at_most)
             spare = len(rooms) % multiple_of
             arrivals.give_back(Direction.LOAD, rooms[len(rooms) - spare :])
             if len(rooms) > spare or asyncio.get_running_loop().time() >= deadline:
                 return rooms[: len(rooms) - spare]
-            # Rare: other loads have all of it. They give some back within milliseconds.
+            # Rare: other loads hold all slots. They release some within milliseconds.
             await asyncio.sleep(_LOOK_S)
 
     async def _read(
@@ -113,14 +116,14 @@ class HeadReader:
     def _copy(
         self, group: int, shares: int, rooms: Sequence[Slot], targets: Sequence[Slot]
     ) -> None:
-        """On a copy thread: the heads of each part of a block from its room to the block's slot."""
+        """Copies the heads of each part of a block to the block's slot; on a copy thread."""
         copies = self._views(group, shares)
         for number, (source, target) in enumerate(copies):
             own = rooms[number :: len(copies)][: len(targets)]
             copy_pairs(source, target, [one.index for one in own], [one.index for one in targets])
 
     def _views(self, group: int, shares: int) -> list[tuple[PagedKv, PagedKv]]:
-        """For each part of a block, what is copied from where it arrives to where it goes."""
+        """Returns, for each part of a block, the views to copy from and to copy to."""
         known = self._copies.get((group, shares))
         if known is None:
             heads = self._heads[group]

@@ -1,4 +1,4 @@
-"""Names that blocks have in a store: by model, engine and codec; and settings that name one."""
+"""The names that blocks have in a store: by model, engine and codec; and settings that name one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["check_store", "stored_as"]
 def stored_as(
     model_digest: bytes, config: KvCacheConnectorConfig | None, *, engine: str | None = None
 ) -> bytes:
-    """What stands for the model of `model_digest` in the keys of blocks of this configuration.
+    """Returns the digest that stands for the model of `model_digest` in the keys of blocks.
 
-    Another digest where blocks come back from the store rounded, or encrypted: engines with another
-    codec or another encryption key do not find these blocks at all, rather than find and refuse
-    them. Lossless compression makes no difference. And another one for each namespace.
+    A codec that rounds or encrypts blocks gives another digest. So engines with another codec or
+    another encryption key do not find these blocks, rather than find and refuse them. Lossless
+    compression makes no difference. Each namespace has its own digest, too.
 
     Args:
         model_digest: 32 bytes.

@@ -1,4 +1,4 @@
-"""One asyncio loop in a thread of its own, where a process does its store's I/O."""
+"""An asyncio loop in a thread of its own, on which a process does its store's I/O."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("kvconnect")
 
 T = TypeVar("T")
 _HAS_EVENTFD = hasattr(os, "eventfd")  # on Linux
-# A thread that has not ended by then waits for something that may never come.
+# A thread that still runs after this time may never end.
 _STUCK_S = 0.2
 
 
@@ -50,7 +50,7 @@ class IoLoop:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Reply[T]:
-        """Start `coroutine` on the loop.
+        """Starts `coroutine` on the loop.
 
         Raises:
             UsageError: the loop is closed.
@@ -69,18 +69,19 @@ class IoLoop:
         return reply
 
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """Returns whether `close` was called."""
         return self._closed
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Call `function` on the loop; does nothing once the loop is closed."""
+        """Calls `function` on the loop; does nothing once the loop is closed."""
         if not self._closed:
             self.loop.call_soon_threadsafe(function)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Cancel what still runs, end the thread; blocks up to `timeout_s`; idempotent.
+        """Cancels what still runs and ends the thread; blocks up to `timeout_s`; idempotent.
 
-        Work that a cancelled coroutine handed to a thread goes on there until it ends by itself.
+        Work that a cancelled coroutine started on another thread continues there until it ends by
+        itself.
         """
         if self._closed:
             return
@@ -119,7 +120,7 @@ class IoLoop:
             self.loop.close()
 
     def _ran_to_its_end(self) -> bool:
-        """Whether the loop was stopped, and not by a store whose task wants to end the process."""
+        """Returns whether the loop was stopped, and not by an exit that a store's task raised."""
         try:
             self.loop.run_forever()
         except (KeyboardInterrupt, SystemExit) as error:
@@ -134,8 +135,8 @@ class IoLoop:
         tasks = asyncio.all_tasks(self.loop)
         for task in tasks:
             task.cancel()
-        # A coroutine may refuse to be cancelled: it is given a moment and then left alone.
+        # A coroutine may refuse to be cancelled: wait 0.5 s for it, then abandon it.
         if tasks:
             self.loop.run_until_complete(asyncio.wait(tasks, timeout=0.5))
-        # What ended in the loop's last turn has not told its reply yet.
+        # A task that ended in the loop's last turn has not settled its reply yet.
         self.loop.run_until_complete(asyncio.sleep(0))

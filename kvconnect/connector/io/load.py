@@ -1,4 +1,4 @@
-"""Loads: store to staging to pool, several pieces at a time, in the background."""
+"""The loads: store to staging to pool, several pieces at a time, in the background."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from kvconnect.trace import count
 
 __all__ = ["Load", "Loads"]
 
-# Of a load that full calls would bring nearly at once: what share of a full call each of its calls
-# is, and how many there are at a time. What is done behind the last of them, nothing overlaps.
+# A load of few full calls is split into calls of this share of a full one, so many at a time: the
+# copies after the last call overlap with no read.
 _SHORT_SHARE = 4
 _SHORT_IN_FLIGHT = 4
-# Between two looks at whether the store is still used at all.
+# Between two checks whether the store is still available.
 _LOOK_S = 0.25
-# A load of which nothing arrived for so long makes one ask the store something short, again and
-# again so long after the last answer; and what each of these questions is given.
+# A load that gets no block for this long starts probes of the store, each this long after the last
+# answer; and the timeout of a probe.
 _STALL_S = 1.0
 _PROBE_S = 2.0
 
 
 class Load:
-    """One load while it runs. Belongs to the store's loop, but for `closed` and `copied`.
+    """A load while it runs. Belongs to the store's loop, but for `closed` and `copied`.
 
     Attributes:
         order: what to load.
         copied: for each block whether it is in the pool.
-        closed: nothing is copied into the pool any more: cancelled, failed or out of time. May be
-            set on any thread, also where the loop is stuck; a copy that is under way, 64 blocks at
-            most, goes on to its end.
-        failure: once it has ended; ``None``: everything is in the pool, or it was cancelled.
+        closed: no more copies into the pool start: the load was cancelled, failed or ran out of
+            time. May be set on any thread, even while the loop is stuck. A copy that is running, of
+            64 blocks at most, continues to its end.
+        failure: set once the load has ended; ``None``: every block is in the pool, or the load was
+            cancelled.
     """
 
     def __init__(self, order: LoadBlocks) -> None:
@@ -48,41 +49,41 @@ class Load:
         self.cancelled = False
         self.reason = ""
         self.failure: TransferFailure | None = None
-        self.stop = len(order.blocks)  # what lies beyond is of no use
+        self.stop = len(order.blocks)  # blocks from here on are not needed
         self.next = 0
         self.reading = 0  # calls to the store under way
         self.copying = 0  # pieces that have arrived and are not in the pool yet
         self.news = asyncio.Event()
 
     def fail(self, block: int, reason: str) -> None:
-        """Block number `block` cannot be had."""
+        """Records that block number `block` cannot be loaded."""
         self.stop = min(self.stop, block)
         self.reason = self.reason or reason
         self.news.set()
 
     def close(self, reason: str) -> None:
-        """Stop here."""
+        """Stops the load."""
         self.closed = True
         self.reason = self.reason or reason
         self.news.set()
 
     def num_valid_blocks(self) -> int:
-        """Leading blocks that are in the pool."""
+        """Returns the number of leading blocks that are in the pool."""
         missing = self.copied.find(0)
         return len(self.copied) if missing < 0 else missing
 
 
 class Loads:
-    """All loads of one access.
+    """The loads of one access.
 
-    A load ends without success at its deadline, or as soon as the store is left alone: the pieces
-    to come would be refused, and those under way need not be waited for. While nothing arrives the
-    store is asked for a key that is in no store: one that is frozen is left alone after five such
-    questions, whether or not others have to do with it; one that is merely slow answers them.
+    A load fails at its deadline, or as soon as the store's breaker opens, as its other pieces would
+    be refused. While no block arrives, the store is probed for a key that is in no store. A frozen
+    store fails five probes, which open the breaker, whether or not it has other calls. A store that
+    is only slow answers the probes.
 
-    A failed or cancelled load reports its end only when nothing of it will be copied into the pool
-    any more. A store that answers after its deadline writes into staging slots, which stay its own
-    until then; the pool it never sees. So every failure here has `writes_ended`.
+    A failed or cancelled load reports its end only when no more of its blocks will be copied into
+    the pool. A store that answers after its deadline writes into staging slots, which stay reserved
+    until then, and never into the pool. So every failure here has `writes_ended`.
 
     Args:
         access: whose.
@@ -102,14 +103,14 @@ class Loads:
         access.staging.on_free(self._slots_freed)
 
     def start(self, order: LoadBlocks, done: Callable[[Load], None]) -> Load:
-        """Start a load, on any thread; `done` is called on the loop once it has ended."""
+        """Starts a load, on any thread; `done` is called on the loop once the load has ended."""
         load = Load(order)
         self._running.add(load)
         self._access.store.io.submit(self._run(load, done))
         return load
 
     def cancel(self, request_id: int | None = None) -> None:
-        """No one waits for this load any more, or for any; it ends soon. On any thread."""
+        """Cancels the load of `request_id`, or every load; each ends soon. On any thread."""
         self._access.store.io.call_soon(lambda: self._cancel(request_id))
 
     def _cancel(self, request_id: int | None) -> None:
@@ -141,7 +142,7 @@ class Loads:
         done(load)
 
     async def _fetch(self, load: Load, deadline: float) -> None:
-        """Return when everything is in the pool, or nothing more will be."""
+        """Returns when every block is in the pool, or no more blocks will be."""
         loop = asyncio.get_running_loop()
         heard = loop.time()
         while not load.closed:
@@ -169,13 +170,13 @@ class Loads:
             self._probing = asyncio.get_running_loop().create_task(self._probe())
 
     async def _probe(self) -> None:
-        # What comes of it is the breaker's business.
+        # The breaker counts the outcome.
         with suppress(RetryLater):
             await self._access.store.backend.probe(_PROBE_S)
         await asyncio.sleep(_STALL_S)
 
     def _start_reads(self, load: Load) -> None:
-        # What has arrived is copied while the next pieces come; a short load in smaller calls.
+        # Pieces that arrived are copied while the next ones come. A short load makes smaller calls.
         piece, at_once = self._access.call_blocks, LOADS_IN_FLIGHT
         if load.stop <= 2 * piece * at_once:
             piece, at_once = max(1, piece // _SHORT_SHARE), _SHORT_IN_FLIGHT
@@ -194,7 +195,7 @@ class Loads:
             load.reading += 1
 
     async def _read(self, load: Load, first: int, slots: Sequence[Slot]) -> None:
-        """One piece: `slots` from the store, then to the pool."""
+        """Reads one piece from the store into `slots`, then copies it to the pool."""
         order = load.order
         blocks = order.blocks[first : first + len(slots)]
         slots = [
@@ -222,7 +223,7 @@ class Loads:
             self._access.staging.give_back(Direction.LOAD, slots, fetched.pending)
 
     def _copy_now(self, load: Load, first: int, slots: Sequence[Slot]) -> None:
-        """On a copy thread: the blocks of a loading request belong to its load alone."""
+        """Copies slots into the pool, on a copy thread; only the load uses its blocks."""
         copied = 0
         blocks = load.order.blocks[first : first + len(slots)]
         for batch in copy_batches(blocks):

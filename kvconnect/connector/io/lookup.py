@@ -1,4 +1,4 @@
-"""How far a store can supply a prompt: whole blocks, and where it can, part of the next one."""
+"""The lookup of a prompt in a store: whole blocks, and where possible part of the next one."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from kvconnect.trace import warn_once
 __all__ = ["Hit", "Query", "blocks_needed", "look_up"]
 
 _MOST_STEPS_BACK = 8
-# A prompt's blocks may have been saved with one tensor parallelism, then another: so often.
+# How often the tensor parallelism that a prompt's blocks were saved with may change within it.
 _MOST_CHANGES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What a store has of a prompt.
+    """The part of a prompt that a store has.
 
     Attributes:
         keys: chained keys of the leading whole blocks that it supplies.
-        tail: chained key of a block whose first tokens go on from there, if there is one.
+        tail: chained key of a block whose first tokens continue the prompt from there, if any.
         end: leading tokens that it supplies; at most all but the last, or all: see `Query.most`.
         num_stored: leading blocks of each pool group that need no saving.
-        shares: by pool group and number, into how many shares the heads of a block are divided that
-            was saved with another tensor parallelism; the others are as the ranks save them.
+        shares: the number of shares that the heads of a block are divided into, by pool group and
+            block number, for blocks saved with another tensor parallelism. The others are as the
+            ranks save them.
     """
 
     keys: tuple[BlockKey, ...] = ()
@@ -49,7 +50,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A request's tokens and keys, as they were when the question was asked.
+    """A request's tokens and keys, as they were when the lookup began.
 
     Attributes:
         keys: chained keys of its full blocks.
@@ -58,8 +59,8 @@ class Query:
         tokens_per_block: tokens of a full block.
         windows: attention window of each pool group, ``None`` for full attention.
         heads: of each pool group, this rank's part of the model; by default all of it.
-        shared: the ranks share the store: what counts must be there for all of them.
-        whole_blocks: a hit ends where a block does, as the engine cannot take up part of one.
+        shared: the ranks share the store: a block counts only if it is there for all of them.
+        whole_blocks: a hit ends where a block does, as the engine cannot use part of one.
     """
 
     keys: tuple[BlockKey, ...]
@@ -80,7 +81,7 @@ class Query:
         shared: bool,
         whole_blocks: bool = False,
     ) -> Query:
-        """A request with these keys, hashed here if need be; its tokens stay as they are."""
+        """Returns a request with these keys, hashed here if need be; its tokens are not copied."""
         return cls(
             tuple(chain.keys()),
             chain.root,
@@ -94,10 +95,11 @@ class Query:
 
     @property
     def most(self) -> int:
-        """So many leading tokens can be of use.
+        """The number of leading tokens that can be of use.
 
-        The last one is computed in any case; but where a hit has to end with a block, the last
-        block is worth it for the others. A window may not reach back far enough from there.
+        The last token is computed in any case. Where a hit has to end with a block, the whole last
+        block is loaded for the sake of its other tokens. With windows it is not, as a window may
+        not reach back far enough from there.
         """
         most = len(self.tokens) - 1
         if not self.whole_blocks:
@@ -107,15 +109,15 @@ class Query:
         return most - most % self.tokens_per_block
 
     def store_key(self, key: BlockKey, group: int = 0, shares: int | None = None) -> BlockKey:
-        """What the store knows the block of `group` with this `key` by, or its first share."""
+        """Returns the key of the block of `group` in the store, or of its first share."""
         return store_key(key, group, self._shards(group, shares)[0])
 
     def store_keys(
         self, keys: Sequence[BlockKey], group: int, shares: int | None = None
     ) -> list[BlockKey]:
-        """All that must be in the store for the blocks of `group` with these `keys`, in order.
+        """Returns every key that must be in the store for the blocks of `group`, in order.
 
-        So many for each block as `num_store_keys` says.
+        Each block has as many keys as `num_store_keys` returns.
         """
         shards = self._shards(group, shares)
         if len(shards) == 1:
@@ -123,11 +125,11 @@ class Query:
         return [store_key(key, group, shard) for key in keys for shard in shards]
 
     def num_store_keys(self, group: int, shares: int | None = None) -> int:
-        """Stored blocks that stand for one of `group` together."""
+        """Returns how many stored blocks make up one block of `group`."""
         return len(self._shards(group, shares))
 
     def sizes(self, group: int) -> tuple[int, ...]:
-        """Numbers of shares that blocks of `group` may be stored in; the ranks' own first."""
+        """Returns the numbers of shares that blocks of `group` may have; the ranks' own first."""
         return self.heads[group].sizes if self.heads else (1,)
 
     def _shards(self, group: int, shares: int | None) -> tuple[Shard, ...]:
@@ -141,14 +143,14 @@ class Query:
 
 
 async def look_up(backend: Backend, query: Query, *, most_steps: int = _MOST_STEPS_BACK) -> Hit:
-    """Ask `backend` how far it can supply `query`. Runs on the store's loop.
+    """Returns how far `backend` can supply `query`. Runs on the store's loop.
 
-    Every group with full attention must have every block, and one with a window those that the
-    window still covers at the hit's end; the others are not asked for. Where a window's block is
-    missing the hit ends at that block and the window is asked for anew, `most_steps` times; then
-    only what leads from the first block on without a gap counts.
+    Every group with full attention must have every block. A group with a window must have the
+    blocks that the window covers at the hit's end; its other blocks are not looked up. If a
+    window's block is missing, the hit ends at that block and the window is looked up again, up to
+    `most_steps` times. After that only the blocks from the first one on without a gap count.
 
-    Raises whatever the guarded backend raises; nothing changed then.
+    Raises whatever the guarded backend raises; no state changed then.
     """
     found = _Found(backend, query)
     counts = await _leading(found, query)
@@ -167,7 +169,7 @@ async def look_up(backend: Backend, query: Query, *, most_steps: int = _MOST_STE
 
 
 class _Found:
-    """What is in a store, in the shares that the ranks save or in others.
+    """The blocks that are in a store, in the ranks' own shares or in others.
 
     Attributes:
         backend: the store.
@@ -180,10 +182,10 @@ class _Found:
         self._query = query
 
     async def leading(self, group: int, keys: Sequence[BlockKey], first: int) -> int:
-        """How many of `keys`, of the blocks of `group` from number `first` on, are there.
+        """Returns how many of `keys`, blocks of `group` from number `first` on, are there.
 
-        Others' shares are looked for from the first block on that is not there in the ranks' own,
-        and again where those end; a block that is not there at all so costs one question more.
+        Other shares are looked up from the first block on that is missing in the ranks' own, and
+        again where those end. So a block that is missing in all shares costs one more lookup.
         """
         own, *_ = sizes = self._query.sizes(group)
         at = await self._present(group, keys, own)
@@ -212,7 +214,7 @@ class _Found:
 
 
 async def _leading(found: _Found, query: Query) -> list[int | None]:
-    """How many leading blocks each group with full attention has; ``None`` for the others."""
+    """Returns how many leading blocks each group with full attention has; ``None`` for others."""
     counts: list[int | None] = []
     num_blocks = len(query.keys)
     for group, window in enumerate(query.windows):
@@ -227,9 +229,9 @@ async def _leading(found: _Found, query: Query) -> list[int | None]:
 async def _find_tail(
     found: _Found, query: Query, keys: Sequence[BlockKey]
 ) -> tuple[BlockKey | None, int]:
-    """A block after `keys` whose first tokens go on with the prompt, and how many of them do.
+    """Returns the key of a block after `keys` that continues the prompt, and its shared tokens.
 
-    Among those that were saved as the last of `keys` was, or as the ranks do.
+    Looks among blocks in the ranks' own shares, and in those of the last of `keys`.
     """
     wanted = query.tokens[len(keys) * query.tokens_per_block : query.most]
     if query.whole_blocks or len(wanted) == 0 or not found.backend.capabilities.enumerable:
@@ -260,12 +262,12 @@ async def _find_tail(
 async def _child(
     backend: Backend, query: Query, keys: Sequence[BlockKey], wanted: TokenArray, shares: int
 ) -> tuple[BlockKey | None, int]:
-    """The best child of the last of `keys` among those stored in so many `shares`."""
+    """Returns the best child of the last of `keys` among those stored in so many `shares`."""
     parent = keys[-1] if keys else query.root
     try:
         children = await backend.children(query.store_key(parent, 0, shares))
     except RetryLater as error:
-        # An index beside the blocks: what it would add is short, and they count without it.
+        # The index of children is optional: without it only the tail of a hit is lost.
         warn_once("connector.children", f"only whole blocks are looked up: {error}")
         return None, 0
     return _best_child(query, parent, wanted, children[-MAX_CHILDREN:], shares)
@@ -278,13 +280,13 @@ def _best_child(
     children: Sequence[Child],
     shares: int,
 ) -> tuple[BlockKey | None, int]:
-    """The child that shares most tokens with `wanted`, if its key is what it must be."""
+    """Returns the child that shares most tokens with `wanted`, if its key is right."""
     shared = [(_num_shared(child.tokens, wanted), number) for number, child in enumerate(children)]
     for num_tokens, number in sorted(shared, reverse=True):
         if num_tokens == 0:
             break
         child = children[number]
-        # A store may lie: only a key that follows from the tokens is believed.
+        # The store is not trusted: the key must be the one computed from the tokens.
         key = chain_key(parent, as_token_array(child.tokens))
         stored = query.store_key(key, 0, shares)
         if len(child.tokens) <= query.tokens_per_block and stored == child.key:
@@ -299,7 +301,7 @@ def _num_shared(tokens: TokenArray, wanted: TokenArray) -> int:
 
 
 class _Windows:
-    """Finds where the groups with a window have all that the window covers.
+    """Finds the end of a hit at which each group with a window has every block it needs.
 
     Args:
         found: what is in the store.
@@ -313,11 +315,11 @@ class _Windows:
         self._path = path
         windows = enumerate(query.windows)
         self._windows = {group: window for group, window in windows if window is not None}
-        # From this block on, up to where the hit ends, the group has everything.
+        # From this block on, up to where the hit ends, the group has every block.
         self._known = dict.fromkeys(self._windows, len(path))
 
     async def step_back(self, end: int, most_steps: int) -> int:
-        """The largest end of a hit, at most `end`; smaller if that takes more than `most_steps`."""
+        """Returns the largest end of a hit up to `end`; smaller if that takes over `most_steps`."""
         steps = 0
         settled: set[int] = set()
         while end and len(settled) < len(self._windows) and steps <= most_steps:
@@ -326,7 +328,7 @@ class _Windows:
                     continue
                 reached = await self._reach(group, end)
                 if reached < end:
-                    # What was enough for the others was for another end.
+                    # The other groups were checked for another end.
                     end, settled = reached, set()
                     steps += 1
                     break
@@ -336,7 +338,7 @@ class _Windows:
         return end
 
     async def _reach(self, group: int, end: int) -> int:
-        """`end` if the group has what it needs there; else where the first missing block begins."""
+        """Returns `end` if the group has the blocks needed there, else its first missing token."""
         size = self._query.tokens_per_block
         needed = blocks_needed(self._windows[group], end, size)
         unknown = range(needed.start, min(needed.stop, self._known[group]))
@@ -347,7 +349,7 @@ class _Windows:
         return end if present == len(unknown) else (unknown.start + present) * size
 
     async def _from_the_first(self, end: int) -> int:
-        """Up to where every group has every block from the first one on."""
+        """Returns the end up to which every group has every block from the first one on."""
         size = self._query.tokens_per_block
         for group in self._windows:
             blocks = range(-(-end // size))
@@ -364,7 +366,7 @@ class _Windows:
 
 
 def blocks_needed(window: int | None, end: int, tokens_per_block: int) -> range:
-    """Numbers of the blocks without which tokens from `end` on cannot be computed.
+    """Returns the numbers of the blocks that computing tokens from `end` on needs.
 
     With full attention (`window` is ``None``) every block of ``[0, end)``; else those that overlap
     ``[end - window + 1, end)``, and the one that `end` is inside of. After a commit of `end` tokens

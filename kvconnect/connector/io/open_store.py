@@ -25,7 +25,7 @@ _END_S = 0.25
 
 
 class OffloadStore:
-    """An open store with its I/O loop; made once per `LlmArgs` by the first that asks.
+    """An open store with its I/O loop; made once per `LlmArgs` by the first `acquire`.
 
     Attributes:
         llm_args: whose.
@@ -65,7 +65,7 @@ class OffloadStore:
             self._threads = threads.pop_all()
 
     def begin_close(self) -> float:
-        """The drain begins: from the first call on `close` has ``save_timeout_s`` and a second.
+        """Starts the drain: `close` has ``save_timeout_s`` and a second from the first call on.
 
         Returns:
             When the drain must be over, on the monotonic clock.
@@ -76,7 +76,7 @@ class OffloadStore:
         return self._drain_until
 
     def close(self) -> None:
-        """Close the store and end the loop, within the time of `begin_close`; never raises."""
+        """Closes the store and ends the loop, within the time of `begin_close`; never raises."""
         until = self.begin_close() + _CLOSE_S
         closing = self.io.submit(self.backend.close())
         try:
@@ -85,7 +85,7 @@ class OffloadStore:
             closing.cancel()
             warn_once("connector.close", f"{self.backend.name}: did not close in time ({error})")
         finally:
-            # A loop that a store blocks ends never: it is left behind, as are stuck threads.
+            # A loop that a store blocks never ends: it is abandoned, as are stuck threads.
             self.io.close(max(_END_S, until - time.monotonic()))
             self._threads.close()
 
@@ -105,7 +105,7 @@ class OffloadStore:
 
     @classmethod
     def acquire(cls, llm_args: LlmArgs) -> OffloadStore:
-        """The store of `llm_args`, opened by the first caller; blocks until it is open.
+        """Returns the store of `llm_args`. The first caller opens it; blocks until it is open.
 
         Every caller calls `release` once.
 
@@ -129,7 +129,7 @@ class OffloadStore:
         return entry.store.result()
 
     def release(self) -> None:
-        """One user less; the last one closes the store and blocks until it is closed."""
+        """Removes one user; the last one closes the store and blocks until it is closed."""
         with _lock:
             entry = _open_stores[id(self.llm_args)]
             entry.users -= 1

@@ -1,4 +1,4 @@
-"""Loads and saves of blocks, as they are ordered. Picklable."""
+"""The orders of loads and saves of blocks. Picklable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["BlockLoad", "BlockRun", "BlockSave", "LoadBlocks", "SaveOrder"]
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
-    """One block to fetch: its chained key (not yet a store's) and where it goes.
+    """A block to fetch: its chained key (not yet a store's) and its destination.
 
     Attributes:
         key: its chained key.
@@ -51,7 +51,7 @@ class LoadBlocks:
     divisible: bool = True
 
     def num_valid(self, num_blocks: int, tokens_per_block: int) -> int:
-        """Leading valid tokens of the request once the first `num_blocks` blocks are there."""
+        """Returns the leading valid tokens of the request after `num_blocks` blocks are loaded."""
         if num_blocks >= len(self.blocks):
             return self.end
         if not self.divisible:
@@ -60,15 +60,15 @@ class LoadBlocks:
 
 
 class BlockSave(NamedTuple):
-    """One block to store.
+    """A block to store.
 
     Attributes:
         key: its chained key.
         parent: chained key of the block before it, or of the namespace's root.
         number: which block of its request it is.
         block_id: where it is in the pool of `group`.
-        tokens: its own; fewer than a whole block's for a tail. ``None``: a whole block's, which
-            are not known.
+        tokens: its own; fewer than a whole block's for a tail. ``None``: unknown, but a whole
+            block's.
         priority: retention priority.
         group: pool group.
     """
@@ -84,15 +84,15 @@ class BlockSave(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockRun(Sequence[BlockSave]):
-    """Consecutive full blocks of one request in one pool group.
+    """A run of consecutive full blocks of one request in one pool group.
 
-    Costs the scheduler little to make, and little to send: workers make the blocks of it.
+    The scheduler makes and sends a run at little cost; the workers make the blocks from it.
 
     Attributes:
         keys: the chained key before the first block, then those of the blocks, in a row.
         first: number of the first.
-        block_ids: where they are in the pool of `group`, of each one.
-        tokens: theirs, in a row; not changed any more.
+        block_ids: the ids of the blocks in the pool of `group`.
+        tokens: the tokens of the blocks, in a row; must not change any more.
         priorities: retention priority of each one.
         group: pool group.
     """
@@ -105,11 +105,11 @@ class BlockRun(Sequence[BlockSave]):
     group: int = 0
 
     def __len__(self) -> int:
-        """How many blocks."""
+        """Returns the number of blocks."""
         return len(self.block_ids)
 
     def __iter__(self) -> Iterator[BlockSave]:
-        """The blocks, by number."""
+        """Returns an iterator over the blocks, by number."""
         parent, *keys = split_keys(self.keys)
         return map(
             BlockSave,
@@ -129,7 +129,7 @@ class BlockRun(Sequence[BlockSave]):
     def __getitem__(self, at: slice) -> tuple[BlockSave, ...]: ...
 
     def __getitem__(self, at: int | slice) -> BlockSave | tuple[BlockSave, ...]:
-        """A block, or some; each time all of them are made."""
+        """Returns a block, or a tuple of blocks. Each call makes all blocks."""
         return tuple(self)[at]
 
 

@@ -1,4 +1,4 @@
-"""What a coroutine on the store's loop returns, for the thread that started it."""
+"""The result of a coroutine on the store's loop, for the thread that started it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reply(Generic[T]):
 
     @classmethod
     def settled(cls, result: T) -> Reply[T]:
-        """One that has its result."""
+        """Returns a reply that has its result."""
         reply = cls(lambda _: None)
         reply._end(result)
         return reply
@@ -42,11 +42,11 @@ class Reply(Generic[T]):
     # ------------------------------------------------------------------ on the thread that asked
 
     def done(self) -> bool:
-        """Whether the coroutine ended, or `cancel` was called."""
+        """Returns whether the coroutine ended, or `cancel` was called."""
         return self._done
 
     def result(self, timeout: float | None = None) -> T:
-        """What the coroutine returned; blocks up to `timeout` seconds until it has.
+        """Returns the coroutine's result; blocks up to `timeout` seconds for it.
 
         Raises:
             TimeoutError: it has not.
@@ -60,14 +60,14 @@ class Reply(Generic[T]):
         return found
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the coroutine raised, ``None`` if it returned; blocks as `result` does.
+        """Returns the coroutine's exception, or ``None`` if it returned; blocks as `result` does.
 
         Raises:
             TimeoutError, CancelledError: as `result`.
         """
         if not self.done():
-            # The loop reads `_waiting` after it has set `_done`, this thread reads `_done` after it
-            # has set `_waiting`: the answer is seen here, or the event is set there.
+            # The loop reads `_waiting` after it has set `_done`. This thread reads `_done` after it
+            # has set `_waiting`. So this thread sees the answer, or the loop sets the event.
             self._waiting = waiting = threading.Event()
             if not self.done() and not waiting.wait(timeout):
                 raise TimeoutError
@@ -76,7 +76,7 @@ class Reply(Generic[T]):
         return self._error
 
     def cancel(self) -> None:
-        """Cancel the coroutine, unless it has ended. What `result` gives is of no use then."""
+        """Cancels the coroutine, unless it has ended; `result` raises `CancelledError` then."""
         if not self._done:
             self._end(error=CancelledError())
             self._call_soon(self._cancel_task)
@@ -84,7 +84,7 @@ class Reply(Generic[T]):
     # ------------------------------------------------------------------ on the loop
 
     def follow(self, task: asyncio.Task[T]) -> None:
-        """Take the result of `task` once it has one."""
+        """Takes over the result of `task` once there is one."""
         self._task = task
         task.add_done_callback(self._ended)
 

@@ -1,4 +1,4 @@
-"""Runs of blocks that are loaded together, for engines that load without a request of the pair."""
+"""The runs of blocks that are loaded together, for engines that load without a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["RunLoads"]
 
 
 class RunLoads:
-    """Several runs of blocks, loaded at once; each ends at the first block that cannot be had.
+    """A load of several runs of blocks; each ends at the first block that cannot be loaded.
 
     Args:
         loads: where they are started, on any thread.
@@ -41,7 +41,7 @@ class RunLoads:
             done(self.valid)
 
     def abandon(self) -> None:
-        """Copy nothing more, even if the loop does not run. On any thread."""
+        """Stops further copies, even if the loop does not run. On any thread."""
         for load in self._loads:
             load.closed = True
 

@@ -1,4 +1,4 @@
-"""Saves: pool to staging to store, several batches at a time, in the background."""
+"""The saves: pool to staging to store, several batches at a time, in the background."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Staged:
 
 
 class SaveQueue:
-    """Blocks between the pool and the store; never more than the staging memory holds.
+    """The blocks between the pool and the store; never more than the staging memory holds.
 
     `stage` belongs to the engine's thread, writing to the store's loop. Blocks are written in the
     order they were staged, parents before children, a few batches at a time.
@@ -62,13 +62,13 @@ class SaveQueue:
         stream: torch.cuda.Stream | None = None,
         timeout_s: float = 0.0,
     ) -> int:
-        """Copy ``order.blocks[first:]`` to staging slots and have them written.
+        """Copies ``order.blocks[first:]`` to staging slots, from which the loop writes them.
 
-        When it returns the blocks copied may be handed on (on CUDA: `stream` waits for the copies).
+        The copied blocks may be reused when this returns (on CUDA: `stream` waits for the copies).
         Blocks up to `timeout_s` for room.
 
         Returns:
-            How many leading ones of them there was room for.
+            The number of leading blocks that there was room for.
         """
         blocks = tuple(order.blocks)[first:]
         deadline = time.monotonic() + timeout_s
@@ -84,12 +84,12 @@ class SaveQueue:
         return staged
 
     def flush(self, timeout_s: float) -> bool:
-        """Block until everything staged is written or lost, at most `timeout_s`; whether it is."""
+        """Blocks until all staged blocks are written or lost, at most `timeout_s`; says whether."""
         with self._changed:
             return self._changed.wait_for(lambda: self._unwritten == 0, timeout_s)
 
     def drain(self, until: float) -> None:
-        """As `flush`, up to `until` on the monotonic clock; warns of what was not written."""
+        """Flushes until `until` on the monotonic clock; warns if blocks were not written."""
         if not self.flush(max(0.0, until - time.monotonic())):
             name = self._access.store.backend.name
             warn_once("connector.drain", f"{name}: not everything staged was saved")
@@ -106,7 +106,7 @@ class SaveQueue:
             )
 
     def take_lost(self) -> list[tuple[int, int]]:
-        """Requests and block numbers that could not be written, since the last call."""
+        """Returns requests and block numbers that could not be written, since the last call."""
         return [self._lost.popleft() for _ in range(len(self._lost))]
 
     # ------------------------------------------------------------------ on the engine's thread
@@ -177,7 +177,7 @@ class SaveQueue:
             self._pump()
 
     async def _complete(self, batch: Sequence[_Staged]) -> None:
-        """Make the payloads whole: wait for copies from a GPU, clear what a tail does not fill."""
+        """Completes the payloads: waits for copies from a GPU, clears what a tail does not fill."""
         for staged in batch:
             layout = self._access.copiers[staged.block.group].layout
             if not staged.copied.done():

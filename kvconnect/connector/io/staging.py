@@ -1,4 +1,4 @@
-"""Host memory for blocks on their way between pool and store."""
+"""The host memory for blocks on their way between pool and store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Slot", "StagingPool", "clear_beyond"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """Room for one frame.
+    """The room for one frame.
 
     Attributes:
         index: its number.
@@ -34,7 +34,7 @@ class Slot:
     payload: Tensor
 
     def sized(self, payload_nbytes: int) -> Slot:
-        """The same slot with room for just so much: pools whose blocks differ share the slots."""
+        """Returns the slot cut to `payload_nbytes`: pools of other block sizes share the slots."""
         if payload_nbytes == self.payload.numel():
             return self
         room = self.frame[: frame.frame_nbytes(payload_nbytes)]
@@ -42,11 +42,11 @@ class Slot:
 
 
 class StagingPool:
-    """`staging_bytes` of slots, shared by loads and saves. Thread-safe.
+    """The `staging_bytes` of slots that loads and saves share. Thread-safe.
 
     Neither direction can take the last quarter of the slots from the other: a store that does not
-    finish its saves must not stop loads, nor the other way round. Slots used last are handed out
-    first: their memory is in the processor's caches, and a small load touches little of the region.
+    finish its saves must not stop loads, and the reverse. The slots used last are taken first:
+    their memory is in the processor's caches, and a small load touches little of the region.
 
     Args:
         staging_bytes: upper bound of the region.
@@ -85,7 +85,7 @@ class StagingPool:
         self._listeners: list[Callable[[], None]] = []
 
     def paged(self, layout: KvCacheLayout) -> PagedKv:
-        """The payloads of all slots as blocks of `layout`, numbered as the slots are."""
+        """Returns the payloads of all slots as blocks of `layout`, numbered as the slots are."""
         _, layers, factor, elements = layout.flat_shape(1)
         payloads = frame.payload(self.region, self.region.numel() - frame.HEADER_NBYTES)
         flat = payloads[: payloads.numel() // layout.dtype.itemsize * layout.dtype.itemsize]
@@ -97,49 +97,49 @@ class StagingPool:
 
     @property
     def num_free(self) -> int:
-        """Slots that are not used."""
+        """The number of slots that are not used."""
         return len(self._free)
 
     def sizes(self) -> dict[str, float]:
-        """Bytes in use by each direction, and free, as gauges."""
+        """Returns the bytes in use by each direction, and free, as gauges."""
         used = {one.value: self._used[one] * self.slot_nbytes for one in Direction}
         used["free"] = self.num_slots * self.slot_nbytes - sum(used.values())
         return {f"connector.staging.{name}": float(nbytes) for name, nbytes in used.items()}
 
     def available(self, direction: Direction) -> int:
-        """How many slots `direction` could take now."""
+        """Returns how many slots `direction` could take now."""
         with self._changed:
             return self._available(direction)
 
     def take(self, direction: Direction, at_most: int) -> list[Slot]:
-        """Up to `at_most` free slots, perhaps none. Never blocks."""
+        """Takes up to `at_most` free slots, perhaps none. Never blocks."""
         with self._changed:
             return self._take(direction, at_most)
 
     def take_within(self, direction: Direction, timeout_s: float) -> list[Slot]:
-        """One slot, or none if none became free within `timeout_s`. Blocks the calling thread."""
+        """Takes one slot, or none if none became free within `timeout_s`. Blocks the thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._available(direction) > 0, timeout_s)
             return self._take(direction, 1)
 
     def touch(self, num_slots: int) -> None:
-        """Have the pages of the slots that are handed out first, up to `num_slots`, put in place.
+        """Allocates the pages of up to `num_slots` slots, those that are taken first.
 
-        Blocks the calling thread for that, as a load into memory that was never written to would
-        be: some 2 ms for each MiB. The slots are taken meanwhile, and come back as they are done.
+        Blocks the calling thread for some 2 ms for each MiB, as the first load into them would. The
+        slots are taken meanwhile, and each is returned when its pages are allocated.
         """
         slots = self.take(Direction.LOAD, num_slots)
         while slots:
-            slot = slots.pop()  # the one that was to be handed out last
+            slot = slots.pop()  # the one that `take` would use last
             slot.frame[:: frame.ALIGNMENT].zero_()
             self.give_back(Direction.LOAD, [slot])
 
     def give_back(
         self, direction: Direction, slots: Sequence[Slot], after: Sequence[Future[None]] = ()
     ) -> None:
-        """`slots`, taken for `direction`, are free again once all of `after` are done.
+        """Frees `slots`, taken for `direction`, once all of `after` are done.
 
-        Nothing may touch them any more then.
+        The caller must not access the slots afterwards.
         """
         if after:
             first, rest = after[0], after[1:]
@@ -155,7 +155,7 @@ class StagingPool:
             listener()
 
     def on_free(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever slots become free, on the thread that gives them back."""
+        """Adds `listener`, called whenever slots become free, on the thread that frees them."""
         self._listeners.append(listener)
 
     def _available(self, direction: Direction) -> int:
@@ -176,7 +176,7 @@ class StagingPool:
 
 
 def clear_beyond(payload: Tensor, layout: KvCacheLayout, num_tokens: int) -> None:
-    """Zero what a block's bytes hold past its first `num_tokens`: KV of its owner before.
+    """Zeroes a block's bytes past its first `num_tokens`, which hold KV of an earlier owner.
 
     `payload` is a 1-D uint8 host tensor of ``layout.block_nbytes``; changed in place.
     """

@@ -1,4 +1,4 @@
-"""Pools in host memory whose rows are not contiguous, as engines on the CPU hold their keys."""
+"""The pools in host memory whose rows are not contiguous, as engines on the CPU hold their keys."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class StridedPlanes:
 
     @property
     def device(self) -> torch.device:
-        """Where the planes are."""
+        """The device of the planes: the CPU."""
         return self.views[0].device
 
 
 class HostCopier(PoolCopier):
-    """As `PoolCopier`, for a pool in host memory; copies into it are those of `_HostPlanes`.
+    """A `PoolCopier` for a pool in host memory; copies into it are those of `_HostPlanes`.
 
     Args:
         blocks: the pool, as planes of `layout`.
@@ -69,7 +69,7 @@ class HostCopier(PoolCopier):
 
 
 class StridedCopier(PoolCopier):
-    """As `PoolCopier`, for `StridedPlanes`: every copy is over when its method returns."""
+    """A `PoolCopier` for `StridedPlanes`: every copy is over when its method returns."""
 
     def __init__(self, blocks: StridedPlanes, layout: KvCacheLayout, staging: StagingPool) -> None:
         self._begin(layout, staging, blocks.device)
@@ -80,7 +80,7 @@ class StridedCopier(PoolCopier):
     def copy_out(
         self, block_ids: Sequence[int], slots: Sequence[Slot], stream: torch.cuda.Stream | None
     ) -> Transfer:
-        """Blocks to slots."""
+        """Copies blocks to slots."""
         blocks, rooms = _numbers(block_ids), _numbers([slot.index for slot in slots])
         for plane, slot in zip(self._planes, self._slots.views, strict=True):
             slot.index_copy_(0, rooms, plane.index_select(0, blocks))
@@ -93,7 +93,7 @@ class StridedCopier(PoolCopier):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Planes:
-    """Some planes ``[planes, blocks, T, heads, dim]``, of the pool and of the slots."""
+    """The planes ``[planes, blocks, T, heads, dim]`` of the pool, and those of the slots."""
 
     pool: NDArray[np.generic]
     slots: NDArray[np.generic]
@@ -102,9 +102,9 @@ class _Planes:
 class _HostPlanes:
     """Copies into a pool in host memory by NumPy, on the calling thread alone.
 
-    torch would wake its own threads, which the engine computes with, for each plane, and wait until
-    they run. And between two planes the calling thread would wait for the interpreter, which others
-    want: planes that lie at one distance from each other, on both sides, are copied as one.
+    torch would wake the threads that the engine computes with for each plane, and wait until they
+    run. Between two planes the calling thread would wait for the interpreter's lock. So planes at
+    equal distances, on both sides, are copied as one.
 
     Args:
         pool: planes ``[blocks, T, heads, dim]``, layer by layer.
@@ -121,10 +121,10 @@ class _HostPlanes:
         self._num_blocks = len(pool[0])
 
     def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
-        """See `PoolCopier.copy_in`; over when it returns.
+        """Copies each slot's payload to its block; the copies are over when it returns.
 
         Raises:
-            IndexError: a block is none of the pool's; nothing was copied.
+            IndexError: a block is not in the pool; no block was copied.
         """
         targets = np.array(block_ids, np.intp)
         if len(targets) and not 0 <= targets.min() <= targets.max() < self._num_blocks:
@@ -136,7 +136,7 @@ class _HostPlanes:
 
 
 def _joined(pairs: Sequence[_Planes]) -> list[_Planes]:
-    """The same planes; those of one shape that lie at one distance from each other as one."""
+    """Returns `pairs`, with planes of one shape at equal distances joined into one."""
     groups: dict[tuple[object, ...], list[_Planes]] = {}
     for pair in pairs:
         sides = pair.pool, pair.slots
@@ -153,14 +153,14 @@ def _joined(pairs: Sequence[_Planes]) -> list[_Planes]:
 
 
 def _step(planes: Sequence[NDArray[np.generic]]) -> int | None:
-    """Bytes from each of `planes` to the next; ``None``: they lie otherwise, or there is one."""
+    """Returns the distance in bytes from each plane to the next; ``None`` if there is not one."""
     starts = [plane.ctypes.data for plane in planes]
     steps = {after - before for before, after in pairwise(starts)}
     return steps.pop() if len(steps) == 1 else None
 
 
 def _as_one(planes: Sequence[NDArray[np.generic]], step: int) -> NDArray[np.generic]:
-    """All of `planes`, whose memory the caller keeps alive."""
+    """Returns one array of all `planes`, whose memory the caller keeps alive."""
     first = planes[0]
     return as_strided(first, (len(planes), *first.shape[1:]), (step, *first.strides[1:]))
 
@@ -170,13 +170,13 @@ def _numbers(values: Sequence[int]) -> Tensor:
 
 
 def _words(view: Tensor) -> NDArray[np.generic]:
-    """The same elements in a type that NumPy has, too."""
+    """Returns the elements of `view` in a type of the same size that NumPy has."""
     words: NDArray[np.generic] = view.detach().view(_WORDS[view.element_size()]).numpy()
     return words
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Which of `numbers` lie at one distance from each other; and they themselves, as slices."""
+    """Yields runs of `numbers` with equal distances: their positions and values, as slices."""
     start = 0
     while start < len(numbers):
         stop = start + 1

@@ -1,4 +1,4 @@
-"""Saves that wait for the end of their request, where ``save_on`` says so."""
+"""The saves that wait for the end of their request, if ``save_on`` is ``"finish"``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["HeldSaves"]
 
 
 class HeldSaves:
-    """Orders by request, until it ends or loses its blocks. They grow only while it runs."""
+    """The save orders of each request, held until the request ends or loses its blocks."""
 
     def __init__(self, layouts: Sequence[KvCacheLayout]) -> None:
         self._windows = [layout.window for layout in layouts]
@@ -23,17 +23,17 @@ class HeldSaves:
         return len(self._orders)
 
     def add(self, order: SaveOrder) -> None:
-        """Hold `order`, whose blocks the step that runs fills."""
+        """Holds `order`, whose blocks the running step fills."""
         self._orders.setdefault(order.request_id, []).append(order)
 
     def forget(self, request_id: int) -> None:
-        """Nothing of this request is to be saved any more."""
+        """Drops the orders of a request."""
         self._orders.pop(request_id, None)
 
     def take(self, request_id: int, num_tokens: int) -> SaveOrder | None:
-        """What was held, as far as it is in the request's blocks with `num_tokens` valid tokens.
+        """Removes the orders of a request; returns their blocks in its first `num_tokens` tokens.
 
-        A window has given up what it does not need there: those blocks are others' by now.
+        Blocks that a window does not need at that position are left out: the window has freed them.
         """
         orders = self._orders.pop(request_id, [])
         size = self._tokens_per_block

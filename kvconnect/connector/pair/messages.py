@@ -1,4 +1,4 @@
-"""Messages between the pair's scheduler and its workers. Picklable."""
+"""The messages between the pair's scheduler and its workers. Picklable."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class RequestEnd:
     Attributes:
         request_id: whose.
         num_tokens: its leading valid tokens.
-        rest: what was not ordered before.
-        waits: for room in the staging memory; what has none at once is dropped otherwise.
+        rest: blocks that were not ordered before.
+        waits: whether blocks wait for room in the staging memory; otherwise those without room are
+            dropped.
     """
 
     request_id: int
@@ -29,13 +30,13 @@ class RequestEnd:
 
 @dataclass(frozen=True, slots=True)
 class OffloadMeta:
-    """What the scheduler tells every worker in a step.
+    """The message of the scheduler to every worker in a step.
 
     Attributes:
         loads: to be started.
         saves: blocks that this step fills.
         ended: requests whose last blocks are to be staged.
-        forgotten: requests of which nothing is to be staged that was ordered before this step.
+        forgotten: requests whose orders of earlier steps are dropped.
     """
 
     loads: tuple[LoadBlocks, ...] = ()
@@ -46,7 +47,7 @@ class OffloadMeta:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMeta:
-    """What a worker tells the scheduler in a step.
+    """The message of a worker to the scheduler in a step.
 
     Attributes:
         missing: for requests the number of the first block that was dropped or could not be stored.

@@ -1,4 +1,4 @@
-"""Which blocks of a request still have to reach the store."""
+"""The blocks of a request that still have to reach the store."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["SavePlan"]
 
 
 class _Group:
-    """One pool group's blocks of a request.
+    """The blocks of a request in one pool group.
 
     Attributes:
         window: attention window; ``None`` for full attention.
-        block_ids: as far as was reported; -1 where it held none when that was.
-        num_done: leading full blocks that need no saving: stored, on their way, or given up by the
+        block_ids: as far as reported; -1 where the request held no block at that time.
+        num_done: leading full blocks that need no saving: stored, being saved, or freed by the
             window; ``None``: not known yet.
     """
 
@@ -31,12 +31,12 @@ class _Group:
 
 
 class SavePlan:
-    """The blocks that a request holds, and how many of them are in the store or on their way.
+    """The blocks that a request holds, and how many of them are stored or being saved.
 
     A store finds a block through the one before it. So a block that is not stored ends the plan, in
-    all pool groups: one below `min_priority` for good, one that was dropped until the request ends.
-    What a window has given up belongs to others by now and is never read; a window's later blocks
-    are of use without it.
+    all pool groups: a block below `min_priority` for good, a dropped block until the request ends.
+    Blocks that a window has freed belong to other requests and are never read; the window's later
+    blocks are of use without them.
 
     Args:
         request: whose blocks.
@@ -62,29 +62,29 @@ class SavePlan:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the request holds in group 0, as far as was reported."""
+        """The number of blocks that the request holds in group 0, as far as reported."""
         return len(self._groups[0].block_ids)
 
     @property
     def knows_store(self) -> bool:
-        """Whether `note_stored` was called."""
+        """Returns whether `note_stored` was called."""
         return all(group.num_done is not None for group in self._groups)
 
     def extend(self, by_group: Sequence[Sequence[int]], priorities: Sequence[int]) -> None:
-        """The request got more blocks; `priorities` are those of group 0."""
+        """Adds blocks that the request got; `priorities` are those of group 0."""
         for group, block_ids in zip(self._groups, by_group, strict=True):
             group.block_ids += block_ids
         self._priorities += priorities
 
     def hold(self, block_ids: Sequence[int]) -> bool:
-        """The request holds exactly `block_ids` in group 0; the never reported do not count.
+        """Records that the request holds exactly `block_ids` in group 0, without unreported ones.
 
         Returns:
-            Whether a rewind took a block, or some of its tokens, that needed no saving.
+            Whether a rewind removed a block, or tokens of one, that needed no saving.
         """
         del self._priorities[len(block_ids) :]
         first = self._groups[0]
-        # Ids of a window's blocks that were given up stay what they were reported as: see `_held`.
+        # Ids of a window's freed blocks stay as they were reported: see `_held`.
         if first.window is None:
             first.block_ids = list(block_ids[: len(self._priorities)])
         num_full = self._request.num_tokens // self._request.key_chain.tokens_per_block
@@ -96,22 +96,22 @@ class SavePlan:
         return rewound
 
     def forget_blocks(self) -> None:
-        """All blocks are new and will be reported."""
+        """Removes all blocks: the request has new ones, which will be reported."""
         for group in self._groups:
             group.block_ids.clear()
         self._priorities.clear()
 
     def note_stored(self, num_stored: Sequence[int], tail: BlockKey | None = None) -> None:
-        """The store has so many leading blocks of each group, and one of key `tail` after them."""
+        """Records the stored leading blocks of each group, and a stored block `tail` after them."""
         for number, group in enumerate(self._groups):
             stored = num_stored[number] if number < len(num_stored) else 0
             group.num_done = max(group.num_done or 0, stored)
         self._stored_tail = tail
 
     def note_missing(self, block: int, *, until_end: bool = False) -> None:
-        """Block number `block` did not reach the store, or cannot be had from it.
+        """Records that block number `block` did not reach the store, or cannot be loaded from it.
 
-        With `until_end` nothing is due any more: what is left is ordered when the request ends.
+        With `until_end` no more blocks are due until the request ends; its end orders the rest.
         """
         for group in self._groups:
             if group.num_done is not None:
@@ -120,7 +120,7 @@ class SavePlan:
         self._open = self._open and not until_end
 
     def is_due(self, num_full: int) -> bool:
-        """Whether of so many full blocks one may need saving; false at next to no cost."""
+        """Returns whether one of the first `num_full` blocks may need saving; cheap if not."""
         return self._open and any(
             group.num_done is None or num_full > group.num_done for group in self._groups
         )
@@ -128,10 +128,11 @@ class SavePlan:
     def order(
         self, num_full: int, num_committed: int, tail_end: int | None = None
     ) -> SaveOrder | None:
-        """What to save of the first `num_full` blocks and, with `tail_end`, of the tail after them.
+        """Returns the blocks to save of the first `num_full` and, with `tail_end`, of their tail.
 
-        What is ordered counts as stored from now on. Groups of which it is not known what the store
-        has wait for that, those with a window do not: they may not have the blocks any more then.
+        Ordered blocks count as stored from now on. A group with full attention has no orders until
+        the store's content is known. A group with a window does not wait, as it may lose its blocks
+        before.
 
         Args:
             num_full: blocks that will be full of valid KV.
@@ -169,7 +170,7 @@ class SavePlan:
         return SaveOrder(request.request_id, blocks, request.namespace.tag())
 
     def _held(self, group: _Group, first: int, stop: int, num_committed: int) -> list[range]:
-        """The numbers among ``first..stop`` whose blocks are still the request's."""
+        """Returns the ranges in ``first..stop`` of blocks that are still the request's."""
         if group.window is not None:
             size = self._request.key_chain.tokens_per_block
             first = max(first, blocks_needed(group.window, num_committed, size).start)

@@ -1,4 +1,4 @@
-"""The built-in scheduler: finds prompts in a store and orders what is new into it."""
+"""The built-in scheduler: finds prompts in a store and orders saves of new blocks into it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _LEFT_ALONE = Reply.settled(Hit())
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """What is known of a live request.
+    """The scheduler's record of a live request.
 
     Attributes:
         request: the runtime's.
-        asked: its keys, as the store is asked for them.
-        saves: what of it the store still lacks.
-        lookup: the question to the store, running or answered.
-        hit: the answer, once it was looked at.
+        asked: its keys, as they are looked up in the store.
+        saves: the blocks that the store still lacks.
+        lookup: the lookup in the store, running or answered.
+        hit: the answer, once it was read.
         promised: tokens ``start..end`` that the store has for this admission, until their load is
             ordered.
         num_held: blocks that the workers hold until the request's end.
@@ -55,18 +55,18 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     """Drives any `Backend`, together with `OffloadWorker`, through the public connector API.
 
     Lookups start when a request arrives. At admission, all requests of one step together wait at
-    most ``lookup_timeout_ms`` for answers: what is late is a miss, and may serve a later admission.
-    After that no request waits until the store answers in time again.
+    most ``lookup_timeout_ms`` for answers: a late answer is a miss, and may serve a later
+    admission. After that no request waits until the store answers in time again.
     Loads run in the background.
 
     A block is ordered into the store in the step that fills it; with ``save_on="finish"`` the
     workers stage it at its request's end, or when that is preempted. A block that is dropped or
-    below ``min_priority`` ends its sequence's saves: without it, what follows cannot be found.
+    below ``min_priority`` ends its sequence's saves: without it, the later blocks cannot be found.
     Dropped ones are ordered again at the request's end, and by any other request that uses them.
-    No record of what is stored outlives a request: the store itself is asked.
+    No record of stored blocks outlives a request: each request looks the store up.
 
     Attributes:
-        whole_blocks: of an engine that cannot take up part of a block: hits end where blocks do.
+        whole_blocks: the engine cannot use part of a block: hits end where blocks do.
         hashes_at_once: keys are known when `on_new_request` returns, for an engine that needs them
             itself; otherwise the store's thread hashes them.
     """
@@ -95,7 +95,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     # ------------------------------------------------------------------ finding
 
     def on_new_request(self, request: LlmRequest) -> None:
-        """Start to look `request` up, unless the store is left alone for its failures."""
+        """Starts the lookup of `request`, unless the store's breaker is open."""
         store = self._store
         if self.hashes_at_once:
             request.block_keys()
@@ -107,7 +107,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._states[request.request_id] = _State(request, asked, plan, lookup)
 
     async def _look_up(self, store: OffloadStore, chain: KeyChain) -> Hit:
-        """On the store's loop, which has `chain` to itself until this ends."""
+        """Looks `chain` up, on the store's loop; no other thread uses `chain` until then."""
         query = Query.of(
             chain,
             heads=store.heads,
@@ -119,7 +119,10 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """What the store has beyond `num_computed_tokens`; waits within the step's budget."""
+        """Returns the tokens that the store has beyond `num_computed_tokens`.
+
+        Waits within the step's budget.
+        """
         state = self._states[request.request_id]
         if state.hit is None and self._could_load(state, num_computed_tokens):
             self._budget.wait(state.lookup)
@@ -146,19 +149,19 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         return num_tokens, True
 
     def _usable(self, request: LlmRequest, hit: Hit, num_computed_tokens: int) -> int:
-        """How far of `hit` is loaded: all of it, or up to its last block, or nothing."""
+        """Returns the end of the part of `hit` to load: all, up to its last block, or none (0)."""
         num_tokens, end = request.num_tokens, hit.end
         if end < num_tokens:
             return end
         if end > num_tokens or not self.whole_blocks or self._has_windows:
-            return 0  # since then it was rewound: windows were looked up for just this end
-        # A load may bring the last token, too, which the engine computes again. Of what the device
-        # has all but the last block of, that block is computed.
+            return 0  # the request was rewound since: windows were looked up for this end only
+        # A load may bring the last token, too, which the engine computes again. If the device has
+        # all blocks but the last one, that block is computed.
         size = self._tokens_per_block
         return end - size if end - size <= num_computed_tokens else end
 
     def _hit(self, state: _State) -> Hit | None:
-        """The store's answer; empty if it failed, ``None`` if it is late. Never waits."""
+        """Returns the store's answer; empty if it failed, ``None`` if it is late. Never waits."""
         if state.hit is None and state.lookup.done():
             state.request.key_chain.adopt(state.asked)
             error = state.lookup.exception()
@@ -173,46 +176,46 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     # ------------------------------------------------------------------ a request's way
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """The blocks are all new; the step's report will list them."""
+        """Drops the reported blocks: all are new, and the step's report will list them."""
         state = self._states[request.request_id]
         state.saves.forget_blocks()
         if not request.num_connector_matched_tokens:
             state.promised = None
 
     def blocks_replaced(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """Those that the load was to fill are new; the next report lists them all."""
+        """Drops the reported blocks; the next report lists all of them, the new ones too."""
         self._states[request.request_id].saves.forget_blocks()
 
     def load_failed(self, request: LlmRequest, num_valid_tokens: int) -> None:
-        """What did not load is computed, and saved anew."""
+        """Marks the blocks that were not loaded as missing: they are computed, and saved anew."""
         state = self._states[request.request_id]
         state.promised = None
         state.hit = Hit()
         state.saves.note_missing(num_valid_tokens // self._tokens_per_block)
 
     def on_rewind(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """Some of its tokens are gone, and blocks with them."""
+        """Removes the blocks of rejected tokens, and drops held saves that may be wrong now."""
         state = self._states[request.request_id]
         if state.saves.hold(block_ids) and state.num_held:
-            # What the workers hold may be filled with other tokens than it is ordered with.
+            # Blocks that the workers hold may be filled with other tokens than their orders say.
             self._forgotten.append(request.request_id)
             state.num_held = 0
             state.saves.note_missing(0)
 
     def request_reset(self, request: LlmRequest) -> None:
-        """Look it up again. What was not ordered of it is when it comes again."""
+        """Starts another lookup, and plans the request's saves from the start."""
         self._states.pop(request.request_id).lookup.cancel()
         self.on_new_request(request)
 
     def request_aborted(self, request: LlmRequest) -> None:
-        """Forget it, unless it holds blocks: then `request_finished` follows."""
+        """Drops the request's state, unless it holds blocks: then `request_finished` follows."""
         state = self._states.get(request.request_id)
         if state is not None and state.saves.num_blocks == 0:
             state.lookup.cancel()
             del self._states[request.request_id]
 
     def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
-        """Its end: True if blocks, dropped ones among them, or its tail are still to be saved."""
+        """Returns True if blocks, dropped ones among them, or the tail are still to be saved."""
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
@@ -234,7 +237,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         return False
 
     def _end(self, state: _State) -> RequestEnd:
-        """What the store lacks of the valid part of a request that gives its blocks back."""
+        """Returns the order for the valid blocks of an ended request that the store lacks."""
         saves, request = state.saves, state.request
         self._learn(state, late=Hit())
         size = self._tokens_per_block
@@ -248,7 +251,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     # ------------------------------------------------------------------ one step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMeta | None:
-        """The loads and saves of this step; ``None`` if there are none."""
+        """Returns the loads and saves of this step; ``None`` if there are none."""
         self._budget.start_step()
         saves: list[SaveOrder] = []
         loads = [
@@ -269,7 +272,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         return self._meta(loads, saves)
 
     def build_idle_meta(self) -> OffloadMeta | None:
-        """Which requests ended, if any did."""
+        """Returns the requests that ended; ``None`` if there are none."""
         return self._meta((), ())
 
     def _meta(self, loads: Sequence[LoadBlocks], saves: Sequence[SaveOrder]) -> OffloadMeta | None:
@@ -281,7 +284,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         return OffloadMeta(tuple(loads), tuple(saves), ended, forgotten)
 
     def update_from_workers(self, metas: Sequence[object]) -> None:
-        """A request of which a block did not reach the store on any rank is saved when it ends."""
+        """Postpones saves to a request's end if one of its blocks was not stored on some rank."""
         self._backlogged = False
         for meta in metas:
             if not isinstance(meta, WorkerMeta):
@@ -292,10 +295,10 @@ class OffloadScheduler(KvCacheConnectorScheduler):
                     state.saves.note_missing(block, until_end=True)
 
     def _load_of(self, data: RequestData) -> LoadBlocks | None:
-        """The load of a request that was told of one; ``None``: it is of no use any more."""
+        """Returns the load that was promised for a request; ``None``: it is of no use any more."""
         state = self._states[data.request_id]
         promised, state.promised = state.promised, None
-        # What reaches no further than what the device has was not taken.
+        # The runtime did not accept a match that ends within the device's tokens.
         if promised is None or state.hit is None or data.computed_position >= promised[1]:
             return None
         # The device may have kept less than it matched when the store was asked.
@@ -322,7 +325,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
                 yield BlockLoad(keys[number], ids[number], group, shares)
 
     def _order_save(self, data: RequestData, saves: list[SaveOrder], valid: int) -> None:
-        """Order what this step fills, if the first `valid` tokens are valid before it computes."""
+        """Orders the blocks that this step fills, after `valid` tokens that are valid before."""
         state = self._states[data.request_id]
         # Proposed tokens may be rejected: only those that the request has are certain.
         end = min(valid + data.num_scheduled_tokens, state.request.num_tokens)
@@ -330,7 +333,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         if not state.saves.is_due(num_full):
             return
         if not self._store.backend.available:
-            return  # what is due stays due
+            return  # due blocks stay due
         self._learn(state)
         order = state.saves.order(num_full, data.computed_position)
         if order is not None:
@@ -338,14 +341,14 @@ class OffloadScheduler(KvCacheConnectorScheduler):
             state.num_held += len(order.blocks) if self._config.save_on == "finish" else 0
 
     def _learn(self, state: _State, late: Hit | None = None) -> None:
-        """What the store has need not be saved; `late` counts if it has not answered yet."""
+        """Records which blocks the store has; `late` stands for an answer that has not come."""
         if not state.saves.knows_store and (hit := self._hit(state) or late) is not None:
             state.saves.note_stored(hit.num_stored, hit.tail)
 
     # ------------------------------------------------------------------ the end
 
     def shutdown(self) -> None:
-        """Let go of the store; the last user closes it. Idempotent."""
+        """Releases the store; the last user closes it. Idempotent."""
         store, self._open_store = self._open_store, None
         if store is None:
             return

@@ -26,14 +26,14 @@ from kvconnect.kernels.blocks.paged import PagedKv
 
 __all__ = ["OffloadWorker"]
 
-# The worker gives up before the runtime does: it knows that its writes are over, the runtime could
-# only put the blocks in quarantine.
+# The worker's deadlines end before the runtime's: the worker knows that its writes are over, but
+# the runtime could only put the blocks in quarantine.
 _OWN_SHARE = 0.9
 
 
 @dataclass(slots=True)
 class _Leaving:
-    """What is left to stage of an ended request, and until when it is tried."""
+    """The blocks of an ended request that are not staged yet, and the deadline for that."""
 
     order: SaveOrder | None
     deadline: float
@@ -41,7 +41,7 @@ class _Leaving:
 
     @property
     def missing(self) -> int:
-        """Blocks that are not staged."""
+        """The number of blocks that are not staged."""
         return 0 if self.order is None else len(self.order.blocks) - self.staged
 
 
@@ -52,13 +52,13 @@ def _silent() -> None:
 class OffloadWorker(KvCacheConnectorWorker):
     """Drives any `Backend`, together with `OffloadScheduler`, through the public connector API.
 
-    Everything between the pool and the store goes through staging slots, ``staging_bytes`` of them.
+    All blocks between the pool and the store go through staging slots, ``staging_bytes`` of them.
     They isolate the pool: a store that answers after its deadline writes into a slot, which stays
     the store's until that call has really ended, never into a block. So every failure reported here
     has ``writes_ended``, and no block goes into quarantine because a store is late.
 
-    What there is no room for is dropped and counted, or with ``on_backlog="wait"`` waited for, up
-    to ``save_timeout_s``. Blocks of a request that ended are kept and staged as room comes.
+    Blocks without room are dropped and counted, or with ``on_backlog="wait"`` waited for, up to
+    ``save_timeout_s``. Blocks of a request that ended are kept and staged as room comes.
     """
 
     wakes = True
@@ -77,15 +77,15 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._open_store: OffloadStore | None = OffloadStore.acquire(llm_args)
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
-        """The only pool; see `register_kv_cache_layout`."""
+        """Registers the only pool; see `register_kv_cache_layout`."""
         self.register_kv_cache_layout([KvCachePool(self._llm_args.layouts[0], kv_cache_tensor)])
 
     def register_kv_cache_layout(self, pools: Sequence[KvCachePool]) -> None:
-        """Take the pools; see `register_planes`."""
+        """Registers the pools; see `register_planes`."""
         self.register_planes([PagedKv.from_pool(one.tensor, one.layout) for one in pools])
 
     def register_planes(self, pools: Sequence[PagedKv | StridedPlanes]) -> None:
-        """Take the pools, however their planes lie, and reserve the staging memory.
+        """Registers the pools, with planes of any strides, and reserves the staging memory.
 
         Args:
             pools: the planes of each pool group, tokens before heads (NHD).
@@ -102,11 +102,11 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._access.staging.on_free(self._slots_freed)
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """`wakeup` is called from the store's thread."""
+        """Sets `wakeup`, which the store's thread calls."""
         self._wakeup = wakeup
 
     def bind_connector_meta(self, metadata: object) -> None:
-        """Takes in which requests ended, and what of them is to be staged."""
+        """Takes the step's orders: which requests ended, and which of their blocks to stage."""
         super().bind_connector_meta(metadata)
         if not isinstance(metadata, OffloadMeta):
             return
@@ -123,7 +123,7 @@ class OffloadWorker(KvCacheConnectorWorker):
     # ------------------------------------------------------------------ loads
 
     def start_load_kv(self, stream: ForwardStream) -> None:
-        """Start the step's loads; does not block."""
+        """Starts the step's loads; does not block."""
         meta = self._metadata
         if not isinstance(meta, OffloadMeta) or not meta.loads:
             return
@@ -136,21 +136,21 @@ class OffloadWorker(KvCacheConnectorWorker):
         """Does nothing: no request computes before its load has ended."""
 
     def cancel(self, request_id: int) -> None:
-        """Copy nothing more of this load into the pool."""
+        """Cancels the load of a request: no more copies into the pool start."""
         self._loads.cancel(request_id)
 
     def _load_ended(self, load: Load) -> None:
-        """On the store's thread."""
+        """Queues the end of a load, on the store's thread."""
         self._ended.append((load.order.request_id, load.failure))
         self._wakeup()
 
     # ------------------------------------------------------------------ saves
 
     def save_kv_layer(self, layer_idx: int, stream: ForwardStream) -> None:
-        """Nothing: whole blocks are copied at the end of the forward pass."""
+        """Does nothing: whole blocks are copied at the end of the forward pass."""
 
     def wait_for_save(self, stream: ForwardStream) -> None:
-        """Stages or holds what the step filled, behind its work."""
+        """Stages or holds the blocks that the step filled, after its work."""
         meta = self._metadata
         if isinstance(meta, OffloadMeta) and meta.saves:
             timeout_s = self._config.save_timeout_s if self._config.on_backlog == "wait" else 0.0
@@ -162,7 +162,10 @@ class OffloadWorker(KvCacheConnectorWorker):
                     self._stage(order, cuda_stream(stream), max(0.0, deadline - time.monotonic()))
 
     def _own(self, order: SaveOrder | None) -> SaveOrder | None:
-        """What of `order` this rank saves; ranks before it save the heads that they hold, too."""
+        """Returns the part of `order` that this rank saves; ``None`` if there is none.
+
+        Heads that an earlier rank holds, too, are saved by that one.
+        """
         if order is None or self._saves_all:
             return order
         blocks = tuple(block for block in order.blocks if self._access.saves(block.group))
@@ -176,7 +179,7 @@ class OffloadWorker(KvCacheConnectorWorker):
             self._queue.count_dropped(missing)
 
     def request_reset(self, request_id: int, num_committed: int) -> None:
-        """Stage what was held of it, as far as there is room."""
+        """Stages the held blocks of a request, as far as there is room."""
         order = self._held.take(request_id, num_committed)
         if order is None:
             return
@@ -185,14 +188,14 @@ class OffloadWorker(KvCacheConnectorWorker):
 
     @property
     def has_unstaged(self) -> bool:
-        """True while blocks of requests that ended are not staged."""
+        """Returns whether blocks of ended requests are not staged yet."""
         return bool(self._leaving)
 
     def drop_saves(self) -> None:
-        """Forgets all blocks that are not staged, those of this step among them.
+        """Drops all blocks that are not staged, those of this step among them.
 
-        For a runtime that finds that something else computed them than their keys say. Requests
-        that ended are reported as saved.
+        For a runtime which finds that the blocks were not computed from what their keys say.
+        Requests that ended are reported as saved.
         """
         if isinstance(self._metadata, OffloadMeta):
             self._metadata = replace(self._metadata, saves=())
@@ -204,7 +207,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._missing[request_id] = min(block, self._missing.get(request_id, block))
 
     def _slots_freed(self) -> None:
-        """On any thread."""
+        """Wakes the engine if ended requests wait for room; on any thread."""
         if self._leaving:
             self._wakeup()
 
@@ -213,10 +216,10 @@ class OffloadWorker(KvCacheConnectorWorker):
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Returns what ended since the last call. Does not block.
+        """Returns the requests whose saves and loads ended since the last call. Does not block.
 
-        A request counts as saved when what its end ordered is staged. The order comes with the
-        metadata of the step after that end, which may be later than the request's id comes here.
+        A request counts as saved when the blocks that its end ordered are staged. The order comes
+        with the metadata of the step after that end, perhaps later than the request's id.
         """
         self._stage_leaving()
         saved, self._saved = self._saved, []
@@ -230,10 +233,10 @@ class OffloadWorker(KvCacheConnectorWorker):
         return saved, loaded
 
     def get_failed(self) -> list[TransferFailure]:
-        """Transfers that will not finish; nothing of them touches the pool any more.
+        """Returns transfers that will not finish; none of them touches the pool any more.
 
-        Stages what ended requests have left, so that `build_worker_meta` knows what has no room,
-        also where `get_finished` is called last in a step.
+        Stages the remaining blocks of ended requests first. So `build_worker_meta` knows which
+        blocks have no room, even if `get_finished` is the last call of a step.
         """
         self._stage_leaving()
         if not self._failed:
@@ -242,14 +245,14 @@ class OffloadWorker(KvCacheConnectorWorker):
         return failed
 
     def build_worker_meta(self) -> WorkerMeta | None:
-        """What did not reach the store, and whether ended requests wait for room."""
+        """Returns the blocks that were not stored, and whether ended requests wait for room."""
         if not (self._missing or self._leaving):
             return None
         missing, self._missing = self._missing, {}
         return WorkerMeta(missing, bool(self._leaving))
 
     def _stage_leaving(self) -> None:
-        """Stages what ended requests have left, as far as there is room."""
+        """Stages the remaining blocks of ended requests, as far as there is room."""
         for request_id, block in self._queue.take_lost():
             self._note_missing(request_id, block)
         if not self._leaving:
@@ -270,13 +273,13 @@ class OffloadWorker(KvCacheConnectorWorker):
             del self._leaving[request_id]
 
     def _current_stream(self) -> torch.cuda.Stream | None:
-        """The engine's, outside of a step."""
+        """Returns the engine's stream, for calls outside of a step."""
         return torch.cuda.current_stream() if self._on_cuda else None
 
     # ------------------------------------------------------------------ the end
 
     def shutdown(self) -> None:
-        """Write what is staged and what ended requests have left, up to ``save_timeout_s``.
+        """Writes staged blocks and those of ended requests, up to ``save_timeout_s``.
 
         Blocks. Idempotent.
         """

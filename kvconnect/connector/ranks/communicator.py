@@ -32,20 +32,20 @@ class Communicator(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process; 0 is the leader."""
+        """The number of this process; 0 is the leader."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
 
     def broadcast(self, value: T) -> T:
-        """The leader's `value`, on every rank. Blocks until the leader has called."""
+        """Returns the leader's `value`, on every rank. Blocks until the leader has called."""
 
     def allgather(self, value: T) -> list[T]:
-        """Every rank's `value`, by rank. Blocks until all have called."""
+        """Returns every rank's `value`, by rank. Blocks until all have called."""
 
     def fail(self, error: BaseException) -> None:
-        """This rank leaves its step by `error`, which the caller raises: the engine is over.
+        """Ends the engine: this rank leaves its step by `error`, which the caller raises.
 
         Not collective. Every other rank raises in the exchange that it is in, or in its next one:
         `RankDivergence` if `error` is one, else `ConnectorContractError` with this rank and `error`
@@ -60,11 +60,11 @@ class SingleProcess:
     size = 1
 
     def broadcast(self, value: T) -> T:
-        """`value`."""
+        """Returns `value`."""
         return value
 
     def allgather(self, value: T) -> list[T]:
-        """`value` alone."""
+        """Returns `value` alone."""
         return [value]
 
     def fail(self, error: BaseException) -> None:
@@ -111,7 +111,7 @@ class Instructions:
         saving: requests that ended and whose blocks are kept for a save that starts now.
         loading: requests whose load in the background starts now.
         orders: for single requests, in order; carried out before anything else in the step.
-        work: for the engine's part of the rank; the connector's part hands it on unread.
+        work: for the engine's part of the rank; the connector's part passes it on unread.
     """
 
     step: int
@@ -125,7 +125,7 @@ class Instructions:
 
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """A text that names class and message of what a rank's worker raised for one request."""
+    """An error of a rank's worker for one request, as a text with its class and message."""
 
     request_id: int
     text: str
@@ -133,14 +133,14 @@ class RequestError:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The second exchange: what one rank's worker answered in a step.
+    """The second exchange: the answers of one rank's worker in a step.
 
     Attributes:
         step: its number.
         saved, loaded: requests whose transfer the worker returned.
         failures: transfers that will not finish on this rank.
         worker_meta: for the scheduler, from `build_worker_meta`.
-        request_errors: what this rank's worker raised for single requests; of the leader's none.
+        request_errors: errors of this rank's worker for single requests; none on the leader.
     """
 
     step: int

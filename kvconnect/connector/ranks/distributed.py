@@ -114,16 +114,16 @@ class DistributedCommunicator:
 
     @property
     def rank(self) -> int:
-        """This process; 0 is the leader."""
+        """The number of this process; 0 is the leader."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self._size
 
     def broadcast(self, value: T, *, idle: bool = False) -> T:
-        """The leader's `value`, on every rank; what others pass is ignored.
+        """Returns the leader's `value`, on every rank; values of other ranks are ignored.
 
         Blocks the others until the leader has called; the leader itself only while the connection
         to another rank is full of earlier exchanges.
@@ -149,7 +149,7 @@ class DistributedCommunicator:
         return cast("T", self._loaded(0, payload))
 
     def allgather(self, value: T) -> list[T]:
-        """Every rank's `value`, by rank. Blocks until all have called.
+        """Returns every rank's `value`, by rank. Blocks until all have called.
 
         Raises:
             RankLost, RankDivergence, ConnectorContractError, EngineClosed: as `broadcast`.
@@ -165,10 +165,11 @@ class DistributedCommunicator:
         ]
 
     def fail(self, error: BaseException) -> None:
-        """This rank leaves its step by `error`: the others raise wherever they wait for it.
+        """Ends the engine on all ranks: this rank leaves its step by `error`.
 
-        So they do in the groups of `end_with_ranks`, and the engine is over on all ranks. Not
-        collective; blocks for some milliseconds. Does nothing if the engine was over before.
+        The other ranks raise wherever they wait for this one, also in the groups of
+        `end_with_ranks`. Not collective; blocks for some milliseconds. Does nothing if the engine
+        was over before.
         """
         if self._closed or self._watch.verdict is not None:
             return
@@ -179,17 +180,18 @@ class DistributedCommunicator:
             self._watch.judge(VerdictKind.BROKEN, self._rank, text)
 
     def end_with_ranks(self, group: dist.ProcessGroup) -> None:
-        """When a rank is lost, end what waits in `group`, too, on any thread of this process.
+        """Ends the waits in `group`, too, when a rank is lost, on any thread of this process.
 
-        For the groups of the model's own collectives: gloo has no other way out of a wait for a
-        rank that is stopped, NCCL is aborted.
+        For the groups of the model's own collectives. gloo has no other way to end a wait for a
+        rank that is stopped; NCCL is aborted.
         """
         self._watch.on_over(lambda: end_group(group))
 
     def check(self, timeout_s: float = 0.0) -> None:
-        """Raise if the ranks cannot go on together; blocks up to `timeout_s` to hear that.
+        """Raises if a rank is lost or failed; waits up to `timeout_s` for the news.
 
-        For what another group's collective raised: was it for a rank that is lost?
+        Called when a collective of another group raised, to find out whether a lost rank was the
+        cause.
 
         Raises:
             RankLost, RankDivergence, ConnectorContractError, EngineClosed: as `broadcast`.
@@ -200,7 +202,7 @@ class DistributedCommunicator:
             raise verdict.error()
 
     def close(self) -> None:
-        """Tells the others that this rank leaves, and releases the group. Idempotent.
+        """Reports to the other ranks that this one leaves, and releases the group. Idempotent.
 
         Blocks for some milliseconds, a few seconds at most. It is no exchange: ranks may leave at
         different times, and one that waits for a rank that left raises `RankLost`.
@@ -232,7 +234,7 @@ class DistributedCommunicator:
         self._watch.exchanges = self._number
 
     def _send(self, kind: int, value: object) -> Exception | None:
-        """Sends `value` to every other rank; or why it cannot be pickled, which is returned."""
+        """Sends `value` to every other rank; returns the error if it cannot be pickled."""
         status, refused = _SOUND, None
         try:
             payload = pickled(value)
@@ -249,7 +251,7 @@ class DistributedCommunicator:
         return refused
 
     def _receive(self, peer: int, kind: int, timeout_s: float | None) -> Message:
-        """Returns what `peer` sends in this exchange."""
+        """Returns the message of `peer` in this exchange."""
         try:
             message = self._links[peer].receive(timeout_s)
         except (ConnectionError, TimeoutError) as error:
@@ -282,7 +284,7 @@ class DistributedCommunicator:
     def _failed(
         self, peer: int, error: ConnectionError | TimeoutError, timeout_s: float | None
     ) -> Exception:
-        """Returns what to raise when a wait for `peer` ended with `error`."""
+        """Returns the error to raise when a wait for `peer` ended with `error`."""
         if self._closed:
             return EngineClosed("DistributedCommunicator: was closed during an exchange")
         if isinstance(error, TimeoutError) and timeout_s is not None:

@@ -24,7 +24,7 @@ _LONG_S = 3600.0  # a wait without limit is many of these
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One rank's part of one exchange.
+    """A rank's part of one exchange.
 
     Attributes:
         kind: of the exchange; 0: no rank of this engine sent this.
@@ -39,15 +39,15 @@ class Message:
     payload: bytes | bytearray
 
     def head(self) -> bytes:
-        """Returns what goes before the payload on the connection."""
+        """Returns the bytes before the payload on the connection."""
         return _HEAD.pack(_MAGIC, self.kind, self.status, 0, self.number, len(self.payload))
 
 
 class RankLink:
     """Sends messages to one other rank and receives its messages, in order.
 
-    A message goes to the system on the caller's thread; what the connection cannot take at once
-    goes there on a thread that lives until then. So two ranks may send each other any amount before
+    A message goes to the system on the caller's thread. If the connection cannot take all of it at
+    once, a thread sends the rest and then ends. So two ranks may send each other any amount before
     they receive. Each wait ends with its timeout, with the connection, or with `end`.
 
     Args:
@@ -208,7 +208,7 @@ class RankLink:
 
 
 def _rest(parts: list[memoryview], sent: int) -> list[memoryview]:
-    """Returns what is left of `parts` after the first `sent` bytes."""
+    """Returns the rest of `parts` after the first `sent` bytes."""
     left = []
     for part in parts:
         if sent < len(part):

@@ -13,7 +13,7 @@ __all__ = ["pickled", "unpickled"]
 def pickled(value: object) -> bytes:
     """Returns `value` pickled.
 
-    Other threads run meanwhile: heartbeats go on however large `value` is.
+    Other threads run meanwhile: heartbeats continue however large `value` is.
 
     Raises:
         ValueError: it takes more than `MOST_NBYTES`; no more than that are made.

@@ -34,7 +34,7 @@ _STRANGER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """How a rank is reached.
+    """The address of a rank.
 
     Attributes:
         hosts: addresses of its machine, the likeliest first.

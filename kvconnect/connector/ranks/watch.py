@@ -1,4 +1,4 @@
-"""Whether the other ranks of one engine live: heartbeats beside their exchanges."""
+"""The watch over the other ranks of an engine: heartbeats beside their exchanges."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NOTE = struct.Struct("<BqqH")  # kind, rank it is about, exchanges made, bytes 
 
 
 class VerdictKind(IntEnum):
-    """Why an engine's ranks cannot go on together; ``ALIVE`` and ``LEAVING`` are no verdicts."""
+    """The reason for the end of an engine's ranks; ``ALIVE`` and ``LEAVING`` are no verdicts."""
 
     ALIVE = 0
     LEAVING = 1
@@ -53,7 +53,7 @@ _ERRORS: dict[VerdictKind, type[KvConnectError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why the ranks cannot go on together, as the first of them to find out says it.
+    """The reason for the end of the ranks, as the first of them to notice it reports it.
 
     Attributes:
         kind: which error it is.
@@ -66,7 +66,7 @@ class Verdict:
     text: str
 
     def error(self) -> KvConnectError:
-        """A new error to raise."""
+        """Returns a new error to raise."""
         if self.kind in _ERRORS:
             return _ERRORS[self.kind](self.text)
         return RankLost(self.rank, self.text)
@@ -114,10 +114,10 @@ class RankWatch:
     """Sends heartbeats to the other ranks and listens for theirs, on threads of its own.
 
     A rank whose process ended is noticed at once, by its closed connection; one that is stopped, or
-    whose machine is gone, after `silence_s` without a heartbeat. What this rank finds out first it
-    tells the others before it closes its own connections, so that all of them name the same rank.
-    Heartbeats go on while a rank computes; they do not tell whether its engine's thread does: who
-    waits for that has a deadline of its own, see `judge_late`.
+    whose machine is gone, after `silence_s` without a heartbeat. The first rank to notice sends the
+    verdict to the others before it closes its own connections, so that all name the same rank.
+    Heartbeats continue while a rank computes. They do not show whether its engine's thread runs: a
+    wait for that thread has a deadline of its own, see `judge_late`.
 
     Args:
         group: a gloo group that only this engine's communicator uses; ended with the first verdict.
@@ -155,17 +155,17 @@ class RankWatch:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Why the ranks cannot go on together; ``None`` while they can. The first one stays."""
+        """The reason for the end of the ranks; ``None`` while they run. The first one stays."""
         return self._verdict
 
     def wait(self, timeout_s: float) -> Verdict | None:
-        """The verdict, for which this blocks up to `timeout_s`."""
+        """Returns the verdict, or ``None``; blocks up to `timeout_s` for one."""
         if timeout_s and self._verdict is None:
             self._over.wait(timeout_s)
         return self._verdict
 
     def on_over(self, do: Callable[[], None]) -> None:
-        """Call `do` with the first verdict, on a thread of this watch; at once if there is one."""
+        """Calls `do` with the first verdict, on a thread of this watch; at once if there is one."""
         with self._lock:
             if self._verdict is None:
                 self._on_over.append(do)
@@ -173,7 +173,7 @@ class RankWatch:
         do()
 
     def judge(self, kind: VerdictKind, rank: int, text: str) -> Verdict:
-        """The ranks cannot go on together: tell them, and end what waits for them.
+        """Sends a verdict to the other ranks, and ends every wait for them.
 
         Returns:
             The verdict, which is an earlier one if there was one.
@@ -199,10 +199,10 @@ class RankWatch:
         return self.judge(VerdictKind.LOST, peer, text)
 
     def wait_for_verdict(self, peer: int, reason: str) -> Verdict:
-        """What became of `peer`, an exchange with which failed; blocks for two seconds at most.
+        """Returns the verdict after an exchange with `peer` failed; blocks for up to two seconds.
 
-        Those who listen to heartbeats decide: the peer may have told before it closed the
-        connection that it was another one that died.
+        The threads that receive heartbeats decide: before `peer` closed the connection, it may have
+        reported that another rank died.
         """
         until = time.monotonic() + 2.0
         while not self._over.wait(0.01) and time.monotonic() < until:
@@ -212,7 +212,7 @@ class RankWatch:
         return self.judge(VerdictKind.LOST, peer, f"rank {peer} is lost: {reason}")
 
     def close(self) -> None:
-        """Tell the others that this rank leaves, and end the threads and the group; idempotent."""
+        """Reports that this rank leaves, and ends the threads and the group; idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -236,12 +236,12 @@ class RankWatch:
             self._send(Verdict(VerdictKind.ALIVE, self._rank, ""))
 
     def _look(self) -> None:
-        """Gives up a rank that is silent for too long."""
+        """Judges a rank lost that is silent for too long."""
         last = time.monotonic()
         while not (self._closing.wait(_BEAT_EVERY_S) or self._over.is_set()):
             now = time.monotonic()
-            # Time in which this rank itself was stopped, or had no processor, hardly counts: what
-            # the others sent meanwhile is still to be read.
+            # Time in which this rank itself was stopped, or had no processor, hardly counts: it has
+            # yet to read the messages of that time.
             self._awake_s += min(now - last, self._silence_s / 4)
             last = now
             for peer, heard in self._heard.items():
@@ -269,14 +269,14 @@ class RankWatch:
             self._left.add(peer)
 
     def _disconnected(self, peer: int) -> None:
-        # That a rank has left matters to those only that wait for it.
+        # A rank that has left matters only to ranks that wait for it.
         if not (self._closing.is_set() or peer in self._left):
             self.judge(VerdictKind.LOST, peer, f"rank {peer} is lost: its process ended")
 
     # ------------------------------------------------------------------ messages
 
     def _send(self, verdict: Verdict) -> dict[int, dist.Work]:
-        """Send `verdict` to all that have not left; does not block."""
+        """Sends `verdict` to all ranks that have not left; does not block."""
         text = verdict.text.encode()[: _NOTE_NBYTES - _NOTE.size]
         head = _NOTE.pack(verdict.kind, verdict.rank, self.exchanges, len(text))
         data = (head + text).ljust(_NOTE_NBYTES, b"\0")
@@ -291,7 +291,7 @@ class RankWatch:
         return works
 
     def _tell(self, verdict: Verdict) -> None:
-        """Sends `verdict`, and blocks until those have it that can be waited for; 2 s at most."""
+        """Sends `verdict`, and blocks for up to 2 s until the ranks that can receive it have it."""
         do_within(END_S, lambda: self._tell_each(verdict))
 
     def _tell_each(self, verdict: Verdict) -> None:
@@ -301,7 +301,7 @@ class RankWatch:
                     work.wait(_TELL_FOR)
 
     def _read(self, peer: int, buffer: Tensor) -> Verdict | None:
-        """What `peer` told; ``None`` if only that it lives."""
+        """Returns the verdict that `peer` sent; ``None`` for a plain heartbeat."""
         data = buffer.numpy().tobytes()
         code, rank, exchanges, length = _NOTE.unpack_from(data)
         self._exchanges[peer] = exchanges

@@ -1,4 +1,4 @@
-"""What a connector answers, checked: an error names the class that broke the contract."""
+"""The checks of a connector's answers: an error names the class that broke the contract."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _name(owner: object) -> str:
 
 
 def checked_match(owner: object, answer: object) -> tuple[int, bool]:
-    """The answer of `get_num_new_matched_tokens`.
+    """Returns the answer of `get_num_new_matched_tokens`, checked.
 
     Raises:
         ConnectorContractError: not ``(int, bool)``, negative, or ``(0, True)``.
@@ -44,7 +44,7 @@ def checked_match(owner: object, answer: object) -> tuple[int, bool]:
 
 
 def checked_keep(owner: object, answer: object) -> bool:
-    """The answer of `request_finished`.
+    """Returns the answer of `request_finished`, checked.
 
     Raises:
         ConnectorContractError: not a bool.
@@ -57,7 +57,7 @@ def checked_keep(owner: object, answer: object) -> bool:
 
 
 def checked_finished(owner: object, answer: object) -> tuple[list[int], list[int]]:
-    """The answer of `get_finished`: ids of what was saved, ids of what was loaded.
+    """Returns the answer of `get_finished`, checked: ids of saved, and of loaded requests.
 
     Raises:
         ConnectorContractError: not two sequences of request ids.
@@ -70,7 +70,7 @@ def checked_finished(owner: object, answer: object) -> tuple[list[int], list[int
 
 
 def checked_failures(owner: object, answer: object) -> list[TransferFailure]:
-    """The answer of `get_failed`.
+    """Returns the answer of `get_failed`, checked.
 
     Raises:
         ConnectorContractError: not a sequence of `TransferFailure`, or a field of one is none.

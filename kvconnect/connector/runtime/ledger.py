@@ -1,4 +1,4 @@
-"""The transfers in flight over all ranks, and what becomes of their requests when they end."""
+"""The transfers in flight over all ranks, and the outcome for their requests when they end."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from kvconnect.trace import warn_once
 
 __all__ = ["BlockFate", "StepOutcome", "TransferLedger"]
 
-# Blocks in quarantine are waited for at least so long, however short the deadlines are: a request
-# that waits for them is late, one that gives up has failed.
+# Requests wait at least this long for blocks in quarantine, however short the deadlines are: a
+# request that waits is late, but one that stops waiting has failed.
 _GRACE_S = 10.0
 
 
@@ -36,9 +36,9 @@ class StepOutcome:
             background.
         failed: the same for loads that did not, synchronous ones too: nothing past that position
             may be sampled, committed, published or streamed.
-        requeue: those of `failed` that cannot go on with the blocks they have: these may still be
-            written to and there are no fresh ones, or there are windows. Free their resources and
-            put them back into the queue.
+        requeue: those of `failed` that cannot continue with their blocks: these may still get
+            writes and there are no fresh ones, or there are windows. Free their resources and put
+            them back into the queue.
         saved: ended requests whose kept blocks are to be freed now.
     """
 
@@ -61,11 +61,12 @@ LoadFailed = Callable[[RequestRecord, int, BlockFate], None]
 
 
 class TransferLedger:
-    """Success is the intersection over ranks, failure the union; every transfer ends once.
+    """The transfers in flight. A transfer succeeds if it does on all ranks; each ends once.
 
-    Blocks that a transfer may still touch when it ends go to the quarantine: past the valid
-    position the request gets fresh ones, or it goes back to the queue. It always does where a load
-    is not `divisible` (with windows or several pools): windows hold only what the load's end needs.
+    Blocks that a transfer may still touch when it ends go to the quarantine. Past the valid
+    position the request gets fresh blocks, or it goes back to the queue. It always goes back if a
+    load is not `divisible` (with windows or several pools): windows hold only the blocks that the
+    load's end needs.
     """
 
     def __init__(
@@ -166,10 +167,10 @@ class TransferLedger:
             self._settle_save(save, now, outcome)
 
     def next_deadline(self) -> float | None:
-        """Returns when something happens at the latest, on the monotonic clock, or None.
+        """Returns the next deadline of a transfer or grace period, on the monotonic clock, or None.
 
-        Blocks in quarantine have a grace period as long as their transfer may take, of some seconds
-        at least. A request that still waits for them then fails.
+        Blocks in quarantine have a grace period as long as their transfer may take, of 10 s at
+        least. A request that still waits for them then fails.
         """
         grace = self.quarantine.grace_until()
         if grace is not None and grace < time.monotonic():
@@ -265,10 +266,10 @@ class TransferLedger:
 
     def _fail_load(self, load: Transfer, outcome: StepOutcome, load_failed: LoadFailed) -> None:
         request_id = load.request_id
-        # A rank that has not said how far it came may have nothing.
+        # A rank that has not reported may have no valid tokens.
         heard = load.done_ranks | load.failed_ranks >= self._ranks
         num_valid = load.num_valid if heard and self._divisible else load.start
-        # The request's own failure tells more than the clock.
+        # The request's own failure says more than the deadline.
         state = TransferState.FAILED if load.failed else TransferState.TIMED_OUT
         self.loads.finish(load, state)
         warn_once(
@@ -318,8 +319,8 @@ class TransferLedger:
             if save.failed:
                 self.quarantine.note_ended(Direction.SAVE, save.request_id)
         elif record is not None:
-            # Handed on while they are still read, the blocks' new content would be stored under
-            # the old content's keys.
+            # If the blocks were reused while they are still read, their new content would be stored
+            # under the old content's keys.
             self._hold(save, self._kv.pin(record.request), self._num_held(record.request))
         outcome.saved.append(save.request_id)
 

@@ -1,4 +1,4 @@
-"""Which of the connector's offers are taken, and when their loads may start."""
+"""The choice of the connector's matches to load, and when their loads may start."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MOST_FAILED_LOADS = 2
 
 
 class LoadAdmission:
-    """Asks the connector at each admission, once, and bounds what loads in the background hold.
+    """Asks the connector for a match once per admission, and limits the blocks that loads hold.
 
-    Requests that load, and blocks in quarantine, take at most ``max_loading_fraction`` of the pool.
-    An offer beyond that waits, while the blocks are of loads in flight and for ``load_timeout_s``
-    at most; then it is dropped. A load that is larger than all that starts when nothing is held.
+    Loading requests and blocks in quarantine take at most ``max_loading_fraction`` of the pool. A
+    match beyond that waits for blocks of loads in flight, for ``load_timeout_s`` at most, and is
+    dropped then. A load that is larger than the whole limit starts when no such blocks are held.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class LoadAdmission:
     def match(
         self, scheduler: KvCacheConnectorScheduler, record: RequestRecord, num_device_tokens: int
     ) -> ExternalMatch:
-        """What is to be loaded of `record` beyond the device match.
+        """Returns the tokens to load of `record` beyond the device match.
 
-        Changes the record's `offer`, and its `match` to what is taken. Nothing is while too many
-        blocks are held back for transfers that timed out, or the request's own last load is still
-        held; nor once loads of it have failed `_MOST_FAILED_LOADS` times, where each of them sends
-        it back to the queue. What the connector raises, or answers wrongly, is kept and ends the
-        request.
+        Changes the record's `offer`, and its `match` to the accepted part. No load is accepted
+        while too many blocks are in quarantine, or while the blocks of the request's own last load
+        are. With windows or several pools, no load is accepted after `_MOST_FAILED_LOADS` failed
+        ones either, as each of them sends the request back to the queue. An error that the
+        connector raises, or a wrong answer, is kept and ends the request.
         """
         request = record.request
         record.match = None
@@ -78,7 +78,7 @@ class LoadAdmission:
         return ExternalMatch(position)
 
     def admitted(self, record: RequestRecord) -> None:
-        """`record` has its blocks; a load of it starts with the step."""
+        """Records that `record` has its blocks; its load starts with the step."""
         if record.match is not None:
             self._admitted.append(record)
         elif record.offer is not None and record.offer.is_async:
@@ -86,7 +86,7 @@ class LoadAdmission:
         record.admitted()
 
     def take_dropped(self) -> tuple[int, ...]:
-        """Admitted requests whose offer of a load in the background was dropped, each once."""
+        """Returns admitted requests whose background load was dropped, each once."""
         dropped, self._dropped = tuple(self._dropped), []
         return dropped
 
@@ -114,20 +114,20 @@ class LoadAdmission:
         return not (given_up or quarantine.full or held)
 
     def _room(self, record: RequestRecord) -> bool | None:
-        """Whether its load in the background may start; ``None``: perhaps later."""
+        """Returns whether the background load may start now; ``None``: perhaps later."""
         loading = self._num_loading()
         held = loading + self._ledger.quarantine.num_blocks
         if held == 0 or held + self._num_blocks(record) <= self._max_blocks:
             return True
         if loading == 0:
-            return False  # what is in quarantine may never come back
+            return False  # blocks in quarantine may never be freed
         now = time.monotonic()
         if record.waits_until is None:
             record.waits_until = now + self._longest_wait_s
         return None if now < record.waits_until else False
 
     def _num_loading(self) -> int:
-        """Blocks of group 0 that requests hold which load, or will in the step to come."""
+        """Returns the blocks of group 0 that loading requests hold, those of the next step too."""
         self._admitted = [one for one in self._admitted if one.match is not None]
         starting = [one for one in self._admitted if one.match is not None and one.match.is_async]
         records = [*starting, *self._ledger.loading_records()]

@@ -1,4 +1,4 @@
-"""From the names in a configuration to a scheduler and a worker."""
+"""The construction of a scheduler and a worker from the names in a configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TRANSFER = ("kvconnect.connector.disagg", "DisaggScheduler", "DisaggWorker")
 
 
 def connector_classes(llm_args: LlmArgs) -> tuple[SchedulerClass, WorkerClass]:
-    """The two classes that `llm_args` asks for: by name, or a built-in pair.
+    """Returns the two classes that `llm_args` names, or those of a built-in pair.
 
     Raises:
         ConfigurationError: a name does not exist; the message says what was searched.
@@ -140,7 +140,7 @@ def _wait_for(building: Sequence[Future[Any]]) -> None:
         return
     for one in building:
         one.add_done_callback(_shut_down)
-    # What the configuration got wrong tells more than what broke because of it.
+    # An error in the configuration says more than an error that follows from it.
     failures.sort(key=lambda error: not isinstance(error, ConfigurationError))
     raise failures[0]
 
@@ -160,7 +160,7 @@ def _started(cls: Callable[[LlmArgs], T], llm_args: LlmArgs) -> Future[T]:
 
 
 def _explained(cls: Callable[[LlmArgs], object], error: BaseException) -> BaseException:
-    """`error` of a constructor as it is raised: it names the class, and shows no password."""
+    """Returns the `error` of a constructor to raise: it names the class, and shows no password."""
     if not isinstance(error, Exception):
         return error
     cause = as_cause(error)
@@ -173,7 +173,7 @@ def _explained(cls: Callable[[LlmArgs], object], error: BaseException) -> BaseEx
 
 
 def _reason(error: Exception) -> str:
-    """What `error`, of a user's code, says."""
+    """Returns the text of `error`, which a user's code raised."""
     kind = (
         "" if isinstance(error, (RetryLater, ConfigurationError)) else f"{type(error).__name__}: "
     )

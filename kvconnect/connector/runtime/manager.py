@@ -29,7 +29,7 @@ _LAST_POLL_S = 0.010
 
 
 class KvCacheConnectorManager:
-    """Calls a connector in the order its contract promises, and trusts nothing it answers.
+    """Calls a connector in the order its contract promises, and checks every answer.
 
     All state of requests and transfers is here. Every other rank has a `RankDriver` alone, and so
     has the leader's own worker.
@@ -39,15 +39,15 @@ class KvCacheConnectorManager:
     `end_step`. All methods run on the engine's thread. Every step makes exactly two exchanges with
     the other ranks, whatever happens in it.
 
-    What the connector raises for one request, or answers wrongly for it, is kept for `take_errors`
-    and ends that request, on whichever rank it is raised; the connector is not asked to load or to
-    place anything of that request any more. What it raises for a step is raised, on all ranks.
+    An error that the connector raises for one request, or a wrong answer for one, is kept for
+    `take_errors` and ends that request, on whichever rank it occurs. The connector gets no more
+    calls to load or place blocks of that request. An error for a step is raised on all ranks.
 
-    A load that did not succeed leaves its request with fewer valid tokens, and where its writes may
-    still come, with fresh blocks: those are told with `blocks_replaced`, and the request is in
-    `new_requests` (once more, if it was before), since all about its blocks is new. With windows or
-    several pools the request goes back to the queue instead: what windows would need to compute
-    from an earlier position was never there.
+    A load that did not succeed leaves its request with fewer valid tokens. If writes of the load
+    may still come, the request gets fresh blocks: `blocks_replaced` reports them, and the request
+    is in `new_requests` (once more, if it was before), since all about its blocks is new. With
+    windows or several pools the request goes back to the queue instead: the blocks that windows
+    need to compute from an earlier position were never there.
 
     Raises:
         ConfigurationError: block reuse is off, the cache manager serves no connector, a class
@@ -111,7 +111,7 @@ class KvCacheConnectorManager:
     # ------------------------------------------------------------------ requests
 
     def on_new_request(self, request: LlmRequest) -> None:
-        """`request` enters the queue.
+        """Adds `request`, which enters the queue.
 
         Raises:
             DuplicateRequest: a request of this id is live, or blocks of one are still held.
@@ -124,29 +124,29 @@ class KvCacheConnectorManager:
             self._scheduler.on_new_request(request)
 
     def take_errors(self) -> dict[int, Exception]:
-        """Returns what the connector raised for single requests since the last call, by request id.
+        """Returns the connector's errors for single requests since the last call, by request id.
 
         The engine ends these requests, `request_finished` included, before the next step begins;
-        some may have ended already. What another rank raised comes with the report of its step, as
+        some may have ended already. An error of another rank comes with the report of its step, as
         a `ConnectorContractError` that names the rank.
         """
         return self._errors.take()
 
     def match_external(self, request: LlmRequest, num_device_tokens: int) -> ExternalMatch:
-        """Returns what is to be loaded beyond the device match; see `LoadAdmission.match`."""
+        """Returns the tokens to load beyond the device match; see `LoadAdmission.match`."""
         return self._loads.match(self._scheduler, self._record(request), num_device_tokens)
 
     def blocks_allocated(
         self, request: LlmRequest, block_ids: list[int], by_group: Sequence[list[int]] = ()
     ) -> None:
-        """`request` was admitted and holds `block_ids`."""
+        """Records that `request` was admitted and holds `block_ids`."""
         self._loads.admitted(self._record(request))
         if request not in self._errors:
             with self._errors.kept(request):
                 self._scheduler.update_state_after_alloc(request, list(map(int, block_ids)))
 
     def request_finished(self, request: LlmRequest, *, aborted: bool = False) -> bool:
-        """Generation ended; the request's blocks are still there.
+        """Ends `request`, whose blocks are still there.
 
         Returns:
             True: keep the blocks until `end_step` lists the request as saved. Blocks that a
@@ -167,7 +167,7 @@ class KvCacheConnectorManager:
         return False
 
     def request_reset(self, request: LlmRequest) -> None:
-        """`request` is about to lose its blocks and goes back to the queue."""
+        """Prepares `request` to lose its blocks and to go back to the queue."""
         record = self._records.get(request.request_id)
         if record is None or not record.holds_blocks:
             return
@@ -178,7 +178,7 @@ class KvCacheConnectorManager:
         record.evicted()
 
     def on_rewind(self, request: LlmRequest) -> None:
-        """The last tokens of `request` were rejected; its blocks are rewound already."""
+        """Reports that the last tokens of `request` were rejected; its blocks are rewound."""
         record = self._record(request)
         block_ids = self._reporter.block_ids(request)
         record.num_tokens = min(record.num_tokens, request.num_tokens)
@@ -187,7 +187,7 @@ class KvCacheConnectorManager:
             self._scheduler.on_rewind(request, block_ids)
 
     def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
-        """Returns what travels to the client with the result of `request`."""
+        """Returns the parameters for the client that come with the result of `request`."""
         with self._errors.kept(request):
             if (params := self._scheduler.get_kv_transfer_params(request)) is not None:
                 return params
@@ -200,14 +200,14 @@ class KvCacheConnectorManager:
     # ------------------------------------------------------------------ one step
 
     def begin_step(self, batch: ScheduledBatch, work: object = None) -> None:
-        """Tells the connector what the step computes, and starts its loads, on every rank.
+        """Passes the step to the connector, and starts its loads, on every rank.
 
         Call it after admission and chunking, for every step with a batch, also if every request of
         it is loading.
 
         Args:
             batch: what the step computes.
-            work: what the engine has for the other ranks; they get it with the instructions.
+            work: the engine's data for the other ranks, sent with the instructions.
 
         Raises:
             RankDivergence: ranks are in different steps.
@@ -225,7 +225,7 @@ class KvCacheConnectorManager:
         self._begin(metadata, work, loading=tuple(in_background))
 
     def begin_idle_step(self, work: object = None) -> None:
-        """Begins a step without a batch, in which the workers are asked what ended.
+        """Begins a step without a batch, in which the workers report ended transfers.
 
         Raises:
             RankDivergence: ranks are in different steps.
@@ -235,24 +235,23 @@ class KvCacheConnectorManager:
         self._begin(metadata, work, is_idle=True)
 
     def wait_for_layer_load(self, layer_idx: int) -> None:
-        """Before the layer's work is enqueued: what is loaded of it may be read afterwards."""
+        """Makes the loaded part of a layer readable; called before the layer's work is enqueued."""
         self._rank.wait_for_layer_load(layer_idx)
 
     def save_kv_layer(self, layer_idx: int) -> None:
-        """After the layer's work was enqueued."""
+        """Saves a layer; called after the layer's work was enqueued."""
         self._rank.save_kv_layer(layer_idx)
 
     def end_forward(self) -> None:
-        """At the end of a forward pass, before anything is sampled."""
+        """Ends a forward pass; called before anything of it is sampled."""
         self._rank.end_forward()
 
     def agree(self) -> dict[int, int]:
         """Returns the loads that failed: request id to leading valid tokens, as in `StepOutcome`.
 
         Called after the forward pass, before anything of it is sampled; not in an idle step.
-        Several ranks exchange all that ended in the step here. One rank alone asks its worker what
-        ended in `end_step`, as TensorRT-LLM does: by then it knows which requests the step has
-        ended.
+        Several ranks exchange all transfers that ended in the step here. One rank alone does that
+        in `end_step`, as TensorRT-LLM does: by then it knows which requests the step has ended.
 
         Raises:
             ConnectorContractError: a worker broke its contract; names the class. Another rank
@@ -266,7 +265,7 @@ class KvCacheConnectorManager:
         return outcome.failed
 
     def end_step(self) -> StepOutcome:
-        """Returns what ended in the step; call it once a step, idle steps too.
+        """Returns the transfers that ended in the step; called once a step, idle steps too.
 
         A step that was not begun is an idle one.
 
@@ -285,14 +284,14 @@ class KvCacheConnectorManager:
         return outcome
 
     def wait_seconds(self) -> float | None:
-        """How long to sleep after an idle step; ``None``: until something arrives."""
+        """Returns the seconds to sleep after an idle step; ``None``: until there is news."""
         if self._saves:
             return 0.0
         deadline = self._ledger.next_deadline()
         if deadline is None:
             return None
         left = max(0.0, deadline - time.monotonic())
-        # What ends on another rank wakes that one alone.
+        # A transfer that ends on another rank wakes that rank alone.
         told = self._worker.wakes and self._communicator.size == 1
         return left if told else min(self._poll_s, left)
 
@@ -301,11 +300,11 @@ class KvCacheConnectorManager:
         return bool(self._saves or self._ledger.loads or self._ledger.saves)
 
     def expects_news(self) -> bool:
-        """Returns True if an idle step may end a transfer, or return blocks of one given up."""
+        """Returns True if an idle step may end a transfer, or free blocks in quarantine."""
         return self.has_pending() or bool(self._ledger.quarantine)
 
     def shutdown(self) -> None:
-        """Drains what is staged up to ``save_timeout_s`` and ends the connector; idempotent."""
+        """Writes staged blocks up to ``save_timeout_s`` and ends the connector; idempotent."""
         if not self._closed:
             self._shut_down_pair()
             self._ledger.quarantine.release_all()
@@ -319,7 +318,7 @@ class KvCacheConnectorManager:
         return record
 
     def _start_load(self, request: LlmRequest) -> bool:
-        """Starts the load that was matched for this admission; whether one in the background."""
+        """Starts the load matched for this admission; returns whether it is in the background."""
         record = self._record(request)
         match, record.match = record.match, None
         if match is None:

@@ -1,4 +1,4 @@
-"""What a connector is attached to: a cache manager that serves one, and its pools."""
+"""The cache manager that a connector is attached to, and its pools."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["check_attachable", "checked_pools"]
 
 
 def check_attachable(llm_args: LlmArgs, kv: BaseKVCacheManager) -> None:
-    """Return if a connector can be attached to `kv`.
+    """Checks that a connector can be attached to `kv`.
 
     Raises:
         ConfigurationError: block reuse is off, or `kv` supports no connector.

@@ -1,4 +1,4 @@
-"""Blocks that a transfer may still touch: held until every rank's worker has returned the id."""
+"""The blocks that a transfer may still touch: held until every worker has returned the id."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _REMEMBERED = 1024
 
 @dataclass(slots=True)
 class Quarantined:
-    """Blocks of one transfer.
+    """The blocks of one transfer.
 
     Attributes:
         handle: holds them.
         num_blocks: how many they are, in group 0.
         pending_ranks: whose workers may still touch them.
-        grace_until: so long it is worth waiting for them, on the monotonic clock.
+        grace_until: when requests stop waiting for them, on the monotonic clock.
     """
 
     handle: PinnedBlocks
@@ -31,13 +31,11 @@ class Quarantined:
 
 
 class Quarantine:
-    """Blocks of transfers that ended before it was sure that nothing touches them any more.
+    """The blocks of ended transfers that a worker may still read or write.
 
-    No clock gives them back. Those of a load may be written to; those of a save may be read, and
-    with other content in them that would be stored under the old content's keys.
-
-    A request has at most one entry for each direction: while its load is held here, no new load of
-    the same id starts.
+    No timeout frees them. A load may still write to its blocks. A save may still read its blocks,
+    and would store other content under the old content's keys. A request has at most one entry for
+    each direction: while its load is held here, no new load of the same id starts.
 
     Args:
         kv: of the blocks.
@@ -55,16 +53,16 @@ class Quarantine:
         return len(self._held)
 
     def holds(self, direction: Direction, request_id: int) -> bool:
-        """Whether blocks of this transfer are held."""
+        """Returns whether blocks of this transfer are held."""
         return (direction, request_id) in self._held
 
     def knows(self, request_id: int) -> bool:
-        """Whether blocks of any transfer of this request are held."""
+        """Returns whether blocks of any transfer of this request are held."""
         return any(self.holds(direction, request_id) for direction in Direction)
 
     @property
     def num_save_blocks(self) -> int:
-        """Blocks of saves that were not returned in time."""
+        """The number of blocks of saves that were not returned in time."""
         return sum(
             held.num_blocks
             for (direction, _), held in self._held.items()
@@ -72,21 +70,21 @@ class Quarantine:
         )
 
     def grace_until(self) -> float | None:
-        """When the last grace period ends, on the monotonic clock; ``None``: it is empty."""
+        """Returns when the last grace period ends, on the monotonic clock; ``None`` if empty."""
         return max((held.grace_until for held in self._held.values()), default=None)
 
     @property
     def full(self) -> bool:
-        """Whether no new load may start."""
+        """Returns whether new loads may not start."""
         return self.num_blocks > self._max_blocks
 
     def hold(self, direction: Direction, request_id: int, blocks: Quarantined) -> None:
-        """Keep `blocks` until `returned` was called for every rank that is pending."""
+        """Holds `blocks` until `returned` was called for every rank that is pending."""
         self._held[direction, request_id] = blocks
         self.num_blocks += blocks.num_blocks
 
     def returned(self, direction: Direction, request_id: int, rank: int) -> None:
-        """A rank's worker is done with the blocks; those that all are done with go back."""
+        """Records that a rank's worker is done with the blocks; the last one frees them."""
         held = self._held.get((direction, request_id))
         if held is None:
             return
@@ -96,17 +94,17 @@ class Quarantine:
             self.note_ended(direction, request_id)
 
     def note_ended(self, direction: Direction, request_id: int) -> None:
-        """A worker may still return the id of this transfer, though no request waits for it."""
+        """Allows a worker to return the id of this transfer, though no request waits for it."""
         self._ended[direction, request_id] = None
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 
     def expects(self, direction: Direction, request_id: int) -> bool:
-        """Whether a late return of this id is legal."""
+        """Returns whether a late return of this id is legal."""
         return (direction, request_id) in self._held or (direction, request_id) in self._ended
 
     def release_all(self) -> None:
-        """Let go of everything: the workers were shut down."""
+        """Frees all blocks: the workers were shut down."""
         for key, held in list(self._held.items()):
             self._let_go(key, held)
 

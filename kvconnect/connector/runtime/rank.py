@@ -1,4 +1,4 @@
-"""One rank's part of a connector: its worker, driven through the leader's steps."""
+"""The driver of one rank's worker, through the leader's steps."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class RankDriver:
     `report_failures` behind `end_forward`. All methods run on the engine's thread. The leader has a
     driver of its own worker.
 
-    What the worker raises for a step is raised, after the other ranks heard of it. What it raises
-    for one request is in the rank's next report.
+    An error of the worker in a step is raised after it was sent to the other ranks. An error for
+    one request is in the rank's next report.
 
     Args:
-        worker: is given its pools here. The caller shuts the worker down if that raises.
+        worker: gets its pools here. The caller shuts the worker down if that raises.
         pools: of this rank.
         communicator: of all ranks.
         wakeup: the worker may call it, from any thread, when a transfer ended.
 
     Attributes:
         number: of the step that has begun or is next; the first is 1.
-        telling: ``with driver.telling:`` around what may raise in a step. The other ranks hear of
-            the error before it goes on, and raise, too, wherever they wait for this rank.
+        telling: ``with driver.telling:`` around code that may raise in a step. The other ranks
+            get the error before it propagates, and raise, too, where they wait for this rank.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class RankDriver:
 
     @property
     def has_begun(self) -> bool:
-        """True while a step is between its exchanges."""
+        """Returns whether a step is between its exchanges."""
         return self._begun is not None
 
     def carry_out(self, order: RequestOrder) -> None:
         """Calls the worker for one request, between two forward passes.
 
-        The blocks of a request that was reset may be handed on afterwards, also if this raises.
+        The blocks of a request that was reset may be reused afterwards, also if this raises.
 
         Raises:
             Exception: what the worker raises; it concerns that request alone.
@@ -93,7 +93,7 @@ class RankDriver:
                     self._worker.request_reset(request_id, num_committed)
                 except Exception:
                     if self._device.type == "cuda":
-                        torch.cuda.synchronize(self._device)  # nothing reads the blocks any more
+                        torch.cuda.synchronize(self._device)  # ends all reads of the blocks
                     raise
 
     def accept(self, step: Instructions) -> None:
@@ -134,7 +134,7 @@ class RankDriver:
                 self._worker.start_load_kv(self._stream)
 
     def wait_for_layer_load(self, layer_idx: int) -> None:
-        """Returns when what is loaded of the layer may be read by work that is enqueued next."""
+        """Returns when work that is enqueued next may read the loaded part of the layer."""
         with self.telling:
             self._worker.wait_for_layer_load(layer_idx, self._stream)
 
@@ -152,7 +152,7 @@ class RankDriver:
             self._worker.clear_connector_meta()
 
     def report_failures(self) -> list[Report]:
-        """Asks the worker what failed, for a rank alone, which ends the step later.
+        """Returns the reports of failed transfers, on a rank alone; the step ends later.
 
         Raises:
             ConnectorContractError: as `end`.
@@ -163,7 +163,7 @@ class RankDriver:
         return agreed(self._communicator, report)
 
     def end(self, ended: Sequence[int] = ()) -> list[Report]:
-        """Asks the worker what ended, and returns every rank's report; the step is over.
+        """Ends the step, and returns every rank's report.
 
         Args:
             ended: requests that began to save since the step began; of a rank alone.
@@ -206,7 +206,7 @@ class RankDriver:
 
 
 class _Telling:
-    """Lets the other ranks know of an error in a step, before it goes on."""
+    """Reports an error in a step to the other ranks before it propagates."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator

@@ -1,4 +1,4 @@
-"""Orders for single requests, which the leader gives to the workers of all ranks."""
+"""The orders for single requests, from the leader to the workers of all ranks."""
 
 from __future__ import annotations
 

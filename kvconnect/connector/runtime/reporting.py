@@ -1,4 +1,4 @@
-"""What a step tells the connector's scheduler: each thing about a request once."""
+"""The report of a step to the connector's scheduler: each fact about a request once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["RequestRecord", "StepReporter"]
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """What the runtime knows of a live request.
+    """The runtime's record of a live request.
 
     Attributes:
         request: the engine's.
         holds_blocks: it was admitted and has not given its blocks back.
-        offer: what the connector answered for the admission to come.
+        offer: the connector's answer for the next admission.
         waits_until: when an offer that has to wait is dropped, on the monotonic clock.
-        match: what is taken of the offer, until its load starts.
+        match: the accepted part of the offer, until its load starts.
         failed_loads: how many, over all admissions.
         reported: it was in `new_requests` since its blocks were allocated.
         num_tokens: how many were reported.
@@ -41,19 +41,19 @@ class RequestRecord:
     num_blocks: list[int] = field(default_factory=list)
 
     def admitted(self) -> None:
-        """It holds blocks that were never reported, and what the connector answered is used up."""
+        """Records new blocks, none of them reported, and drops the connector's answer."""
         self.holds_blocks = True
         self.offer = self.waits_until = None
         self.forget_reports()
 
     def forget_reports(self) -> None:
-        """Its blocks were never reported."""
+        """Resets the counts of reported tokens and blocks."""
         self.reported = False
         self.num_tokens = 0
         self.num_blocks = []
 
     def evicted(self) -> None:
-        """It holds none any more."""
+        """Records that the request holds no blocks any more."""
         self.admitted()
         self.holds_blocks = False
         self.match = None
@@ -105,8 +105,8 @@ class _Keys(Sequence[BlockKey]):
 class StepReporter:
     """Builds the `SchedulerOutput` of a step from its batch and what was reported before.
 
-    Pools of sliding windows get their blocks chunk by chunk, so what is reported of them may lag
-    behind group 0.
+    Pools of sliding windows get their blocks chunk by chunk, so their reported blocks may lag
+    behind those of group 0.
     """
 
     def __init__(self, kv: BaseKVCacheManager, tokens_per_block: int, num_groups: int = 1) -> None:
@@ -117,7 +117,7 @@ class StepReporter:
     def report(
         self, batch: ScheduledBatch, records: dict[int, RequestRecord], loading: list[LlmRequest]
     ) -> SchedulerOutput:
-        """What is new in `batch`; changes `records` to say that it was reported.
+        """Returns what is new in `batch`; records in `records` that it was reported.
 
         Args:
             batch: what the step computes.
@@ -141,12 +141,12 @@ class StepReporter:
         return output
 
     def block_ids(self, request: LlmRequest) -> list[int]:
-        """Ids of the blocks that `request` holds in group 0, as plain ints."""
+        """Returns ids of the blocks that `request` holds in group 0, as plain ints."""
         indices = self._kv.get_batch_cache_indices([request])[request.request_id]
         return [int(block) for block in indices]
 
     def _reserved(self, request: LlmRequest, group: int) -> list[int]:
-        """Ids in `group` up to the last block that it holds there; -1 where it holds none."""
+        """Returns ids in `group` up to the last block held there; -1 where no block is held."""
         if group == 0:
             ids = self.block_ids(request)
         else:
@@ -162,7 +162,7 @@ class StepReporter:
 
     def _increment(self, request: LlmRequest, record: RequestRecord) -> RequestData:
         scheduled = request.num_scheduled_tokens
-        # Most decode steps add a token and no block: then nothing is asked of the block manager.
+        # Most decode steps add a token and no block: then the block manager gets no call.
         needed = -(-(request.num_computed_tokens + scheduled) // self._tokens_per_block)
         new_ids = tuple(
             self._reserved(request, group)[reported:] if needed > reported else []

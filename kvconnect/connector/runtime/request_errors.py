@@ -1,4 +1,4 @@
-"""Errors that a connector raises for one request: each ends that request, no other."""
+"""The errors that a connector raises for one request: each ends that request, no other."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _log = logging.getLogger(__name__)
 class RequestErrors:
     """The first error of each request, until the engine takes it and ends the request.
 
-    What another rank's worker raises for a request comes with that rank's next report. Until then
-    the ranks go on with the request, and the results are thrown away.
+    An error of another rank's worker comes with that rank's next report. Until then the ranks
+    continue with the request, and its results are discarded.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class RequestErrors:
 
     @contextmanager
     def kept(self, request: LlmRequest) -> Iterator[None]:
-        """Keeps what the block raises for `request`, and goes on behind the block."""
+        """Keeps an error that the block raises for `request`, and continues after the block."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  of a user's code; it ends the request

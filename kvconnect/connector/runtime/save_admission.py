@@ -30,13 +30,13 @@ class SaveAdmission:
         self._saving: list[int] = []
 
     def __bool__(self) -> bool:
-        """True if a request keeps its blocks for a save that has not started."""
+        """Returns True if a request keeps its blocks for a save that has not started."""
         return bool(self._saving)
 
     def ended(self, request: LlmRequest) -> bool:
         """Returns True if `request`, which ended and holds blocks, is to keep them for a save.
 
-        What the connector raises, or answers wrongly, is kept and ends the request.
+        An error of the connector, or a wrong answer, is kept and ends the request.
         """
         keep = False
         with self._errors.kept(request):
@@ -62,6 +62,6 @@ class SaveAdmission:
             f"request {request.request_id}: {type(scheduler).__name__} is not asked to save "
             "it: saves that were not returned in time hold too much of the pool",
         )
-        if request.is_finished_normal:  # otherwise it was told
+        if request.is_finished_normal:  # otherwise this was called at the abort
             scheduler.request_aborted(request)
         return False

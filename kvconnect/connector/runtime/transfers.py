@@ -1,4 +1,4 @@
-"""Transfers of one engine, each of which ends in exactly one way."""
+"""The transfers of one engine, each of which ends in exactly one way."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Transfer:
 
     @property
     def is_async(self) -> bool:
-        """True if it runs in the background."""
+        """Returns whether the transfer runs in the background."""
         return self.deadline is not None
 
     @property
     def failed(self) -> bool:
-        """True if a rank reported failure."""
+        """Returns whether a rank reported failure."""
         return bool(self.failed_ranks)
 
     def is_late(self, now: float) -> bool:
@@ -88,17 +88,17 @@ class Transfers:
         return len(self._active)
 
     def __iter__(self) -> Iterator[Transfer]:
-        """By request id."""
+        """Returns the transfers by request id, as an iterator over a copy."""
         return iter([self._active[key] for key in sorted(self._active)])
 
     def get(self, request_id: int) -> Transfer | None:
-        """The active transfer of a request."""
+        """Returns the active transfer of a request, or ``None``."""
         return self._active.get(request_id)
 
     def start(
         self, request_id: int, deadline: float | None, start: int = 0, end: int = 0
     ) -> Transfer:
-        """A new active transfer; replaces none: a request has one of each direction at a time."""
+        """Adds an active transfer; a request has at most one of each direction at a time."""
         if request_id in self._active:
             raise AssertionError(f"request {request_id} has an active {self.direction.value}")
         transfer = Transfer(request_id, self.direction, deadline, start, end, num_valid=end)
@@ -106,12 +106,12 @@ class Transfers:
         return transfer
 
     def finish(self, transfer: Transfer, state: TransferState) -> None:
-        """`transfer` ends in `state`."""
+        """Ends `transfer` in `state`."""
         transfer.finish(state)
         del self._active[transfer.request_id]
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline."""
+        """Returns the earliest deadline, or ``None``."""
         return min(
             (one.deadline for one in self._active.values() if one.deadline is not None),
             default=None,

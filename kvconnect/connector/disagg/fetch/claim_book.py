@@ -18,7 +18,7 @@ __all__ = ["ClaimBook"]
 
 
 class ClaimBook:
-    """One claim for each name and address at a time. Thread-safe; nothing here blocks.
+    """The claims by name and address, one for each. Thread-safe; no method blocks.
 
     Args:
         client: that asks for leases.
@@ -36,14 +36,14 @@ class ClaimBook:
         return len(self._claims)
 
     def attach(self, peers: Peers) -> None:
-        """The other engines are reached by `peers`; once, first."""
+        """Sets `peers`, by which other engines are reached; called once, first."""
         self._peers = peers
 
     def claim_all(self, address: str, name: str, tp_size: int) -> list[Claimed]:
-        """Claims on all ranks of the engine at `address` that this rank reads from.
+        """Returns claims on all ranks of the engine at `address` that this rank reads from.
 
         Raises:
-            ConfigurationError: there cannot be so many.
+            ConfigurationError: the heads cannot be spread over `tp_size` ranks.
         """
         wanted = [
             (address_of_rank(address, one.rank), one.readers)
@@ -52,7 +52,7 @@ class ClaimBook:
         return [self.claim(where, name, readers) for where, readers in wanted]
 
     def claim(self, address: str, name: str, readers: int = 1) -> Claimed:
-        """Ask for `name` of the rank at `address`, which `readers` ranks of this engine do.
+        """Claims `name` from the rank at `address`, from which `readers` ranks of this engine read.
 
         Never raises.
         """
@@ -77,9 +77,9 @@ class ClaimBook:
         return claimed
 
     def of(self, order: FetchOrder, source: Source) -> Claimed | None:
-        """The claim that a part of the load `order` goes by.
+        """Returns the claim for one part of the load `order`, or ``None``.
 
-        Ranks that have no scheduler claim it now.
+        A rank without a scheduler makes the claim now.
         """
         address = address_of_rank(order.address, source.rank)
         with self._lock:
@@ -89,7 +89,7 @@ class ClaimBook:
         return found
 
     def drop(self, order: FetchOrder) -> None:
-        """Let go of what was claimed for `order`, of whichever rank."""
+        """Drops the claims made for `order`, on every rank of the other engine."""
         host, first = host_and_port(order.address)
         for claim in self._all():
             where, port = host_and_port(claim.peer)
@@ -98,7 +98,7 @@ class ClaimBook:
                 claim.drop()
 
     def drop_all(self) -> None:
-        """Let go of everything."""
+        """Drops every claim."""
         for claim in self._all():
             claim.drop()
 

@@ -45,30 +45,30 @@ _SLACK_S = 2.0
 
 
 class _NotClaimedError(Exception):
-    """A rank of the other side was not asked for what is to be read from it."""
+    """The error for a part that no claim was made for."""
 
 
 class Fetcher:
     """Claims, reads and releases other engines' blocks.
 
-    The public methods belong to the worker, on the engine's thread. What ended is posted, and the
-    engine woken.
+    The worker calls the public methods on the engine's thread, unless they say otherwise. Ended
+    loads are queued, and the engine is woken.
 
     Args:
         transport: that blocks travel by.
         layouts, regions: of the pool groups, and of this side's pools at the transport.
-        load_s: what a load may take in all.
-        idle_s: what it waits for the other side to compute more.
+        load_s: the longest time that a load may take.
+        idle_s: how long a load waits for the other engine to compute more.
         min_bytes_per_s: below this rate a pull has failed.
         quarantine: of blocks that failed pulls may still write to.
         heads: of each pool group, which of the model's this rank has; by default all.
-        verified: this side's pools by their region, where digests of both sides are compared
-            before what was read counts; ``None``: they are not.
+        verified: this engine's pools by region, if digests of both engines are compared before a
+            load counts as valid; ``None``: digests are not compared.
         wakeup: called when `take_ended` or `take_failed` has news.
 
     Attributes:
-        client: of leases; what others say of them goes to it.
-        claims: what the scheduler has claimed, or a rank without one when its load begins.
+        client: of leases; receives the peers' messages about them.
+        claims: made by the scheduler, or by a rank without a scheduler when its load begins.
     """
 
     def __init__(
@@ -114,41 +114,41 @@ class Fetcher:
     # ------------------------------------------------------------------ the worker's
 
     def expect(self, order: FetchOrder) -> None:
-        """A load that begins with `begin`, unless it is cancelled before."""
+        """Registers a load that `begin` starts, unless `cancel` comes first."""
         self._mine.add(order.request_id)
         self._post(partial(self._expect, order))
 
     def begin(self, order: FetchOrder) -> None:
-        """Begin an expected load: nothing else uses its blocks any more. On any thread."""
+        """Begins an expected load, whose blocks have no other user any more. On any thread."""
         self._post(partial(self._begin, order))
 
     def among(self, request_ids: Sequence[int]) -> set[int]:
-        """Those of `request_ids` whose load this runs."""
+        """Returns those of `request_ids` whose load runs here."""
         return {one for one in request_ids if one in self._mine}
 
     def cancel(self, request_id: int) -> bool:
-        """End a load that no request waits for; False if this runs none of it."""
+        """Ends a load that no request waits for; returns False if the load does not run here."""
         if request_id not in self._mine:
             return False
         self._post(partial(self._cancel, request_id))
         return True
 
     def take_ended(self) -> list[int]:
-        """Requests whose load succeeded, or that nothing is written to any more; each once."""
+        """Returns requests whose load succeeded, or whose blocks get no more writes; each once."""
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         self._mine.difference_update(ended)
         return ended
 
     def take_failed(self) -> list[TransferFailure]:
-        """Loads that failed; each once, before `take_ended` returns its request."""
+        """Returns the loads that failed; each once, before `take_ended` returns its request."""
         failed = [self._failed.popleft() for _ in range(len(self._failed))]
         self._mine.difference_update(one.request_id for one in failed if one.writes_ended)
         return failed
 
     def close(self) -> None:
-        """End every load and claim; others are told while they are connected. Blocks.
+        """Ends every load and claim, and says so to connected peers. Blocks.
 
-        Nothing is written any more once the transport is closed.
+        The blocks get no more writes once the transport is closed.
         """
         with self._changed:
             self._closed = True
@@ -192,7 +192,7 @@ class Fetcher:
     def _guarded(call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception:  # a fetch that it concerns has failed; the others go on
+        except Exception:  # the fetch concerned has failed; the others continue
             count("transfer.fetch.error")
             logger.exception("a fetch went wrong")
 
@@ -230,7 +230,7 @@ class Fetcher:
         self._end(order)
 
     def _end(self, order: FetchOrder) -> None:
-        """Returns the request of `order` to the engine: nothing writes to its blocks any more."""
+        """Returns the request of `order` to the engine: its blocks get no more writes."""
         self._ended.append(order.request_id)
         self._wakeup()
 

@@ -27,7 +27,7 @@ _PULLS_IN_FLIGHT = 4
 _PULL_NBYTES = 32 << 20
 # What a pull, and the answer to a release, may take beside the time of its bytes.
 _SLACK_S = 2.0
-# Between two looks at a connection that is not there yet.
+# Between two checks whether a connection is there.
 _CONNECTING_S = 0.05
 
 
@@ -71,11 +71,11 @@ class Load:
 
 
 class Part:
-    """Reads what is new of a prompt whenever a rank of the other side has computed more of it.
+    """Reads more of a prompt whenever a rank of the other engine has computed more of it.
 
-    Either all of it becomes valid or nothing: what was read counts only if the lease held until
-    the last read had ended, and the other side has said that it kept the blocks until then.
-    A part changes only itself. The fetcher looks at it after each call and ends the load.
+    The part becomes valid as a whole or not at all: its reads count only if the lease held until
+    the last one had ended, and the other engine has confirmed that it kept the blocks until then.
+    A part changes only itself. The fetcher checks the part after each call and ends the load.
 
     Args:
         order: what to fetch, and the blocks it goes to.
@@ -86,9 +86,9 @@ class Part:
         layouts: of this side's pool groups.
         regions: of this side's pools at the transport.
         source: which rank of the other side it is, and which heads come from there.
-        idle_s: waits for so long for the other side to compute more.
-        deadline: when it ends at the latest, on the monotonic clock.
-        verify: digests of both sides are compared before what was read counts.
+        idle_s: how long to wait for the other engine to compute more.
+        deadline: when the part ends at the latest, on the monotonic clock.
+        verify: digests of both engines are compared before the part counts as valid.
 
     Attributes:
         over: it succeeded, failed or was cancelled.
@@ -143,7 +143,7 @@ class Part:
         return not self._pulls
 
     def due(self) -> float:
-        """When `advance` is to be called if nothing happens, on the monotonic clock."""
+        """Returns when to call `advance` if no event comes first, on the monotonic clock."""
         if self._released_at is not None:
             return min(self._deadline, self._released_at + _SLACK_S)
         if self._reading:  # they have deadlines of their own
@@ -154,7 +154,10 @@ class Part:
     # ------------------------------------------------------------------ what happens
 
     def advance(self) -> None:
-        """Reads what is new, and decides what is over; called when anything changed or is due."""
+        """Starts new reads, and ends the part if it is decided.
+
+        Called when anything changed or is due.
+        """
         if self.over:
             return
         claimed, now = self.claim, time.monotonic()
@@ -170,7 +173,7 @@ class Part:
             self._check_progress(now)
 
     def pull_done(self, pull: Pull, error: BaseException | None) -> None:
-        """Takes the end of `pull`."""
+        """Handles the end of `pull`."""
         self._reading.discard(pull)
         if self.over:
             return
@@ -182,20 +185,20 @@ class Part:
         self.advance()
 
     def pull_terminal(self, pull: Pull) -> None:
-        """Forgets `pull`, which writes nothing any more."""
+        """Drops `pull`, which writes no more bytes."""
         self._pulls.discard(pull)
 
     def release(self, client: LeaseClient) -> None:
         """Releases the lease once everything was read.
 
-        A request that waits for the load goes on before the other side hears of that.
+        A request that waits for the load continues before the other side gets the release.
         """
         claimed, self._to_release = self._to_release, None
         if claimed is not None:
             self._decide(client.release(claimed), late=False)
 
     def fail(self, reason: str) -> None:
-        """Reads no more: what was read is of no use."""
+        """Stops reading and discards what was read."""
         if self.over:
             return
         self.over, self.failed = True, reason
@@ -279,7 +282,7 @@ class Part:
         for group, ids in enumerate(claimed.blocks):
             layout = layouts[group]
             needed = blocks_needed(layout.window, claimed.tokens, layout.tokens_per_block)
-            # Of a window only these are told, of the others all from the first on.
+            # A window's peer sends only these ids; for other groups it sends all from the first on.
             self._remote[group] = RemoteBlocks(hello.pools[group].region, needed.start, ids, layout)
         if not self._computed < mark:
             return False
@@ -287,7 +290,7 @@ class Part:
         return True
 
     def _their_layouts(self, hello: Hello) -> list[KvCacheLayout]:
-        """Of the other side's pools; `Peers` has checked them."""
+        """Returns the layouts of the other engine's pools, which `Peers` has checked."""
         if self._told is None or self._told[0] is not hello:
             self._told = (hello, [one.layout() for one in hello.pools])
         return self._told[1]

@@ -1,4 +1,4 @@
-"""Which bytes of which blocks a watermark newly covers, and where they go."""
+"""The bytes of blocks that a watermark newly covers, and where they go."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RemoteBlocks:
 
 
 class FetchPlan:
-    """What of a load from one rank is still to be asked for.
+    """The reads of a load from one rank that are not asked for yet.
 
     Where blocks of both sides are the same bytes, one contiguous piece per block and run of layers.
 
@@ -70,7 +70,7 @@ class FetchPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of the blocks that the load fills, or takes part in filling."""
+        """The size of the blocks that the load fills, alone or with other ranks."""
         return sum(
             len(ids) * layout.block_nbytes
             for group, (ids, layout) in enumerate(
@@ -83,7 +83,7 @@ class FetchPlan:
         return self._heads is None or group in self._heads
 
     def lacks(self, remote: Sequence[RemoteBlocks]) -> bool:
-        """Whether a window of the other side has given up tokens that blocks here would hold."""
+        """Returns whether a window of the other engine has dropped tokens that blocks here hold."""
         return any(
             self._needs(group)
             and bool(self._order.blocks[group] and one.ids)
@@ -93,7 +93,7 @@ class FetchPlan:
 
     @property
     def complete(self) -> bool:
-        """Whether everything was asked for."""
+        """Returns whether every read was asked for."""
         return all(
             asked == len(ids)
             for ids, layers in zip(self._order.blocks, self._asked, strict=True)
@@ -101,7 +101,7 @@ class FetchPlan:
         )
 
     def take(self, computed: Watermark, remote: Sequence[RemoteBlocks]) -> list[Reads]:
-        """What `computed` allows to read and was not taken before."""
+        """Returns the reads that `computed` allows and that were not taken before."""
         return [
             reads
             for group in range(len(self._layouts))
@@ -132,7 +132,8 @@ class FetchPlan:
     def checks(self, remote: Sequence[RemoteBlocks]) -> Iterator[Reads]:
         """Yields every byte that the load makes valid, and none behind its last token.
 
-        To be compared with the other side, which may have written behind that since it was read.
+        These bytes are compared with the other engine's. That engine may have written behind the
+        last token since the read.
         """
         for group, (layout, ids) in enumerate(zip(self._layouts, self._order.blocks, strict=True)):
             if not ids or not self._needs(group):
@@ -181,16 +182,16 @@ class FetchPlan:
         return self._order.first_blocks[group] * self._layouts[group].tokens_per_block
 
     def _num_known(self, group: int, remote: RemoteBlocks) -> int:
-        """Leading blocks of the order that the blocks known of the other side fill."""
+        """Returns how many leading blocks of the order the other engine's known blocks fill."""
         theirs = self._their_size(group, remote)
         if not remote.ids or remote.first * theirs > self._first_token(group):
             return 0
         return self._num_filled(group, (remote.first + len(remote.ids)) * theirs)
 
     def _num_ready(self, group: int, tokens: int) -> int:
-        """Leading blocks of the order that may be read once `tokens` tokens are computed."""
+        """Returns how many leading blocks of the order may be read after `tokens` tokens."""
         if self._layouts[group].window is not None and tokens < self._order.end:
-            return 0  # what it holds before the end is given up again
+            return 0  # blocks that it holds before the end are freed again
         return self._num_filled(group, tokens)
 
     def _num_filled(self, group: int, tokens: int) -> int:
@@ -217,7 +218,10 @@ class FetchPlan:
 
 
 def cut_reads(reads: Reads, most_nbytes: int) -> Iterator[Reads]:
-    """`reads` in parts of at most `most_nbytes`, of one piece at least, and not of too many."""
+    """Yields `reads` in parts of at most `most_nbytes`, but of at least one piece.
+
+    A part has at most `_MOST_PIECES` pieces.
+    """
     pieces = max(1, min(_MOST_PIECES, most_nbytes // reads.nbytes))
     if len(reads.local_offsets) <= pieces:
         yield reads

@@ -1,4 +1,4 @@
-"""Which ranks of another engine a rank of this one reads from, and which heads of each."""
+"""The ranks of another engine that a rank of this one reads from, with the heads of each."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Source:
 
 
 def sources(heads: Sequence[StoredHeads], tp_size: int) -> tuple[Source, ...]:
-    """Those of an engine of `tp_size` ranks that a rank with `heads` reads from, in order.
+    """Returns the ranks, in order, of an engine of `tp_size` that a rank with `heads` reads.
 
-    Heads that several of them hold are read from the first: the others hand out nothing.
+    Heads that several of them hold are read from the first one; the others publish nothing.
 
     Raises:
         ConfigurationError: the heads cannot be spread over so many.
@@ -64,7 +64,10 @@ def _by_rank(heads: Sequence[StoredHeads], tp_size: int) -> dict[int, dict[int, 
 
 
 def address_of_rank(address: str, rank: int) -> str:
-    """Where rank `rank` listens, of an engine whose first one does at `address`: ports follow."""
+    """Returns the address of `rank` of the engine whose first rank listens at `address`.
+
+    Each rank listens at the port after that of the rank before.
+    """
     host, port = host_and_port(address)
     if port + rank >= 1 << 16:
         raise ConfigurationError(f"address '{address}': there is no port for rank {rank}")

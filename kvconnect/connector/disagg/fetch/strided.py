@@ -1,4 +1,4 @@
-"""Which bytes of a rank's blocks are which of another's, whose blocks have another shape."""
+"""The byte offsets that copy a rank's blocks into blocks of another shape."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class BlockRun:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all heads of the blocks are meant."""
+        """Returns whether `heads` are all heads of the blocks."""
         return self.heads == slice(0, self.layout.num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plane:
-    """The keys, or the values, or both where they are alike: rows of one width.
+    """The keys, the values, or both where their rows have the same width.
 
     Attributes:
         dim: elements of a head's row.
@@ -56,17 +56,17 @@ class _Plane:
 def strided_reads(
     remote: BlockRun, local: BlockRun, *, tokens: range, layers: range, exact: bool = False
 ) -> list[Reads]:
-    """Reads that bring `tokens` of `layers` from `remote` to `local`: every byte once.
+    """Returns reads that bring `tokens` of `layers` from `remote` to `local`: every byte once.
 
     The two differ in tokens_per_block, in which heads they hold, or in both; other fields of their
     layouts are equal. Where the heads are all of both sides, a piece is one layer's keys, or
-    values, of as many tokens as the smaller block has; else those of one token's common heads. What
-    lies behind the last token in such a piece is read, too. Pieces that follow each other on both
+    values, of as many tokens as the smaller block has; else those of one token's common heads.
+    Bytes behind the last token in such a piece are read, too. Pieces that follow each other on both
     sides are neighbours in the arrays.
 
     Args:
-        remote: where it is.
-        local: where it goes.
+        remote: the source blocks.
+        local: the target blocks.
         tokens: of the request, within both runs; beginning at a multiple of both block sizes'
             smaller one.
         layers: indices within the pool group.
@@ -103,7 +103,7 @@ def _planes(layout: KvCacheLayout) -> Iterator[_Plane]:
 
 
 def _offsets(run: BlockRun, plane: _Plane, begins: npt.NDArray[np.int64], layers: range) -> Offsets:
-    """Of the piece at each of the tokens `begins`, of one layer and plane after the other."""
+    """Returns the offsets of the pieces at the tokens `begins`, layer by layer, plane by plane."""
     layout, size = run.layout, run.layout.dtype.itemsize
     numbers, within = np.divmod(begins, layout.tokens_per_block)
     ids = np.asarray(run.ids, np.int64)
