@@ -49,7 +49,7 @@ def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
 def answer(
     connection: socket.socket, secret: SharedSecret | None, incarnation: bytes, deadline: float
 ) -> Seals | None:
-    """The source's side; `None`: the reader may not read. Blocks until `deadline` at most.
+    """Proves the source to a reader; ``None`` if the reader may not read. Blocks until `deadline`.
 
     Raises:
         OSError: the connection broke, or was too slow (TimeoutError).
@@ -74,7 +74,7 @@ def answer(
 def greet(
     connection: socket.socket, secret: SharedSecret | None, incarnation: bytes, deadline: float
 ) -> Seals:
-    """The reader's side. Blocks until `deadline` at most.
+    """Proves the reader to a source. Blocks until `deadline` at most.
 
     Raises:
         PeerUnreachable: what answers is no source, another incarnation, or has another secret.

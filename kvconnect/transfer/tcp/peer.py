@@ -81,7 +81,7 @@ class TcpPeer(PeerHandle):
             pull.fail(PullFailed("peer", f"{self.identity} is disconnected"))
 
     def stop(self, error: PullFailed) -> None:
-        """Fails all pulls and ends the lanes; blocks only as long as they need to see it."""
+        """Fails all pulls and makes the lanes end; does not wait for their end (see `join`)."""
         with self._lock:
             closed, self._closed = self._closed, True
             pulls = list(self._pulls)
@@ -96,7 +96,7 @@ class TcpPeer(PeerHandle):
 
     @property
     def ended(self) -> bool:
-        """Whether no lane runs."""
+        """Returns whether no lane runs."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def join(self) -> None:

@@ -28,11 +28,11 @@ _MAX_READERS = 256
 
 @dataclass(eq=False, slots=True)
 class _Reader:
-    """One that is connected.
+    """A connected reader.
 
     Attributes:
         host: see `host_of`.
-        used_at: when it was last sent what it asked for; ``None``: it never was.
+        used_at: when it last got the bytes that it asked for; ``None`` if never.
     """
 
     connection: socket.socket

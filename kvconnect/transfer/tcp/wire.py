@@ -50,7 +50,7 @@ class Malformed(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, as both sides know it.
+    """A request, as both sides know it.
 
     Attributes:
         region: of the source.
@@ -101,7 +101,7 @@ def receive_request(connection: socket.socket, seal: Seal) -> Request:
 
 
 def send_answer(connection: socket.socket, seal: Seal, status: int, nbytes: int) -> None:
-    """Says whether `nbytes` follow."""
+    """Sends the status and the number of bytes that follow."""
     answer = _ANSWER.pack(_MAGIC, status, nbytes)
     connection.sendall(answer + seal.code(answer))
 
