@@ -38,11 +38,11 @@ _OF_ONE_CLAIM = (Grant, GrantKeys, Expired, Unknown, ReleasedOk, WatermarkOf, Ab
 class LeaseClient:
     """The leases that this process holds of all its peers. Thread-safe; nothing blocks.
 
-    `claim`, `release` and `abort` are for the engine; `deliver` for the channels. `start` gives it
+    `claim`, `release` and `abort` are for the engine; `deliver` is for the channels. `start` starts
     a thread that renews in time.
 
-    After a connection is lost, leases go on as long as they were granted for. When the peer is
-    connected again, they are claimed again, and releases without an answer are sent again.
+    After a connection is lost, leases last as long as they were granted for. When the peer is
+    connected again, they are claimed again, and unanswered releases are sent again.
 
     Args:
         clock: see `lease_clock`.
@@ -317,11 +317,11 @@ class LeaseClient:
 
     def _advance(self, claimed: Claimed, message: WatermarkOf) -> None:
         if claimed.lease.epoch is None:
-            return  # the grant that is still to come tells all
+            return  # the grant that is still to come has all blocks
         blocks = list(claimed.blocks or ((),) * len(message.blocks))
         fits = len(message.first) == len(message.blocks) <= len(blocks)
         if not fits or any(at > len(blocks[g]) for g, at in enumerate(message.first)):
-            self._send_claim(claimed)  # one before it was lost: the grant tells all
+            self._send_claim(claimed)  # an earlier one was lost: the grant has all blocks
             return
         for group, (at, ids) in enumerate(zip(message.first, message.blocks, strict=True)):
             blocks[group] = (*blocks[group][:at], *ids)

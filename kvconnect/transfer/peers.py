@@ -46,7 +46,7 @@ class PeerLink:
         users: those who called `Peers.use` and not yet `Peers.leave`.
         answers: of questions that were asked and are not answered, by their numbers.
         late: set by those who waited for an answer for too long; cleared when the peer answers
-            or connects anew.
+            or connects again.
         avoid_until: the time (monotonic) before which nothing is read from it.
     """
 
@@ -303,7 +303,7 @@ class Peers:
             link.forget_answers()
             if handle is not None and not shared:
                 self._transport.disconnect(handle)
-            self._heard(link.address, channel, event)  # whose listeners look at the link
+            self._heard(link.address, channel, event)  # whose listeners read the link
         elif isinstance(event, _ANSWERS):
             link.answered(event.seq, event)
         else:

@@ -208,7 +208,7 @@ class PromptCache:
             timeout_s: at most so long; by default ``save_timeout_s``.
 
         Returns:
-            Whether it was all stored, or given up, in time. False inside of a forward pass, where
+            Whether all was stored or dropped in time. False inside of a forward pass, where
             nothing is checked.
         """
         until = time.monotonic() + (self._config.save_timeout_s if timeout_s is None else timeout_s)

@@ -48,7 +48,7 @@ def restore(
     Args:
         store: the store to look in.
         layouts: of its pool groups.
-        rows: told what the store has of them.
+        rows: the rows, which record what the store has of them.
         device: of the tensors.
         min_tokens: load only if some row gets at least so many.
     """

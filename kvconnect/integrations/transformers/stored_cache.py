@@ -89,7 +89,7 @@ class StoredCache(DynamicCache):
             self.layers.append(layer)
         self._stamp = self._tensor_stamp()
 
-    # ------------------------------------------------------------------ told by the model's hooks
+    # ------------------------------------------------------------------ called by the model's hooks
 
     def num_repeated(self, input_ids: Tensor | None) -> int:
         """Returns how many leading tokens of the next forward pass are loaded already.
@@ -106,7 +106,7 @@ class StoredCache(DynamicCache):
         """Records the pass that computes next.
 
         Raises:
-            UsageError: it does not go on with what was loaded: another prompt, another number of
+            UsageError: it does not continue the loaded tokens: another prompt, another number of
                 rows, other padding or positions, a model that has changed. Nothing was computed.
         """
         with self._lock:

@@ -16,7 +16,7 @@ from kvconnect.request import LlmRequest
 
 __all__ = ["TrackedRequest", "tracked"]
 
-# Of a request: what changes keys and values, and is not in its tokens. None of it is told apart.
+# Fields of a request that change keys and values, and that no key distinguishes.
 _UNTOLD = (
     *("lora_id", "lora_task_id", "lora_weights", "lora_config", "prompt_embedding_table"),
     *("multimodal_hashes", "multimodal_positions", "multimodal_lengths", "multimodal_uuids"),
@@ -64,7 +64,7 @@ class TrackedRequest:
         self._plan.forget_blocks()
 
     def begins_with(self, tokens: npt.NDArray[np.int32]) -> bool:
-        """Returns whether a whole report, `tokens`, goes on from what is known of the request."""
+        """Returns whether a whole report, `tokens`, continues the known tokens of the request."""
         known = self.request.tokens.view
         return np.array_equal(known, tokens[: len(known)])
 

@@ -86,8 +86,8 @@ class KvConnectScheduler(_Base):
         result.
 
         Raises:
-            ConfigurationError: there are fewer blocks than tokens that were taken; to go on would
-                make wrong tokens.
+            ConfigurationError: there are too few blocks for the tokens that were taken; continuing
+                would make wrong tokens.
         """
         known = self._requests.get(request.request_id)
         if known is None or not known.promised:

@@ -81,8 +81,8 @@ def check_engine(llm_args: object, *, is_named: bool) -> None:
         is_named: ``model_revision`` stands for the weights, wherever they come from.
 
     Raises:
-        ConfigurationError: several ranks: a load that fails on one of them cannot be told to the
-            others; or the weights are not those of the model's directory, or need not stay so.
+        ConfigurationError: several ranks: a load that fails on one of them cannot be reported to
+            the others; or the weights are not those of the model's directory, or need not stay so.
         UnsupportedModel: blocks have scales, or a draft model's KV, beside them.
     """
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):

@@ -29,7 +29,7 @@ class CompletionOutput:
         index: 0.
         text: without special tokens and without the stop string.
         token_ids: a stop token is part of it.
-        finish_reason: ``"stop"``, ``"length"``, ``"cancelled"``; ``None`` while it goes on.
+        finish_reason: ``"stop"``, ``"length"``, ``"cancelled"``; ``None`` before the end.
         text_diff, token_ids_diff: the part that is new since the output before this one.
         logprobs: of each token, by token id; empty if not asked for.
         cumulative_logprob: their sum; ``None`` if not asked for.
@@ -62,7 +62,7 @@ class RequestOutput:
         prompt_token_ids: its tokens.
         outputs: of one `CompletionOutput`.
         finished: whether the answer is complete.
-        engine_output: kvconnect's own, with what came from the cache; ``None`` while it goes on.
+        engine_output: kvconnect's own, with the cached tokens' number; ``None`` before the end.
     """
 
     request_id: int
@@ -104,7 +104,7 @@ class RequestResult:
         """Returns the whole output; blocks until it is complete.
 
         Raises:
-            TimeoutError: it has not ended within `timeout` seconds; it goes on.
+            TimeoutError: it has not ended within `timeout` seconds; it continues.
             KvConnectError: as `kvconnect.LLM.generate` does.
         """
         return RequestOutput.of(self._handle.result(timeout), self.prompt)

@@ -101,7 +101,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         token_ids = tuple(self.stop_token_ids or ())
         chosen: list[tuple[str, Any]] = [("stop", stop)]
-        if self.end_id == -1:  # no token has this id: the generation goes on to its length
+        if self.end_id == -1:  # no token has this id: the generation ends by its length
             chosen.append(("ignore_eos", True))
         elif self.end_id is not None:
             token_ids += (self.end_id,)

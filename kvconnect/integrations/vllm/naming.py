@@ -61,7 +61,7 @@ class RequestNames:
         if features := getattr(request, "mm_features", None):
             tracked.contents = self._features.start(features)
         if getattr(request, "resumable", False):
-            # vLLM adds pictures to it that no connector is told of.
+            # vLLM adds pictures to it that no connector can see.
             self._features_are_own = False
         if (doubt := doubt_of(request)) is not None:
             return doubt

@@ -29,7 +29,7 @@ def cpu_packing(layout: KvCacheLayout) -> Packing:
     backend: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
     ops: Any = importlib.import_module("vllm._custom_ops")
     size, heads, dim = layout.tokens_per_block, layout.num_kv_heads, layout.key_dim
-    isa = backend._get_attn_isa(layout.dtype, size, dim)  # noqa: SLF001  nothing public tells
+    isa = backend._get_attn_isa(layout.dtype, size, dim)  # noqa: SLF001  there is no public name
     keys, values = (_random(size, heads, dim, layout.dtype, seed) for seed in (1, 2))
     block = torch.zeros(1, heads, 2, size * dim, dtype=layout.dtype)
     caches = block.view(1, heads, 2 * size, dim).chunk(2, dim=2)

@@ -21,7 +21,7 @@ _AT_ONCE = 256
 
 _GAPS = 8
 """Of the chunks of a prompt so many may be missing before the rest is not looked for: a group with
-full attention has no use for what follows the first, and one with a window goes on behind it."""
+full attention cannot use chunks after the first, and one with a window continues behind it."""
 
 _CALLS = 4
 

@@ -162,5 +162,5 @@ class ScanEnd:
         return False
 
     def end_step(self) -> None:
-        """Ends the scan; the next one begins anew."""
+        """Ends the scan; the next step begins another."""
         self._last = None

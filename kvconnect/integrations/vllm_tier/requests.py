@@ -29,7 +29,7 @@ class NamedTokens:
         """Records a new request of the scheduler."""
         request = self._scheduler.requests.get(request_id)
         if request is None or getattr(request, "resumable", False):
-            end = 0  # vLLM adds to streaming input what no tier is told of
+            end = 0  # vLLM adds inputs to a stream that no tier can see
         else:
             features = getattr(request, "mm_features", None) or ()
             end = min((one.mm_position.offset for one in features), default=_ALL)

@@ -12,8 +12,8 @@
 
 Every frame after the openings is sealed: first by a checksum over both openings, and by the secret
 once both sides have proved it. Before the proof, an acceptor reads two small frames and stores
-nothing of them. Without a secret the peer proves nothing, and the error does not name the field
-that differs.
+nothing of them. Without a secret the peer proves nothing, and the error does not name the field of
+the model that differs.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Outcome(Enum):
     """The validity of the bytes read under a lease."""
 
     OPEN = "open"
-    """Not decided yet: reads go on, or an answer may still come."""
+    """Not decided yet: reads are under way, or an answer may still come."""
     VALID = "valid"
     INVALID = "invalid"
 

@@ -11,7 +11,7 @@ _MAX_OF_ONE = 64
 
 
 class LetGo:
-    """The readers that stopped waiting, by request, each with its number of readers.
+    """The holders that stopped waiting, by request, each with its number of readers.
 
     Bounded, since any peer chooses the names: 64 holders of a request, 4,096 in all. Beyond that,
     the request that was added longest ago is dropped.
@@ -22,7 +22,7 @@ class LetGo:
         self._total = 0
 
     def __len__(self) -> int:
-        """Returns the number of readers of all requests."""
+        """Returns the number of holders of all requests."""
         return self._total
 
     def add(self, request: str, holder: str, readers: int) -> None:

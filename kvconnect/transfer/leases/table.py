@@ -189,7 +189,7 @@ class LeaseTable:
             blocks: ids that follow those known, for each pool group; empty: none.
 
         Returns:
-            The holders; ``None`` if the lease has ended: computing goes on for P alone.
+            The holders; ``None`` if the lease has ended, so that P computes for itself only.
         """
         now = self._clock()
         with self._lock:

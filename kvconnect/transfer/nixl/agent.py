@@ -29,7 +29,7 @@ _ENGINE_CONFIG = (
 )
 """Turn a partition into a disconnect within about 2 s; by default it leaves reads as they are. The
 segments, of 8 KiB by default, make reads over TCP half as fast again. Between local processes UCX
-looks at its sockets after so many runs, not after each. What is set in the environment comes first.
+checks its sockets after so many runs, not after each. The environment's settings come first.
 """
 
 

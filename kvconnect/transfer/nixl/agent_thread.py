@@ -176,7 +176,7 @@ class AgentThread:
         Unused other agents that have ended meanwhile are forgotten. For functions passed to `call`.
 
         Raises:
-            PeerUnreachable: reads from it are under way, so that it cannot be made known anew; or
+            PeerUnreachable: reads from it are under way, so that it cannot be connected again; or
                 `metadata` are of another agent.
             AgentError: it does not answer.
         """

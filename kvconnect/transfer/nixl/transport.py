@@ -73,19 +73,20 @@ class NixlPeer(PeerHandle):
 class NixlTransport(Transport):
     """Reads through NIXL's UCX backend: RDMA, shared memory or TCP.
 
-    Between processes of one machine UCX copies with ``process_vm_readv``: then a frozen peer is
-    read from all the same. One core does that, a call for each run: so pulls of more than 8 MiB are
-    shared out between two agents, each with a thread. Peers know the first, the other only reads.
+    Between processes of one machine UCX copies with ``process_vm_readv``, also from a frozen peer.
+    One core does that, with a call for each run. So two agents, each with a thread, share pulls of
+    more than 8 MiB. Peers know the first agent; the second one only reads.
 
-    A killed peer is seen at once, a partition in 2 s, a frozen peer over TCP by a pull's deadline
-    only; the pull is terminal when the peer wakes, or with `rebuild`.
+    A killed peer is detected at once, a partition in 2 s, and a frozen peer over TCP only by a
+    pull's deadline. The pull is terminal when the peer wakes, or with `rebuild`.
 
-    Over TCP, a process that was frozen while its reader went away (killed, or rebuilt) may be
-    aborted by UCX when it wakes: where there is no RDMA, `TcpTransport` is the better choice.
+    Over TCP, a process that was frozen while its reader ended (killed, or rebuilt) may be aborted
+    by UCX when it wakes. Where there is no RDMA, `TcpTransport` is the better choice.
 
-    UCX listens on every device that it uses and authenticates no peer: who reaches them may read
-    the memory of this process. So it is held to loopback, and with it to this machine, unless
-    `device` says otherwise; name there what only trusted machines reach.
+    UCX listens on every device that it uses and authenticates no peer. Any process that reaches
+    these devices may read the memory of this process. So UCX is limited to loopback, and with it to
+    this machine, unless `device` says otherwise. Name a device there that only trusted machines
+    reach.
 
     Args:
         identity: this transport's name, the same after a restart; random if not given.

@@ -25,8 +25,8 @@ __all__ = ["TcpPeer"]
 class TcpPeer(PeerHandle):
     """Reads from one incarnation of a peer, over `lanes` connections.
 
-    The first connection is made with `connect`, others when there is something for them to read. A
-    connection whose share failed or was stopped is closed, and made anew for the next.
+    `connect` makes the first connection; the others are made when they have something to read. A
+    connection whose share failed or was stopped is closed, and made again for the next share.
     """
 
     def __init__(

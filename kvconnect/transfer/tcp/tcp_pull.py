@@ -34,10 +34,10 @@ class Share:
 
 
 class TcpPull(Pull):
-    """Counts shares down. A share is waiting, running (with its connection) or ended.
+    """A pull whose shares are waiting, running (with their connection) or ended.
 
-    `terminal` is set when none is running or may begin; a stopped pull's waiting shares end at
-    once, and the connections of running ones are shut down.
+    `terminal` is set when no share is running or may begin. If the pull is stopped, waiting shares
+    end at once, and the connections of running ones are shut down.
     """
 
     def __init__(self, nbytes: int) -> None:

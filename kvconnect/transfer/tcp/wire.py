@@ -1,9 +1,9 @@
-"""Requests and answers: which runs of a region, and whether their bytes follow.
+"""The requests and answers: which runs of a region, and whether their bytes follow.
 
 Each part of a message is followed by its code (see `kvconnect.transfer.seal`): the head of a
 request, its runs, and an answer. The codes of a request make the `seed` of the checksums of the
-bytes that answer it: so these cover the nonces of both sides, the number of the request, its
-region, its runs and the epoch of the lease.
+bytes that answer it. So these checksums cover the nonces of both sides, the number of the request,
+its region, its runs and the epoch of the lease.
 """
 
 from __future__ import annotations
