@@ -1,13 +1,13 @@
-"""Peer to peer: reads from the memory of another process, and what two processes agree on for it.
+"""The reads from another process's memory, and the messages that two processes exchange for them.
 
-Imports the vocabulary only: it knows no cache, no store and no connector. Begin with `transport`
-(the interface), `reads` (what is read) and `pull` (a read that is under way). `tcp` and `nixl` are
-its two implementations, of which `choose` makes one; `regions`, `local` and `deadlines` are what
-they share. `quarantine` keeps the destinations of reads that failed and may still be written to.
+Imports only the vocabulary: no cache, store or connector. Begin with `transport` (the interface),
+`reads` (the pieces to read) and `pull` (a read that is under way). `tcp` and `nixl` implement the
+interface, and `choose` makes one of them. Both use `regions`, `local` and `deadlines`. `quarantine`
+keeps the destinations of failed reads that may still be written to.
 
-`control` is the channel beside the bytes, `leases` says how long they may be read; neither knows a
-transport. `claims` asks peers for leases and keeps them, each one `claimed`; `peers` keeps the
-connections to those that are read from. `secret` is what instances share, `local_secret` that of
-one user's on one machine, and `seal` makes the codes by which both sides see that a message is
-unchanged.
+`control` is the channel for messages about a transfer. `leases` decides how long bytes may be read.
+Neither imports a transport. `claims` asks peers for leases and renews them; each is a `claimed`.
+`peers` keeps the connections to the peers that this process reads from. `secret` is shared by all
+instances, `local_secret` by the processes of one user on one machine. `seal` makes the codes by
+which both sides see that a message is unchanged.
 """

@@ -1,4 +1,4 @@
-"""A claim on blocks of a peer, and what has become of it."""
+"""A claim on blocks of a peer, and its state."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _CONNECT_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class Claimed:
-    """A request of a peer that this process reads; changed by `LeaseClient` only.
+    """A claim on a peer's blocks, which this process reads. Only `LeaseClient` changes it.
 
-    Any thread may look at it.
+    Any thread may read the attributes.
 
     Attributes:
-        peer: whose.
-        lease: until when it may be read, and whether what was read is valid.
-        readers: so many claim it, on all ranks together.
+        peer: the address of the peer that has the blocks.
+        lease: the lease; decides until when blocks may be read, and whether the reads were valid.
+        readers: the number of readers that claim the request, on all ranks together.
         tokens: of the prompt; 0 before the grant.
         blocks: their ids at the peer, for each pool group; replaced, never changed.
-        mark: how much of them is computed, with all blocks for that in `blocks`.
-        keys: what is claimed, if that is blocks by key; empty: a request.
-        verify: which of their digests are asked for.
-        granted: where those blocks are; ``None`` before the grant.
+        mark: how much of the request is computed; `blocks` has all blocks of that part.
+        keys: the keys of the claimed blocks; empty if a request is claimed.
+        verify: the blocks whose digests are asked for.
+        granted: the locations of the blocks of `keys`; ``None`` before the grant.
         reason: why it failed, also if the connection was only lost, for those who do not wait for
             the next one; empty: it did not.
-        link: to the peer, if `attach` was called.
+        link: the connection to the peer; ``None`` before `attach`.
         listener: called when any of this changed, was decided, or the peer was disconnected. It is
             called on the thread that heard of that, and must neither block nor call the client.
     """
@@ -64,14 +64,14 @@ class Claimed:
         return cls(peer, HeldLease(request), reason=reason)
 
     def attach(self, link: PeerLink, on_drop: Callable[[Claimed], None]) -> None:
-        """Makes `link` the way to the peer, and has the first `drop` call `on_drop`."""
+        """Sets `link` as the connection to the peer, and makes the first `drop` call `on_drop`."""
         self._on_drop = on_drop
         self._since, self._attempts = time.monotonic(), link.attempts
         self.link = link
 
     @property
     def failed(self) -> bool:
-        """Whether it was lost, or its peer cannot be reached; `reason` says why."""
+        """Returns whether the claim was lost or the peer cannot be reached; `reason` says why."""
         if not self.reason and self.link is not None:
             error = self.link.error
             if self.lease.lost is not None:
@@ -83,7 +83,7 @@ class Claimed:
         return bool(self.reason)
 
     def drop(self) -> None:
-        """Calls `on_drop` of `attach`, once: the peer's blocks are not needed; does not block."""
+        """Calls `on_drop` of `attach`, once; the peer's blocks are not needed. Does not block."""
         on_drop, self._on_drop = self._on_drop, None
         if on_drop is not None:
             on_drop(self)

@@ -1,4 +1,4 @@
-"""D's side of the lease messages: claims, renewals in time, releases."""
+"""The lease messages of D: claims, renewals in time, releases."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _OF_ONE_CLAIM = (Grant, GrantKeys, Expired, Unknown, ReleasedOk, WatermarkOf, Ab
 class LeaseClient:
     """The leases that this process holds of all its peers. Thread-safe; nothing blocks.
 
-    `claim`, `release` and `abort` are for the engine; `deliver` for the channels. `start` gives it
+    `claim`, `release` and `abort` are for the engine; `deliver` is for the channels. `start` starts
     a thread that renews in time.
 
-    After a connection is lost, leases go on as long as they were granted for. When the peer is
-    connected again, they are claimed again, and releases without an answer are sent again.
+    After a connection is lost, leases last as long as they were granted for. When the peer is
+    connected again, they are claimed again, and unanswered releases are sent again.
 
     Args:
         clock: see `lease_clock`.
@@ -57,15 +57,15 @@ class LeaseClient:
         self._timer: Timer | None = None
 
     def __len__(self) -> int:
-        """How many are claimed and neither decided nor given up."""
+        """Returns how many claims are open: neither decided nor aborted."""
         return len(self._claimed)
 
     def start(self) -> None:
-        """Calls `renew` from now on when it is due; once."""
+        """Starts the thread that calls `renew` when a renewal is due. Called once."""
         self._timer = Timer("kvconnect-lease-renewer", self.renew, self._clock)
 
     def close(self) -> None:
-        """Ends that: leases end by themselves. Blocks for a moment."""
+        """Stops the renewals, so that leases expire. Blocks for a moment."""
         if self._timer is not None:
             self._timer.close()
 
@@ -74,7 +74,7 @@ class LeaseClient:
     def claim(
         self, peer: str, request: str, *, epoch: int | None = None, readers: int = 1
     ) -> Claimed:
-        """Asks `peer` for the blocks of `request`; at once, or when it is connected.
+        """Asks `peer` for the blocks of `request`, at once or when the peer is connected.
 
         Raises:
             DuplicateRequest: it is claimed, and not yet decided.
@@ -85,7 +85,7 @@ class LeaseClient:
     def claim_keys(
         self, peer: str, request: str, keys: Sequence[bytes], *, verify: Verify = "none"
     ) -> Claimed:
-        """Asks `peer` for the blocks of `keys`, as many of the leading ones as it has.
+        """Asks `peer` for the leading blocks of `keys` that the peer has.
 
         Args:
             peer: whose.
@@ -109,11 +109,11 @@ class LeaseClient:
         return claimed
 
     def release(self, claimed: Claimed) -> Outcome:
-        """The last read has ended, now unless its lease was told before; `peer` is told.
+        """Marks the last read as ended, unless the lease has that already, and sends a release.
 
         Returns:
-            The outcome, if it is decided; else it is when `changed` is called, or by `abort` when
-            the caller waits no longer.
+            The outcome. While it is ``OPEN``, the claim's listener is called when it is decided. A
+            caller that no longer waits calls `abort`.
         """
         if not claimed.lease.has_read or claimed.lease.released:
             claimed.lease.reads_ended()
@@ -124,9 +124,10 @@ class LeaseClient:
         return claimed.lease.outcome
 
     def abort(self, claimed: Claimed, reason: str = "") -> Outcome:
-        """What is not valid yet will not be; `peer` is told, and unpins. In any state, also twice.
+        """Gives the claim up and sends an abort, so that `peer` unpins its blocks.
 
-        The peer's blocks may change from now on: what still reads them writes anything.
+        Bytes that are not valid yet never become valid. The peer's blocks may change from now on,
+        and a read that still runs may return anything. Works in any state, also twice.
 
         Returns:
             The outcome.
@@ -146,7 +147,7 @@ class LeaseClient:
     # ------------------------------------------------------------------ for the channels
 
     def connected(self, peer: str, send: Send) -> None:
-        """`peer` is reached by `send` from now on."""
+        """Stores `send` as the way to `peer`, and sends the open claims and releases again."""
         with self._lock:
             self._senders[peer] = send
             for claimed in self._of(peer):
@@ -156,9 +157,10 @@ class LeaseClient:
                     self._send_claim(claimed)
 
     def disconnected(self, peer: str, send: Send, reason: str = "") -> None:
-        """Forgets `send`, which reaches `peer` no more.
+        """Forgets `send`, which no longer reaches `peer`.
 
-        The claims on the peer stay, with `reason`, for those who do not wait until it is back.
+        The claims on the peer stay. Each gets a `reason`, for callers that do not wait for the next
+        connection.
         """
         with self._lock:
             if self._senders.get(peer) == send:
@@ -169,7 +171,7 @@ class LeaseClient:
         _notify(concerned)
 
     def deliver(self, peer: str, channel: Sender, event: Event) -> None:
-        """Takes what happens on the channel to `peer`; see `Deliver`."""
+        """Handles an event of the channel to `peer`; see `Deliver`."""
         if isinstance(event, Connected):
             self.connected(peer, channel.send)
         elif isinstance(event, Disconnected):
@@ -178,7 +180,7 @@ class LeaseClient:
             self.handle(event, peer)
 
     def handle(self, message: Message, peer: str) -> bool:
-        """Takes what `peer` says; False if it is none about leases."""
+        """Handles a message of `peer`; returns False if it is not about leases."""
         changed: list[Claimed] = []
         with self._lock:
             if isinstance(message, Renewed):
@@ -198,14 +200,14 @@ class LeaseClient:
         return True
 
     def renew(self) -> float | None:
-        """Sends the renewals that are due, those of one peer together.
+        """Sends the renewals that are due, one message for the leases of a peer.
 
         Returns:
             When it is due next, on the clock; ``None``: not before something happens.
         """
         now = self._clock()
         with self._lock:
-            # What is due soon goes along: one message for each peer and third of a lease.
+            # Renewals due soon are sent, too: one message for each peer and third of a lease.
             soon: dict[str, list[Claimed]] = {}
             due_peers = set()
             for claimed in self._claimed.values():
@@ -315,11 +317,11 @@ class LeaseClient:
 
     def _advance(self, claimed: Claimed, message: WatermarkOf) -> None:
         if claimed.lease.epoch is None:
-            return  # the grant that is still to come tells all
+            return  # the grant that is still to come has all blocks
         blocks = list(claimed.blocks or ((),) * len(message.blocks))
         fits = len(message.first) == len(message.blocks) <= len(blocks)
         if not fits or any(at > len(blocks[g]) for g, at in enumerate(message.first)):
-            self._send_claim(claimed)  # one before it was lost: the grant tells all
+            self._send_claim(claimed)  # an earlier one was lost: the grant has all blocks
             return
         for group, (at, ids) in enumerate(zip(message.first, message.blocks, strict=True)):
             blocks[group] = (*blocks[group][:at], *ids)

@@ -1,4 +1,4 @@
-"""One thread that fails pulls at their deadline, whatever else hangs."""
+"""A thread that fails pulls at their deadline, whatever else hangs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Deadlines"]
 
 
 class Deadlines:
-    """Fails every watched pull that is not done at its time. Its thread sleeps in between."""
+    """Fails every watched pull that is not done at its deadline. Its thread sleeps in between."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -26,7 +26,7 @@ class Deadlines:
         self._thread.start()
 
     def watch(self, pull: Pull, seconds: float) -> None:
-        """Fails `pull` in `seconds`, unless it is done by then. Never blocks."""
+        """Fails `pull` after `seconds` unless it is done by then. Never blocks."""
         at = time.monotonic() + seconds
         with self._changed:
             number = next(self._numbers)
@@ -37,7 +37,7 @@ class Deadlines:
         pull.done.add_done_callback(lambda _: self._forget(number))
 
     def close(self) -> None:
-        """Ends the thread; pulls that are left are watched no more."""
+        """Ends the thread. Remaining pulls are no longer watched."""
         with self._changed:
             self._closed = True
             self._changed.notify()

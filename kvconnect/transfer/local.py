@@ -1,4 +1,4 @@
-"""What a transport tells its peers of itself: bytes that travel in their HELLO."""
+"""The description that a transport sends to its peers, as bytes in their HELLO."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Size = Annotated[int, Field(ge=1, lt=1 << 62)]
 
 
 class Local(BaseModel):
-    """What all transports tell.
+    """The fields of every transport's description.
 
     Attributes:
-        identity: of the peer, the same after a restart.
+        identity: the peer's name, the same after a restart.
         incarnation: of this opening of its transport: 32 hexadecimal digits, never the same twice.
-        regions: bytes of each registered memory; the place is the number.
+        regions: bytes of each registered memory; the index is the region's number.
     """
 
     model_config = ConfigDict(
@@ -43,12 +43,12 @@ L = TypeVar("L", bound=Local)
 
 
 def encode(local: Local) -> bytes:
-    """Returns `local` as bytes."""
+    """Returns the bytes of `local`."""
     return local.model_dump_json().encode()
 
 
 def decode(kind: type[L], data: bytes) -> L:
-    """Returns what `encode` made `data` of.
+    """Returns the description of which `encode` made `data`.
 
     Raises:
         PeerUnreachable: it is of another transport or version, or no such bytes.

@@ -33,20 +33,20 @@ _IDLE_PAUSE_S = 30.0
 
 
 class PeerLink:
-    """One peer that this process reads from, and what is known of it.
+    """A peer that this process reads from, and its state.
 
     Attributes:
         address: ``host:port`` of its control channel; its name among the leases, too.
-        hello: what it said of itself last.
-        channel: the open one; ``None``: it cannot be asked.
-        handle: for reads from it; ``None``: it is not connected.
-        refused: why it was not connected to, although it answered.
-        is_self: it is this very process.
+        hello: the peer's last `Hello`.
+        channel: the open channel; ``None`` if the peer cannot be asked.
+        handle: the transport's handle for reads; ``None`` if the peer is not connected.
+        refused: the error for which a peer that answered was not connected.
+        is_self: the peer is this process.
         is_double: another link is connected to the same process under another address.
         users: those who called `Peers.use` and not yet `Peers.leave`.
         answers: of questions that were asked and are not answered, by their numbers.
         late: set by those who waited for an answer for too long; cleared when the peer answers
-            or connects anew.
+            or connects again.
         avoid_until: the time (monotonic) before which nothing is read from it.
     """
 
@@ -85,7 +85,7 @@ class PeerLink:
         return answer
 
     def answered(self, number: int, message: Message) -> None:
-        """Takes `message` for the answer to the question `number`; on the channel's thread."""
+        """Stores `message` as the answer to the question `number`. Runs on the channel's thread."""
         self.late = False
         with self._lock:
             answer = self.answers.pop(number, None)
@@ -93,7 +93,7 @@ class PeerLink:
             answer.set_result(message)
 
     def forget_answers(self) -> None:
-        """Cancels what was asked: no answer comes any more."""
+        """Cancels the open questions, which get no answer any more."""
         with self._lock:
             answers, self.answers = list(self.answers.values()), {}
         for answer in answers:
@@ -101,39 +101,39 @@ class PeerLink:
 
     @property
     def ready(self) -> bool:
-        """Whether it can be asked and read from."""
+        """Returns whether the peer can be asked and read from."""
         return self.handle is not None and time.monotonic() >= self.avoid_until
 
     @property
     def attempts(self) -> int:
-        """How often it was tried to connect to it."""
+        """The number of attempts to connect to the peer."""
         return 0 if self.peer is None else self.peer.attempts
 
     @property
     def error(self) -> Exception | None:
-        """Why it could not be connected to last; ``None``: it is connected, or was not tried."""
+        """The error of the last attempt to connect; ``None`` if connected or not tried."""
         if self.peer is None or self.handle is not None:
             return None
         return self.refused or self.peer.error
 
     @property
     def tried(self) -> bool:
-        """Whether an attempt to connect to it has ended, in whichever way."""
+        """Returns whether an attempt to connect to the peer has ended, successful or not."""
         return self.is_self or self.is_double or self.handle is not None or self.error is not None
 
 
 class Peers:
-    """Connections to peers by their address, kept open once they were asked for. Thread-safe.
+    """The connections to peers by address, kept open once they were used. Thread-safe.
 
-    One that breaks is made anew only while it has users, or when it has one next.
+    A connection that breaks is made again only while it has users, or when it next has one.
 
     Args:
-        hello: what this process says of itself.
-        transport: that blocks travel by.
-        heard: takes the address of a peer and what happens on its channel, but answers, after the
-            link has changed; see `Deliver`.
+        hello: returns this process's `Hello`.
+        transport: the transport that reads blocks.
+        heard: receives the address of a peer and each event of its channel except answers, after
+            the link has changed; see `Deliver`.
         secret, timing: of the control channels.
-        accepts: called with what a peer says of itself; raises `KvConnectError` if it does not fit.
+        accepts: called with a peer's `Hello`; raises `KvConnectError` if the peer does not fit.
         one_connection: of several links to one process only the first one stays connected, and
             none to this process. Otherwise all do, and share one handle.
         idle_after_s: peers that are gone are tried rarely once `ready` was not called for so long.
@@ -169,7 +169,7 @@ class Peers:
     def use(self, address: str) -> PeerLink:
         """Returns the link to `address` with one more user; connects in the background.
 
-        The caller gives it back with `leave`, or with `drop`.
+        The caller returns the link with `leave` or `drop`.
 
         Raises:
             ConfigurationError: there is no secret for an address that needs one.
@@ -194,12 +194,12 @@ class Peers:
             return link
 
     def leave(self, link: PeerLink) -> None:
-        """Takes one user of `link` back; the connection stays while there is room."""
+        """Removes one user of `link`; the connection stays open while there is room."""
         with self._lock:
             link.users -= 1
 
     def drop(self, addresses: Iterable[str]) -> None:
-        """Ends the connections to `addresses`, whoever uses them; does not block."""
+        """Ends the connections to `addresses`, even if they have users. Does not block."""
         with self._lock:
             links = [self._links.pop(one) for one in addresses if one in self._links]
         for link in links:
@@ -207,18 +207,18 @@ class Peers:
                 link.peer.close(timeout_s=0)
 
     def links(self) -> dict[str, PeerLink]:
-        """Returns all that are or should be connected, by their addresses."""
+        """Returns the links that are or should be connected, by address."""
         with self._lock:
             return dict(self._links)
 
     @property
     def room(self) -> int:
-        """How many more there may be."""
+        """The number of links that can be added."""
         with self._lock:
             return _MAX_LINKS - len(self._links)
 
     def ready(self) -> list[PeerLink]:
-        """Returns those that can be asked and read from; the others are tried more often now."""
+        """Returns the links that can be asked and read from; tries the others more often now."""
         now = time.monotonic()
         idle, self._used_at = now > self._used_at + self._idle_after_s, now
         links = self.links().values()
@@ -230,11 +230,11 @@ class Peers:
 
     @property
     def connected(self) -> int:
-        """How many can be asked and read from now."""
+        """The number of links that can be asked and read from now."""
         return sum(link.ready for link in self.links().values())
 
     def reconnect(self, reason: str) -> None:
-        """Connects to all anew; no handle is of use any more. Does not block."""
+        """Connects to all peers again. No handle is valid any more. Does not block."""
         with self._lock:
             links = list(self._links.values())
             for link in links:
@@ -256,7 +256,7 @@ class Peers:
             link.forget_answers()
 
     def _longest_pause_s(self, link: PeerLink) -> float | None:
-        """As `Peer` asks; what it is told to give up is not used any more."""
+        """Returns the longest pause for `link`; ``None`` ends the link, which is not used."""
         with self._lock:
             if link.is_self:
                 return None
@@ -268,7 +268,10 @@ class Peers:
             return None
 
     def _make_room(self) -> None:
-        """Addresses may come from requests: of those without users, the first one goes."""
+        """Ends the least recently used link without users if all places are taken.
+
+        Addresses may come from requests, so their number must be bounded.
+        """
         if len(self._links) < _MAX_LINKS:
             return
         idle = next((link for link in self._links.values() if link.users == 0), None)
@@ -278,10 +281,10 @@ class Peers:
         idle.peer.close(timeout_s=0)
 
     def _hello_of(self, number: int) -> Hello:
-        """Returns what this process says of itself on the connection `number`.
+        """Returns this process's `Hello` for the connection `number`.
 
-        One peer may be known by two names. To it, each connection is another reader: the one
-        would take the other's place, and end its leases.
+        One peer may be known by two names. The peer treats each connection as another reader:
+        otherwise one connection would replace the other and end its leases.
         """
         hello = self._hello()
         return hello.model_copy(update={"engine_id": f"{hello.engine_id}/{number}"})
@@ -300,14 +303,14 @@ class Peers:
             link.forget_answers()
             if handle is not None and not shared:
                 self._transport.disconnect(handle)
-            self._heard(link.address, channel, event)  # whose listeners look at the link
+            self._heard(link.address, channel, event)  # whose listeners read the link
         elif isinstance(event, _ANSWERS):
             link.answered(event.seq, event)
         else:
             self._heard(link.address, channel, event)
 
     def _is_first(self, link: PeerLink, channel: Sender, hello: Hello) -> bool:
-        """Takes `channel` for `link`, unless it leads to this process or to another link's peer."""
+        """Sets `channel` for `link`, unless it leads to this process or to another link's peer."""
         link.is_self = hello.engine_id == self._hello().engine_id
         with self._lock:
             peer = link.peer  # which `use` has noted now
@@ -335,7 +338,7 @@ class Peers:
         link.refused, link.late = None, False
 
     def _reach(self, link: PeerLink, hello: Hello) -> None:
-        """Makes reads by `link` possible. Connections to one process share its handle."""
+        """Connects the transport for `link`. Links to one process share its handle."""
         link.hello = hello
         with self._lock:
             for other in self._links.values():

@@ -1,4 +1,4 @@
-"""Which connection gives way when another one comes and all places are taken."""
+"""The choice of the connection that is closed for a new one when all places are taken."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class _FromHost(Protocol):
 
 
 class Used(_FromHost, Protocol):
-    """What `least_useful` needs to know of a connection."""
+    """The properties of a connection that `least_useful` compares."""
 
     @property
     def used_at(self) -> float | None:
-        """When it was last of use, on `time.monotonic`; ``None``: it never was."""
+        """The time of its last use, on `time.monotonic`; ``None`` if it was never used."""
 
 
 C = TypeVar("C", bound=_FromHost)
@@ -36,9 +36,10 @@ U = TypeVar("U", bound=Used)
 
 
 def host_of(address: str) -> str:
-    """Returns what all addresses of the host with this numeric `address` have in common.
+    """Returns the part that all addresses of the host with this numeric `address` share.
 
-    Loopback is one host, and so is a network of 64 bits of IPv6: one machine has all of each.
+    All of loopback is one host, and so is an IPv6 network of 64 bits, since one machine has all of
+    either.
     """
     if is_loopback(address):
         return "loopback"
@@ -48,7 +49,7 @@ def host_of(address: str) -> str:
 
 
 def oldest(connections: Sequence[C]) -> C:
-    """Returns the oldest of the host that has most, if that is more than a quarter; else of all.
+    """Returns the oldest connection of the host with most, if it has over a quarter; else of all.
 
     Args:
         connections: at least one, oldest first.
@@ -60,11 +61,11 @@ def oldest(connections: Sequence[C]) -> C:
 
 
 def least_useful(connections: Sequence[U]) -> U:
-    """Returns the one that loses least by making room for a newcomer.
+    """Returns the connection whose end costs least.
 
-    It is the `oldest` of those that were never of use: idle or hostile ones in any number take no
-    place from those that were. Only when these have more than three quarters of the places, so
-    that newcomers would push out each other, it is the one whose last use is longest ago.
+    It is the `oldest` of the connections that were never used: idle or hostile ones replace no used
+    one, however many they are. If the used ones have more than three quarters of the places,
+    newcomers would replace each other. Then it is the connection whose last use is longest ago.
 
     Args:
         connections: at least one, oldest first.

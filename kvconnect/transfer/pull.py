@@ -1,4 +1,4 @@
-"""A read from a peer that is under way: when it is done, and when nothing of it lands any more."""
+"""A read from a peer that is under way: when it is done, and when no byte of it lands any more."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Terminal:
         self._claimed = False
 
     def is_set(self) -> bool:
-        """Whether it happened."""
+        """Returns whether the event happened."""
         return self._happened.done()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Blocks until it happened or `timeout` seconds passed; returns whether it did."""
+        """Blocks until the event happened or for `timeout` seconds; returns whether it happened."""
         try:
             self._happened.result(timeout)
         except TimeoutError:
@@ -34,14 +34,14 @@ class Terminal:
         return True
 
     def add_callback(self, callback: Callable[[], object]) -> None:
-        """Calls `callback` once: when it happens, on that thread, or now if it has happened.
+        """Calls `callback` once: on the thread of the event, or now if it has happened.
 
-        It must not block. What it raises is logged and goes no further.
+        `callback` must not block. Its exceptions are logged and go no further.
         """
         self._happened.add_done_callback(lambda _: callback())
 
     def set(self) -> None:
-        """Makes it happen, unless it has; the transport's."""
+        """Makes the event happen, once. For the transport."""
         with self._lock:
             first, self._claimed = not self._claimed, True
         if first:
@@ -49,7 +49,7 @@ class Terminal:
 
 
 class Pull:
-    """One batch of reads. Thread-safe.
+    """A batch of reads. Thread-safe.
 
     Attributes:
         done: resolves when all bytes are there, and then `terminal` is set; raises `PullFailed`
@@ -69,16 +69,16 @@ class Pull:
         self._began = time.perf_counter()
 
     def abandon(self) -> None:
-        """Fails `done` now, if it is not done; `terminal` follows when it can. Never blocks."""
+        """Fails `done` now, if it is not done. `terminal` follows when it can. Never blocks."""
         self.fail(PullFailed("abandoned", "the pull was abandoned"))
 
     def fail(self, error: PullFailed) -> None:
-        """Fails `done` with `error` unless it is done, and stops reading; the transport's."""
+        """Fails `done` with `error` unless it is done, and stops reading. For the transport."""
         if self._settle(error):
             self._stop()
 
     def finish(self, error: PullFailed | None = None) -> None:
-        """Nothing lands any more: sets `terminal`, then settles `done`; the transport's."""
+        """Sets `terminal`, as no byte lands any more, then settles `done`. For the transport."""
         self.terminal.set()
         self._settle(error)
 

@@ -20,10 +20,10 @@ _AGAIN_S, _AGAIN_AT_LAST_S = 0.2, 10.0
 class Quarantine:
     """Keeps blocks until the pull that was to fill them is terminal, and bounds their number.
 
-    At `max_quarantined` blocks, peers that hold some of them are not read from any more, and if
-    that lasts, `rebuild` runs on a thread of its own, until it succeeds; after it every pull is
-    terminal, and what is left is freed. It ends the reads from all peers: most pulls are terminal a
-    moment after they were given up, and need none. Thread-safe; no method blocks.
+    At `max_quarantined` blocks, no read begins from peers that hold some of them. If that lasts,
+    `rebuild` runs on a thread of its own until it succeeds. Then every pull is terminal, and the
+    kept blocks are freed. A rebuild ends the reads from all peers, so it comes last: most pulls are
+    terminal a moment after they were abandoned. Thread-safe; no method blocks.
 
     Args:
         max_quarantined: blocks.
@@ -53,12 +53,12 @@ class Quarantine:
 
     @property
     def quarantined(self) -> int:
-        """Blocks that are kept now."""
+        """The number of blocks that are kept now."""
         with self._changed:
             return self._blocks.total()
 
     def accepts(self, peer: PeerHandle) -> bool:
-        """Whether reads from `peer` may begin."""
+        """Returns whether reads from `peer` may begin."""
         with self._changed:
             over = not self._below()
             return not self._rebuilding and not (over and self._blocks[peer.identity])

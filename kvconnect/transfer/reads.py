@@ -1,4 +1,4 @@
-"""What a pull reads: pieces of one size, and the runs that neighbours among them make."""
+"""The pieces that a pull reads, all of one size, and the runs that neighbouring pieces form."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Runs: TypeAlias = npt.NDArray[np.void]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reads:
-    """Equal pieces of one remote region, and where in one local region each goes.
+    """The equal pieces of one remote region, and their destinations in one local region.
 
-    Pieces may have any offsets and any order; those of the local side must not overlap, or what
-    they hold afterwards is any of what was read. Several sizes take several `Reads`.
+    Pieces may have any offsets and any order. Local pieces must not overlap, or their contents are
+    undefined. Pieces of several sizes need several `Reads`.
 
     Attributes:
         remote_region: number that the peer's `Transport.register` returned.
@@ -82,7 +82,10 @@ def _offsets(field: str, value: Any) -> Offsets:
 
 
 def _merged(broken: npt.NDArray[np.bool_], nbytes: int) -> tuple[Offsets, Offsets]:
-    """Where runs begin (indices of pieces), and their bytes; `broken[i]`: i + 1 begins one."""
+    """Returns the first piece of each run and the bytes of the run.
+
+    `broken[i]` means that piece i + 1 begins a run.
+    """
     begins = np.concatenate(([0], np.flatnonzero(broken) + 1))
     counts = np.diff(begins, append=len(broken) + 1)
     return begins, counts * nbytes

@@ -1,4 +1,4 @@
-"""The memory that peers may read, and that reads land in."""
+"""The registered memory: peers may read it, and reads write to it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MAX_REGIONS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One registered memory.
+    """A registered memory.
 
     Attributes:
         bytes: uint8[nbytes], a view; keeps the memory alive.
-        host: memory of the CPU, which sockets can read and write.
+        host: whether it is memory of the CPU, which sockets can read and write.
     """
 
     bytes: Tensor
@@ -33,17 +33,17 @@ class Region:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size of the memory in bytes."""
         return self.bytes.numel()
 
     @property
     def address(self) -> int:
-        """Of its first byte, in this process or on its device."""
+        """The address of the first byte, in this process or on its device."""
         return self.bytes.data_ptr()
 
     @property
     def device(self) -> int:
-        """Number of its device, of those of one kind."""
+        """The number of the device among those of its kind."""
         return self.bytes.device.index or 0
 
     def view(self) -> memoryview:
@@ -52,7 +52,7 @@ class Region:
 
 
 class Regions:
-    """Registered memory by number. Thread-safe; what was registered stays until `clear`."""
+    """The registered memory by number. Thread-safe; regions stay until `clear`."""
 
     def __init__(self) -> None:
         self._regions: tuple[Region, ...] = ()
@@ -65,11 +65,11 @@ class Regions:
         return self._regions[number]
 
     def all(self) -> tuple[Region, ...]:
-        """All of them; the place is the number."""
+        """Returns all regions; the index is the region's number."""
         return self._regions
 
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each."""
+        """Returns the bytes of each region."""
         return tuple(region.nbytes for region in self._regions)
 
     def add(self, memory: Tensor) -> int:
@@ -94,18 +94,18 @@ class Regions:
             return len(self._regions) - 1
 
     def remove_last(self) -> None:
-        """Forgets what was added last."""
+        """Forgets the region that was added last."""
         with self._lock:
             self._regions = self._regions[:-1]
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forgets all regions."""
         with self._lock:
             self._regions = ()
 
 
 def require_local(regions: Regions, reads: Reads, deadline_s: float) -> None:
-    """Checks what the caller of `Transport.pull` says of its own side.
+    """Checks the local side of the arguments of `Transport.pull`.
 
     Raises:
         ConfigurationError: the destination is outside of `regions`, or there is no time.

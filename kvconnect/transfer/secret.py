@@ -16,7 +16,7 @@ _SHORTEST = 16
 
 
 class SharedSecret:
-    """Proves to a peer that this process knows it, without telling it. Never printed.
+    """A secret that this process can prove to a peer without sending it. It is never printed.
 
     Args:
         secret: at least 16 bytes; of text its UTF-8 bytes, without white space around them.
@@ -43,7 +43,7 @@ class SharedSecret:
         raise TypeError("a SharedSecret is not pickled; give each process the secret")
 
     def mac(self, *parts: bytes) -> bytes:
-        """HMAC-SHA256 of `parts`, each with its length before it."""
+        """Returns the HMAC-SHA256 of `parts`, each with its length before it."""
         code = hmac.new(self._key, digestmod=hashlib.sha256)
         for part in parts:
             code.update(len(part).to_bytes(8, "big"))
@@ -51,15 +51,15 @@ class SharedSecret:
         return code.digest()
 
     def verifies(self, mac: bytes, *parts: bytes) -> bool:
-        """Whether `mac` is that of `parts`; takes the same time whatever it is."""
+        """Returns whether `mac` is that of `parts`, in a time that does not depend on `mac`."""
         return hmac.compare_digest(mac, self.mac(*parts))
 
 
 def require_secret(field: str, host: str, secret: SharedSecret | None) -> None:
-    """Nothing, if `host` is this machine's loopback or there is a secret.
+    """Checks that `host` is this machine's loopback or that there is a secret.
 
     Raises:
-        ConfigurationError: neither; names `field` and the remedy.
+        ConfigurationError: neither is true; the message names `field` and the remedy.
     """
     if secret is None and not is_loopback(host):
         raise ConfigurationError(

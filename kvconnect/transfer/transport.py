@@ -42,11 +42,11 @@ class PeerHandle:
 
 
 class Transport(ABC):
-    """Reads memory of peers, one-sided: nothing of the peer's Python runs for a read.
+    """Reads memory of peers, one-sided: no Python code of the peer runs for a read.
 
-    What was read is not validated: a peer that has reused its memory since delivers what is there
-    now (leases decide, not the transport). Thread-safe; owns its threads. Only `open`, `register`,
-    `connect`, `rebuild` and `close` block, each for a bounded time.
+    A read does not validate bytes: if a peer has reused its memory since, the read delivers the new
+    content. Leases decide about that, not the transport. Thread-safe; owns its threads. Only
+    `open`, `register`, `connect`, `rebuild` and `close` block, each for a bounded time.
 
     Attributes:
         name: as in settings: ``tcp`` or ``nixl``.
@@ -111,7 +111,7 @@ class Transport(ABC):
 
     @abstractmethod
     def rebuild(self) -> None:
-        """Ends every pull and starts anew with the same memory.
+        """Ends every pull and restarts with the same memory.
 
         Afterwards every pull is terminal, no handle is valid, and peers need the new `local`.
         """

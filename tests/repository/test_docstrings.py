@@ -17,6 +17,7 @@ ROOMS = (
     "kernels/**/*.py",
     "backends/**/*.py",
     "kvconnect/connector/**/*.py",
+    *("kvconnect/transfer/**/*.py", "kvconnect/integrations/**/*.py"),
 )
 """The finished rooms. The others join one by one."""
 

@@ -31,9 +31,9 @@ class _Known:
 class AdapterDigests:
     """The digest of each adapter that a request names, made once, on a thread.
 
-    An engine keeps an adapter that it has loaded. So one whose files change afterwards has no
-    digest any more, nor has another directory that goes by the same name: what is computed with it
-    could be either. Belongs to one thread.
+    An engine keeps an adapter that it has loaded. So an adapter whose files change afterwards no
+    longer has a digest: its results may be of the old or the new files. The same holds for another
+    directory of the same name. Belongs to one thread.
     """
 
     def __init__(self) -> None:
@@ -43,15 +43,15 @@ class AdapterDigests:
         self._threads: ThreadPoolExecutor | None = None
 
     def find(self, adapter: int | str, directory: str) -> Future[str] | None:
-        """The digest of `adapter` in `directory`, perhaps still being made; never blocks for long.
+        """Returns the digest of `adapter` in `directory`, perhaps still being made.
 
-        ``None`` if there is none: the directory has no adapter in it, has changed, or is not the
-        one that `adapter` was first found in. The future ends with a `KvConnectError` if the files
-        cannot be read.
+        Never blocks for long. Returns ``None`` if the directory has no adapter in it, has changed,
+        or is not the one that `adapter` was first found in. The future ends with a `KvConnectError`
+        if the files cannot be read.
 
         Args:
-            adapter: what the engine knows it by.
-            directory: where its files are.
+            adapter: the engine's name or number of the adapter.
+            directory: the directory of the adapter's files.
         """
         place = (adapter, directory)
         if place in self._refused:
@@ -78,7 +78,7 @@ class AdapterDigests:
         return known.digest
 
     def close(self) -> None:
-        """Let go of the thread. Idempotent."""
+        """Ends the thread. Idempotent."""
         threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
@@ -94,9 +94,10 @@ class AdapterDigests:
 
 
 def adapter_digest(directory: Path) -> str:
-    """64 hexadecimal digits that differ between any two adapters.
+    """Returns 64 hexadecimal digits that differ between any two adapters.
 
-    Covers the adapter's settings and the whole content of its weights. Blocks on file I/O.
+    The digest covers the adapter's settings and the whole content of its weights. Blocks on file
+    I/O.
 
     Raises:
         ConfigurationError: there is no adapter in `directory`, or it cannot be read.
@@ -117,7 +118,7 @@ def adapter_digest(directory: Path) -> str:
 
 
 def digest_now(pending: Future[str]) -> str | None:
-    """What `pending` ended with; ``None`` if that was an error. Of a future that is done."""
+    """Returns the digest of `pending`, which is done; ``None`` if it ended with an error."""
     error = pending.exception()
     if isinstance(error, KvConnectError):
         warn_once("adapter", f"prompts of a LoRA adapter are not cached: {error}")

@@ -1,4 +1,4 @@
-"""The pair's arguments from an engine's settings, shared by all of a process that are alike."""
+"""The pair's arguments from an engine's settings, shared by equal ones of a process."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def make_arguments(
     shard: Shard = Shard(),
     num_kv_heads: Sequence[int] = (),
 ) -> LlmArgs:
-    """What the built-in pair is made with.
+    """Returns the arguments of the built-in pair.
 
     Args:
         settings: of the adapter.
         directory: of the model.
-        model_digest: of that; see `digest_of_model`.
+        model_digest: of the model; see `digest_of_model`.
         layouts: of this rank's pool groups.
         shard: this rank.
         num_kv_heads: of each group in the whole model.
@@ -52,7 +52,7 @@ def make_arguments(
 
 
 class SharedArguments:
-    """Arguments that a scheduler and a worker in one process have in common, and so their store.
+    """The arguments, and so the store, that a scheduler and a worker in one process share.
 
     Thread-safe. `take` and `give_back` come in pairs.
     """
@@ -62,7 +62,7 @@ class SharedArguments:
         self._taken: dict[Hashable, tuple[LlmArgs, int]] = {}
 
     def take(self, engine: Hashable, args: LlmArgs) -> LlmArgs:
-        """`args`, or those equal to them that were taken for the same `engine` before."""
+        """Returns equal arguments that were taken for the same `engine` before, else `args`."""
         key = (engine, _key(args))
         with self._lock:
             known, users = self._taken.get(key, (args, 0))
@@ -70,7 +70,7 @@ class SharedArguments:
             return known
 
     def give_back(self, engine: Hashable, args: LlmArgs) -> None:
-        """One user less."""
+        """Removes one user of the arguments."""
         key = (engine, _key(args))
         with self._lock:
             known, users = self._taken[key]

@@ -1,4 +1,4 @@
-"""Weights and code that a model's configuration takes from another repository than its own."""
+"""The weights and code that a model's configuration takes from another repository."""
 
 from __future__ import annotations
 

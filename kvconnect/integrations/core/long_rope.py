@@ -1,4 +1,4 @@
-"""RoPE of kind ``longrope``: which models have other factors for long sequences, and from where."""
+"""The ``longrope`` kind of RoPE: which models have other factors for long sequences."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def original_length(config: Mapping[str, Any]) -> int | None:
-    """Tokens up to which a model's tokens are turned by its short factors.
+    """Returns the number of tokens up to which a model uses its short factors.
 
-    With longer sequences engines turn by the long ones, also tokens that are before that place: so
-    a block's KV depends on what its tokens do not tell.
+    For longer sequences engines use the long factors, also for the tokens before that position. So
+    a block's KV depends on more than its tokens.
 
     Args:
         config: of the model, as its ``config.json`` has it, with those of its parts.
 
     Returns:
-        ``None`` if there are no long factors; 0 if it is not said up to where.
+        ``None`` if there are no long factors; 0 if the configuration gives no length.
     """
     lengths = list(_lengths(config, config))
     return min(lengths, default=None)
@@ -36,7 +36,7 @@ def rope_kinds(config: Mapping[str, Any]) -> set[str]:
 
 
 def config_of_directory(directory: Path) -> dict[str, Any]:
-    """The ``config.json`` of a model's directory; empty if there is none that can be read."""
+    """Returns the ``config.json`` of a model's directory; empty if it cannot be read."""
     try:
         found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -45,7 +45,7 @@ def config_of_directory(directory: Path) -> dict[str, Any]:
 
 
 def _lengths(part: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[int]:
-    """The original lengths of every ``longrope`` in `part` of `config`, however deep."""
+    """Yields the original length of every ``longrope`` in `part` of `config`, however deep."""
     for rope, around in _ropes(part):
         if rope.get("rope_type", rope.get("type")) in _KINDS:
             known = (one.get(_ORIGINAL) for one in (rope, around, config))
@@ -53,7 +53,7 @@ def _lengths(part: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[int
 
 
 def _ropes(part: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Each set of RoPE parameters in `part`, however deep, and the part that has it."""
+    """Yields each set of RoPE parameters in `part`, however deep, and the part that has it."""
     for name, value in part.items():
         if not isinstance(value, Mapping):
             continue

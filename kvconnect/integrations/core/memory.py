@@ -1,4 +1,4 @@
-"""An engine's paged memory as planes that the pair can copy: checked by shape and by strides."""
+"""The paged memory of an engine as planes for the pair, checked by shape and strides."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def planes_of(
     *,
     name: str,
 ) -> PagedKv | StridedPlanes:
-    """One pool's planes, as `OffloadWorker.register_planes` takes them.
+    """Returns one pool's planes, as `OffloadWorker.register_planes` takes them.
 
     Args:
         planes: keys and values of each layer, or the latent alone, ``[num_blocks, tokens, heads,
             dim]`` of any strides: views of the engine's own memory.
-        layout: what the engine says of a block.
-        num_blocks: what it says of the pool.
-        name: what the engine calls the memory, for errors.
+        layout: the engine's description of a block.
+        num_blocks: the engine's number of blocks in the pool.
+        name: the engine's name of the memory, for errors.
 
     Raises:
-        ConfigurationError: shape, dtype or strides are not what `layout` says.
+        ConfigurationError: shape, dtype or strides do not fit `layout`.
     """
     if len(planes) != layout.num_layers:
         raise ConfigurationError(
@@ -60,11 +60,11 @@ def planes_of(
 
 
 def split_blocks(cache: Tensor, num_blocks: int, *, name: str) -> Tensor:
-    """`cache` with the scheduler's blocks as its first axis, where kernels use smaller ones.
+    """Returns `cache` with the scheduler's blocks as first axis, if kernels use smaller ones.
 
     Args:
         cache: ``[num_blocks * ratio, tokens, …]``, a view.
-        num_blocks: the scheduler's.
+        num_blocks: the number of the scheduler's blocks.
         name: for errors.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Metrics of a process of another engine: whose they are, and where to ask for them."""
+"""The metrics of a process of another engine: their engine label and their port."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PORTS = 64
 
 
 class _Shared:
-    """The one server of a process, for all halves of adapters that live in it. Thread-safe."""
+    """The one metrics server of a process, for all adapters in it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,17 +52,17 @@ _shared = _Shared()
 
 
 def tell_metrics(engine: str, settings: MetricsSettings) -> Callable[[], None]:
-    """Say that this process is `engine`'s, and answer Prometheus.
+    """Sets `engine` as this process's label, and serves metrics to Prometheus.
 
-    An engine has several processes, which know little of each other and get the same settings:
-    each listens at the first of 64 ports that is free, and logs it.
+    An engine has several processes that get the same settings. Each listens on the first of 64
+    ports that is free, and logs it.
 
     Args:
         engine: label of all metrics of the process from now on.
-        settings: where to begin.
+        settings: the first port, and the address.
 
     Returns:
-        What to call once when the adapter is closed. The last one of the process ends the server.
+        A function to call once when the adapter is closed. The last call ends the server.
 
     Raises:
         ConfigurationError: no port is free, or the address is none of this machine.

@@ -1,4 +1,4 @@
-"""Which directory an engine's model is in, and its digest."""
+"""The directory of an engine's model, and the model's digest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_LINKS = 40  # on the way to a file, as Linux has it
 def directory_of(model: str, *, revision: str | None = None, cache_dir: str | None = None) -> Path:
     """Returns the directory of `model`: itself, or its snapshot in the Hugging Face cache.
 
-    Nothing is downloaded.
+    Downloads nothing.
 
     Args:
         model: a directory, or a name on the hub.
@@ -56,8 +56,9 @@ def digest_of_model(
 ) -> bytes:
     """Returns 32 bytes that differ between any two models; see `kvconnect.digest.model_digest`.
 
-    The engine has loaded the weights by then. If a file changed since it began to, it may have
-    loaded the old or the new one, so neither is named.
+    The engine has loaded the weights by then. If a file changed since the loading began, the engine
+    may have loaded the old or the new one, so the model is refused.
+
     Blocks on file I/O: hashes all weights the first time, about as long as reading them takes.
 
     Args:
@@ -80,19 +81,19 @@ def digest_of_model(
 
 
 def refuse_changed(files: ModelFiles, since_ns: int) -> None:
-    """Refuses a model of which something changed at `since_ns` or later.
+    """Refuses a model of which a file, folder or link changed at `since_ns` or later.
 
-    Looks at every file that its digest covers, the folders that these are in, every link on the way
-    to them, and whether a folder above them was renamed. A file in the Hugging Face cache is named
-    by its content, and perhaps the engine itself downloaded it: it counts only if it is no link to
-    such a one. Links and references that were switched to this snapshot count as well.
+    Checks every file that the digest covers, the folders of these files, every link on the way to
+    them, and renames of folders above them. A file in the Hugging Face cache is named by its
+    content, and the engine itself may have downloaded it. So such a file does not count. Links and
+    references that were switched to this snapshot count as well.
 
     Args:
         files: of the model, open.
         since_ns: nanoseconds since the epoch.
 
     Raises:
-        ModelChanged: names what changed.
+        ModelChanged: names the path that changed.
     """
     directory = files.directory.absolute()
     names = ("config.json", *files.weights, *files.beside)
@@ -124,10 +125,10 @@ def process_started_ns() -> int:
 
 
 def _refuse_switched(snapshot: Path, paths: Iterable[Path], since_ns: int) -> None:
-    """Refuses a snapshot that a reference or a link was switched to at `since_ns` or later.
+    """Refuses a snapshot to which a reference or a link was switched at `since_ns` or later.
 
     A repository's only snapshot may be the engine's own download. Then the repository is as new as
-    its reference, and each file as its link; such do not count.
+    its reference, and each file as its link. Such changes do not count.
 
     Raises:
         ModelChanged: names the reference or the link.
@@ -159,7 +160,7 @@ def _is_blob(path: Path) -> bool:
 
 
 def _changed(path: Path, since_ns: int, seen: set[Path]) -> Iterator[Path]:
-    """Yields everything that decides which file or folder `path` is: itself, links, renames."""
+    """Yields the changed ones of the links and folders on `path`, and of `path` itself."""
     at, todo, links = Path(path.anchor), list(reversed(path.parts[1:])), 0
     while todo:
         at = at.parent if (part := todo.pop()) == ".." else at / part

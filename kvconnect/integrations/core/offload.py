@@ -1,4 +1,4 @@
-"""The built-in scheduler, as an engine drives it that asks instead of waiting."""
+"""The built-in scheduler for an engine that asks again instead of waiting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["EngineScheduler"]
 
 
 class EngineScheduler(OffloadScheduler):
-    """`OffloadScheduler` for an engine that takes up whole blocks."""
+    """An `OffloadScheduler` for an engine that accepts whole blocks only."""
 
     whole_blocks: ClassVar[bool] = True
     hashes_at_once: ClassVar[bool] = False
@@ -28,13 +28,13 @@ class EngineScheduler(OffloadScheduler):
     def ask_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """As `get_num_new_matched_tokens`, for an engine that asks again instead of waiting.
+        """Answers `get_num_new_matched_tokens` for an engine that asks again instead of waiting.
 
         Never blocks. May be called any number of times; only the last answer counts.
 
         Returns:
             ``None`` in place of the tokens while the lookup is under way and within its budget,
-            which counts from the first time that it is asked for.
+            which counts from the first call.
         """
         state = self._states[request.request_id]
         lookup = state.lookup
@@ -48,10 +48,10 @@ class EngineScheduler(OffloadScheduler):
         return self._answer(state, num_computed_tokens)
 
     def wait_for_answer(self, timeout_s: float) -> None:
-        """Block until a lookup that was not answered yet is, at most `timeout_s`.
+        """Blocks until an unanswered lookup has an answer, at most `timeout_s`.
 
-        For a step without anything to compute: an engine's thread that turns at once would keep
-        the store's from running. Returns at once if no lookup waits.
+        For a step without anything to compute: an engine's thread that loops at once would keep the
+        store's threads from running. Returns at once if no lookup waits.
         """
         unanswered, self._unanswered = self._unanswered, None
         if unanswered is not None:

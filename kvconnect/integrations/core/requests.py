@@ -1,4 +1,4 @@
-"""An engine's requests as the built-in pair sees them: tokens, and what else shapes their KV."""
+"""The requests of an engine for the built-in pair: tokens, and other inputs that shape KV."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvconnect.tokens import LateTokens, TokenArray, TokenBuffer
 __all__ = ["MixedKeyChain", "PromptContent", "RequestMaker", "extra_key_of"]
 
 PRIORITY = DEFAULT_RETENTION_PRIORITY
-"""Of every block: engines say nothing about which ones are worth more."""
+"""The priority of every block: engines do not rank blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptContent:
-    """Something in a prompt that its tokens do not tell: a picture behind placeholder tokens.
+    """A content of a prompt that its tokens do not identify, such as a picture.
 
     Attributes:
         start: its first token.
@@ -45,9 +45,9 @@ class PromptContent:
 
 
 class MixedKeyChain(KeyChain):
-    """Keys that also stand for contents, from the first block on that one touches.
+    """The keys of a prompt with contents, from the first block on that a content touches.
 
-    A block without any has the key that its tokens give it after its parent.
+    A block without any content has the key that follows from its tokens and its parent.
     """
 
     __slots__ = ("_mixed",)
@@ -63,7 +63,7 @@ class MixedKeyChain(KeyChain):
         self._mixed = _by_block(contents, tokens_per_block)
 
     def tail(self, num_tokens: int) -> BlockKey:
-        """As in `KeyChain`, with the contents that the partial block has."""
+        """Returns the key of `KeyChain.tail`, mixed with the contents of the partial block."""
         key = super().tail(num_tokens)
         mixed = self._mixed.get(num_tokens // self.tokens_per_block)
         return key if mixed is None else BlockKey(_with_content(key, mixed))
@@ -87,7 +87,7 @@ class MixedKeyChain(KeyChain):
 
 
 def _by_block(contents: Sequence[PromptContent], tokens_per_block: int) -> Mapping[int, bytes]:
-    """For each block that a content touches a digest of those contents, and where they begin."""
+    """Returns for each block with contents a digest of these and of their positions."""
     states: dict[int, list[bytes]] = {}
     for one in sorted(contents, key=lambda one: (one.start, one.length, one.digest)):
         first, last = (
@@ -110,12 +110,12 @@ def _with_content(key: bytes, content: bytes) -> bytes:
 
 
 def extra_key_of(settings: EngineSettings, variant: Mapping[str, str] | None = None) -> str | None:
-    """What separates an engine's blocks from those of others in `Namespace.extra_key`.
+    """Returns the `Namespace.extra_key` that separates an engine's blocks from other ones.
 
     Args:
-        settings: say whether the namespace is shared.
-        variant: what changes KV besides model and layout, by name: quantisation, overridden
-            settings of the model. Separates in a shared namespace as well.
+        settings: the adapter's; a shared namespace leaves the engine out.
+        variant: settings besides model and layout that change KV, by name: quantisation, overridden
+            settings of the model. They separate blocks in a shared namespace, too.
     """
     parts = [] if settings.is_shared else [f"engine={settings.engine}"]
     parts += [f"{name}={value}" for name, value in sorted((variant or {}).items())]
@@ -145,14 +145,14 @@ class RequestMaker:
         adapter: str | None = None,
         contents: Sequence[PromptContent] = (),
     ) -> LlmRequest:
-        """A request with an id of its own.
+        """Returns a request with an id of its own.
 
         Args:
             tokens: of the prompt, not changed; late ones are converted on the thread that first
                 reads them, usually the store's.
             cache_salt: the tenant's.
             adapter: digest of the LoRA adapter's files.
-            contents: what tokens do not tell.
+            contents: the contents that tokens do not identify.
 
         Raises:
             ConfigurationError: there are no tokens, or the salt is none.
@@ -172,12 +172,12 @@ class RequestMaker:
         return request
 
     def separate(self, name: str) -> None:
-        """Puts `name` into all keys from now on, in place of the name that was put there before."""
+        """Adds `name` to all keys from now on, in place of an earlier name."""
         self._name = name
         self._known.clear()
 
     def _root(self, cache_salt: str | None, adapter: str | None) -> tuple[Namespace, BlockKey]:
-        """A namespace, and the key before its first block; kept without a salt, by adapter."""
+        """Returns a namespace and the key before its first block; cached if there is no salt."""
         if cache_salt is None and (known := self._known.get(adapter)) is not None:
             return known
         extra_key = ";".join(filter(None, (self.extra_key, self._name))) or None

@@ -1,4 +1,4 @@
-"""What a user writes into an engine's own configuration: one flat dictionary."""
+"""The settings of an adapter in an engine's own configuration: one flat dictionary."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _CONNECTOR_FIELDS = (
 
 
 class MetricsSettings(Settings):
-    """Where an engine's processes answer Prometheus.
+    """The address and port of an engine's processes for Prometheus.
 
     Attributes:
-        metrics_port: the first port that may be taken; ``None``: nothing listens.
+        metrics_port: the first port to try; ``None``: nothing listens.
         metrics_address: of this machine; by default programs of other machines are not answered.
     """
 
@@ -44,12 +44,12 @@ class MetricsSettings(Settings):
 
 
 class OwnSettings(MetricsSettings):
-    """What stands beside the fields of `KvCacheConnectorConfig`.
+    """The settings beside the fields of `KvCacheConnectorConfig`.
 
     Attributes:
         model_revision: stands for the weights, which are then not read; for example
             ``org/name@commit``.
-        producer_timeout_s: how long a request waits for blocks that another engine told it of, and
+        producer_timeout_s: how long a request waits for blocks that another engine announced, and
             that are not in the store yet.
     """
 
@@ -59,12 +59,12 @@ class OwnSettings(MetricsSettings):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Parsed settings of an adapter.
+    """The parsed settings of an adapter.
 
     Attributes:
-        engine: whose: ``vllm``, ``sglang``, …
-        connector: what drives the store.
-        own: the others.
+        engine: the engine's name: ``vllm``, ``sglang``, …
+        connector: the settings of the store.
+        own: the other settings.
     """
 
     engine: str
@@ -81,12 +81,12 @@ class EngineSettings:
         passed_over: Collection[str] = (),
         without: Collection[str] = (),
     ) -> EngineSettings:
-        """The settings that `given` holds.
+        """Returns the settings that `given` holds.
 
         Args:
             engine: the engine's name, as it stands in namespaces and metrics.
             given: field names and values, as the user wrote them.
-            where: what the engine calls `given`, for errors.
+            where: the engine's name for `given`, for errors.
             passed_over: names in `given` that the engine put there for itself.
             without: fields that have no effect in this engine; they are refused as unknown ones.
 
@@ -116,7 +116,7 @@ class EngineSettings:
             )
         try:
             connector = KvCacheConnectorConfig(
-                # Engines take up whole blocks only.
+                # Engines accept whole blocks only.
                 save_partial_tails=False,
                 **{name: value for name, value in fields.items() if name in _CONNECTOR_FIELDS},
             )
@@ -129,9 +129,9 @@ class EngineSettings:
 
     @property
     def is_shared(self) -> bool:
-        """Whether blocks of other engines may be loaded, and ours by them."""
+        """Returns whether blocks may be exchanged with other engines through the store."""
         return self.connector.namespace is not None
 
     def without_saves(self) -> EngineSettings:
-        """The same, of an engine that only loads: blocks of priority 0 are not saved."""
+        """Returns a copy for an engine that only loads: blocks of priority 0 are not saved."""
         return replace(self, connector=self.connector.model_copy(update={"min_priority": 1}))

@@ -1,11 +1,12 @@
-"""kvconnect's stores behind SGLang's hierarchical cache: a storage backend of HiCache (0.5.23).
+"""A storage backend of SGLang's HiCache (0.5.23) that keeps pages in kvconnect's stores.
 
 ``--enable-hierarchical-cache --hicache-storage-backend dynamic`` with
 ``--hicache-storage-backend-extra-config '{"backend_name": "kvconnect", "url": "…", "module_path":
 "kvconnect.integrations.sglang", "class_name": "KvConnectStorage", "interface_v1": 1}'``.
 
-SGLang is imported when the class is asked for. May import the shared core and what that drives.
-Begin with `storage`; `host_pool` reads SGLang's host memory as blocks, `settings` what was given.
+SGLang is imported when the class is looked up. May import the shared core and its dependencies.
+Begin with `storage`. `host_pool` reads SGLang's host memory as blocks; `settings` parses the
+configuration.
 """
 
 from __future__ import annotations

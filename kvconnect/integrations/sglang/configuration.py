@@ -1,7 +1,7 @@
-"""The configuration that SGLang resolved, against the one that the model's files hold.
+"""The configuration that SGLang resolved, compared with the one of the model's files.
 
-Keys hold the model's files. What SGLang makes of them in another way than transformers does, by its
-settings, its environment or a plug-in, has to be in the keys as well.
+Keys cover the model's files. SGLang may interpret them otherwise than transformers, by its
+settings, its environment or a plug-in. Such differences must be in the keys as well.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def pool_independent(model_config: Any, kv_dtype: str) -> str | None:
 
 
 def _of_files(directory: Path) -> dict[str, Any]:
-    """The configuration as transformers reads it, or the bare file for kinds unknown to it."""
+    """Returns the configuration as transformers reads it; the bare file for unknown kinds."""
     try:
         config = import_module("transformers").AutoConfig.from_pretrained(
             directory, local_files_only=True
@@ -73,11 +73,11 @@ def _of_files(directory: Path) -> dict[str, Any]:
 
 
 def _differences(plain: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `plain` that have other values in `resolved`; those it adds are left out."""
+    """Returns the fields of `plain` with other values in `resolved`, without added fields."""
     found: dict[str, Any] = {}
     for name, value in plain.items():
         if name not in resolved:
-            continue  # another name for a field, or one of which nothing is made
+            continue  # another name for a field, or an unused field
         now = resolved[name]
         if isinstance(value, Mapping) and isinstance(now, Mapping):
             if inner := _differences(value, now):

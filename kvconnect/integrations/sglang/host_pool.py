@@ -1,4 +1,4 @@
-"""SGLang's host memory as blocks: one page each, whatever its layout."""
+"""The host memory of SGLang as blocks of one page each, whatever its layout."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class HostPool:
 
     @classmethod
     def of(cls, pool: Any, *, is_mla: bool) -> HostPool:
-        """Read an ``MHATokenToKVPoolHost`` or an ``MLATokenToKVPoolHost``.
+        """Reads an ``MHATokenToKVPoolHost`` or an ``MLATokenToKVPoolHost``.
 
         Args:
             pool: registered by SGLang.
             is_mla: whether it holds latents.
 
         Raises:
-            UnsupportedModel: it holds something else, or its shape is not what it says.
+            UnsupportedModel: the pool holds something else, or its shape is unexpected.
             ConfigurationError: a page has one token, or no power of two.
         """
         name = type(pool).__name__
@@ -61,7 +61,7 @@ class HostPool:
         return found
 
     def check_against(self, pool: Any) -> None:
-        """Compare with what SGLang says of its first and its last page.
+        """Compares the planes with SGLang's description of its first and its last page.
 
         Raises:
             UnsupportedModel: a page holds more, or something else, than keys and values.
@@ -83,7 +83,7 @@ class HostPool:
                 )
 
     def pages(self, host_indices: Tensor) -> list[int]:
-        """Numbers of the pages that these indices of tokens are, page by page."""
+        """Returns the page numbers of `host_indices`, which are token indices page by page."""
         return (
             host_indices[:: self.layout.tokens_per_block] // self.layout.tokens_per_block
         ).tolist()
@@ -114,7 +114,7 @@ def _planes(pool: Any, layer: int, *, is_mla: bool) -> tuple[Tensor, Tensor] | t
 
 
 def _plane(buffer: Tensor, pool: Any, layer: int) -> Tensor:
-    """Keys or values of a layer, ``[pages, tokens, heads, dim]``."""
+    """Returns keys or values of a layer, ``[pages, tokens, heads, dim]``."""
     by_page = (pool.page_num, pool.page_size)
     if pool.layout == "layer_first":
         return torch.unflatten(buffer[layer], 0, by_page)

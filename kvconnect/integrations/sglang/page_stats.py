@@ -1,4 +1,4 @@
-"""How many pages went through, in the class that SGLang exports metrics from."""
+"""The page counts of batches, in the class that SGLang exports metrics from."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 __all__ = ["PageStats"]
 
-# Batches between two of SGLang's questions; without metrics it asks never.
+# Batches between two queries of SGLang, which never queries without metrics.
 _MOST = 4096
 
 
 class PageStats:
-    """Batches since SGLang asked last, the newest of many. Thread-safe.
+    """The batches since SGLang's last query; only the newest are kept. Thread-safe.
 
     Args:
         page_nbytes: of a page with this rank's heads and layers.
@@ -25,19 +25,20 @@ class PageStats:
         self._saved: deque[int] = deque(maxlen=_MOST)
 
     def add_load(self, num_pages: int, seconds: float) -> None:
-        """A batch was loaded, so many pages of it."""
+        """Records a batch of which `num_pages` pages were loaded."""
         if num_pages:
             self._loaded.append((num_pages, seconds))
 
     def add_save(self, num_pages: int) -> None:
-        """So many pages of a batch are on their way to the store."""
+        """Records a batch of which `num_pages` pages are being saved."""
         if num_pages:
             self._saved.append(num_pages)
 
     def take(self) -> Any:
-        """SGLang's ``StorageMetrics`` of what came since the last call; ``None`` without SGLang.
+        """Returns SGLang's ``StorageMetrics`` since the last call; ``None`` without SGLang.
 
-        Bandwidths are in GB/s. That of backups is left out: pages are written in the background.
+        Bandwidths are in GB/s. The bandwidth of backups is left out: pages are written in the
+        background.
         """
         try:
             module = import_module("sglang.srt.observability.metrics_collector")

@@ -1,4 +1,4 @@
-"""The models and settings of SGLang's that are served, and why others are refused."""
+"""The models and settings of SGLang that are served, and the reasons to refuse others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NAME_THEM = "name them with model_revision"
 
 
 def refuse_unserved(server: Server, directory: Path, *, is_named: bool) -> None:
-    """Refuses what would make wrong hits.
+    """Refuses models and settings that would cause wrong hits.
 
     Args:
         server: whose settings count.
@@ -151,7 +151,7 @@ def _refuse_attention_ahead(server: Server, config: Mapping[str, Any]) -> None:
 
 
 def _kinds_of_attention(runner: Any) -> set[str]:
-    """The kinds of the model's layers that read the cache: "decoder", "encoder_only" and others."""
+    """Returns the kinds of the layers that read the cache: "decoder", "encoder_only" and others."""
     model = getattr(runner, "model", None)
     if not isinstance(model, torch.nn.Module):
         return set()
@@ -160,7 +160,7 @@ def _kinds_of_attention(runner: Any) -> set[str]:
 
 
 def _resolved(model_config: Any) -> dict[str, Any]:
-    """The configuration that SGLang resolved, with what it keeps beside it for text."""
+    """Returns the configuration that SGLang resolved, with its separate setting for text."""
     hf_config = getattr(model_config, "hf_config", None)
     text = getattr(model_config, "hf_text_config", None)
     found: dict[str, Any] = {} if hf_config is None else dict(hf_config.to_dict())
@@ -170,7 +170,7 @@ def _resolved(model_config: Any) -> dict[str, Any]:
 
 
 def _overrides(server: Server) -> dict[str, Any]:
-    """The operator's replacements of parts of ``config.json``."""
+    """Returns the operator's replacements of parts of ``config.json``."""
     try:
         found = json.loads(server.setting("json_model_override_args") or "{}")
     except ValueError:
@@ -179,13 +179,13 @@ def _overrides(server: Server) -> dict[str, Any]:
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The configuration, and that of its text alone: encoders of pictures look everywhere."""
+    """Returns the configuration and its text part. Encoders of pictures may look ahead."""
     text = config.get("text_config")
     return [config, text] if isinstance(text, Mapping) else [config]
 
 
 def _longest(config: Mapping[str, Any]) -> int:
-    """The longest sequence that a configuration allows in any of its parts."""
+    """Returns the longest sequence that a configuration allows in any of its parts."""
     given = config.get("max_position_embeddings")
     lengths = [given] if isinstance(given, int) else []
     lengths += [_longest(part) for part in config.values() if isinstance(part, Mapping)]

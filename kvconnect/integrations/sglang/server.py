@@ -1,7 +1,7 @@
-"""The server of SGLang's that this process is a part of: its settings, and the model that it runs.
+"""The SGLang server that this process is a part of: its settings and its model.
 
-Read from the process that the storage is in. Without a server, where host pools are used by
-themselves, every setting is ``None``.
+They are read from the process that the storage is in. Without a server, where host pools are used
+by themselves, every setting is ``None``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Server:
 
     @property
     def is_there(self) -> bool:
-        """True in the process of a server."""
+        """Returns whether this process belongs to a server."""
         return self._context is not None
 
     @property
@@ -110,7 +110,7 @@ class Server:
         )
 
     def variant(self, directory: Path, kv_dtype: str) -> dict[str, str]:
-        """Returns what changes keys and values beside the model's files, by name.
+        """Returns the settings that change keys and values beside the model's files, by name.
 
         Settings that change nothing are left out, so that stores of other servers are found.
 
@@ -137,7 +137,7 @@ class Server:
 
 
 def _calling_scheduler() -> tuple[Any, bool]:
-    """SGLang's scheduler in the calls that led here, and whether it is being made."""
+    """Returns SGLang's scheduler among the callers, and whether it is being constructed."""
     module = sys.modules.get("sglang.srt.managers.scheduler")
     cls = getattr(module, "Scheduler", None)
     found, is_starting = None, False
@@ -152,7 +152,7 @@ def _calling_scheduler() -> tuple[Any, bool]:
 
 
 def _content(path: object) -> object:
-    """What stands for a file's content; a name that is no file stands for itself."""
+    """Returns a digest of the file at `path`; any other value is returned as it is."""
     if not isinstance(path, str) or not Path(path).is_file():
         return path
     try:

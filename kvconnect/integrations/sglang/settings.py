@@ -1,4 +1,4 @@
-"""What SGLang's storage configuration says, checked."""
+"""The storage configuration of SGLang, checked."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["ENGINE", "WHERE", "rank_of", "storage_settings"]
 ENGINE = "sglang"
 WHERE = "hicache-storage-backend-extra-config"
 
-# What SGLang reads there for itself.
+# Fields that SGLang itself reads.
 _ITS_OWN = (
     *("backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size"),
     *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
     *("prefetch_timeout_max", "hicache_storage_pass_prefix_keys", "head_group", "layer_partition"),
 )
-# SGLang asks and saves on threads of its own: these may wait.
+# SGLang looks up and saves on its own threads, which may wait.
 _PATIENT = {"lookup_timeout_ms": 1000.0, "on_backlog": "wait"}
-# SGLang decides which pages are saved, and from how many on they are loaded; nobody tells of more.
+# SGLang decides which pages are saved, and the least number to load. There are no producers.
 _WITHOUT = ("save_on", "min_load_tokens", "producer_timeout_s")
 
 
 def storage_settings(storage_config: Any) -> EngineSettings:
-    """The settings in a ``HiCacheStorageConfig``.
+    """Returns the settings in a ``HiCacheStorageConfig``.
 
     Raises:
         ConfigurationError: ``url`` or ``interface_v1`` is missing, or a field is wrong; names it.
@@ -52,7 +52,7 @@ def storage_settings(storage_config: Any) -> EngineSettings:
 
 
 def rank_of(storage_config: Any) -> Shard:
-    """This rank's share of the heads; of pipeline stages the layers of its pages tell.
+    """Returns this rank's share of the heads; pipeline stages differ by their layers.
 
     Raises:
         UnsupportedModel: tokens of one page are spread over ranks.

@@ -50,11 +50,11 @@ else:
 
 
 class KvConnectStorage(_Base):
-    """Pages of SGLang's host pool in a store; called by its prefetch and backup threads.
+    """The pages of SGLang's host pool in a store; called by its prefetch and backup threads.
 
     Keys are made of SGLang's page hashes (a chain over tokens, salt and extra key), the model's
-    content, dtype, shape and this rank's share of the heads. Nothing raises for a fault of the
-    store: pages that are not loaded are computed, pages that are not stored are not there later.
+    content, dtype, shape and this rank's share of the heads. A fault of the store raises nothing:
+    pages that are not loaded are computed, and pages that are not stored are missing later.
 
     Args:
         storage_config: SGLang's ``HiCacheStorageConfig``; ``extra_config`` holds the settings.
@@ -81,7 +81,7 @@ class KvConnectStorage(_Base):
     # ------------------------------------------------------------------ start and end
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Takes the host pool, and opens the store.
+        """Registers the host pool and opens the store.
 
         Raises:
             ConfigurationError: the store cannot be opened, a page is no power of two of tokens, or
@@ -115,7 +115,7 @@ class KvConnectStorage(_Base):
         close_at_exit(self)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Accepts the pool of keys and values, which is known already; refuses others.
+        """Accepts the pool of keys and values, which is known already; refuses other pools.
 
         Raises:
             UnsupportedModel: the model keeps something else beside keys and values.
@@ -147,7 +147,7 @@ class KvConnectStorage(_Base):
     ) -> list[bool]:
         """Loads pages into the host pool; returns True for the leading ones that are sound.
 
-        Of the others the memory is undefined, and nothing writes to it any more.
+        The memory of the other pages is undefined, and no longer written to.
         """
         access = self._usable()
         if access is None:
@@ -163,8 +163,8 @@ class KvConnectStorage(_Base):
     ) -> list[bool]:
         """Copies pages out of the host pool, to be written in the background.
 
-        Blocks for room up to ``save_timeout_s``. True for the leading ones that are on their way;
-        of a latent, ranks behind the first save nothing, and say True.
+        Blocks for room up to ``save_timeout_s``. Returns True for the leading pages that are being
+        saved. Of a latent, only the first rank saves; the other ranks return True.
         """
         access = self._usable()
         if access is None:
@@ -201,7 +201,7 @@ class KvConnectStorage(_Base):
         return self.batch_exists([key]) == 1
 
     def clear(self) -> None:
-        """Has no effect: pages stay right as long as the model is the same.
+        """Does nothing: pages stay valid as long as the model is the same.
 
         ``kvconnect prune`` empties a store.
         """
@@ -212,7 +212,7 @@ class KvConnectStorage(_Base):
         return None if self._access is None else self._stats.take()
 
     def _usable(self) -> StoreAccess | None:
-        """Returns the store; ``None`` once it is closed, or keys no longer name the weights."""
+        """Returns the store; ``None`` if it is closed, or if keys no longer name the weights."""
         if self._access is None:
             note_doubt(Doubt.STORE_CLOSED)
             return None
@@ -252,7 +252,7 @@ class KvConnectStorage(_Base):
         return False
 
     def _keys(self, hashes: Sequence[str]) -> list[BlockKey]:
-        """Returns chained keys: a page's hash stands for all tokens before it."""
+        """Returns chained keys. A page's hash covers all tokens before the page, too."""
         return [
             BlockKey(
                 hashlib.blake2b(

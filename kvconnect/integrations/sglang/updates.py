@@ -1,7 +1,7 @@
-"""Every way in which SGLang replaces the weights of a running server, and a count of its uses.
+"""The ways in which SGLang replaces the weights of a running server, and a count of uses.
 
 SGLang keeps no record of an update that comes from tensors, over a group or by IPC. Its registry of
-hooks for plug-ins is the handle that it offers: hooks stand before the methods that write weights.
+hooks for plug-ins allows to see them: hooks run before the methods that write weights.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Updates:
         self._hooked: object = None
 
     def hook(self, *, is_starting: bool) -> bool:
-        """Has replacements counted from now on. Returns False if this SGLang offers no handle.
+        """Counts replacements from now on. Returns False if this SGLang has no hooks.
 
         Args:
             is_starting: the server has not replaced weights yet.
@@ -89,7 +89,7 @@ class Updates:
 
 
 def _register(registry: Any, places: list[_Place]) -> bool:
-    """Hooks in before each method; False if one of them has been hooked by others already."""
+    """Registers a hook before each method; False if a method has been hooked by others."""
     before = [getattr(cls, name, None) for _, cls, name, _ in places]
     for module, cls, name, hook in places:
         registry.HookRegistry.register(
@@ -103,7 +103,7 @@ def _register(registry: Any, places: list[_Place]) -> bool:
 
 
 def _has_backup() -> bool:
-    """True if SGLang keeps a copy of weights whose memory it frees."""
+    """Returns whether SGLang keeps a copy of weights whose memory it frees."""
     try:
         context = import_module("sglang.srt.runtime_context").get_context()
         return bool(context.config_leaf("enable_weights_cpu_backup"))
@@ -112,4 +112,4 @@ def _has_backup() -> bool:
 
 
 updates = Updates()
-"""Those of this process, which has one server."""
+"""The updates of this process, which has one server."""

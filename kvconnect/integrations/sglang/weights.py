@@ -1,4 +1,4 @@
-"""A guard that finds out when a running server's weights are no longer those that keys name."""
+"""A guard that detects when a running server's weights are no longer those that keys name."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _MOVING = (
 
 
 class WeightGuard:
-    """Finds a replacement of the server's weights. Thread-safe.
+    """A guard that detects replacements of the server's weights. Thread-safe.
 
-    Three sources: the methods by which SGLang replaces weights (see `updates`), the settings that
-    name them, and, unless SGLang moves weights about by itself, the model's parameters.
+    It has three sources: the methods by which SGLang replaces weights (see `updates`), the settings
+    that name the weights, and the model's parameters. The last are left out if SGLang moves weights
+    itself.
 
     Args:
         server: whose weights count. Without a server nothing is found.
@@ -115,7 +116,7 @@ def _refuse_unseen(server: Server, *, is_hooked: bool) -> None:
 
 
 def _device_of(model: torch.nn.Module) -> Any:
-    """The context in which memory of the model's device is read."""
+    """Returns the context in which memory of the model's device is read."""
     first = next(model.parameters(), None)
     is_cuda = first is not None and first.device.type == "cuda"
     return torch.cuda.device(first.device) if first is not None and is_cuda else nullcontext()

@@ -1,4 +1,4 @@
-"""Refuses models that compute otherwise with a cache than without one, found out by computing."""
+"""The check that a model computes the same with a cache as without one."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _TOLERANCE_NARROW = 0.1
 
 
 def refuse_effects_of_cache(model: PreTrainedModel, *, has_windows: bool) -> None:
-    """Computes 24 tokens with and without a cache, also across every window that is declared.
+    """Computes 24 tokens with and without a cache, also across every declared window.
 
-    Windows are first narrowed to 8 tokens, in a model that the same class makes of the same
-    weights. Where modules were added to the model, its class does not make it: of windows the
-    configuration is believed then. Three passes, or six with windows.
+    Windows are first narrowed to 8 tokens, in a model of the same class with the same weights. If
+    modules were added to the model, its class does not make an equal one. Then windows are taken
+    from the configuration unchecked. Makes three passes, or six with windows.
 
     Args:
         model: is not changed.
@@ -61,7 +61,7 @@ def refuse_effects_of_cache(model: PreTrainedModel, *, has_windows: bool) -> Non
 
 
 class _Narrowed:
-    """The model with another window: the same weights in modules of another configuration."""
+    """A model with another window: the same weights in modules of another configuration."""
 
     def __init__(self, model: PreTrainedModel, window: int) -> None:
         config = deepcopy(model.config)
@@ -73,7 +73,7 @@ class _Narrowed:
         )
 
     def is_like(self, model: PreTrainedModel) -> bool:
-        """Returns whether both have the same modules."""
+        """Returns whether both models have the same modules."""
         kinds = [[type(one) for one in made.modules()] for made in (self._twin, model)]
         return kinds[0] == kinds[1]
 
@@ -82,7 +82,7 @@ class _Narrowed:
 
 
 def _both(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Results without a cache, and with one that two passes fill."""
+    """Returns results without a cache, and with one that two passes fill."""
     past = DynamicCache()
     alone = results_of(model(input_ids=ids, use_cache=False))
     parts = [
@@ -93,7 +93,7 @@ def _both(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Returns whether results agree. In narrow dtypes some tokens may differ, as experts do."""
+    """Returns whether results agree. In narrow dtypes a few tokens may differ, as experts do."""
     scale = one.abs().max().clamp_min(1e-30)
     deviation = ((one - other).abs().amax(dim=-1) / scale).nan_to_num(nan=0.0)
     tolerance = _TOLERANCE.get(one.dtype, _TOLERANCE_NARROW)

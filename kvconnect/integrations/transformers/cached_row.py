@@ -1,4 +1,4 @@
-"""One row of a batch: its tokens, their keys, and what of it the store still lacks."""
+"""A row of a batch: its tokens, their keys, and the blocks that the store still lacks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["CachedRow"]
 
 
 class CachedRow:
-    """A sequence while it grows. Not thread-safe.
+    """A sequence that grows. Not thread-safe.
 
     Args:
         prompt: with its padding.
         root: the key before the first block.
         tokens_per_block: of all pool groups.
-        namespace: what `root` was made with.
+        namespace: the namespace of `root`.
         num_groups: pool groups.
 
     Attributes:
@@ -50,7 +50,7 @@ class CachedRow:
         self._tail: BlockKey | None = None
 
     def query(self, heads: tuple[StoredHeads, ...], *, shared: bool) -> Query:
-        """What to ask the store."""
+        """Returns the query for the store."""
         chain = self._chain
         return Query(
             keys=tuple(chain.keys()),
@@ -63,35 +63,35 @@ class CachedRow:
         )
 
     def note_hit(self, hit: Hit) -> None:
-        """The store has this of it."""
+        """Records the blocks that the store has."""
         stored = [*hit.num_stored, *[0] * len(self.num_done)]
         self.num_done = stored[: len(self.num_done)]
         self._tail = hit.tail
 
     def note_missing(self, num_tokens: int) -> None:
-        """What is behind the first `num_tokens` could not be loaded."""
+        """Records that tokens behind the first `num_tokens` could not be loaded."""
         block = num_tokens // self._chain.tokens_per_block
         self.num_done = [min(done, block) for done in self.num_done]
         self._tail = None
 
     def append(self, tokens: TokenArray) -> None:
-        """These were computed behind the others."""
+        """Appends computed tokens."""
         self.tokens.extend(tokens)
 
     def truncate(self, num_tokens: int) -> None:
-        """Only the first `num_tokens` are left."""
+        """Removes all but the first `num_tokens` tokens."""
         self.tokens.truncate(num_tokens)
         self._chain.truncate(num_tokens)
         self.note_missing(num_tokens)
 
     def num_due(self, num_valid: int) -> int:
-        """Full blocks of the first `num_valid` tokens that are to be saved, in any group."""
+        """Returns how many full blocks of the first `num_valid` tokens are due in any group."""
         if not self.open:
             return 0
         return max(0, num_valid // self._chain.tokens_per_block - min(self.num_done))
 
     def order(self, num_valid: int, first_ids: Sequence[int | None]) -> SaveOrder:
-        """The blocks that are due.
+        """Returns the order that saves the blocks that are due.
 
         Args:
             num_valid: leading tokens whose keys and values are computed.
@@ -108,12 +108,12 @@ class CachedRow:
         return SaveOrder(0, tuple(blocks), self._namespace.tag())
 
     def saved(self, num_valid: int) -> None:
-        """All that was due is on its way."""
+        """Records that all blocks that were due are being saved."""
         stop = num_valid // self._chain.tokens_per_block
         self.num_done = [max(done, stop) for done in self.num_done]
 
     def tail_order(self, num_valid: int, first_ids: Sequence[int]) -> SaveOrder | None:
-        """The partly filled block behind all others; ``None``: there is none to save."""
+        """Returns the order for the partly filled last block; ``None`` if there is none to save."""
         size = self._chain.tokens_per_block
         number = num_valid // size
         if not self.open or num_valid % size == 0 or min(self.num_done) < number:

@@ -1,4 +1,4 @@
-"""The pass that tells whether a model still computes what it computed when it was named."""
+"""A pass that shows whether a model still computes the same as when it was named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches whose last reference went: held until the model is checked, then saved on a thread."""
+"""The caches without references: held until the model is checked, then saved on a thread."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ class Savable(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Memory of keys and values."""
+        """The memory of keys and values in bytes."""
 
     def save(self, *, whole: bool) -> None:
-        """Saves what was checked; `whole`: the partly filled last block, too."""
+        """Saves the checked tokens; `whole` includes the partly filled last block."""
 
 
 C = TypeVar("C", bound=Savable)
 
 
 class EndedCaches(Generic[C]):
-    """Takes caches in from their destructors, and saves those that it is given back.
+    """Receives caches from their destructors, and saves those that are passed to `save`.
 
-    `put` may run anywhere, also inside of a lock: it takes none, and does no work. Saving happens
-    on one daemon thread, which no error of a save ends. In a forked process nothing is taken in.
+    `put` may run anywhere, also while a lock is held: it takes no lock and does no work. Saving
+    happens on one daemon thread, which an error of a save does not end. In a forked process no
+    cache is held.
 
     Args:
         held_nbytes: memory that caches may hold until they are checked.
@@ -54,11 +55,11 @@ class EndedCaches(Generic[C]):
 
     @property
     def usable(self) -> bool:
-        """It is open, and of this process."""
+        """Returns whether this object is open and belongs to this process."""
         return self._open and os.getpid() == self._process
 
     def put(self, cache: C) -> None:
-        """Holds `cache` until it is taken. Beyond the bound it is dropped, and counted."""
+        """Holds `cache` until `take`. A cache beyond the bound is dropped and counted."""
         if not self.usable:
             return
         if sum(one.nbytes for one in tuple(self._held)) + cache.nbytes > self._held_nbytes:
@@ -67,7 +68,7 @@ class EndedCaches(Generic[C]):
             self._held.append(cache)
 
     def take(self) -> tuple[list[C], int]:
-        """Returns all that is held, and how many were dropped; neither is known here after it."""
+        """Returns and removes all held caches, and the number of dropped ones."""
         taken: list[C] = []
         with suppress(IndexError):
             while True:
@@ -76,12 +77,12 @@ class EndedCaches(Generic[C]):
         return taken, dropped
 
     def save(self, cache: C, *, whole: bool) -> None:
-        """Has `cache` saved on the thread; does not block. Does nothing after `close`."""
+        """Saves `cache` on the thread. Does not block. Does nothing after `close`."""
         if self.usable:
             self._queue.put(partial(cache.save, whole=whole))
 
     def wait(self, timeout_s: float) -> bool:
-        """Blocks until what was given to `save` is saved, at most `timeout_s`; returns whether."""
+        """Blocks until caches passed to `save` are saved; returns False after `timeout_s`."""
         if not self.usable:
             return True
         reached = threading.Event()
@@ -89,7 +90,7 @@ class EndedCaches(Generic[C]):
         return reached.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread once all is saved; blocks at most `timeout_s`. Idempotent."""
+        """Ends the thread when all caches are saved. Blocks at most `timeout_s`. Idempotent."""
         if os.getpid() != self._process:
             return
         was_open, self._open = self._open, False

@@ -1,4 +1,4 @@
-"""What a loaded model keeps for each token: found out with one token, windows from its settings."""
+"""The KV of a loaded model for each token, found with a pass over one token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SERVED = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """How a model's keys and values lie in blocks: as in kvconnect's own engine.
+    """The layout of a model's keys and values in blocks, as in kvconnect's own engine.
 
     Attributes:
         layouts: of each group of layers.
@@ -37,7 +37,7 @@ class ModelGeometry:
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokens_per_block: int) -> ModelGeometry:
-        """The geometry of `model`, which computes one token for this.
+        """Returns the geometry of `model`, which computes one token for this.
 
         Raises:
             UnsupportedModel: it keeps something else than keys and values of every layer; the
@@ -74,7 +74,7 @@ class ModelGeometry:
 
 
 def _windows(config: Any, name: str) -> list[int | None]:
-    """The window of each layer, as the model's settings say."""
+    """Returns the window of each layer, as the model's settings declare it."""
     if getattr(config, "attention_chunk_size", None):
         raise UnsupportedModel(f"{name}: chunked attention (attention_chunk_size) is not served")
     window = getattr(config, "sliding_window", None)
@@ -88,7 +88,7 @@ def _windows(config: Any, name: str) -> list[int | None]:
 
 
 class _Recorder(DynamicCache):
-    """Keeps the keys and values of one token by layer."""
+    """A cache that records the keys and values of one token by layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Decides whether what a model computes may still go by the name that it was given."""
+"""The decision whether a model may keep its name in keys."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["ModelGuard"]
 
 
 class ModelGuard:
-    """Watches a model from the moment at which it was named.
+    """A guard that watches a model from the moment at which it was named.
 
-    `glance` is cheap: it compares counters, attributes and settings. `check` also runs the canary,
-    and what it finds is final: the model needs another name.
+    `glance` is cheap: it compares counters, attributes and settings. `check` also runs the canary.
+    A change that it finds is final: the model needs another name.
 
     Args:
         model: as it was named. Computes 32 tokens, or 48, for this.
@@ -56,15 +56,15 @@ class ModelGuard:
 
     @property
     def doubt(self) -> Change | None:
-        """Why nothing is loaded and saved any more; ``None``: nothing speaks against it."""
+        """The reason why nothing is loaded and saved any more; ``None`` without doubt."""
         return self._doubt
 
     @contextmanager
     def turn(self) -> Iterator[bool]:
-        """One thread checks at a time; yields whether it is this one's turn.
+        """Lets one thread check at a time; yields whether the caller may check.
 
-        It is not inside of a check: hooks of the model may call for another. Nor is it in a process
-        that was forked.
+        Yields False inside a check, since hooks of the model may call for another. Yields False in
+        a forked process, too.
         """
         if self._holder == threading.get_ident() or os.getpid() != self._process:
             yield False
@@ -78,16 +78,16 @@ class ModelGuard:
 
     @property
     def is_due(self) -> bool:
-        """The last good check is older than the interval, or something may have changed since."""
+        """Returns whether the last good check is too old, or something may have changed since."""
         if self._doubt is not None:
             return False
         late = time.monotonic() - self._good_at >= self._interval_s
         return late or self.glance() is not None
 
     def glance(self) -> Change | None:
-        """Returns what cheap checks find changed since the last good check, or ``None``.
+        """Returns a change that cheap checks find since the last good check, or ``None``.
 
-        Of hooks and attributes of modules only a canary can tell whether they matter.
+        Whether hooks and attributes of modules matter, only a canary can decide.
         """
         if self._doubt is not None:
             return self._doubt
@@ -97,9 +97,9 @@ class ModelGuard:
         return self._structure.change()
 
     def check(self) -> Change | None:
-        """Runs the canary, and returns why the model has no name any more, or ``None``.
+        """Runs the canary; returns why the model has no name any more, or ``None``.
 
-        Call it in a `turn`. What is found is final: see `doubt`.
+        Call it in a `turn`. A change is final: see `doubt`.
         """
         if self._doubt is not None:
             return self._doubt

@@ -1,4 +1,4 @@
-"""Hooks into a model's forward pass, which tell caches which tokens are computed."""
+"""The hooks into a model's forward pass that report its tokens to caches."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvconnect.integrations.transformers.stored_cache import StoredCache
 
 __all__ = ["PassHooks"]
 
-# What torch runs a module's hooks and `forward` in.
+# The code in which torch runs a module's hooks and `forward`.
 _CALL = nn.Module._call_impl.__code__  # noqa: SLF001  no name of it is public
 _CUT = ("input_ids", "position_ids", "cache_position")
 
 
 class PassHooks:
-    """Tells the live caches of a model of its forward passes, until they are removed.
+    """Reports forward passes of a model to its live caches, until `remove`.
 
     Args:
         model: is hooked as a whole; passes of its parts are not seen.
@@ -37,9 +37,9 @@ class PassHooks:
 
     @property
     def in_pass(self) -> bool:
-        """A forward pass of the model is under way on this thread.
+        """Returns whether a forward pass of the model is under way on this thread.
 
-        Its stack tells: a pass that was interrupted tells no hook of its end.
+        Inspects the stack, since no hook runs at the end of an interrupted pass.
         """
         frame = inspect.currentframe()
         while frame is not None:
@@ -49,7 +49,7 @@ class PassHooks:
         return False
 
     def remove(self) -> None:
-        """No cache is told any more."""
+        """Removes the hooks, so that passes are no longer reported."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,4 +1,4 @@
-"""Names a loaded model in keys: by the files that equal it, its content, or a revision."""
+"""The name of a loaded model in keys: by the files that equal it, its content, or a revision."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LoadedIdentity:
 
     Attributes:
         digest: 32 bytes that stand for the model in keys.
-        own: why no other engine has this digest; empty: `digest` is that of the model's directory.
+        own: why no other engine has this digest; empty if `digest` is that of the directory.
     """
 
     digest: bytes
@@ -40,14 +40,14 @@ class LoadedIdentity:
 
 
 def identify(model: PreTrainedModel, revision: str | None) -> LoadedIdentity:
-    """Names `model` by what is in memory now.
+    """Names `model` by its present content in memory.
 
-    The first of these that applies:
+    The first of these applies:
 
     1. `revision`, with the model's settings. Weights are not read.
-    2. The digest of the directory that the model came from, as kvconnect's own engine has it, if
-       every weight and buffer in memory is bit for bit what loading that directory gives. What was
-       compared once is known by its content from then on.
+    2. The digest of the model's directory, as kvconnect's own engine has it. It applies if every
+       weight and buffer in memory is bit for bit what loading that directory gives. A comparison is
+       remembered by the model's content.
     3. A digest of the content of all tensors, the settings, and the classes and attributes of all
        modules.
 
@@ -132,7 +132,7 @@ def _promised(
 
 
 def _content(model: PreTrainedModel) -> bytes:
-    """Returns a digest of all that shapes keys and values: settings, structure and tensors."""
+    """Returns a digest of everything that shapes keys and values: settings, structure, tensors."""
     state = hashlib.blake2b(digest_size=32, person=b"kvc-memory")
     state.update(_as_json(settings_of(model.config)))
     state.update(_structure(model))
@@ -147,9 +147,10 @@ def _unnamed(model: PreTrainedModel) -> str:
 
 
 def _difference_from_twin(model: PreTrainedModel) -> str:
-    """Returns what of `model` is not as its class makes it from its configuration; empty: nothing.
+    """Returns how `model` differs from what its class makes of its configuration, or "".
 
-    Covers what no file holds: classes and attributes of modules, and buffers such as ``inv_freq``.
+    Covers parts that no file holds: classes and attributes of modules, and buffers such as
+    ``inv_freq``.
     """
     try:
         twin = twin_of(model)
@@ -190,9 +191,9 @@ def _other_settings(
 
 
 def _cast(model: PreTrainedModel) -> list[str]:
-    """From and to which dtype the weights were cast after they were loaded, as by ``float()``.
+    """Returns the dtypes of a cast after loading, as by ``float()``; empty without a cast.
 
-    They are not what loading them in that dtype gives: what was rounded stays so.
+    A cast model differs from one loaded in that dtype: rounded weights stay rounded.
     """
     given, now = (str(one).removeprefix("torch.") for one in (model.config.dtype, model.dtype))
     return [] if given in {now, "None"} else [given, now]

@@ -1,4 +1,4 @@
-"""Tells plain causal passes, whose tokens alone name what they compute, from all others."""
+"""The distinction between plain causal passes, whose tokens name their results, and others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvconnect.digest.doubts import Doubt
 
 __all__ = ["ForwardPass", "Placement", "parameters_of", "placement"]
 
-# Change no key and no value, or are looked at by themselves.
+# These change no key and no value, or are checked by themselves.
 _HARMLESS = frozenset(
     {"input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"}
     | {"inputs_embeds", "use_cache", "return_dict", "logits_to_keep", "labels"}
@@ -34,7 +34,7 @@ class ForwardPass(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """How the tokens of a pass lie.
+    """The result of a check of a pass.
 
     Attributes:
         doubt: why the pass is not plain; ``None``: it is if `conditions` hold.
@@ -51,11 +51,10 @@ def parameters_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def placement(given: ForwardPass, start: int, offsets: Sequence[int]) -> Placement:
-    """Returns whether `given` is a plain causal pass behind the first `start` tokens.
+    """Returns whether `given` is a plain causal pass after the first `start` tokens.
 
-    Plain is: ids; a mask that is 2-D and hides the padding on the left, nothing else; positions
-    that count from the first token of each row. Where rows are padded, mask and positions have to
-    be given.
+    A plain pass has ids. Its mask is 2-D and hides only the padding on the left. Its positions
+    count from the first token of each row. If rows are padded, mask and positions must be given.
 
     Args:
         given: the pass.
@@ -98,7 +97,7 @@ def _mask(mask: object, end: int, padding: Tensor | None) -> Placement:
 
 
 def _positions(positions: object, tokens: range, padding: Tensor | None) -> Placement:
-    """As `_mask`. Several planes of positions, as models of pictures have them, must be alike."""
+    """Checks positions as `_mask` checks the mask. Several planes of positions must be alike."""
     if positions is None:
         return Placement(None if padding is None else Doubt.POSITION_IDS)
     if not isinstance(positions, Tensor) or positions.shape[-1] != len(tokens):

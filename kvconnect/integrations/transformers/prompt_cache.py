@@ -1,4 +1,4 @@
-"""`PromptCache`: prompts that ``model.generate()`` has seen before are loaded, not computed."""
+"""A prompt cache that loads prompts which ``model.generate()`` has computed before."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ _LOOKUP_TIMEOUT_MS = 1000.0
 class PromptCache:
     """A store of prompts for one model of transformers.
 
-    ``model.generate(**inputs, past_key_values=cache.prefill(inputs))`` loads what the store has of
-    the prompts and computes the rest. What was computed, generated tokens included, is saved in the
-    background, once the model was checked: in the next `prefill`, in `flush` or in `close`. The
-    answer is the one without it.
+    ``model.generate(**inputs, past_key_values=cache.prefill(inputs))`` loads the stored part of the
+    prompts and computes the rest. Computed tokens, generated ones included, are saved in the
+    background once the model was checked: in the next `prefill`, in `flush` or in `close`. The
+    answer is the same as without the cache.
 
-    The model is named by what is in memory now. Each check computes 16 tokens, on the thread that
-    calls, and compares every bit with those of now. Once a check fails, nothing is loaded and
-    nothing saved any more; `StoredCache.not_cached` is the reason.
+    The model is named by its present content in memory. Each check computes 16 tokens on the
+    calling thread, and compares every bit with the first result. Once a check fails, nothing is
+    loaded or saved any more; `StoredCache.not_cached` is the reason.
 
-    It hooks into the model's forward pass, to see which tokens are computed, until it is closed.
-    `prefill` may be called from several threads. Close it, or use it as a context manager: closing
-    writes what is not saved yet. That also happens at a normal exit.
+    Hooks in the model's forward pass report which tokens are computed, until the cache is closed.
+    `prefill` may be called from several threads. Close the cache, or use it as a context manager:
+    closing writes what is not saved yet. A normal exit does that, too.
 
     Args:
         model: with a decoder only, on one device, in evaluation mode.
@@ -142,16 +142,16 @@ class PromptCache:
 
     @property
     def guard(self) -> ModelGuard:
-        """Returns why nothing of the model is cached any more, or ``None``."""
+        """The guard that decides whether the model may still be cached."""
         return self._guard
 
     def prefill(
         self, inputs: Mapping[str, object] | Tensor, *, cache_salt: str | None = None
     ) -> StoredCache:
-        """A cache that begins with what the store has of `inputs`, for one call of ``generate()``.
+        """Returns a cache with the stored part of `inputs`, for one call of ``generate()``.
 
         Checks the model, which computes 16 tokens. Blocks up to ``lookup_timeout_ms`` for the
-        lookup and ``load_timeout_s`` for the load, and up to ``lookup_timeout_ms`` more while a
+        lookup and ``load_timeout_s`` for the load. Blocks up to ``lookup_timeout_ms`` more while a
         prompt that begins alike is saved. A fault of the store costs time, nothing else. At least
         the last token is left to compute.
 
@@ -202,13 +202,13 @@ class PromptCache:
         return cache
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Checks the model, saves all that was computed so far, and blocks until it is stored.
+        """Checks the model, saves all computed tokens, and blocks until they are stored.
 
         Args:
             timeout_s: at most so long; by default ``save_timeout_s``.
 
         Returns:
-            Whether it was all stored, or given up, in time. False inside of a forward pass, where
+            Whether all was stored or dropped in time. False inside of a forward pass, where
             nothing is checked.
         """
         until = time.monotonic() + (self._config.save_timeout_s if timeout_s is None else timeout_s)
@@ -217,7 +217,7 @@ class PromptCache:
         return self._store.flush(max(0.0, until - time.monotonic())) and saved and checked
 
     def close(self) -> None:
-        """Save what is left, up to ``save_timeout_s``; let go of model and store. Idempotent."""
+        """Saves what is left, up to ``save_timeout_s``; then closes the store. Idempotent."""
         with self._lock:
             closed, self._closed = self._closed, True
         if closed:
@@ -231,8 +231,9 @@ class PromptCache:
     def _check(self, prompts: Sequence[PromptRow]) -> Change | None:
         """Returns why nothing may be loaded for `prompts`, or ``None``.
 
-        If a check is due it runs the canary, and has saved what was computed before it. A prompt
-        that begins like one of these waits for that, at most ``lookup_timeout_ms``.
+        If a check is due, this runs the canary and starts saves of everything computed before. If a
+        prompt begins like one that is being saved, this waits for the save, at most
+        ``lookup_timeout_ms``.
         """
         with self._guard.turn() as mine:
             if not mine:
@@ -250,7 +251,7 @@ class PromptCache:
         return self._guard.autocast_doubt()
 
     def _check_to_save(self) -> bool:
-        """Runs the canary, and has all saved that was computed, or given up.
+        """Runs the canary, and saves or drops everything that was computed.
 
         Returns:
             Whether that is done. In the middle of a forward pass of this thread it is not.
@@ -265,7 +266,7 @@ class PromptCache:
         return True
 
     def _save_checked(self, *, whole: bool) -> list[StoredCache] | None:
-        """Has caches saved as far as they are computed now, if the model is unchanged.
+        """Saves caches as far as they are computed now, if the model is unchanged.
 
         Args:
             whole: live ones, too, whose partly filled last block may grow.
@@ -311,7 +312,7 @@ class PromptCache:
         self.close()
 
     def _pad_token_ids(self) -> frozenset[int]:
-        """What ``generate()`` takes for padding where there is no mask."""
+        """Returns the ids that ``generate()`` treats as padding if there is no mask."""
         settings = self._model.generation_config
         pad, ends = settings.pad_token_id, settings.eos_token_id
         if pad is None or pad == ends or (isinstance(ends, list) and pad in ends):
@@ -320,7 +321,7 @@ class PromptCache:
 
 
 def _held_nbytes(device: torch.device) -> int:
-    """An eighth of the memory that caches are in."""
+    """Returns an eighth of the memory that caches are in."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory) // 8
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8

@@ -1,4 +1,4 @@
-"""What a store has of a batch of prompts, brought into tensors of transformers' shape."""
+"""The stored part of a batch of prompts, loaded into tensors of transformers' shape."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def restore(
     device: torch.device,
     min_tokens: int,
 ) -> Restored:
-    """Look `rows` up and load what all of them together have; blocks as the store's calls do.
+    """Looks `rows` up and loads what all of them have. Blocks as the store's calls do.
 
-    transformers keeps one length for all rows of a batch: so far counts what each has, or its
-    padding reaches.
+    transformers keeps one length for all rows of a batch. So only tokens up to which every row is
+    stored, or padded, are loaded.
 
     Args:
-        store: where to look.
+        store: the store to look in.
         layouts: of its pool groups.
-        rows: told what the store has of them.
+        rows: the rows, which record what the store has of them.
         device: of the tensors.
         min_tokens: load only if some row gets at least so many.
     """

@@ -1,4 +1,4 @@
-"""A batch of prompts as rows of token ids, each with the padding before it."""
+"""The prompts of a batch as rows of token ids, each with the padding before it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEXT = {"input_ids", "attention_mask"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptRow:
-    """One prompt.
+    """A prompt without its padding.
 
     Attributes:
         tokens: its token ids, without padding; at least one.
@@ -36,7 +36,7 @@ class PromptRow:
 def prompt_rows(
     inputs: Mapping[str, object] | Tensor, pad_token_ids: frozenset[int]
 ) -> tuple[list[PromptRow], Change | None]:
-    """The prompts of what a tokenizer returned.
+    """Returns the prompts in a tokenizer's output, and why they cannot be cached, if so.
 
     Args:
         inputs: ``input_ids`` ``[batch, tokens]``, with an ``attention_mask`` of that shape if there
@@ -88,7 +88,7 @@ def prompt_rows(
 
 
 def _other_inputs(given: Mapping[str, object]) -> Change | None:
-    """Returns what else goes into the model and may change keys and values."""
+    """Returns the other inputs of the model that may change keys and values."""
     others = sorted(
         name
         for name, value in given.items()
@@ -98,5 +98,5 @@ def _other_inputs(given: Mapping[str, object]) -> Change | None:
 
 
 def _is_zero(value: object) -> bool:
-    """Of ``token_type_ids`` that a tokenizer adds for one text."""
+    """Returns whether `value` is all zeros, as a tokenizer's ``token_type_ids`` of one text."""
     return isinstance(value, Tensor) and not bool(value.any())

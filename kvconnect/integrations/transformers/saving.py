@@ -1,4 +1,4 @@
-"""Blocks of a batch's rows on their way from a cache to the store."""
+"""The saving of blocks of a batch's rows from a cache to the store."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ __all__ = ["StoredCache"]
 
 
 class _Computed(NamedTuple):
-    """A pass that is over, and was not read back from the device yet.
+    """A finished pass that was not read back from the device yet.
 
     Attributes:
         start, end: of its tokens, padding included.
@@ -41,13 +41,12 @@ class _Computed(NamedTuple):
 
 
 class StoredCache(DynamicCache):
-    """What `PromptCache.prefill` returns, for ``generate(past_key_values=…)`` of one model.
+    """The result of `PromptCache.prefill`, for ``generate(past_key_values=…)`` of one model.
 
-    Holds keys and values of all layers from the first token on, also those that a sliding window
-    does not reach any more: masks see to the window. `PromptCache` tells it which tokens each
-    forward pass computes. It is saved as far as plain causal passes of this model computed it, one
-    behind the other, once `PromptCache` has found the model unchanged. A pass of another kind, or
-    anything else that writes here, ends what is saved.
+    Holds keys and values of all layers from the first token on, also those beyond a sliding window:
+    masks apply the window. `PromptCache` reports the tokens of each forward pass. Only consecutive
+    plain causal passes of this model are saved, once `PromptCache` has found the model unchanged. A
+    pass of another kind, or any other write here, ends the saving.
 
     Attributes:
         loaded_tokens: tokens of each prompt that were loaded, and not computed.
@@ -90,7 +89,7 @@ class StoredCache(DynamicCache):
             self.layers.append(layer)
         self._stamp = self._tensor_stamp()
 
-    # ------------------------------------------------------------------ told by the model's hooks
+    # ------------------------------------------------------------------ called by the model's hooks
 
     def num_repeated(self, input_ids: Tensor | None) -> int:
         """Returns how many leading tokens of the next forward pass are loaded already.
@@ -104,10 +103,10 @@ class StoredCache(DynamicCache):
         return self._num_loaded if whole and self.get_seq_length() == self._num_loaded else 0
 
     def forward_begins(self, given: ForwardPass) -> None:
-        """Takes note of the pass that computes next.
+        """Records the pass that computes next.
 
         Raises:
-            UsageError: it does not go on with what was loaded: another prompt, another number of
+            UsageError: it does not continue the loaded tokens: another prompt, another number of
                 rows, other padding or positions, a model that has changed. Nothing was computed.
         """
         with self._lock:
@@ -158,7 +157,7 @@ class StoredCache(DynamicCache):
         return _Computed(start, end, beyond, placed.conditions)
 
     def forward_ended(self, *, succeeded: bool) -> None:
-        """Takes note that the pass is over."""
+        """Records that the pass is over."""
         with self._lock:
             computed, self._computing = self._computing, None
             if computed is None:
@@ -176,7 +175,7 @@ class StoredCache(DynamicCache):
                 self._copied = torch.cuda.current_stream(device).record_event()
 
     def _goes_on(self, input_ids: Tensor, start: int) -> bool:
-        """Whether tokens that are known already are the same ones."""
+        """Returns whether the tokens that are known already are the same as in `input_ids`."""
         stop = min(self._known, start + input_ids.shape[1])
         if start >= stop:
             return True
@@ -189,11 +188,11 @@ class StoredCache(DynamicCache):
         return True
 
     def _known_soon(self) -> int:
-        """Tokens of a row that rows know of once all passes are read."""
+        """Returns how many tokens of a row are known once all passes are read."""
         return self._known + sum(one.beyond.shape[1] for one in self._unread)
 
     def _tensor_stamp(self) -> list[tuple[int, int]]:
-        """Tells whether keys or values were replaced or written to between two passes."""
+        """Returns a stamp that changes if keys or values are replaced or written to."""
         layers: list[Any] = self.layers
         return [
             (id(one), 0 if one.is_inference() else one._version)  # noqa: SLF001  documented
@@ -203,10 +202,10 @@ class StoredCache(DynamicCache):
         ]
 
     def _is_foreign(self) -> bool:
-        """Returns whether keys or values were replaced since the last pass; none is known then.
+        """Returns whether keys or values were replaced since the last pass; forgets all if so.
 
-        This says no of a pass under way, and of those behind the last plain one: they write behind
-        what is known.
+        Returns False during a pass and after the last plain one: those passes write behind the
+        known tokens.
         """
         if not self._followed or self._computing is not None:
             return False
@@ -217,7 +216,7 @@ class StoredCache(DynamicCache):
         return True
 
     def _end_or_raise(self, change: Change) -> None:
-        """Ends saving; raises if what was loaded would be used by another computation."""
+        """Ends saving; raises if loaded tokens would be used by another computation."""
         if self._num_loaded and self.get_seq_length() == self._num_loaded:
             reason = ": ".join(filter(None, (change.doubt.sentence, change.detail)))
             raise UsageError(
@@ -231,12 +230,12 @@ class StoredCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Memory of keys and values."""
+        """The memory of keys and values in bytes."""
         layers: list[Any] = self.layers
         return sum(one.keys.nbytes + one.values.nbytes for one in layers if one.is_initialized)
 
     def mark(self) -> bool:
-        """Notes that a check of the model begins, which speaks for what was computed until now.
+        """Records that a check of the model begins, which covers everything computed until now.
 
         Returns:
             Whether something of that is not saved yet.
@@ -251,21 +250,21 @@ class StoredCache(DynamicCache):
         return any(np.array_equal(row.tokens.view[:count], tokens) for row in self._rows)
 
     def vouch(self) -> None:
-        """The check that began with `mark` was good: `save` may save what was computed then."""
+        """Accepts the check that began with `mark`: `save` may save what was computed then."""
         with self._lock:
             self._num_checked = self._num_marked
 
     def disown(self, change: Change) -> None:
-        """The check was not good: nothing is saved any more, and what was loaded is of no use."""
+        """Rejects the check: nothing is saved any more, and loaded tokens are not valid."""
         with self._lock:
             self._num_marked = self._num_checked = 0
             self._disowned = change
             self._followed = False
 
     def save(self, *, whole: bool) -> None:
-        """Saves what was computed before the last good check; from any thread.
+        """Saves everything computed before the last good check. Any thread may call this.
 
-        Never raises for a store's fault; blocks only if told to wait.
+        Never raises for a store's fault. Blocks only if the store's settings say so.
 
         Args:
             whole: the partly filled last block, too.
@@ -286,7 +285,7 @@ class StoredCache(DynamicCache):
                 self._num_saved = end
 
     def _read_computed(self) -> None:
-        """Takes in the tokens of plain passes; the host waits for the device here."""
+        """Reads the tokens of plain passes; the host waits for the device here."""
         unread, self._unread = self._unread, []
         if not unread:
             return
@@ -318,19 +317,19 @@ class StoredCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As transformers'. Outside of a pass that was begun here, it ends what is saved."""
+        """Updates as transformers does. Outside of a pass that began here, it ends the saving."""
         if self._computing is None and self._followed:
             self._followed = False
             note_doubt(Doubt.FOREIGN_PASS)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def activate_past_recording(self) -> None:
-        """As transformers': assisted decoding begins."""
+        """Records as transformers does that assisted decoding begins."""
         super().activate_past_recording()  # type: ignore[no-untyped-call]
         self._begins_anew = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As transformers': the last tokens were rejected (assisted decoding)."""
+        """Removes the last tokens, which assisted decoding rejected, as transformers does."""
         with self._lock:
             self._is_foreign()
             super().crop(tokens_to_remove)
@@ -347,14 +346,14 @@ class StoredCache(DynamicCache):
             self._stamp = self._tensor_stamp()
 
     def reset(self) -> None:
-        """As transformers'; nothing of it is saved any more."""
+        """Resets as transformers does; the cache is no longer saved."""
         with self._lock:
             super().reset()  # type: ignore[no-untyped-call]
             self._followed = False
             self._num_computed = self._num_marked = self._num_checked = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Refused: rows change places in beam search.
+        """Refuses: rows change places in beam search.
 
         Raises:
             UsageError: always.
@@ -362,7 +361,7 @@ class StoredCache(DynamicCache):
         self._refuse("beam search")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused.
+        """Refuses to repeat rows.
 
         Raises:
             UsageError: always.
@@ -370,7 +369,7 @@ class StoredCache(DynamicCache):
         self._refuse("repeating the rows of a batch")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Refused.
+        """Refuses to select rows.
 
         Raises:
             UsageError: always.
@@ -378,7 +377,7 @@ class StoredCache(DynamicCache):
         self._refuse("choosing among the rows of a batch")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DynamicCache:
-        """A plain cache with the same content, which no store knows of."""
+        """Returns a plain cache with the same content, which is not saved."""
         copied = DynamicCache()
         layers: list[Any] = self.layers
         for layer in layers:

@@ -1,4 +1,4 @@
-"""Compares a model's weights in memory with the files of its directory, bit for bit."""
+"""The comparison of a model's weights in memory with the files of its directory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The place of a tensor in an open file.
+    """The location of a tensor in an open file.
 
     Attributes:
         descriptor: of the file.
@@ -61,7 +61,7 @@ class StoredTensor:
     start: int
 
     def elements(self, first: int, count: int, buffer: _Buffer) -> Tensor | None:
-        """Returns so many elements, which `buffer` holds; ``None``: the file has fewer."""
+        """Returns `count` elements, which `buffer` holds; ``None`` if the file has fewer."""
         size = self.dtype.itemsize
         read = buffer.read(self.descriptor, self.start + first * size, count * size)
         return None if read is None else read.view(self.dtype)
@@ -75,7 +75,7 @@ class MappedTensor:
     flat: Tensor
 
     def elements(self, first: int, count: int, _buffer: _Buffer) -> Tensor | None:
-        """Returns so many elements."""
+        """Returns `count` elements."""
         return self.flat[first : first + count]
 
 
@@ -110,7 +110,7 @@ def difference_from_files(model: PreTrainedModel, files: ModelFiles) -> str:
 def _paired(
     model: PreTrainedModel, stored: Mapping[str, _Stored]
 ) -> tuple[list[tuple[str, Tensor, _Stored]], str]:
-    """Finds the file of each tensor; also the name of one that has none."""
+    """Finds the file of each tensor; also returns the name of a tensor that has none."""
     state: dict[str, Tensor] = model.state_dict()
     reverted: Mapping[str, Tensor] = revert_weight_conversion(model, state)
     pairs, alone = [], []
@@ -127,7 +127,7 @@ def _paired(
 
 
 def _spellings(model: PreTrainedModel, name: str) -> Iterator[str]:
-    """Names under which files may hold a weight: of the whole model, or of its inner one."""
+    """Yields the names under which files may hold a weight, with and without a prefix."""
     prefix = f"{model.base_model_prefix}."
     yield name
     yield name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
@@ -165,13 +165,13 @@ def _equal(tensor: Tensor, file: _Stored, buffer: _Buffer) -> bool:
 
 
 class _Buffer(threading.local):
-    """Memory of each thread for a piece of a file."""
+    """The memory of each thread for a piece of a file."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(8 * _PIECE, dtype=torch.uint8)  # of 8 bytes for 1 in memory
 
     def read(self, descriptor: int, start: int, nbytes: int) -> Tensor | None:
-        """Returns so many bytes of a file; ``None``: it has fewer."""
+        """Returns `nbytes` bytes of a file; ``None`` if it has fewer."""
         piece = self._memory[:nbytes]
         view = as_bytes(piece)
         done = 0
@@ -221,7 +221,7 @@ def _mapped(descriptor: int) -> Mapping[str, _Stored] | None:
 
 
 def _header(descriptor: int) -> Mapping[str, _Stored] | None:
-    """The tensors of a file, see https://huggingface.co/docs/safetensors/index#format."""
+    """Returns the tensors of a file, see https://huggingface.co/docs/safetensors/index#format."""
     size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size > _MAX_HEADER:
         return None

@@ -1,4 +1,4 @@
-"""A model besides its tensors: classes, settings of modules, hooks, configuration."""
+"""The structure of a model besides its tensors: classes, module settings, hooks, configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvconnect.integrations.transformers.settings import counts
 __all__ = ["Change", "Structure", "attributes", "unnamed_code"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# Say nothing of what a module computes, or are compared by themselves.
+# These do not affect what a module computes, or are compared by themselves.
 _LEFT_OUT = frozenset(
     {"training", "config", "generation_config", "name_or_path", "warnings_issued"}
     | {"gradient_checkpointing", "is_gradient_checkpointing"}
@@ -32,7 +32,7 @@ _KNOWN_CALLABLES = ("torch.", "transformers.", "kvconnect.", "accelerate.", "bui
 
 
 class Change(NamedTuple):
-    """How a model differs from what it was."""
+    """A difference of a model from what it was."""
 
     doubt: Doubt
     detail: str
@@ -61,10 +61,10 @@ class _Module(NamedTuple):
 
 
 class Structure:
-    """Tells cheaply whether modules, hooks or settings of a model are others than they were.
+    """A record of a model that shows cheaply whether modules, hooks or settings have changed.
 
-    One comparison of identities for each attribute, tenths of a millisecond for a model of some
-    hundred modules. Tensors are left to `WeightWatch`.
+    It compares one identity for each attribute, which takes tenths of a millisecond for a model of
+    some hundred modules. `WeightWatch` compares tensors.
 
     Args:
         model: as it is now.
@@ -75,7 +75,7 @@ class Structure:
         self.take()
 
     def take(self) -> None:
-        """Takes the model as it is now for unchanged."""
+        """Records the present model as unchanged."""
         self._modules = [
             _Module(
                 path,
@@ -125,8 +125,8 @@ class Structure:
 def attributes(model: nn.Module) -> list[tuple[str, str, dict[str, Any]]]:
     """Returns path, class and plain attributes of each module.
 
-    They are what ``__init__`` made of the configuration. Names that begin with an underscore are
-    left out, and so is what has no value to compare.
+    ``__init__`` makes these from the configuration. Names that begin with an underscore are left
+    out, and so are attributes without a comparable value.
     """
     return [
         (path, _name(type(one)), {n: v for n, v in sorted(vars(one).items()) if _counts(n, v)})
@@ -135,10 +135,10 @@ def attributes(model: nn.Module) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def unnamed_code(model: PreTrainedModel) -> str:
-    """Returns what of `model` computes by code that no name covers; empty: nothing does.
+    """Returns the first part of `model` with code that no name covers, or "".
 
-    Torch's and transformers' own modules are named by their class. Hooks, patched methods and
-    classes from elsewhere may compute anything, and so may tensors of other kinds.
+    The class names the modules of torch and transformers. Hooks, patched methods and classes from
+    elsewhere may compute anything, and so may tensors of other kinds.
     """
     found = (_foreign(path or "the model", one) for path, one in model.named_modules())
     return next(filter(None, found), "")
@@ -169,7 +169,7 @@ def _foreign(where: str, module: nn.Module) -> str:
 
 
 def _owner(code: Any) -> str:
-    """The module and name of a function, below what wraps it."""
+    """Returns the module and name of a function, below its wrappers."""
     while isinstance(code, partial):
         code = code.func
     plain = inspect.unwrap(getattr(code, "__func__", code))
@@ -214,7 +214,7 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def _copied(config: Any) -> dict[str, Any]:
-    """Its settings, those that can change in place as copies; parts of it by their own."""
+    """Returns the settings of `config`. Those that can change in place are copied."""
     return {name: _value(value) for name, value in vars(config).items()}
 
 

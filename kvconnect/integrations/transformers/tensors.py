@@ -1,4 +1,4 @@
-"""Keys and values as transformers holds them, seen as blocks."""
+"""The keys and values of transformers' caches as blocks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def new_layers(
     device: torch.device,
     zeroed: bool,
 ) -> list[LayerTensors]:
-    """Memory for so many tokens of each layer, by the model's number of the layer.
+    """Returns memory for `num_tokens` tokens of each layer, by the layer's number.
 
-    A block is one contiguous piece of it for each layer, which is what copies like best.
+    A block is one contiguous piece of it for each layer, which is fast to copy.
     """
     made = torch.zeros if zeroed else torch.empty
     layers: dict[int, LayerTensors] = {}
@@ -47,7 +47,7 @@ def new_layers(
 def as_blocks(
     layers: Sequence[LayerTensors], layout: KvCacheLayout, row: int, tokens: range
 ) -> PagedKv:
-    """The blocks of a pool group that these `tokens` of a `row` fill; whole blocks."""
+    """Returns the whole blocks of a pool group that these `tokens` of a `row` fill."""
     size = layout.tokens_per_block
     views = [
         torch.unflatten(tensor[row, tokens.start : tokens.stop], 0, (len(tokens) // size, size))
@@ -60,7 +60,7 @@ def as_blocks(
 def tail_block(
     layers: Sequence[LayerTensors], layout: KvCacheLayout, row: int, tokens: range
 ) -> PagedKv:
-    """One block that begins with a copy of these `tokens`, fewer than fill it, and zeros."""
+    """Returns a block of a copy of these `tokens`, fewer than fill it, and then zeros."""
     views = []
     for number in layout.layer_numbers:
         for tensor in layers[number]:

@@ -1,4 +1,4 @@
-"""A model as its class makes it from a configuration: without weights, unpatched, on no device."""
+"""A model made by its class from a configuration: without weights, unpatched, on no device."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ def initial_buffers(twin: PreTrainedModel, device: torch.device) -> list[NamedTe
 
 
 def _mark(tensor: Tensor) -> None:
-    """Keeps `initialize_weights` from filling what would be loaded."""
+    """Marks `tensor` so that `initialize_weights` does not fill it."""
     marked: Any = tensor
     marked._is_hf_initialized = True  # noqa: SLF001  transformers' own mark

@@ -1,13 +1,13 @@
-"""kvconnect's stores inside TensorRT-LLM: a connector for its KV cache, of one rank.
+"""A connector that keeps TensorRT-LLM's KV cache in kvconnect's stores, for one rank.
 
 ``KvCacheConnectorConfig(connector_module="kvconnect.integrations.trtllm",
 connector_scheduler_class="KvConnectScheduler", connector_worker_class="KvConnectWorker")``, and the
-settings in the environment variable ``KVCONNECT_CONFIG``, as JSON. The other way round,
-TensorRT-LLM's connectors in kvconnect's engine, is `kvconnect.integrations.trtllm_shim`.
+settings in the environment variable ``KVCONNECT_CONFIG``, as JSON. The reverse, TensorRT-LLM's
+connectors in kvconnect's engine, is `kvconnect.integrations.trtllm_shim`.
 
-TensorRT-LLM is imported when one of the two classes is asked for. May import the shared core and
-what that drives. Begin with `scheduler` and `worker`; `attachment` is what both share, `requests`
-what is known of each request, `bases` finds TensorRT-LLM's own classes.
+TensorRT-LLM is imported when one of the two classes is looked up. May import the shared core and
+its dependencies. Begin with `scheduler` and `worker`; both use `attachment`. `requests` has the
+state of each request. `bases` finds TensorRT-LLM's own classes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What scheduler and worker of one TensorRT-LLM process share: store, pool, fetched blocks."""
+"""The store, pool and fetched blocks that scheduler and worker of a TensorRT-LLM process share."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from kvconnect.trace import count, warn_once
 
 __all__ = ["Attachment"]
 
-# After a load that took all of its time none is tried for so many times that: the engine stands
-# still while one is waited for.
+# After a load that took at least half of its time limit and failed, none is tried for this many
+# times its duration: the engine stands still during a load.
 _PAUSE = 10
 
 
 class Attachment:
     """A store beside TensorRT-LLM's pool.
 
-    TensorRT-LLM cannot be told that a load failed. So what is promised to it is fetched, and
-    checked, before: into host memory, ``staging_bytes`` of it at most, in addition to the staging
-    memory itself. The step's load is a copy from there, which cannot fail.
+    TensorRT-LLM does not accept that a load fails. So promised blocks are fetched and checked
+    before the promise. They go into host memory, at most ``staging_bytes``, in addition to the
+    staging memory itself. The step's load is a copy from there, which cannot fail.
 
     Belongs to TensorRT-LLM's executor thread, which waits for each lookup (``lookup_timeout_ms``)
     and each load (``load_timeout_s``, by default 2 s).
@@ -57,7 +57,7 @@ class Attachment:
 
     @classmethod
     def of(cls, llm_args: Any) -> Attachment:
-        """The one of these arguments; made by the first that asks.
+        """Returns the attachment of these arguments; the first call makes it.
 
         Raises:
             ConfigurationError: a setting is wrong, or the model cannot be identified.
@@ -91,7 +91,9 @@ class Attachment:
     # ------------------------------------------------------------------ start and end
 
     def register(self, pool: Tensor) -> None:
-        """Take the pool, ``[num_blocks, num_layers, kv_factor, elements]``, and open the store.
+        """Registers the pool and opens the store.
+
+        The pool is ``[num_blocks, num_layers, kv_factor, elements]``.
 
         Raises:
             ConfigurationError: the store cannot be opened.
@@ -117,7 +119,7 @@ class Attachment:
         close_at_exit(self)
 
     def close(self) -> None:
-        """Write what is staged, up to ``save_timeout_s``, and let go of the store. Idempotent."""
+        """Writes staged blocks, up to ``save_timeout_s``, and closes the store. Idempotent."""
         with self._making:
             self._made.pop(id(self.llm_args), None)
         access, self._access = self._access, None
@@ -128,22 +130,22 @@ class Attachment:
 
     @property
     def maker(self) -> RequestMaker | None:
-        """Makes requests; ``None`` before the pool is known."""
+        """The maker of requests; ``None`` before the pool is known or after `close`."""
         return self._maker if self._access is not None else None
 
     @property
     def first_id(self) -> int:
-        """What to add to TensorRT-LLM's block ids in a save."""
+        """The offset from TensorRT-LLM's block ids to those in a save."""
         return self._first_id
 
     # ------------------------------------------------------------------ the scheduler's
 
     def count_stored(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading blocks of these chained `keys` the store has; see `StoreAccess`."""
+        """Returns how many leading blocks of these chained `keys` the store has."""
         return 0 if self._access is None else self._access.lookup(keys)
 
     def fetch(self, request_id: int, keys: Sequence[BlockKey]) -> int:
-        """Bring blocks into host memory for `request_id`; how many leading ones are there now."""
+        """Loads blocks into host memory for `request_id`; returns how many leading ones it has."""
         self.forget(request_id)
         access = self._access
         nbytes = self._layout.block_nbytes
@@ -165,7 +167,7 @@ class Attachment:
         return loaded
 
     def forget(self, request_id: int) -> None:
-        """What was fetched for it is not needed any more."""
+        """Frees the host memory of blocks that were fetched for `request_id`."""
         memory = self._fetched.pop(request_id, None)
         if memory is not None:
             self._room += memory.num_blocks * self._layout.block_nbytes
@@ -180,11 +182,11 @@ class Attachment:
     # ------------------------------------------------------------------ the worker's
 
     def copy_in(self, request_id: int, block_ids: Sequence[int], stream: Any) -> None:
-        """Copies blocks that were fetched into the pool; `stream` waits for that.
+        """Copies fetched blocks into the pool; `stream` waits for the copies.
 
         Args:
-            request_id: whose.
-            block_ids: of the leading ones that were fetched; -1: that one is not needed.
+            request_id: the request of the blocks.
+            block_ids: the destinations of the leading fetched blocks; -1: the block is not needed.
             stream: of the forward pass.
         """
         memory, pool = self._fetched.get(request_id), self._pool
@@ -205,7 +207,7 @@ class Attachment:
         self.forget(request_id)
 
     def save(self, order: SaveOrder, stream: Any) -> None:
-        """Stage blocks behind `stream`; what there is no room for is noted in `dropped`."""
+        """Stages blocks after the work of `stream`. A block without room is noted in `dropped`."""
         if self._access is None:
             return
         forward = _forward_stream(stream)
@@ -220,7 +222,7 @@ def _forward_stream(stream: ForwardStream | None) -> torch.cuda.Stream | None:
 
 
 def _opaque_layout(pool: Tensor, tokens_per_block: int) -> KvCacheLayout:
-    """Blocks whose inner order is TensorRT-LLM's own: moved whole, and back into the same place."""
+    """Returns a layout of blocks with TensorRT-LLM's own inner order, which move as a whole."""
     if pool.ndim != 4 or pool.shape[2] not in {1, 2} or pool.shape[3] % tokens_per_block:
         raise UnsupportedModel(
             f"KV pool of shape {tuple(pool.shape)}: [num_blocks, num_layers, 1 or 2, elements] is "

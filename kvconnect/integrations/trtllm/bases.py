@@ -1,4 +1,4 @@
-"""TensorRT-LLM's abstract classes, wherever the installed version has them (1.2 and later)."""
+"""The abstract classes of TensorRT-LLM, in any place where a version has them (1.2 and later)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OWN = {
 
 
 def connector_class(name: str) -> Any:
-    """The class of this name; where TensorRT-LLM is not installed, kvconnect's own, of its form."""
+    """Returns the class of this name; without TensorRT-LLM, kvconnect's own of the same form."""
     for place in _PLACES:
         try:
             return getattr(import_module(place), name)

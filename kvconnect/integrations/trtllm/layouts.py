@@ -1,4 +1,4 @@
-"""TensorRT-LLM's description of its pools, as its second cache manager gives it."""
+"""The description of pools that TensorRT-LLM's second cache manager gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler tells the worker in a step. Picklable."""
+"""The messages of the scheduler to the worker in a step. Picklable."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["CopyIn", "StepOrders"]
 
 @dataclass(frozen=True, slots=True)
 class CopyIn:
-    """Blocks that were fetched for a request, and are checked: host memory to pool.
+    """The fetched and checked blocks of a request, to be copied from host memory to the pool.
 
     Attributes:
-        request_id: whose.
+        request_id: the request of the blocks.
         block_ids: where they go, in order; -1: the pool has no block for that one, which a window
             has passed.
     """
@@ -25,11 +25,11 @@ class CopyIn:
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
-    """What is to be done around a forward pass.
+    """The loads and saves around a forward pass.
 
     Attributes:
-        loads: before it.
-        saves: behind it.
+        loads: run before the pass.
+        saves: run after the pass.
     """
 
     loads: tuple[CopyIn, ...] = ()

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's requests as kvconnect's keys see them, and what is saved of each."""
+"""The requests of TensorRT-LLM with their keys and their saves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvconnect.request import LlmRequest
 
 __all__ = ["TrackedRequest", "tracked"]
 
-# Of a request: what changes keys and values, and is not in its tokens. None of it is told apart.
+# Fields of a request that change keys and values, and that no key distinguishes.
 _UNTOLD = (
     *("lora_id", "lora_task_id", "lora_weights", "lora_config", "prompt_embedding_table"),
     *("multimodal_hashes", "multimodal_positions", "multimodal_lengths", "multimodal_uuids"),
@@ -26,12 +26,12 @@ _UNTOLD = (
 
 
 class TrackedRequest:
-    """A request while TensorRT-LLM runs it.
+    """A request that TensorRT-LLM runs.
 
     Attributes:
-        request: its tokens and keys.
+        request: the pair's request, with tokens and keys.
         first: number of the first block that was fetched for its next admission.
-        promised: how many were.
+        promised: the number of these blocks.
         reported: whether the blocks of its admission are known.
     """
 
@@ -43,33 +43,33 @@ class TrackedRequest:
         self._plan = SavePlan(request)
 
     def note_stored(self, num_blocks: int) -> None:
-        """The store has so many leading blocks of it."""
+        """Records that the store has `num_blocks` leading blocks of the request."""
         self._plan.note_stored((num_blocks,))
 
     def note_gone(self, block: int) -> None:
-        """That block could not be had, although it was found: it is saved anew."""
+        """Records that a found block could not be loaded, so that it is saved again."""
         self._plan.note_missing(block)
 
     def note_missing(self, block: int) -> None:
-        """That block could not be staged; what is behind it would not be found."""
+        """Records that a block could not be staged; later ones are not saved, as none is found."""
         self._plan.note_missing(block, until_end=True)
 
     def restart(self) -> None:
-        """Forgets its blocks, which are others' by now; the next report names all of the new ones.
+        """Forgets the blocks of the request, which are replaced; the next report names all of them.
 
-        What of it is in the store stays known.
+        Its blocks in the store stay known.
         """
         self.first = self.promised = 0
         self.reported = False
         self._plan.forget_blocks()
 
     def begins_with(self, tokens: npt.NDArray[np.int32]) -> bool:
-        """Returns whether a whole report, `tokens`, goes on from what is known of the request."""
+        """Returns whether a whole report, `tokens`, continues the known tokens of the request."""
         known = self.request.tokens.view
         return np.array_equal(known, tokens[: len(known)])
 
     def extend(self, data: Any, first_id: int) -> None:
-        """Takes over what `data`, a ``RequestData``, reports.
+        """Adds the tokens and blocks that `data`, a ``RequestData``, reports.
 
         Args:
             data: new tokens and blocks; all of them where none were reported before.
@@ -86,14 +86,14 @@ class TrackedRequest:
         self._plan.extend((ids,), list(priorities)[: len(ids)])
 
     def order(self, num_computed: int, num_scheduled: int) -> SaveOrder | None:
-        """What a forward pass fills that computes `num_scheduled` tokens behind `num_computed`."""
+        """Returns the saves for a pass over `num_scheduled` tokens after `num_computed`."""
         end = min(num_computed + num_scheduled, self.request.num_tokens)
         num_full = end // self.request.key_chain.tokens_per_block
         return self._plan.order(num_full, num_computed) if self._plan.is_due(num_full) else None
 
 
 def tracked(request: Any, maker: RequestMaker) -> TrackedRequest | None:
-    """A record of TensorRT-LLM's `request`; ``None``: it is not cached, and that is counted."""
+    """Returns a record of TensorRT-LLM's `request`; ``None``, which is counted, if not cached."""
     untold = [name for name in _UNTOLD if _is_given(getattr(request, name, None))]
     if untold:
         note_doubt(Doubt.UNKNOWN_INPUT, ", ".join(untold))

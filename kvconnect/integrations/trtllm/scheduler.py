@@ -1,4 +1,4 @@
-"""The leader's half, called by TensorRT-LLM."""
+"""The leader's half, which TensorRT-LLM calls."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = ["KvConnectScheduler"]
 
 
 class KvConnectScheduler(_Base):
-    """Finds prompts in a store, and orders into it what is computed.
+    """Finds prompts in a store, and orders saves of computed blocks.
 
-    Promises only what is in host memory already, and checked: see `Attachment`. So all its loads
-    are synchronous, and no request is ever parked. Blocks are staged in the step that fills them:
-    no request keeps its blocks beyond its end.
+    Promises only blocks that are in host memory and checked: see `Attachment`. So all loads are
+    synchronous, and no request waits for one. Blocks are staged in the step that fills them: no
+    request keeps its blocks beyond its end.
 
     Args:
         llm_args: TensorRT-LLM's.
@@ -46,9 +46,9 @@ class KvConnectScheduler(_Base):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Whole blocks beyond `num_computed_tokens` that are fetched now; never the last token.
+        """Returns the tokens of whole blocks beyond `num_computed_tokens` that are fetched now.
 
-        Blocks up to ``lookup_timeout_ms`` and ``load_timeout_s``.
+        Never includes the last token. Blocks up to ``lookup_timeout_ms`` and ``load_timeout_s``.
         """
         maker = self._attachment.maker
         self._attachment.forget(request.request_id)
@@ -80,14 +80,14 @@ class KvConnectScheduler(_Base):
         return fetched * size, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        """What was promised goes into these blocks in the next step.
+        """Records the blocks that promised tokens are loaded into in the next step.
 
-        All of it that there are blocks for: what the engine does not take it computes, with the
-        same result.
+        Loads everything that has blocks. The engine computes what it does not take, with the same
+        result.
 
         Raises:
-            ConfigurationError: there are fewer blocks than tokens that were taken; to go on would
-                make wrong tokens.
+            ConfigurationError: there are too few blocks for the tokens that were taken; continuing
+                would make wrong tokens.
         """
         known = self._requests.get(request.request_id)
         if known is None or not known.promised:
@@ -111,9 +111,9 @@ class KvConnectScheduler(_Base):
             self._attachment.forget(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders | None:
-        """Returns what this step loads and saves; ``None``: nothing.
+        """Returns the loads and saves of this step; ``None`` if there are none.
 
-        A request that is reported as new once more has other blocks than before: it was reset.
+        A request that is reported as new again has other blocks than before: it was reset.
 
         Raises:
             ConfigurationError: the step has loads of prefixes that were reserved, which was not
@@ -167,7 +167,7 @@ class KvConnectScheduler(_Base):
         return None
 
     def request_reset(self, request: Any) -> None:
-        """Forgets the blocks of a request that goes back to the queue.
+        """Forgets the blocks of a request that returns to the queue.
 
         TensorRT-LLM asks for it again, or reports it as new again.
         """
@@ -177,7 +177,7 @@ class KvConnectScheduler(_Base):
             known.restart()
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        """Returns False: all that is saved of it was staged in its steps."""
+        """Returns False: all saves of the request were staged in its steps."""
         self._attachment.forget(request.request_id)
         self._loads.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
@@ -185,7 +185,7 @@ class KvConnectScheduler(_Base):
 
 
 def _num_taken(request: Any) -> int | None:
-    """Tokens of the promise that are taken; ``None``: not known, as TensorRT-LLM's 0 is."""
+    """Returns how many promised tokens are taken; ``None`` if unknown, as TensorRT-LLM's 0 is."""
     if isinstance(request, LlmRequest):
         return request.num_connector_matched_tokens
     return getattr(request, "py_num_connector_matched_tokens", None) or None

@@ -1,4 +1,4 @@
-"""Settings of the connector inside TensorRT-LLM: from the environment, checked against its own."""
+"""The settings of the connector in TensorRT-LLM, checked against TensorRT-LLM's own."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ __all__ = [
 ENGINE = "trtllm"
 VARIABLE = "KVCONNECT_CONFIG"
 
-# TensorRT-LLM is stopped meanwhile: longer than that a prompt is better computed.
+# TensorRT-LLM stands still meanwhile: beyond this time it is better to compute a prompt.
 _LOAD_TIMEOUT_S = 2.0
-# Blocks are saved in the step that fills them, and nobody tells of others.
+# Blocks are saved in the step that fills them, and there are no producers.
 _WITHOUT = ("save_on", "producer_timeout_s")
 # A draft model's KV would be in the blocks, too, and depends on the token that follows.
 _DRAFTS_WITHOUT_MODEL = ("ngram",)
@@ -41,7 +41,7 @@ _CHECKPOINT_FORMATS = ("none", "hf", "mistral", "mistral_large_3")
 
 
 def engine_settings(llm_args: object) -> EngineSettings:
-    """The settings of ``llm_args.kv_connector_config.kvconnect``, else of the environment.
+    """Returns the settings of ``llm_args.kv_connector_config.kvconnect``, else of the environment.
 
     Raises:
         ConfigurationError: there are none, they are not JSON, or a field is wrong; names it.
@@ -74,15 +74,15 @@ def engine_settings(llm_args: object) -> EngineSettings:
 
 
 def check_engine(llm_args: object, *, is_named: bool) -> None:
-    """Refuse what a connector of TensorRT-LLM cannot do right.
+    """Refuses settings that a connector of TensorRT-LLM cannot serve correctly.
 
     Args:
         llm_args: TensorRT-LLM's.
         is_named: ``model_revision`` stands for the weights, wherever they come from.
 
     Raises:
-        ConfigurationError: several ranks: a load that fails on one of them cannot be told to the
-            others; or the weights are not those of the model's directory, or need not stay so.
+        ConfigurationError: several ranks: a load that fails on one of them cannot be reported to
+            the others; or the weights are not those of the model's directory, or need not stay so.
         UnsupportedModel: blocks have scales, or a draft model's KV, beside them.
     """
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
@@ -143,12 +143,12 @@ def _check_weights(llm_args: object, *, is_named: bool) -> None:
 
 
 def _name(value: object) -> str:
-    """The name of a member of an enumeration, or what stands for it."""
+    """Returns the name of a member of an enumeration, or another value as text."""
     return str(getattr(value, "name", value)).lower()
 
 
 def check_model(llm_args: object, directory: Path, *, is_named: bool) -> None:
-    """Refuses models whose KV depends on more than the tokens before it, or on other repositories.
+    """Refuses models whose KV depends on more than the tokens before, or on other repositories.
 
     Args:
         llm_args: TensorRT-LLM's.
@@ -171,13 +171,13 @@ def check_model(llm_args: object, directory: Path, *, is_named: bool) -> None:
 
 
 def _resolved_config(llm_args: object, directory: Path) -> dict[str, Any]:
-    """The directory's configuration, with what `model_kwargs` puts in place of parts of it."""
+    """Returns the directory's configuration with the replacements in `model_kwargs`."""
     given = getattr(llm_args, "model_kwargs", None)
     return config_of_directory(directory) | (dict(given) if isinstance(given, Mapping) else {})
 
 
 def variant_of(llm_args: object, directory: Path) -> Mapping[str, str]:
-    """What of TensorRT-LLM's own settings changes the bytes of a block of equal tokens.
+    """Returns the settings of TensorRT-LLM that change the bytes of a block of equal tokens.
 
     Args:
         llm_args: TensorRT-LLM's.

@@ -1,4 +1,4 @@
-"""The rank's half, called by TensorRT-LLM."""
+"""The rank's half, which TensorRT-LLM calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["KvConnectWorker"]
 
 
 class KvConnectWorker(_Base):
-    """Copies fetched blocks into the pool, and what a step filled out of it.
+    """Copies fetched blocks into the pool, and blocks that a step filled out of the pool.
 
     Args:
         llm_args: TensorRT-LLM's.
@@ -35,7 +35,7 @@ class KvConnectWorker(_Base):
         self._attachment = Attachment.of(llm_args)
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
-        """Takes the pool, and opens the store.
+        """Registers the pool and opens the store.
 
         Raises:
             ConfigurationError: the store cannot be opened.
@@ -44,7 +44,7 @@ class KvConnectWorker(_Base):
         self._attachment.register(kv_cache_tensor)
 
     def register_kv_cache_layout(self, pools: Any) -> None:
-        """Takes the pool from a description of all of them, if there is one.
+        """Registers the pool from a description of all pools, if there is only one.
 
         Args:
             pools: TensorRT-LLM's ``KvCacheLayout``, or kvconnect's own `KvCachePool` s.
@@ -59,20 +59,20 @@ class KvConnectWorker(_Base):
             self.register_kv_caches(single_pool(pools))
 
     def start_load_kv(self, stream: Any) -> None:
-        """Copy what was fetched for this step's requests; `stream` waits for it."""
+        """Copies the fetched blocks of this step's requests; `stream` waits for the copies."""
         orders = self._metadata
         if isinstance(orders, StepOrders):
             for load in orders.loads:
                 self._attachment.copy_in(load.request_id, load.block_ids, stream)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
-        """Nothing: the stream waits for all layers."""
+        """Does nothing: the stream waits for all layers."""
 
     def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
-        """Nothing: whole blocks are copied at the end of the forward pass."""
+        """Does nothing: whole blocks are copied at the end of the forward pass."""
 
     def wait_for_save(self, stream: Any) -> None:
-        """Stage the blocks that this step filled; `stream` waits for the copies."""
+        """Stages the blocks that this step filled; `stream` waits for the copies."""
         orders = self._metadata
         if isinstance(orders, StepOrders):
             for order in orders.saves:
@@ -81,9 +81,9 @@ class KvConnectWorker(_Base):
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Whatever was begun has ended: nothing goes on in the background of a request."""
+        """Returns all given requests: no request has transfers in the background."""
         return list(finished_gen_req_ids), list(started_loading_req_ids)
 
     def shutdown(self) -> None:
-        """Write what is staged, and let go of the store; also done when the process exits."""
+        """Writes staged blocks and closes the store. A normal process exit does that, too."""
         self._attachment.close()

@@ -1,4 +1,4 @@
-"""``tensorrt_llm.LLM``: kvconnect's engine with TensorRT-LLM's arguments and results."""
+"""The class ``tensorrt_llm.LLM``: kvconnect's engine with TensorRT-LLM's arguments and results."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's; ``None`` if its directory has none."""
+        """The model's tokenizer; ``None`` if its directory has none."""
         return self._llm.tokenizer
 
     def generate(
@@ -92,14 +92,14 @@ class LLM:
         cache_salt: str | Sequence[str | None] | None = None,
         **more: Any,
     ) -> RequestOutput | list[RequestOutput]:
-        """Answers `inputs`; blocks until the last one ended.
+        """Answers `inputs`; blocks until the last answer has ended.
 
         Args:
             inputs: one prompt, or a list of several: text, token ids, or a dict of one of them.
             sampling_params: one for all, or one each; ``None``: greedy, 32 tokens.
             kv_cache_retention_config: which blocks are worth keeping; one for all, or one each.
             cache_salt: requests share cached blocks only if theirs is equal; one for all, or each.
-            more: what TensorRT-LLM takes besides; refused if it would change answers.
+            more: other arguments of TensorRT-LLM; refused if they would change answers.
 
         Returns:
             One output for one prompt, a list for a list.
@@ -133,7 +133,7 @@ class LLM:
         cache_salt: str | None = None,
         **more: Any,
     ) -> RequestResult:
-        """Starts one request and returns at once; arguments and errors are those of `generate`."""
+        """Starts one request and returns at once. Arguments and errors are those of `generate`."""
         _check("generate_async", more)
         prompt = _prompt(inputs)
         handle = self._llm.submit(
@@ -145,7 +145,7 @@ class LLM:
         return RequestResult(handle, prompt if isinstance(prompt, str) else None)
 
     def shutdown(self) -> None:
-        """Aborts what runs and drains the connector; blocks until then. Idempotent."""
+        """Aborts running requests and drains the connector; blocks until then. Idempotent."""
         self._llm.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Which of TensorRT-LLM's names mean what here, and the modules that answer with them."""
+"""The table of TensorRT-LLM's names and of kvconnect's modules for them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ _installing = threading.Lock()
 
 
 class ShimModule(ModuleType):
-    """A module of TensorRT-LLM's name with kvconnect's classes, which are imported when asked for.
+    """A module of TensorRT-LLM's name with kvconnect's classes, which are imported on access.
 
     Its sub-modules are those in ``sys.modules``; others are not found, as in any package.
     """
@@ -128,9 +128,9 @@ class ShimModule(ModuleType):
 
 
 def install() -> None:
-    """Answers imports of ``tensorrt_llm`` from now on. Idempotent.
+    """Makes imports of ``tensorrt_llm`` return kvconnect's modules from now on. Idempotent.
 
-    In this process, and in those of the ranks that engines of this process start.
+    Affects this process, and the processes of ranks that its engines start.
 
     Raises:
         ConfigurationError: TensorRT-LLM itself is installed, or something else of its name is
@@ -157,7 +157,7 @@ def install() -> None:
 
 
 def _installed() -> str | None:
-    """Returns where TensorRT-LLM is installed; ``None``: nowhere."""
+    """Returns the location of an installed TensorRT-LLM, or ``None``."""
     spec = find_spec(_ROOT)
     if spec is None:
         return None

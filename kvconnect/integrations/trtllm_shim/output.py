@@ -1,4 +1,4 @@
-"""Results as TensorRT-LLM gives them."""
+"""The results in TensorRT-LLM's form."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def _sum(tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> float | No
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer to a prompt; there is one to each.
+    """An answer to a prompt. Each prompt has one.
 
     Attributes:
         index: 0.
         text: without special tokens and without the stop string.
         token_ids: a stop token is part of it.
-        finish_reason: ``"stop"``, ``"length"``, ``"cancelled"``; ``None`` while it goes on.
-        text_diff, token_ids_diff: what came since the output before this one.
+        finish_reason: ``"stop"``, ``"length"``, ``"cancelled"``; ``None`` before the end.
+        text_diff, token_ids_diff: the part that is new since the output before this one.
         logprobs: of each token, by token id; empty if not asked for.
         cumulative_logprob: their sum; ``None`` if not asked for.
         stop_reason: not computed.
@@ -48,7 +48,7 @@ class CompletionOutput:
 
     @property
     def length(self) -> int:
-        """How many tokens it has."""
+        """The number of its tokens."""
         return len(self.token_ids)
 
 
@@ -61,8 +61,8 @@ class RequestOutput:
         prompt: the text, if it was given as one.
         prompt_token_ids: its tokens.
         outputs: of one `CompletionOutput`.
-        finished: whether nothing more comes.
-        engine_output: kvconnect's own, with what came from the cache; ``None`` while it goes on.
+        finished: whether the answer is complete.
+        engine_output: kvconnect's own, with the cached tokens' number; ``None`` before the end.
     """
 
     request_id: int
@@ -88,7 +88,7 @@ class RequestOutput:
 
 
 class RequestResult:
-    """A request under way. It can be awaited, iterated over, and waited for with `result`."""
+    """A request under way. Await it, iterate over it, or wait for it with `result`."""
 
     def __init__(self, handle: RequestHandle, prompt: str | None) -> None:
         self.request_id = handle.request_id
@@ -97,14 +97,14 @@ class RequestResult:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more comes."""
+        """Returns whether the request has ended."""
         return self._handle.done
 
     def result(self, timeout: float | None = None) -> RequestOutput:
-        """Returns the whole output; blocks until it is there.
+        """Returns the whole output; blocks until it is complete.
 
         Raises:
-            TimeoutError: it has not ended within `timeout` seconds; it goes on.
+            TimeoutError: it has not ended within `timeout` seconds; it continues.
             KvConnectError: as `kvconnect.LLM.generate` does.
         """
         return RequestOutput.of(self._handle.result(timeout), self.prompt)
@@ -117,7 +117,7 @@ class RequestResult:
         return self.aresult().__await__()
 
     def __iter__(self) -> Iterator[RequestOutput]:
-        """Yields what came so far, whenever more comes; the last one is finished."""
+        """Yields the output so far whenever there is more of it; the last one is finished."""
         completion = CompletionOutput(0, "", [])
         for chunk in self._handle.stream():
             tokens = list(chunk.token_ids)
@@ -142,11 +142,11 @@ class RequestResult:
             )
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """Yields what came so far, whenever more comes; the last one is finished."""
+        """Yields the output so far whenever there is more of it; the last one is finished."""
         outputs = iter(self)
         while (output := await asyncio.to_thread(next, outputs, None)) is not None:
             yield output
 
     def abort(self) -> None:
-        """Ends the request now; its result has what came so far."""
+        """Ends the request now; its result has the tokens so far."""
         self._handle.abort()

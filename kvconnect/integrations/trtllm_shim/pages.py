@@ -1,4 +1,4 @@
-"""``valid_page_slots``: the block ids of a list that name a block."""
+"""The function ``valid_page_slots``, which finds the block ids of a list that name a block."""
 
 from __future__ import annotations
 

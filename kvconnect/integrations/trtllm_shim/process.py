@@ -1,4 +1,4 @@
-"""What TensorRT-LLM says of the process: its rank, its log, its version."""
+"""The process's rank, log and version, in TensorRT-LLM's form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def mpi_rank() -> int:
 
 
 def mpi_world_size() -> int:
-    """Returns how many ranks there are: 1, unless ``torch.distributed`` runs."""
+    """Returns the number of ranks: 1, unless ``torch.distributed`` runs."""
     return torch.distributed.get_world_size() if _distributed() else 1
 
 

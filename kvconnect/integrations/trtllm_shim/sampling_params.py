@@ -1,4 +1,4 @@
-"""TensorRT-LLM's sampling parameters, and kvconnect's that mean the same."""
+"""The sampling parameters of TensorRT-LLM, translated to kvconnect's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WITHOUT_EFFECT = {"pad_id", "exclude_input_from_output", "return_perf_metrics"}
 
 @dataclass(kw_only=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when generation stops; names and defaults are TensorRT-LLM's.
+    """The parameters for choosing tokens and for the end of generation, as in TensorRT-LLM.
 
-    Without temperature, `top_k` and `top_p` it is greedy. What kvconnect's engine does not have is
-    refused when it is asked for, see `for_engine`.
+    Names and defaults are TensorRT-LLM's. Without temperature, `top_k` and `top_p` decoding is
+    greedy. `for_engine` refuses values that kvconnect's engine does not support.
     """
 
     end_id: int | None = None
@@ -101,7 +101,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         token_ids = tuple(self.stop_token_ids or ())
         chosen: list[tuple[str, Any]] = [("stop", stop)]
-        if self.end_id == -1:  # no token has this id: the generation goes on to its length
+        if self.end_id == -1:  # no token has this id: the generation ends by its length
             chosen.append(("ignore_eos", True))
         elif self.end_id is not None:
             token_ids += (self.end_id,)

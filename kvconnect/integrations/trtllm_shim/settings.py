@@ -1,4 +1,4 @@
-"""TensorRT-LLM's settings, as far as they mean something here, and what they mean."""
+"""The settings of TensorRT-LLM that have a meaning in kvconnect's engine."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = [
 ]
 
 MAX_NUM_TOKENS = 8192
-"""What TensorRT-LLM computes in one step, unless it is told."""
+"""The tokens that TensorRT-LLM computes in one step by default."""
 
 TorchLlmArgs = LlmArgs = ExecutorConfig = ConnectorLlmArgs
-"""What connectors are built with."""
+"""The arguments of connectors."""
 
 
 class KvCacheTransferMode(IntEnum):
-    """How blocks go to host memory; a debug option, without effect here."""
+    """The way of blocks to host memory; a debug option, without effect here."""
 
     DRAM = 0
     GDS = 1
@@ -41,14 +41,14 @@ class KvCacheTransferMode(IntEnum):
 
 
 class CapacitySchedulerPolicy(Enum):
-    """When a request starts; see ``scheduling`` of `kvconnect.LLM`."""
+    """The policy for starting requests; see ``scheduling`` of `kvconnect.LLM`."""
 
     GUARANTEED_NO_EVICT = "guaranteed_no_evict"
     MAX_UTILIZATION = "max_utilization"
 
 
 class SchedulerConfig(Settings):
-    """When requests start. What else TensorRT-LLM's has does not change answers."""
+    """The settings for starting requests. TensorRT-LLM's other fields do not change answers."""
 
     capacity_scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
     context_chunking_policy: Any = None
@@ -96,7 +96,7 @@ _PRESETS = {
 
 
 class KvCacheConnectorConfig(EngineKvCacheConnectorConfig):
-    """A connector, by the names of its module and classes, or by its own.
+    """A connector, named by its module and classes, or by TensorRT-LLM's name for it.
 
     Attributes:
         connector: one of the connectors that TensorRT-LLM knows by name; stands for module and
@@ -124,7 +124,7 @@ def _from_dict(made: Callable[..., _Made]) -> BeforeValidator:
 
 
 class LlmOptions(Settings):
-    """What ``tensorrt_llm.LLM`` takes beside the model.
+    """The arguments of ``tensorrt_llm.LLM`` beside the model.
 
     Attributes:
         kv_cache_config, kv_connector_config, scheduler_config: settings, or a dict of them.

@@ -1,4 +1,4 @@
-"""vLLM's KV cache tensors as planes of keys and values."""
+"""The KV cache tensors of vLLM as planes of keys and values."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def group_planes(
     *,
     packing: Packing = None,
 ) -> list[PagedKv | StridedPlanes]:
-    """The planes of each group, in its order, as views of the tensors.
+    """Returns the planes of each group, in its order, as views of the tensors.
 
     Args:
-        groups: what vLLM's configuration describes.
+        groups: the groups in vLLM's configuration.
         kv_caches: what vLLM registers: by layer name ``[num_blocks, heads, tokens, keys|values]``
             of any strides, ``[2, num_blocks, tokens, heads, dim]``, or of a latent
             ``[num_blocks, tokens, dim]``.
@@ -38,7 +38,7 @@ def group_planes(
         packing: of the CPU's kernels, which hold all keys of a head before all its values.
 
     Raises:
-        ConfigurationError: a layer has no tensor, or its shape or strides are others.
+        ConfigurationError: a layer has no tensor, or its shape or strides do not fit.
     """
     found = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""Objects of vLLM that a connector is not given: those of the callers that make or register it."""
+"""The objects of vLLM that a connector is not given: those of the callers on its stack."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def model_of_caller() -> Callable[[], nn.Module] | None:
 
 
 def is_configuring() -> bool:
-    """True while vLLM's configuration is made on this thread."""
+    """Returns whether vLLM's configuration is being made on this thread."""
     callers = islice(_frames_of_callers(), _FRAMES)
     return any(caller.f_globals.get("__name__") == _CONFIGURATION for caller in callers)
 
@@ -67,7 +67,8 @@ def is_configuring() -> bool:
 def transfer_of_lookup() -> Any | None:
     """Returns the ``KVTransferConfig`` for which vLLM's configuration looks up a connector's class.
 
-    ``None``: it is not this that calls. Engines look the class up again, and have made it by then.
+    Returns ``None`` for any other caller. Engines look the class up again, when the configuration
+    is already made.
     """
     if not is_configuring():
         return None

@@ -1,4 +1,4 @@
-"""The configuration that vLLM makes in this process, before any of its engines loads weights."""
+"""The configuration that vLLM makes in this process before its engines load weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LookupTimes", "check_looked_up", "lookup_times", "settings_of"]
 
 
 class LookupTimes:
-    """Notes lookups of the connector's class by vLLM's configuration, which does one when made.
+    """Records lookups of the connector's class, which vLLM does when a configuration is made.
 
     Thread-safe.
     """
@@ -26,7 +26,7 @@ class LookupTimes:
         self._last_taken: int | None = None
 
     def note(self) -> None:
-        """Notes a lookup, if a configuration that is being made does it on this thread."""
+        """Records a lookup, if a configuration that is being made does it on this thread."""
         if not is_configuring():
             return
         with self._lock:
@@ -36,8 +36,8 @@ class LookupTimes:
     def take(self) -> int | None:
         """Returns when the engine that is being made may have begun to load its model.
 
-        That is when the first configuration since the last engine was made, in nanoseconds since
-        the epoch. ``None``: the process was started for the engine, so it is the process's start.
+        That is the time of the first configuration since the last engine, in nanoseconds since the
+        epoch. Returns ``None`` if the process was started for the engine, so that its start counts.
         """
         if multiprocessing.parent_process() is not None:
             return None
@@ -51,7 +51,7 @@ class LookupTimes:
 
 
 lookup_times = LookupTimes()
-"""Of this process."""
+"""The lookup times of this process."""
 
 
 def settings_of(transfer: Any) -> EngineSettings:
@@ -68,8 +68,8 @@ def settings_of(transfer: Any) -> EngineSettings:
 def check_looked_up() -> None:
     """Refuses wrong settings of the connector whose class vLLM's configuration looks up.
 
-    vLLM makes a connector when the weights are loaded. Its configuration looks up the class before,
-    so that a typo is found at once. The store is not opened.
+    vLLM makes a connector when the weights are loaded. Its configuration looks up the class before
+    that, so that a typo is found at once. The store is not opened.
 
     Raises:
         ConfigurationError: names the field.

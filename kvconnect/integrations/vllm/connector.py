@@ -1,4 +1,4 @@
-"""`KvConnect`: the class that vLLM makes, one of it for its scheduler and one for each worker."""
+"""The connector class `KvConnect`; vLLM makes one for its scheduler and one for each worker."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ _steps = CounterSteps()
 
 
 class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there
-    """Keeps the KV cache of vLLM in kvconnect's stores.
+    """A connector that keeps the KV cache of vLLM in kvconnect's stores.
 
-    ``kv_connector_extra_config`` holds ``url`` and the other fields of `EngineSettings`. Each half
-    does what its method names say at the same time as vLLM's connectors; none waits for the store,
-    nor raises for it.
+    ``kv_connector_extra_config`` holds ``url`` and the other fields of `EngineSettings`. vLLM calls
+    the methods of each half as those of its own connectors. None waits for the store, nor raises
+    for it.
 
     Raises:
         ConfigurationError: a setting is wrong, the store cannot be opened, or the model has a cache
@@ -106,16 +106,16 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a cache, of which a save that is dropped is a miss to come."""
+        """Returns False: a dropped save only causes a later miss."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003  vLLM's
-        """False: nothing is done between layers."""
+        """Returns False: the connector does nothing between layers."""
         return False
 
     def shutdown(self) -> None:
-        """Write what is staged, up to ``save_timeout_s``, and close the store. Idempotent."""
+        """Writes staged blocks, up to ``save_timeout_s``, and closes the store. Idempotent."""
         scheduler, worker = self._scheduler, self._worker
         if scheduler is None and worker is None:
             return
@@ -129,7 +129,7 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
     # ------------------------------------------------------------------ the workers' half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The pool's memory, by layer; called by vLLM's model runner.
+        """Registers the pool's memory, by layer; called by vLLM's model runner.
 
         Raises:
             ConfigurationError: its shape or strides cannot be served, or the runner shows no model.
@@ -146,42 +146,42 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         self._own_worker.register(planes, WatchedWeights(model))
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Before blocks are overwritten."""
+        """Saves held blocks of preempted requests before they are overwritten."""
         self._own_worker.handle_preemptions(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """The instructions of this step."""
+        """Sets the instructions of this step."""
         super().bind_connector_metadata(connector_metadata)
         self._own_worker.bind(connector_metadata)
 
     def clear_connector_metadata(self) -> None:
-        """The step is over."""
+        """Ends the step."""
         super().clear_connector_metadata()
         self._own_worker.clear()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start the step's loads."""
+        """Starts the step's loads."""
         self._own_worker.start_load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: what a step needs is there when `start_load_kv` returns."""
+        """Does nothing: loads that the step needs have ended when `start_load_kv` returns."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: whole blocks are staged at the end of the step."""
+        """Does nothing: whole blocks are staged at the end of the step."""
 
     def wait_for_save(self) -> None:
-        """Stage what the step filled."""
+        """Stages the blocks that the step filled."""
         self._own_worker.wait_for_save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """As `get_transfer_results`, without what failed."""
+        """Returns the ended saves and loads of `get_transfer_results`, without the failed ones."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Which saves and loads are over."""
+        """Returns the saves and loads that have ended."""
         results = self._own_worker.take_results()
         return KVConnectorTransferResults(
             finished_sending=results.saved,
@@ -190,56 +190,56 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that did not load."""
+        """Returns the ids of blocks that did not load."""
         return self._own_worker.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """What the scheduler is to know."""
+        """Returns the report for the scheduler."""
         return self._own_worker.build_report()
 
     def get_kv_connector_stats(self) -> KvConnectStats | None:
-        """What was counted in this process since the last call."""
+        """Returns the counts of this process since the last call; ``None`` if there are none."""
         moved = _steps.take()
         return KvConnectStats(moved) if moved else None
 
     # ------------------------------------------------------------------ the scheduler's half
 
     def on_new_request(self, request: Any) -> None:
-        """Start to look it up."""
+        """Starts to look `request` up."""
         self._own_scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """What the store has beyond; ``None``: ask again."""
+        """Returns the stored tokens beyond `num_computed_tokens`; ``None``: ask again."""
         return self._own_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The blocks of a request, and what is to be loaded into them."""
+        """Records the blocks of a request, and how many tokens are loaded into them."""
         self._own_scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
-        """The instructions of a step."""
+        """Returns the instructions of a step."""
         return self._own_scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What workers told."""
+        """Reads the reports of the workers."""
         self._own_scheduler.update_connector_output(connector_output)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`, of the only group."""
+        """Calls `request_finished_all_groups` for the only group."""
         return self._own_scheduler.request_finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether its blocks are kept until they are saved; what to tell its consumer."""
+        """Returns whether blocks are kept until they are saved, and the consumer's parameters."""
         return self._own_scheduler.request_finished(request, block_ids)
 
     def reset_cache(self) -> bool:
-        """Name the model's weights anew if they have changed; see `SchedulerHalf.reset_cache`."""
+        """Gives changed weights of the model a new name; see `SchedulerHalf.reset_cache`."""
         return self._own_scheduler.reset_cache(device_is_empty=self._device_is_empty())
 
     def _device_is_empty(self) -> bool:
@@ -253,7 +253,7 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvConnectStats:
-        """Statistics of another process."""
+        """Returns the statistics of another process."""
         return KvConnectStats(data or {})
 
     @classmethod
@@ -264,12 +264,12 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvConnectPromMetrics:
-        """The counters that the API server exports."""
+        """Returns the counters that the API server exports."""
         return KvConnectPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
     def num_tracked(self) -> int:
-        """Requests that the scheduler's half knows of; 0 once all have ended."""
+        """The number of requests that the scheduler's half knows; 0 once all have ended."""
         return self._own_scheduler.num_tracked
 
     @property
@@ -322,7 +322,7 @@ def _roles(settings: EngineSettings, vllm_config: Any) -> Roles:
 
 
 def _refuse_apart(args: LlmArgs, vllm_config: Any) -> None:
-    """A store in the memory of one process is of no use to several."""
+    """Refuses a store in the memory of one process for an engine with several."""
     parallel = vllm_config.parallel_config
     url = args.kv_connector_config.url or ""
     if url.startswith("memory:") and (
@@ -344,7 +344,7 @@ def _warn_of_policy(transfer: Any) -> None:
 
 
 def _register() -> None:
-    """Make the class known by name: vLLM's statistics look it up so."""
+    """Registers the class by name, since vLLM's statistics look it up so."""
     name = KvConnect.__name__
     try:
         KVConnectorFactory.register_connector(name, "kvconnect.integrations.vllm", name)

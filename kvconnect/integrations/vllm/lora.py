@@ -1,4 +1,4 @@
-"""Whether vLLM's kernels leave requests without a LoRA adapter alone: found out by calling them."""
+"""A test that calls vLLM's LoRA kernels, to see whether they leave other requests unchanged."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["base_is_apart"]
 
 
 def base_is_apart(vllm_config: Any) -> bool:
-    """Whether requests without an adapter are computed without one, whatever is in their batch.
+    """Returns whether requests without an adapter are unaffected by adapters in their batch.
 
-    False on the CPU up to vLLM 0.33: its kernels take the index of no adapter, -1, for that of the
-    last one (vLLM's pull request 48421).
+    False on the CPU up to vLLM 0.33: its kernels read -1, the index of no adapter, as the index of
+    the last one (vLLM's pull request 48421).
 
     Args:
         vllm_config: vLLM's.

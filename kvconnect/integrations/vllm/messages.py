@@ -1,4 +1,4 @@
-"""What the scheduler's half and the workers' tell each other in a step. Picklable."""
+"""The messages between the scheduler's half and the workers' in a step. Picklable."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["StepMeta", "WorkerReport"]
 
 @dataclass(frozen=True, slots=True)
 class StepMeta:
-    """What the workers are to do.
+    """The instructions for the workers.
 
     Attributes:
         offload: loads and saves, as the pair orders them.
         names: vLLM's ids of the requests in `offload` that will be reported, by ours.
-        cancelled: loads that no request waits for any more.
+        cancelled: loads without a waiting request.
         preempted: requests whose blocks go before this step computes, and their valid tokens.
         is_idle: the step computes nothing.
         weights: whether the model's weights have a name in keys.
@@ -34,10 +34,10 @@ class StepMeta:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What workers tell the scheduler; vLLM joins those of all ranks with `aggregate`.
+    """The reports of workers to the scheduler; vLLM joins those of all ranks with `aggregate`.
 
     Attributes:
-        ranks: of each rank that has something to tell.
+        ranks: the messages of all ranks that have one.
         failed: for requests whose load failed, leading tokens that are valid all the same.
         change: of the weights, since they were named.
     """
@@ -47,7 +47,7 @@ class WorkerReport:
     change: WeightChange | None = None
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
-        """Both; of a load that failed on several ranks what is valid on all of them."""
+        """Returns both reports. A load that failed on several ranks is valid as far as on all."""
         failed = dict(self.failed)
         for request_id, valid in other.failed.items():
             failed[request_id] = min(valid, failed.get(request_id, valid))

@@ -1,4 +1,4 @@
-"""Gives a request of vLLM the keys that name what computes it, or finds that it has none."""
+"""The keys of vLLM's requests, which name all inputs of a computation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RequestNames:
         llm_args: of the pair.
         extra_key: see `kvconnect.integrations.core.requests.extra_key_of`.
         base_is_apart: see `kvconnect.integrations.vllm.lora`.
-        features_are_own: this process's encoder makes what stands for pictures.
+        features_are_own: this process's encoder makes the embeddings of pictures.
     """
 
     def __init__(
@@ -45,21 +45,23 @@ class RequestNames:
         self._features = FeatureDigests()
 
     def separate(self, weights: str) -> None:
-        """Puts the name of other weights into all keys from now on."""
+        """Adds the name of other weights to all keys from now on."""
         self._maker.separate(weights)
 
     def begin(self, tracked: Tracked) -> Doubt | None:
-        """Starts to find out what the keys of a new request need; called for every new request.
+        """Starts to compute the digests that the keys of a new request need.
+
+        Called for every new request.
 
         Returns:
-            Why it cannot be cached; ``None``: `make` tells.
+            Why it cannot be cached; ``None`` means that `make` decides.
         """
         request = tracked.request
         lora = getattr(request, "lora_request", None)
         if features := getattr(request, "mm_features", None):
             tracked.contents = self._features.start(features)
         if getattr(request, "resumable", False):
-            # vLLM adds pictures to it that no connector is told of.
+            # vLLM adds pictures to it that no connector can see.
             self._features_are_own = False
         if (doubt := doubt_of(request)) is not None:
             return doubt
@@ -71,7 +73,7 @@ class RequestNames:
         return Doubt.ADAPTER_UNKNOWN if tracked.adapter is None else None
 
     def make(self, tracked: Tracked) -> LlmRequest | Doubt | None:
-        """Returns the pair's request, why there is none, or ``None`` while its keys are made."""
+        """Returns the pair's request, why there is none, or ``None`` while digests are computed."""
         request = tracked.request
         pending = [one for one in (tracked.adapter, tracked.contents) if one is not None]
         if not all(one.done() for one in pending):

@@ -1,4 +1,4 @@
-"""In which order vLLM's CPU kernels hold keys: found out by writing some."""
+"""The order in which vLLM's CPU kernels store keys, found with a write of random ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["cpu_packing"]
 
 
 def cpu_packing(layout: KvCacheLayout) -> Packing:
-    """How a block's keys lie, ``None`` where vLLM does not run on the CPU or keeps a latent.
+    """Returns the order of a block's keys; ``None`` if vLLM is not on the CPU or keeps a latent.
 
-    Writes one block of random keys into memory of its own with vLLM's kernel, and looks at what
-    came of it. An order that is neither by token nor by dimension is the kernel's own: such blocks
-    are stored as they are, for engines with the same kernel.
+    Writes one block of random keys into memory of its own with vLLM's kernel, and examines the
+    result. An order that is neither by token nor by dimension is the kernel's own. Such blocks are
+    stored unchanged, for engines with the same kernel.
 
     Args:
         layout: of the blocks.
@@ -29,7 +29,7 @@ def cpu_packing(layout: KvCacheLayout) -> Packing:
     backend: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
     ops: Any = importlib.import_module("vllm._custom_ops")
     size, heads, dim = layout.tokens_per_block, layout.num_kv_heads, layout.key_dim
-    isa = backend._get_attn_isa(layout.dtype, size, dim)  # noqa: SLF001  nothing public tells
+    isa = backend._get_attn_isa(layout.dtype, size, dim)  # noqa: SLF001  there is no public name
     keys, values = (_random(size, heads, dim, layout.dtype, seed) for seed in (1, 2))
     block = torch.zeros(1, heads, 2, size * dim, dtype=layout.dtype)
     caches = block.view(1, heads, 2 * size, dim).chunk(2, dim=2)

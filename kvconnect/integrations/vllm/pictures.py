@@ -1,7 +1,7 @@
-"""Pictures, sounds and videos in a prompt: what they are, whatever the client calls them.
+"""The pictures, sounds and videos of a prompt, named by their content.
 
-vLLM's identifiers are the client's own ``uuid``, hashes of that, or numbers of a request as well as
-hashes of content, and nothing tells which. So what the model is given is hashed here.
+vLLM's identifiers may be the client's own ``uuid``, hashes of it, numbers of a request, or hashes
+of content. They do not show which. So the input of the model is hashed here.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MOST_KNOWN = 1 << 17
 
 
 class FeatureDigests:
-    """Digests of what comes with prompts beside tokens, made on a thread.
+    """The digests of inputs beside tokens, made on a thread.
 
     vLLM reuses the output of an encoder, and blocks of its own cache, by the identifier. So a
-    feature whose identifier was another content's before is not cached: what is computed could be
-    either's. Belongs to one thread.
+    feature is not cached if its identifier was another content's before: the result could be of
+    either. Belongs to one thread.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class FeatureDigests:
                 those that are not cached.
 
         Returns:
-            Where in the prompt they are, and their digests; or why they cannot be told apart.
+            Their positions in the prompt and their digests; or why they have none.
         """
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, "kvconnect-pictures")
-        # Copies: vLLM lets go of what an encoder has seen.
+        # Copies: vLLM drops the data of features that were encoded.
         return self._threads.submit(self._contents, [copy(feature) for feature in features])
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class FeatureDigests:
         return doubt or found
 
     def _is_own(self, identifier: str, digest: bytes | None) -> bool:
-        """Notes that `identifier` is of this content; returns False if it is another's, too."""
+        """Records that `identifier` is of this content; returns False if it is another's, too."""
         content = digest or b""
         before = self._known.get(identifier)
         if before is None:
@@ -92,7 +92,7 @@ class FeatureDigests:
 
 
 def _digest(feature: Any) -> bytes | None:
-    """The digest of what the model is given; ``None`` if that is not here, or not known."""
+    """Returns the digest of the model's input; ``None`` if it is not here, or not known."""
     data, place = feature.data, feature.mm_position
     if feature.modality == "prompt_embeds" or not isinstance(data, Mapping) or not data:
         return None

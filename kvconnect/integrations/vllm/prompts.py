@@ -1,4 +1,4 @@
-"""What of a vLLM request shapes its KV, and whether kvconnect can tell it apart."""
+"""The inputs of a vLLM request that shape its KV, and whether keys can name them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def doubt_of(request: Any) -> Doubt | None:
 
 
 def tokens_of(request: Any) -> Sequence[int]:
-    """All tokens of `request`, not to be changed: of a new one the prompt itself, uncopied."""
+    """Returns all tokens of `request`, not to be changed; for a new one its prompt, uncopied."""
     prompt: Sequence[int] = request.prompt_token_ids
     known: int = request.num_tokens
     return prompt if len(prompt) == known else request.all_token_ids[:known]

@@ -1,4 +1,4 @@
-"""The scheduler's half: vLLM's calls as those of the built-in pair."""
+"""The scheduler's half: calls of vLLM as calls of the built-in pair."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvconnect.trace import count, warn_once
 __all__ = ["NUM_TOKENS", "Roles", "SchedulerHalf"]
 
 NUM_TOKENS = "kvconnect_num_tokens"
-"""In ``kv_transfer_params``: leading tokens of the prompt that the producer has saved, or will."""
+"""In ``kv_transfer_params``: the number of leading tokens that the producer saves."""
 
-# Between two looks at whether a producer has saved what it told.
+# Between two lookups of tokens that a producer announced.
 _LOOK_S = 0.01
-# In a step that computes nothing, vLLM's loop turns at once: it waits so long for a lookup's end.
+# In a step that computes nothing, vLLM's loop repeats at once: this is its wait for a lookup.
 # A turn costs the scheduler as much as blocks of a prompt do: long enough for a disk's answer.
 _IDLE_S = 0.003
 _RESET = "reset_prefix_cache(reset_connector=True)"
@@ -35,16 +35,16 @@ _RESET = "reset_prefix_cache(reset_connector=True)"
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What ``kv_role`` and the engine allow.
+    """The actions that ``kv_role`` and the engine allow.
 
     Attributes:
         saves, loads: a ``kv_consumer`` does not save, a ``kv_producer`` does not load.
-        tells: results say in ``kv_transfer_params`` how far the prompt is saved.
+        tells: results report in ``kv_transfer_params`` how far the prompt is saved.
         base_is_apart: see `kvconnect.integrations.vllm.lora`; if not, requests without an adapter
             are not cached.
         features_are_own: outputs of encoders come from this process; if not, pictures are not
             cached.
-        producer_timeout_s: how long a request waits for what its producer told.
+        producer_timeout_s: how long a request waits for tokens that its producer announced.
     """
 
     saves: bool = True
@@ -87,19 +87,22 @@ class SchedulerHalf:
 
     @property
     def num_tracked(self) -> int:
-        """Requests that something is known of; 0 once all have ended."""
+        """The number of requests that are tracked; 0 once all have ended."""
         return len(self._tracked)
 
     # ------------------------------------------------------------------ finding
 
     def on_new_request(self, request: Any) -> None:
-        """Start to look `request` up."""
+        """Starts to look `request` up."""
         self._track(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens beyond `num_computed_tokens`; ``None``: ask again. May be called at any time."""
+        """Returns the stored tokens beyond `num_computed_tokens`; ``None``: ask again.
+
+        May be called at any time.
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or request.skip_reading_prefix_cache or self._weights.is_stopped:
             return 0, False
@@ -120,7 +123,7 @@ class SchedulerHalf:
         return found, is_async
 
     def _is_to_come(self, tracked: Tracked, end: int) -> bool:
-        """Whether a producer told of more than `end` tokens, which may be there in a moment."""
+        """Returns whether a producer announced more than `end` tokens, which may soon be stored."""
         if not tracked.told:
             return False
         most = min(tracked.told, tracked.request.num_tokens - 1)
@@ -148,7 +151,7 @@ class SchedulerHalf:
         self._has_started(tracked)
 
     def _has_started(self, tracked: Tracked) -> bool:
-        """Whether the pair has the request; gives it to the pair as soon as its keys are known."""
+        """Returns whether the pair has the request; adds it to the pair once its keys are known."""
         if tracked.llm is not None:
             return True
         llm = self._request_names.make(tracked)
@@ -163,7 +166,7 @@ class SchedulerHalf:
 
     @staticmethod
     def _are_tokens(tokens: LateTokens) -> bool:
-        """Whether they can be converted, which the store's thread has not done yet."""
+        """Returns whether `tokens` can be converted, which the store's thread has not done yet."""
         try:
             tokens[:0]
         except ConfigurationError:
@@ -175,7 +178,7 @@ class SchedulerHalf:
         note_doubt(doubt)
 
     def _reset(self, tracked: Tracked) -> None:
-        """It was preempted: its blocks are gone, and it comes again."""
+        """Resets a preempted request, whose blocks are gone and which is scheduled again."""
         tracked.preemptions = tracked.request.num_preemptions
         tracked.computed = tracked.num_full = 0
         self._scheduler.request_reset(tracked.started)
@@ -183,7 +186,7 @@ class SchedulerHalf:
     # ------------------------------------------------------------------ one step
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The `blocks` of `request`, and how many tokens are to be loaded into them."""
+        """Records the `blocks` of `request`, and how many tokens are loaded into them."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.llm is None:
             return
@@ -201,7 +204,7 @@ class SchedulerHalf:
             self._starting.append((tracked, blocks.get_block_ids()))
 
     def build_connector_meta(self, output: Any) -> StepMeta:
-        """What the workers are to do in the step of vLLM's ``SchedulerOutput``."""
+        """Returns the workers' instructions for the step of vLLM's ``SchedulerOutput``."""
         is_idle = output.total_num_scheduled_tokens == 0
         if is_idle:
             self._scheduler.wait_for_answer(_IDLE_S)
@@ -232,7 +235,10 @@ class SchedulerHalf:
         )
 
     def _preempted(self, output: Any) -> tuple[tuple[int, int], ...]:
-        """Requests that lose their blocks; only what workers hold until a request ends cares."""
+        """Returns the requests that lose their blocks; empty unless workers hold blocks.
+
+        Workers hold blocks until a request ends if ``save_on`` is "finish".
+        """
         if not self._holds:
             self._dropped.clear()
             return ()
@@ -247,7 +253,7 @@ class SchedulerHalf:
         return tuple(found)
 
     def update_connector_output(self, output: Any) -> None:
-        """What the workers told of the last step."""
+        """Reads the workers' reports of the last step."""
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._scheduler.update_from_workers(report.ranks)
@@ -273,7 +279,7 @@ class SchedulerHalf:
     def request_finished(
         self, request: Any, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """`request` ended: whether its blocks are kept until they are saved, and what to tell."""
+        """Returns whether blocks of `request` are kept until saved, and the consumer's settings."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None or tracked.llm is None:
             return False, None
@@ -303,7 +309,7 @@ class SchedulerHalf:
     # ------------------------------------------------------------------ other weights
 
     def weights_changed(self, how: str) -> None:
-        """Notes that the model's weights are others from the next step on.
+        """Records that the model's weights are others from the next step on.
 
         Args:
             how: for the log.
@@ -314,7 +320,9 @@ class SchedulerHalf:
             self._take_change(how, can_begin=self._weights.can_begin())
 
     def reset_cache(self, *, device_is_empty: bool) -> bool:
-        """Names the weights anew if they have changed. Otherwise what was saved is found again.
+        """Gives the weights a new name if they have changed, else keeps their name.
+
+        With the old name, saved blocks are found again.
 
         Args:
             device_is_empty: the engine's own cache holds nothing.
@@ -344,12 +352,12 @@ class SchedulerHalf:
             warn_once(f"vllm.weights {how}", f"nothing is loaded or saved until a {_RESET}: {how}")
 
     def _begin(self) -> None:
-        """Names the weights of now; requests that run go on without the store."""
+        """Names the present weights; running requests continue without the store."""
         self._request_names.separate(self._weights.begin())
         self._drop_all(is_restart=True)
 
     def _drop_all(self, *, is_restart: bool = False) -> None:
-        """Forgets requests, but for loads that run.
+        """Drops all requests except those with a running load.
 
         Args:
             is_restart: requests that have computed nothing are looked up again.
@@ -372,7 +380,7 @@ class SchedulerHalf:
                 self._has_started(tracked)
 
     def shutdown(self) -> None:
-        """Let go of the store. Idempotent."""
+        """Closes the store. Idempotent."""
         self._request_names.close()
         self._scheduler.shutdown()
         self._tracked.clear()

@@ -1,4 +1,4 @@
-"""What vLLM logs and exports of the connector: how far kvconnect's own counters went."""
+"""The counts of kvconnect that vLLM logs and exports."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "store.save.saved": ("store_saved_blocks", "Blocks written to the store."),
     "store.save.bytes": ("store_saved_bytes", "Bytes of these, before codecs."),
 }
-"""kvconnect's counters by name: what vLLM calls them, and what they count."""
+"""The counters of kvconnect by name, each with vLLM's name and a description."""
 
 
 class CounterSteps:
-    """How far `COUNTERS` of this process went since they were asked for last. Thread-safe.
+    """The increase of this process's `COUNTERS` since the last call of `take`. Thread-safe.
 
-    One for a process: scheduler and worker may be in the same one, and nothing counts twice.
+    A process has one, since scheduler and worker may share a process and nothing must count twice.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class CounterSteps:
         self._num_events = 0
 
     def take(self) -> dict[str, float]:
-        """By the names of `COUNTERS`; without those that did not move."""
+        """Returns the increases by the names of `COUNTERS`, without zeros."""
         if metrics.num_events == self._num_events:
             return {}
         with self._lock:

@@ -1,4 +1,4 @@
-"""A step of vLLM's, as the built-in pair is told of one."""
+"""A step of vLLM in the form of the built-in pair."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _NULL_BLOCK = 0  # vLLM's place holder, where a window holds no block
 
 
 def held_blocks(block_ids: Sequence[int]) -> list[int]:
-    """`block_ids` as the pair names them; -1: no block is held there."""
+    """Returns `block_ids` in the pair's form: -1 if no block is held."""
     if _NULL_BLOCK not in block_ids:
         return list(block_ids)
     return [-1 if one == _NULL_BLOCK else one for one in block_ids]
 
 
 class StepReader:
-    """Reads vLLM's ``SchedulerOutput``, and notes in each `Tracked` how far it is computed.
+    """Reads vLLM's ``SchedulerOutput``, and records in each `Tracked` how far it is computed.
 
     Args:
         tokens_per_block: of the pair.
@@ -38,12 +38,12 @@ class StepReader:
         known: Mapping[str, Tracked],
         starting: Sequence[tuple[Tracked, Sequence[Sequence[int]]]],
     ) -> SchedulerOutput | None:
-        """What the pair has to know of the step; ``None``: nothing of any request.
+        """Returns the step for the pair; ``None`` if no cached request is part of it.
 
         Args:
             output: vLLM's.
             known: the requests that are cached, by vLLM's ids; others are left out.
-            starting: whose loads in the background begin, with their blocks by group.
+            starting: requests whose background loads begin, with their blocks by group.
         """
         step = SchedulerOutput()
         for one, block_ids in starting:
@@ -98,7 +98,7 @@ class StepReader:
             step.cached_requests.append(self._data(tracked, new or (), computed, scheduled))
 
     def _certain(self, tracked: Tracked) -> int:
-        """Full blocks that are valid after this step, with tokens that are known by now."""
+        """Returns how many full blocks of known tokens are valid after this step."""
         known: int = tracked.request.num_tokens
         return min(tracked.computed, known) // self._size
 

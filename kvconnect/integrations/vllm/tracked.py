@@ -1,4 +1,4 @@
-"""What the scheduler's half knows of a live request."""
+"""The state of a live request in the scheduler's half."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Tracked:
         offered_at: its local tokens when it was asked for last.
         loading: a load in the background is under way.
         computed: leading tokens that have KV after the last step it was in.
-        num_full: full blocks of them that the pair was told of.
-        told: leading tokens that a producer said it saved.
+        num_full: the number of these full blocks that the pair knows.
+        told: leading tokens that a producer reported as saved.
         looked_at: when they were looked up last.
     """
 
@@ -65,7 +65,7 @@ class Tracked:
         return self.llm
 
     def grow(self) -> None:
-        """The pair's request gets the tokens that vLLM's has by now."""
+        """Adds the tokens that vLLM's request has by now to the pair's request."""
         request, known = self.request, self.num_tokens
         now: int = request.num_tokens
         if now > known:

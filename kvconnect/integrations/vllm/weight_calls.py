@@ -1,4 +1,4 @@
-"""Calls of vLLM's workers that give the model other weights, seen where the engine makes them."""
+"""The calls of vLLM's workers that replace the model's weights, observed in the engine."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _DISCARDS = 2  # the level of sleep that discards the weights
 
 
 class WeightCalls:
-    """Reports calls that an engine core makes of its workers and that change the weights.
+    """Reports calls of an engine core to its workers that change the weights.
 
-    Takes the place of ``collective_rpc`` of one executor, which all such calls go through, until
-    `close`. Belongs to the core's thread.
+    Replaces ``collective_rpc`` of one executor, which all such calls use, until `close`. Belongs to
+    the core's thread.
 
     Args:
         executor: vLLM's.
@@ -61,7 +61,7 @@ class WeightCalls:
         executor.collective_rpc = self._watched
 
     def close(self) -> None:
-        """Reports nothing any more. Idempotent."""
+        """Stops the reports. Idempotent."""
         self._changed = _ignore
         if self._executor.__dict__.get("collective_rpc") == self._watched:
             self._executor.collective_rpc = self._call
@@ -84,4 +84,4 @@ class WeightCalls:
 
 
 def _ignore(_: str) -> None:
-    """Stands for a callback that is not wanted any more."""
+    """Does nothing. Replaces a callback that is not wanted any more."""

@@ -1,4 +1,4 @@
-"""Which weights compute, and whether keys name them: the scheduler's record and a worker's."""
+"""The record of the model's weights, and whether keys name them: of scheduler and worker."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class WeightChange:
 
 
 class WeightNames:
-    """The scheduler's record of what keys name the model's weights by.
+    """The scheduler's record of the name of the model's weights in keys.
 
-    The first weights have the name of the model's directory. Others get a name of this process as
-    soon as the device holds nothing that weights before them computed.
+    The first weights have the name of the model's directory. Replaced weights get a name of this
+    process as soon as the device holds nothing that earlier weights computed.
 
     Attributes:
         meta: for the workers.
@@ -63,15 +63,15 @@ class WeightNames:
 
     @property
     def is_stopped(self) -> bool:
-        """True from a change on until the weights have a name."""
+        """Returns whether the weights have changed and have no name yet."""
         return self.meta.is_stopped
 
     def note_step(self) -> None:
-        """Notes that a step computes or loads something."""
+        """Records that a step computes or loads something."""
         self._is_clean = False
 
     def note_reset(self, *, device_is_empty: bool) -> None:
-        """Notes a reset of vLLM's caches."""
+        """Records a reset of vLLM's caches."""
         self.meta = replace(self.meta, num_resets=self.meta.num_resets + 1)
         self._is_clean = self._reset_was_clean = device_is_empty
 
@@ -86,25 +86,25 @@ class WeightNames:
         return self._is_clean
 
     def stop(self, *, begins_later: bool) -> None:
-        """The weights have no name from now on."""
+        """Marks the weights as unnamed from now on."""
         self.meta = replace(self.meta, is_stopped=True)
         self.begins_later = begins_later
 
     def begin(self) -> str:
-        """Returns a name for the weights of now, for keys."""
+        """Returns a name in keys for the present weights."""
         self.meta = replace(self.meta, epoch=self.meta.epoch + 1, is_stopped=False)
         self.begins_later = False
         return f"weights={secrets.token_hex(16)}"
 
 
 class WatchedWeights:
-    """A worker's record: whether the weights are those that keys name.
+    """A worker's record of whether the weights are those that keys name.
 
     Args:
         model: returns the model runner's model.
 
     Attributes:
-        change: what was found since the scheduler named the weights; ``None``: nothing.
+        change: the change that was found since the scheduler named the weights, or ``None``.
     """
 
     def __init__(self, model: Callable[[], nn.Module]) -> None:
@@ -117,7 +117,7 @@ class WatchedWeights:
         self.change: WeightChange | None = None
 
     def begin_step(self, told: WeightsMeta) -> None:
-        """Takes in the scheduler's record; looks for a change before the first step of a reset."""
+        """Stores the scheduler's record; checks for a change in the first step after a reset."""
         before, self._told = self._told, told
         if before is not None and told.epoch != before.epoch:
             if self.change is None or self.change.num_resets is None:
@@ -130,7 +130,7 @@ class WatchedWeights:
                 self._take()
 
     def look(self, *, num_resets: int | None = None) -> WeightChange | None:
-        """Returns the change that was found, perhaps just now.
+        """Returns the change that was found, perhaps in this call.
 
         Args:
             num_resets: see `WeightChange`.

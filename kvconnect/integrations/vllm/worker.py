@@ -1,4 +1,4 @@
-"""A worker's half: vLLM's calls in a step as those of the built-in pair."""
+"""The worker's half: calls of vLLM in a step as calls of the built-in pair."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvconnect.trace import warn_once
 
 __all__ = ["StepResults", "WorkerHalf"]
 
-# In a step that computes nothing, vLLM's loop turns at once: it waits so long for a load's end,
+# In a step that computes nothing, vLLM's loop repeats at once: this is its wait for a load's end,
 # which ends the wait. Each turn keeps the load's threads from the interpreter.
 _IDLE_S = 0.003
 _OTHER_WEIGHTS = "the model's weights were changed since they were named"
@@ -29,11 +29,11 @@ _OTHER_WEIGHTS = "the model's weights were changed since they were named"
 
 @dataclass(slots=True)
 class StepResults:
-    """What ended since the last step, by vLLM's ids.
+    """The transfers that ended since the last step, by vLLM's ids.
 
     Attributes:
         saved, loaded: transfers that are over; loads that failed, too.
-        failed: loads that failed and of which nothing counts.
+        failed: loads that failed without a valid part.
     """
 
     saved: set[str] = field(default_factory=set)
@@ -69,7 +69,7 @@ class WorkerHalf:
     def register(
         self, pools: Sequence[PagedKv | StridedPlanes], weights: WatchedWeights | None = None
     ) -> None:
-        """Takes the planes of each pool group, and the model's weights.
+        """Registers the planes of each pool group and the model's weights.
 
         Raises:
             ConfigurationError: ``staging_bytes`` is below one block.
@@ -81,7 +81,7 @@ class WorkerHalf:
     # ------------------------------------------------------------------ one step
 
     def handle_preemptions(self, meta: StepMeta) -> None:
-        """Save what is held of requests that lose their blocks; they have them still."""
+        """Saves held blocks of requests that are about to lose their blocks."""
         if not meta.preempted:
             return
         is_named = self._are_named(meta)
@@ -89,7 +89,7 @@ class WorkerHalf:
             self._worker.request_reset(request_id, num_committed if is_named else 0)
 
     def bind(self, meta: StepMeta) -> None:
-        """The instructions of this step."""
+        """Sets the instructions of this step."""
         self._meta = meta
         self._names.update(meta.names)
         offload = meta.offload
@@ -102,7 +102,7 @@ class WorkerHalf:
             self._worker.cancel(request_id)
 
     def clear(self) -> None:
-        """The step is over."""
+        """Ends the step."""
         self._worker.clear_connector_meta()
         self._meta = StepMeta()
 
@@ -114,10 +114,10 @@ class WorkerHalf:
         self._worker.start_load_kv(self._current_stream())
 
     def wait_for_save(self) -> None:
-        """Stage what the step filled, behind its work.
+        """Stages the blocks that the step filled, after its work.
 
-        vLLM calls this also when the step ends by an error, or by a signal that ends the process:
-        then its blocks are not what their keys say, and nothing is staged.
+        vLLM calls this also if the step ends by an error, or by a signal that ends the process.
+        Then the blocks do not match their keys, and nothing is staged.
         """
         is_named = True
         if sys.exc_info()[0] is not None:
@@ -130,7 +130,7 @@ class WorkerHalf:
             self._void_loads()  # whose blocks this step may have used
 
     def _are_named(self, meta: StepMeta) -> bool:
-        """Returns whether keys name the weights that compute; looks for a change of them."""
+        """Returns whether keys name the present weights; checks the weights for a change."""
         if meta.weights.is_stopped:
             return False
         return self._weights is None or self._weights.look() is None
@@ -147,7 +147,7 @@ class WorkerHalf:
                 self._worker.cancel(load.request_id)
 
     def take_results(self) -> StepResults:
-        """What ended since the last call. In a step that computes nothing, waits a moment."""
+        """Returns the transfers that ended. Waits a moment in a step that computes nothing."""
         if self._meta.is_idle and self._loads:
             self._news.wait(_IDLE_S)
         self._news.clear()
@@ -165,7 +165,7 @@ class WorkerHalf:
         return results
 
     def _fail(self, load: LoadBlocks, results: StepResults) -> None:
-        """Ends `load`, of which nothing counts: other weights computed what it brings."""
+        """Fails `load` as a whole, since other weights computed its blocks."""
         self._take_failure(
             TransferFailure(load.request_id, Direction.LOAD, load.start, _OTHER_WEIGHTS), results
         )
@@ -193,12 +193,12 @@ class WorkerHalf:
             results.failed.add(name)
 
     def take_invalid_blocks(self) -> set[int]:
-        """Ids of blocks that did not load, since the last call."""
+        """Returns and clears the ids of blocks that did not load."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 
     def build_report(self) -> WorkerReport | None:
-        """What the scheduler is to know of this step."""
+        """Returns the report of this step for the scheduler."""
         meta = self._worker.build_worker_meta()
         if meta is None and not self._failed and self._change is None:
             return None
@@ -206,7 +206,7 @@ class WorkerHalf:
         return WorkerReport(() if meta is None else (meta,), failed, self._change)
 
     def shutdown(self) -> None:
-        """Write what is staged, up to ``save_timeout_s``. Idempotent."""
+        """Writes staged blocks, up to ``save_timeout_s``. Idempotent."""
         weights, self._weights = self._weights, None
         if weights is not None and self._worker.has_unstaged and weights.look() is not None:
             self._worker.drop_saves()

@@ -1,7 +1,7 @@
-"""What of vLLM the tier is made of; none of it where vLLM is not installed.
+"""The classes of vLLM that the tier uses; ``None`` or `object` if vLLM is not installed.
 
-A name that is missing though vLLM is there is an error of the import: that version has no secondary
-tiers, or others.
+If vLLM is installed and a name is missing, the import fails: that version has no secondary tiers,
+or others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ else:
 
 
 def offloading_connector() -> Any:
-    """Returns vLLM's connector that has tiers; imported when it is asked for, being large."""
+    """Returns vLLM's connector that has tiers; imported on the call, since it is large."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as module
 
     return module.OffloadingConnector

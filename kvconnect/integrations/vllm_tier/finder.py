@@ -1,4 +1,4 @@
-"""Looks chunks up in the store, on its loop."""
+"""A finder that looks chunks up in the store, on the store's loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AT_ONCE = 256
 
 _GAPS = 8
 """Of the chunks of a prompt so many may be missing before the rest is not looked for: a group with
-full attention has no use for what follows the first, and one with a window goes on behind it."""
+full attention cannot use chunks after the first, and one with a window continues behind it."""
 
 _CALLS = 4
 
@@ -32,7 +32,7 @@ class Finder:
     Args:
         access: to the store.
         names: of chunks in it; may be replaced on the caller's thread.
-        answer: called on the loop with what is known as soon as it is known.
+        answer: called on the loop with each answer as soon as it is known.
         timeout_s: questions that could not be asked by then are answered with no.
     """
 
@@ -52,7 +52,7 @@ class Finder:
         self._calls = asyncio.Semaphore(_CALLS)
 
     def find(self, questions: Sequence[Sequence[Question]]) -> None:
-        """Begin to look up the chunks of one list for each request; on any thread, no waiting."""
+        """Begins to look up one list of chunks for each request. Any thread; does not wait."""
         self._access.store.io.call_soon(lambda: self._begin(questions))
 
     def _begin(self, questions: Sequence[Sequence[Question]]) -> None:
@@ -81,7 +81,7 @@ class Finder:
             self._tell(left, known=False)
 
     async def _leading(self, questions: Sequence[Question], until: float) -> int:
-        """How many of the first of `questions` the store has; what it has is told meanwhile."""
+        """Returns how many leading `questions` the store has; reports those it has at once."""
         found = 0
         for part in _parts(questions):
             if asyncio.get_running_loop().time() > until:

@@ -1,9 +1,8 @@
-"""What a stored chunk is of: everything that its bytes depend on, besides its tokens.
+"""The name of a stored chunk: everything that its bytes depend on, besides its tokens.
 
 vLLM names a chunk by a hash over its tokens, all tokens before them, the adapter's name and path,
-pictures and the cache salt. What else makes the difference between two chunks is put into the keys
-here, and what a tier is not told, so that chunks of different content would have one name, is
-refused.
+pictures and the cache salt. Other causes of different chunks are put into the keys here. Causes
+that a tier cannot see are refused, since chunks of different content would have one name.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from kvconnect.layout import KvCacheLayout
 __all__ = ["HASH_NBYTES", "ChunkNames", "chunk_layout", "chunks_digest", "configuration_of_vllm"]
 
 HASH_NBYTES = 32
-"""Of vLLM's cryptographic hashes; others are not believed."""
+"""The size of vLLM's cryptographic hashes; others are not trusted."""
 
 _HASHES = ("sha256", "sha256_cbor")
 _DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 
 
 def chunk_layout(row_nbytes: int, tokens: int) -> KvCacheLayout:
-    """A chunk as one plane of bytes: vLLM's own arrangement within it is not looked at.
+    """Returns a layout of a chunk as one plane of bytes, in vLLM's own arrangement.
 
     Args:
         row_nbytes: of a chunk in the host memory, all ranks and layers.
@@ -80,22 +79,22 @@ class ChunkNames:
 
     @cached_property
     def model(self) -> bytes:
-        """What the store knows model and geometry by."""
+        """The tag of model and geometry in the store."""
         return model_tag(self.digest, [self.layout])
 
     @cached_property
     def namespace(self) -> bytes:
-        """What the store knows the namespace by: the salt is in vLLM's hashes already."""
+        """The tag of the namespace in the store, without a salt, which vLLM's hashes cover."""
         return Namespace().encode()
 
     def with_weights(self, name: str) -> ChunkNames:
-        """The names of chunks that other weights compute, which `name` stands for."""
+        """Returns the names of chunks that other weights compute, which `name` stands for."""
         state = hashlib.blake2b(self.digest, digest_size=32, person=b"kvc-weights")
         state.update(name.encode())
         return ChunkNames(state.digest(), self.layout)
 
     def block_key(self, chunk: bytes) -> BlockKey:
-        """Of vLLM's key of a chunk: block hash and group number; ``b""``: before all chunks."""
+        """Returns the key of vLLM's `chunk`: block hash and group number; ``b""`` is the root."""
         if not chunk:
             return self.root
         state = hashlib.blake2b(digest_size=32, person=b"kvc-vllm-chunk")
@@ -105,7 +104,7 @@ class ChunkNames:
 
 
 def chunks_digest(spec: Any, config: Any, settings: KvConnectTierSettings) -> bytes:
-    """32 bytes that differ wherever equal tokens have chunks of other bytes.
+    """Returns 32 bytes that differ if equal tokens have chunks of other bytes.
 
     Reads the model's weights, unless a revision stands for them.
 
@@ -115,7 +114,7 @@ def chunks_digest(spec: Any, config: Any, settings: KvConnectTierSettings) -> by
         settings: of the tier.
 
     Raises:
-        ConfigurationError: the engine is configured so that a chunk's name does not tell all.
+        ConfigurationError: in this configuration a chunk's name does not cover its content.
     """
     from vllm.platforms import current_platform
 
@@ -153,9 +152,10 @@ def chunks_digest(spec: Any, config: Any, settings: KvConnectTierSettings) -> by
 
 
 def configuration_of_vllm() -> Any:
-    """The ``VllmConfig`` of the engine that is being built on this thread.
+    """Returns the ``VllmConfig`` of the engine that is being built on this thread.
 
-    A tier is not given it: so it is taken from vLLM's context, or from the caller that has it.
+    A tier is not given the configuration. So it is read from vLLM's context, or from a caller's
+    local variable.
 
     Raises:
         ConfigurationError: neither has it.
@@ -212,8 +212,8 @@ def _model_digest(config: Any, revision: str | None) -> bytes:
 
 
 def _started_ns() -> int | None:
-    """When the engine may have begun to load; ``None``: with its process.
+    """Returns when the engine may have begun to load; ``None``: with its process.
 
-    A tier in the user's own process learns of its engine when the weights are loaded.
+    A tier in the user's own process is made only when the weights are loaded.
     """
     return None if multiprocessing.parent_process() is not None else time.time_ns()

@@ -1,4 +1,4 @@
-"""Loads of chunks: from the store into vLLM's host memory, as the built-in pair loads blocks."""
+"""The loads of chunks from the store into vLLM's host memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ __all__ = ["ChunkLoads"]
 
 
 class ChunkLoads:
-    """All loads of a tier. `submit` and `cancel` may be called on any thread and do not block.
+    """The loads of a tier. `submit` and `cancel` may be called on any thread and do not block.
 
-    A load ends at its deadline, or sooner if the store is left alone; then nothing is written into
-    the host memory any more. The first chunk of a group that cannot be had ends its group's load.
+    A load ends at its deadline, or sooner if the store is not used any more. After its end, the
+    host memory is not written any more. The first chunk of a group that cannot be loaded ends its
+    group's load.
 
     Args:
         access: to the store, of the host memory.
@@ -40,11 +41,11 @@ class ChunkLoads:
         self._loads = Loads(access, timeout_s=timeout_s)
 
     def submit(self, job: int, chunks: Sequence[bytes], rows: Sequence[int]) -> None:
-        """Load `chunks` into the `rows` of the host memory."""
+        """Loads `chunks` into the `rows` of the host memory."""
         self._io.call_soon(lambda: self._begin(job, chunks, rows))
 
     def cancel(self) -> None:
-        """Nothing that has been submitted is wanted any more; every job still ends."""
+        """Cancels all submitted loads. Every job still ends."""
         self._loads.cancel()
 
     def _begin(self, number: int, chunks: Sequence[bytes], rows: Sequence[int]) -> None:

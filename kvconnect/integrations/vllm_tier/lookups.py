@@ -1,4 +1,4 @@
-"""Which chunks the store has: asked in the background, answered to the scheduler."""
+"""The lookups of chunks: sent to the store in the background, answered to the scheduler."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 __all__ = ["Answers", "Known", "Lookups", "ScanEnd"]
 
 Answers = list[tuple[bytes, int, bool]]
-"""Chunks with the number of the question, and whether the store has them."""
+"""The chunks with the number of their question, and whether the store has them."""
 
 
 class Known(Enum):
-    """What a request is told of a chunk."""
+    """The answer of a lookup for a request and a chunk."""
 
     PRESENT = "the store has it"
     MISSING = "the store does not have it, or has not said so in time"
@@ -28,17 +28,17 @@ class _Chunk:
 
     def __init__(self) -> None:
         self.found: bool | None = None
-        self.number = -1  # of the question that the next answer is taken from
+        self.number = -1  # of the question whose answer counts
         self.asked_at = 0.0
         self.num_requests = 0
 
 
 class Lookups:
-    """What requests that have not ended were told. Belongs to the scheduler's thread.
+    """The answers that live requests were given. Belongs to the scheduler's thread.
 
-    A chunk that was missing is asked for again by the next request, for it may have been stored
-    meanwhile; by the same request only once: it computes it. So a chunk that is found but cannot be
-    loaded does not come up for ever.
+    The next request asks for a missing chunk again, since it may have been stored meanwhile. The
+    same request asks only once, and computes the chunk. So a chunk that is found but cannot be
+    loaded is not reported again and again.
 
     Args:
         timeout_s: what is not answered by then counts as missing.
@@ -56,7 +56,7 @@ class Lookups:
         return len(self._chunks)
 
     def lookup(self, chunk: bytes, request: str) -> Known:
-        """Whether the store has `chunk`, as far as that is known; asks it if need be."""
+        """Returns whether the store has `chunk`, as far as known; asks the store if needed."""
         if self._answers:
             self._take_answers()
         asked = self._of_request.get(request)
@@ -79,20 +79,20 @@ class Lookups:
         return Known.PRESENT if known.found else Known.MISSING
 
     def missing(self, chunks: Sequence[bytes]) -> None:
-        """`chunks` could not be loaded: no request that was told of them is told so again."""
+        """Marks `chunks`, which could not be loaded, as missing for requests that asked."""
         for chunk in chunks:
             if (known := self._chunks.get(chunk)) is not None:
                 known.found, known.number = False, -1
 
     def miss_all(self) -> None:
-        """No chunk that a request was told of is in the store any more, nor will be."""
+        """Marks all known chunks as missing and drops open questions."""
         self._new.clear()
         self.missing(list(self._chunks))
 
     def take_questions(self) -> list[list[tuple[bytes, int]]]:
-        """What came up since the last call: chunks with the numbers that `answer` repeats.
+        """Returns the new questions: chunks with the numbers that `answer` repeats.
 
-        One list for each request, in the order of its questions.
+        There is one list for each request, in the order of its questions.
         """
         if not self._new:
             return []
@@ -104,11 +104,11 @@ class Lookups:
         return questions
 
     def answer(self, answers: Answers) -> None:
-        """Take `answers`; from any thread."""
+        """Stores `answers`. Any thread may call this."""
         self._answers.append(answers)
 
     def forget(self, request: str) -> None:
-        """The request ended. What it asked in this step is asked all the same: for others."""
+        """Forgets an ended request. Its new questions are still asked, for other requests."""
         for chunk in self._of_request.pop(request, ()):
             known = self._chunks[chunk]
             known.num_requests -= 1
@@ -133,20 +133,20 @@ class Lookups:
 
 
 class ScanEnd:
-    """Tells where vLLM's look through a prompt's chunks can end, as the store is still being asked.
+    """The position at which vLLM's scan of a prompt's chunks can end, while the store is asked.
 
-    vLLM asks for each chunk of a prompt in each step until all are known, and each call of its own
-    costs several microseconds. It takes a prompt to be waiting if one chunk is to be asked for
-    again, and ends at the first that is missing: so the one that follows a chunk that is waited for
-    is said to be missing, if its request has asked for it already. Layers with a window, for which
-    vLLM goes through the chunks from the end, and goes on behind one that is missing, are left out.
+    vLLM asks for each chunk of a prompt in each step until all are known. Each call costs it
+    several microseconds. A prompt waits if one chunk is to be asked for again, and the scan ends at
+    the first chunk that is missing. So the chunk after an awaited one is reported as missing, if
+    its request has asked for it already. Layers with a window are left out: vLLM scans their chunks
+    from the end, and continues behind a missing one.
     """
 
     def __init__(self) -> None:
         self._last: tuple[str, bytes, int] | None = None
 
     def is_behind_awaited(self, chunk: bytes, request: Any) -> bool:
-        """Whether `chunk`, which `request` waits for, follows another such in this look.
+        """Returns whether `chunk`, which `request` awaits, follows another such in this scan.
 
         Args:
             chunk: vLLM's key.
@@ -162,5 +162,5 @@ class ScanEnd:
         return False
 
     def end_step(self) -> None:
-        """The next look begins anew."""
+        """Ends the scan; the next step begins another."""
         self._last = None

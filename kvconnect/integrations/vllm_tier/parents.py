@@ -1,4 +1,4 @@
-"""Which chunk comes before which: a bounded store drops a chain of chunks from its end."""
+"""The order of chunks: a bounded store drops a chain of chunks from its end."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Parents"]
 
 
 class Parents:
-    """The last chunk of each request that is known to be in the store, or on its way there.
+    """The last chunk of each request that is known to be stored or being saved.
 
-    Belongs to the scheduler's thread. What it does not know costs nothing but the order in which a
-    full store drops chunks.
+    Belongs to the scheduler's thread. An unknown parent only affects the order in which a full
+    store drops chunks.
 
     Args:
         tokens: of a chunk, by KV cache group.
@@ -25,7 +25,7 @@ class Parents:
         self._last: dict[str, dict[int, tuple[int, bytes]]] = {}
 
     def note(self, chunk: bytes, request: Any) -> None:
-        """The store has `chunk` of `request` (vLLM's ``ReqContext``)."""
+        """Records that the store has `chunk` of `request` (vLLM's ``ReqContext``)."""
         end = request.get_offload_key_position(chunk)
         if end is None:
             return
@@ -36,7 +36,7 @@ class Parents:
             last[group] = (end, chunk)
 
     def in_order(self, pairs: Sequence[tuple[bytes, int]], request: Any) -> list[ChunkSave]:
-        """Chunks with their rows, as they follow each other in the prompt of `request`."""
+        """Returns chunks with their rows, in the order of the prompt of `request`."""
         placed = sorted(
             (_group(chunk), request.get_offload_key_position(chunk) or 0, chunk, row)
             for chunk, row in pairs
@@ -55,7 +55,7 @@ class Parents:
         return saves
 
     def forget(self, request: str) -> None:
-        """The request ended; a save that was submitted before goes on."""
+        """Forgets an ended request; a save that was submitted before continues."""
         self._last.pop(request, None)
 
 

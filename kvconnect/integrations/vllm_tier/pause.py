@@ -1,4 +1,4 @@
-"""What a step of vLLM's scheduler waits for the store."""
+"""A pause in a step of vLLM's scheduler, for the store's threads."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["StepPause"]
 # in one that computes nothing, unless they have news sooner.
 _YIELD_S = 0.0001
 _IDLE_S = 0.003
-# Steps that follow each other within this compute nothing. vLLM does not tell a tier.
+# Steps that follow each other within this time compute nothing. vLLM does not show that.
 _SHORT_S = 0.002
 
 
 class StepPause:
-    """Lets the store's threads run while requests wait for what they do.
+    """Lets the store's threads run while requests wait for their results.
 
-    An engine core in its client's process goes from step to step at once while it has nothing to
-    compute, and other threads would get the interpreter every 5 ms only.
+    An engine core in its client's process repeats steps at once while it has nothing to compute.
+    Other threads would get the interpreter only every 5 ms.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,11 @@ class StepPause:
         self._ended_at = 0.0
 
     def tell(self) -> None:
-        """Something came of what requests wait for; on any thread."""
+        """Ends a pause, as there is a result that requests wait for. Any thread may call this."""
         self._news.set()
 
     def end_step(self, *, waits: bool) -> None:
-        """Block for a moment if a request `waits`; called once in each step."""
+        """Blocks for a moment if a request `waits`; called once in each step."""
         if waits:
             is_idle = time.monotonic() - self._ended_at < _SHORT_S
             self._news.wait(_IDLE_S if is_idle else _YIELD_S)

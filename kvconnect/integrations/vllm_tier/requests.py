@@ -1,4 +1,4 @@
-"""How far the names of a request's chunks tell its content."""
+"""The part of a request's chunks whose names cover their content."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ALL = 1 << 62
 
 
 class NamedTokens:
-    """Tells chunks of tokens alone from those with pictures, sounds or videos.
+    """The distinction between chunks of tokens only and those with pictures, sounds or videos.
 
-    vLLM's names of the latter hold identifiers, which may be the client's own, so another picture
-    could have them. Belongs to the scheduler's thread.
+    vLLM names the latter by identifiers, which may be the client's own. So another picture could
+    have the same name. Belongs to the scheduler's thread.
 
     Args:
         scheduler: vLLM's.
@@ -26,10 +26,10 @@ class NamedTokens:
         self._ends: dict[str, int] = {}
 
     def begin(self, request_id: str) -> None:
-        """Notes a new request of the scheduler's."""
+        """Records a new request of the scheduler."""
         request = self._scheduler.requests.get(request_id)
         if request is None or getattr(request, "resumable", False):
-            end = 0  # vLLM adds to streaming input what no tier is told of
+            end = 0  # vLLM adds inputs to a stream that no tier can see
         else:
             features = getattr(request, "mm_features", None) or ()
             end = min((one.mm_position.offset for one in features), default=_ALL)
@@ -42,7 +42,7 @@ class NamedTokens:
         self._ends.pop(request_id, None)
 
     def has(self, chunk: bytes, context: Any) -> bool:
-        """Returns whether the name of `chunk` tells its content.
+        """Returns whether the name of `chunk` covers its content.
 
         Args:
             chunk: vLLM's key.

@@ -1,4 +1,4 @@
-"""Saves of chunks: from vLLM's host memory into staging slots, and from there to the store."""
+"""The saves of chunks from vLLM's host memory into staging slots, and from there to the store."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["ChunkSave", "Saves"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkSave:
-    """One chunk to store: where it is in the host memory, and the chunk before it.
+    """A chunk to store: its row in the host memory, and the chunk before it.
 
-    `parent` is ``b""`` for the first chunk of a prompt, and ``None`` where it is not known.
+    `parent` is ``b""`` for the first chunk of a prompt, and ``None`` if it is not known.
     """
 
     chunk: bytes
@@ -40,7 +40,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """Chunks of one job that go to the store in one call; no later than `until`."""
+    """The chunks of one job that go to the store in one call, not later than `until`."""
 
     job: _Job
     saves: Sequence[ChunkSave]
@@ -48,19 +48,19 @@ class _Piece:
 
 
 class Saves:
-    """All saves of a tier. `submit` may be called on any thread and does not block.
+    """The saves of a tier. `submit` may be called on any thread and does not block.
 
-    vLLM keeps the rows of a job as they are until the job ends, so what waits here takes up its
-    host memory. No more than `most_waiting` chunks do, none for longer than `timeout_s`; a job that
-    finds the store idle waits whole. What is beyond that is lost, which is counted
-    (``connector.save.lost``) and costs a later request its computation.
+    vLLM keeps the rows of a job unchanged until the job ends, so waiting chunks occupy its host
+    memory. At most `most_waiting` chunks wait, each for at most `timeout_s`. A job of any size may
+    wait if the store is idle. Chunks beyond that are lost, which is counted
+    (``connector.save.lost``); a later request computes them.
 
     Args:
         access: to the store, of the host memory.
         names: of chunks in the store.
         done: called on the store's loop with a job's number and how many chunks of it are stored.
         timeout_s: for how long a chunk may wait for its turn.
-        most_waiting: chunks.
+        most_waiting: the number of chunks that may wait.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Saves:
         access.staging.on_free(self._freed)
 
     def submit(self, job: int, saves: Sequence[ChunkSave]) -> None:
-        """Store `saves`, in this order: parents come before children."""
+        """Stores `saves` in this order: parents come before children."""
         self._access.store.io.call_soon(lambda: self._begin(job, saves))
 
     def close(self) -> None:
-        """What waits for its turn is lost, now and from now on; every job still ends."""
+        """Drops waiting chunks, now and from now on. Every job still ends."""
         self._access.store.io.call_soon(self._close)
 
     # ------------------------------------------------------------------ on the store's loop
@@ -175,7 +175,7 @@ class Saves:
         self._end(piece.job, len(piece.saves), 0, reason)
 
     def _end(self, job: _Job, ended: int, stored: int, reason: str) -> None:
-        """`ended` chunks of `job` are done, of which `stored` are in the store."""
+        """Records that `ended` chunks of `job` are done, of which `stored` are in the store."""
         if lost := ended - stored:
             count("connector.save.lost", blocks=lost)
             warn_once("vllm_tier.save.lost", f"{lost} chunks were not stored: {reason}")

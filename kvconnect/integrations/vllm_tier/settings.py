@@ -1,4 +1,4 @@
-"""What a user writes into a tier's configuration, beside its type and module."""
+"""The settings of a tier's configuration, beside its type and module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXAMPLE = "disk:///var/cache/kv?capacity=200GiB"
 
 
 class KvConnectTierSettings(MetricsSettings):
-    """Where chunks are kept, and how long anything may take.
+    """The settings of the store, and the timeouts of a tier.
 
     Attributes:
         url: the store, for example ``disk:///var/cache/kv?capacity=200GiB``.
@@ -57,7 +57,7 @@ class KvConnectTierSettings(MetricsSettings):
             )
 
     def connector_config(self) -> KvCacheConnectorConfig:
-        """The same, as the built-in pair takes it."""
+        """Returns the settings in the form of the built-in pair."""
         return KvCacheConnectorConfig(
             url=self.url,
             codec=self.codec,

@@ -1,4 +1,4 @@
-"""The class that vLLM calls: `KvConnectTier`."""
+"""The tier class that vLLM calls, `KvConnectTier`."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from kvconnect.trace import warn_once
 __all__ = ["KvConnectTier"]
 
 _KEY_NBYTES = HASH_NBYTES + 4
-"""Of vLLM's key of a chunk: a block hash and the number of the KV cache group."""
+"""The size of vLLM's key of a chunk: a block hash and the KV cache group's number."""
 
 _LATE_S = 2.0
-"""For calls to end that were called off, or are at their deadline."""
+"""The time for calls to end that were cancelled, or are at their deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
     "url": "disk:///var/cache/kv?capacity=200GiB"}`` in ``secondary_tiers``; other settings are
     those of `KvConnectTierSettings`.
 
-    vLLM makes it and calls it in its scheduler. Nothing but `__init__`, `drain_jobs` and `shutdown`
-    blocks, but in steps in which a request waits for the store: for a tenth of a millisecond, and
-    where vLLM has nothing to compute meanwhile for three milliseconds at most. Nothing raises for a
-    store's fault: what cannot be found, loaded or saved in time is computed.
+    vLLM makes the tier and calls it in its scheduler. Only `__init__`, `drain_jobs` and `shutdown`
+    block, and steps in which a request waits for the store. Such a step blocks for 0.1 ms, or for
+    at most 3 ms if vLLM has nothing to compute meanwhile. A fault of the store raises nothing:
+    chunks that cannot be found, loaded or saved in time are computed.
 
     Args:
         offloading_spec: vLLM's ``OffloadingSpec``.
@@ -140,9 +140,9 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
     # ------------------------------------------------------------------ lookups
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Whether the store has a chunk; ``RETRY`` until it has said so. Does not block.
+        """Returns whether the store has a chunk; ``RETRY`` before its answer. Does not block.
 
-        ``MISS`` also ends vLLM's look through the chunks of a prompt that waits: see `ScanEnd`.
+        ``MISS`` also ends vLLM's scan of the chunks of a waiting prompt: see `ScanEnd`.
         """
         if len(key) != _KEY_NBYTES:
             warn_once(
@@ -164,18 +164,18 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         return engine.LookupResult.RETRY
 
     def on_new_request(self, req_context: Any) -> Any:
-        """Only what is new is stored, chunk by chunk."""
+        """Records the request. Only new chunks are stored, one by one."""
         self._named.begin(req_context.req_id)
         return engine.RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget what the request was told."""
+        """Forgets the answers that the request was given."""
         self._lookups.forget(req_context.req_id)
         self._parents.forget(req_context.req_id)
         self._named.end(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
-        """Ask the store what came up in this step."""
+        """Sends this step's questions to the store."""
         self._weights.end_schedule()
         self._scan_end.end_step()
         if questions := self._lookups.take_questions():
@@ -187,7 +187,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
     # ------------------------------------------------------------------ jobs
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Load a job's chunks into their rows of the host memory; does not block."""
+        """Loads a job's chunks into their rows of the host memory. Does not block."""
         chunks = list(job_metadata.keys)
         rows = job_metadata.chunk_ids.tolist()
         self._begin(job_metadata.job_id, chunks, is_load=True)
@@ -197,7 +197,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         self._loads.submit(job_metadata.job_id, chunks, rows)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Store a job's chunks, which stay as they are until it ends; does not block."""
+        """Stores a job's chunks, which stay unchanged until the job ends. Does not block."""
         pairs = list(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
         context = job_metadata.req_context
         safe = [
@@ -221,7 +221,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         return False
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """What ended since the last call. What could not be loaded is missing from now on."""
+        """Returns the jobs that ended. Chunks that could not be loaded are missing from now on."""
         if not self._results:
             return ()
         results = [self._results.popleft() for _ in range(len(self._results))]
@@ -232,9 +232,9 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         return [result for result, _ in results]
 
     def drain_jobs(self) -> None:
-        """Block until no job is under way: loads are called off, saves go on until they are done.
+        """Blocks until no job is under way: loads are cancelled, saves run to their end.
 
-        Takes ``save_timeout_s`` and a second at most. vLLM calls this when its caches are reset.
+        Returns within ``save_timeout_s`` + 2 s. vLLM calls this when its caches are reset.
         """
         self._loads.cancel()
         drained = self._wait(self._settings.save_timeout_s + _LATE_S)
@@ -244,7 +244,9 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         self._weights.note_reset(device_is_empty=drained and self._device_is_empty())
 
     def shutdown(self) -> None:
-        """Drain, and close the store; blocks for ``save_timeout_s`` and a few seconds at most.
+        """Drains jobs and closes the store.
+
+        Blocks for ``save_timeout_s`` and a few seconds at most.
 
         Raises:
             BackendUnavailable: a copy from or to the host memory did not end, which has to stay.
@@ -266,7 +268,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
             return self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
     def _abandon(self) -> None:
-        """The store's thread does not answer any more; what waits for it has failed."""
+        """Fails all jobs, since the store's thread does not answer any more."""
         for number in list(self._jobs):
             self._end(number, 0, success=False)
 
@@ -276,7 +278,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         return not pool.get_usage() and not len(pool.cached_block_hash_to_block)
 
     def _rename(self, weights: str) -> None:
-        """Chunks have other names from now on: `weights` is part of them."""
+        """Gives chunks other names from now on, which `weights` is a part of."""
         names = self._names.with_weights(weights)
         self._finder.names = self._loads.names = self._saves.names = names
         self._lookups.miss_all()
@@ -321,7 +323,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
 
 
 def _engine_of_caller() -> tuple[Any, Any]:
-    """The executor and the scheduler of the engine core that is being made on this thread.
+    """Returns the executor and the scheduler of the engine core that is being made on this thread.
 
     Raises:
         ConfigurationError: there is none.
@@ -337,9 +339,9 @@ def _engine_of_caller() -> tuple[Any, Any]:
 
 
 def _rows(view: memoryview) -> torch.Tensor:
-    """`view` as uint8 ``[chunks, bytes of a chunk]``, without holding on to it.
+    """Returns `view` as uint8 ``[chunks, bytes of a chunk]``, without a reference to `view`.
 
-    vLLM releases its memory when the tiers are shut down, which a buffer in use would not let it.
+    vLLM releases its memory when the tiers are shut down, which a buffer in use would prevent.
     """
     array = np.asarray(view)
     if array.ndim != 2 or not array.flags.c_contiguous or array.itemsize != 1:
@@ -354,7 +356,7 @@ def _rows(view: memoryview) -> torch.Tensor:
 def _access(
     settings: KvConnectTierSettings, digest: bytes, rows: torch.Tensor, layout: KvCacheLayout
 ) -> Access:
-    """The access to the store of `settings`, opened, of the host memory `rows`.
+    """Returns the opened access to the store of `settings`, for the host memory `rows`.
 
     Raises:
         ConfigurationError: the store cannot be opened, or is none for this.

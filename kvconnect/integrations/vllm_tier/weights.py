@@ -1,4 +1,4 @@
-"""Decides whether names of chunks name the model's weights, where no weights are."""
+"""The decision whether names of chunks name the model's weights, in a process without weights."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _RESET = "reset_prefix_cache(reset_connector=True)"
 
 
 class TierWeights:
-    """Finds that the model's weights were replaced, and gives others a name of this process.
+    """Detects that the model's weights were replaced, and gives new ones a name of this process.
 
-    Where the worker is in the scheduler's process, its weights are watched. Where it is in another,
-    every call of the workers that may change the weights counts as a change, functions of users'
-    own among them. Belongs to the scheduler's thread.
+    If the worker is in the scheduler's process, its weights are watched. Otherwise every call of
+    the workers that may change the weights counts as a change, including users' own functions.
+    Belongs to the scheduler's thread.
 
     Args:
         executor: vLLM's, of the engine core.
@@ -38,14 +38,14 @@ class TierWeights:
         self._calls = WeightCalls(executor, self._change, reports_unknown=self._model is None)
 
     def are_named(self) -> bool:
-        """Returns whether chunks of the weights of now have names; looks at most once a step."""
+        """Returns whether chunks of the present weights have names; checks at most once a step."""
         if not self._is_checked:
             self._is_checked = True
             self.look()
         return not self._names.is_stopped
 
     def look(self) -> bool:
-        """Looks for a change; returns whether chunks of the weights of now have names."""
+        """Checks for a change; returns whether chunks of the present weights have names."""
         if self._watch is not None and not self._names.is_stopped:
             how = self._watch.changed()
             if how is not None:
@@ -53,23 +53,23 @@ class TierWeights:
         return not self._names.is_stopped
 
     def end_schedule(self) -> None:
-        """Notes that a step begins to compute."""
+        """Records that a step begins to compute."""
         if self._model is not None and self._watch is None and not self._names.is_stopped:
             self._watch = WeightWatch.of(self._model())
         self._names.note_step()
         self._is_checked = False
 
     def note_reset(self, *, device_is_empty: bool) -> None:
-        """Notes a reset of vLLM's caches; weights without a name get one if nothing is left.
+        """Records a reset of vLLM's caches; names unnamed weights if the device is empty.
 
-        Looks for no change: an engine that sleeps has unmapped its weights.
+        Does not check for a change: an engine that sleeps has unmapped its weights.
         """
         self._names.note_reset(device_is_empty=device_is_empty)
         if self._names.is_stopped and device_is_empty:
             self._begin()
 
     def close(self) -> None:
-        """Watches nothing any more. Idempotent."""
+        """Stops watching. Idempotent."""
         self._calls.close()
         self._watch = None
 

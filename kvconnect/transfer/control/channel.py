@@ -1,4 +1,4 @@
-"""One open connection to a peer."""
+"""An open connection to a peer."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ logger = logging.getLogger("kvconnect")
 
 _MAX_WAITING_NBYTES = 4 * MAX_MESSAGE_NBYTES
 _MAX_WAITING_FRAMES = 16_384
-# What was said before `close` is still sent, if the peer takes it within this.
+# Messages queued before `close` are still sent, if the peer reads them within this time.
 _LAST_WORDS_S = 1.0
-# A peer that takes one of these now and then is slow, not dead.
+# A peer that reads one piece of this size within the time limit is slow, not dead.
 _PIECE_NBYTES = 256 << 10
 
 
 class Channel:
-    """One open connection to a peer; made by `Listener` and `Peer`.
+    """An open connection to a peer, made by `Listener` or `Peer`.
 
-    Two threads of its own read and write, and keep up the heartbeat whatever the rest of the
-    process does: a peer that closes or dies is noticed at once, one that is silent after
-    ``silence_s``. Messages arrive in their order, or the channel closes: none is skipped. Which of
-    those that were sent last arrived is not known then.
+    Two threads of the channel read, write and keep up the heartbeat, whatever the rest of the
+    process does. A peer that closes or dies is detected at once, a silent one after ``silence_s``.
+    Messages arrive in order, or the channel closes: none is skipped. After a close it is unknown
+    which of the last messages arrived.
 
     Attributes:
-        peer: what the peer said of itself.
-        round_trip_s: of the last heartbeat; ``None`` before the first.
-        used_at: when the peer was last granted a lease, or had one renewed; ``None``: it never was.
+        peer: the peer's `Hello`.
+        round_trip_s: the time of the last heartbeat; ``None`` before the first.
+        used_at: when a lease was last granted to the peer or renewed; ``None`` if never.
     """
 
     def __init__(self, wire: Wire, endpoint: Endpoint, peer: Hello) -> None:
@@ -73,25 +73,25 @@ class Channel:
 
     @property
     def host(self) -> str:
-        """The peer's, as the wire has it."""
+        """The peer's host, as the wire has it."""
         return self._wire.host
 
     @property
     def is_open(self) -> bool:
-        """Whether messages are still taken; they may be lost nevertheless."""
+        """Returns whether `send` accepts messages. An accepted message may still be lost."""
         return self._reason is None
 
     @property
     def reason(self) -> str | None:
-        """Why it was closed; ``None``: it is open."""
+        """The reason for which the channel was closed; ``None`` while it is open."""
         return self._reason
 
     def send(self, message: Message) -> bool:
-        """Has `message` sent; does not block; from any thread.
+        """Queues `message` for sending. Does not block. Any thread may call this.
 
         Returns:
-            False if the channel is closed, now or since the peer takes too little: it is lost.
-            True says nothing of whether it arrives.
+            False if the channel is closed, or is closed now because the peer reads too slowly. The
+            message is lost then. True does not mean that the message arrives.
 
         Raises:
             ConfigurationError: it is too large.
@@ -107,10 +107,10 @@ class Channel:
         return False
 
     def close(self, reason: str = "closed here") -> None:
-        """Ends the channel after what was sent before; does not block, idempotent.
+        """Closes the channel after sending what is queued. Does not block; idempotent.
 
-        `Disconnected` follows at once if the peer lives, else after ``silence_s``; nothing else is
-        delivered any more.
+        `Disconnected` follows at once if the peer answers, else after ``silence_s``. No other event
+        is delivered any more.
         """
         with self._lock:
             if self._reason is not None:
@@ -120,7 +120,7 @@ class Channel:
         self._queue.close()
 
     def cut(self, reason: str) -> None:
-        """Ends the channel at once; does not block, idempotent. What waits to be sent is lost."""
+        """Closes the channel at once and drops queued messages. Does not block; idempotent."""
         said = encode(Error(kind="closing", message=reason[:1024]))
         if self.is_open:
             self._queue.send(said, self._wire.write_now)
@@ -131,7 +131,7 @@ class Channel:
         return self._ended.wait(timeout_s)
 
     def run(self) -> None:
-        """Delivers what the peer says; blocks until the channel has ended. Called once.
+        """Delivers the peer's messages; blocks until the channel has ended. Called once.
 
         Raises:
             RuntimeError: no thread can be had; nothing was delivered, the connection is closed.
@@ -172,7 +172,7 @@ class Channel:
             self._close_now(f"the peer broke the protocol: {error}")
 
     def _handle(self, message: Message) -> bool:
-        """Whether to go on reading."""
+        """Handles one message; returns whether to continue reading."""
         if isinstance(message, Ping):
             self._queue.put(encode(Pong(number=message.number)))
         elif isinstance(message, Pong):

@@ -1,4 +1,4 @@
-"""What an instance tells of itself when a connection opens: its model, and its pools."""
+"""The description that an instance sends when a connection opens: its model and its pools."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 __all__ = ["PROTOCOL", "Compat", "PoolInfo"]
 
 PROTOCOL = 3
-"""Version of what is said here and how; peers of another one are refused."""
+"""The version of the protocol; peers of another version are refused."""
 
 
 class Compat(Record):
-    """What must be equal on both sides, or their blocks mean different things.
+    """The properties that must be equal on both sides, or blocks of the two mean different things.
 
     Attributes:
-        model: what tells configuration and weights: their digest, or id and revision.
+        model: identifies configuration and weights, by their digest or by id and revision.
         dtype: of keys and values in the pool.
         num_layers, num_kv_heads, key_dim, value_dim: of the whole model, all ranks together.
         block_format: version of how a block is laid out in memory.
@@ -42,17 +42,17 @@ class Compat(Record):
     transport: Name
 
     def fingerprint(self) -> bytes:
-        """16 bytes that differ whenever any field, or the protocol, does."""
+        """Returns 16 bytes that differ if any field or the protocol differs."""
         said = pack([PROTOCOL, self.model_dump()])
         return hashlib.blake2b(said, digest_size=16).digest()
 
 
 class PoolInfo(Record):
-    """A pool group's memory on the side that says it, for reading from there.
+    """The memory of a pool group on the sender's side, for reads from there.
 
     Attributes:
-        region: its number at that side's transport.
-        num_blocks: block ids are below it.
+        region: the number of the memory at the sender's transport.
+        num_blocks: the number of blocks; block ids are below it.
         num_layers, num_kv_heads, key_dim, value_dim, tokens_per_block, dtype, window, layers: of
             this rank's blocks, as in `KvCacheLayout`.
     """
@@ -70,7 +70,7 @@ class PoolInfo(Record):
 
     @classmethod
     def of(cls, region: int, num_blocks: int, layout: KvCacheLayout) -> Self:
-        """The pool of `num_blocks` blocks of `layout` that is registered as `region`."""
+        """Returns the description of a pool of `num_blocks` blocks, registered as `region`."""
         return cls(
             region=region,
             num_blocks=num_blocks,
@@ -85,10 +85,10 @@ class PoolInfo(Record):
         )
 
     def layout(self) -> KvCacheLayout:
-        """The layout of its blocks.
+        """Returns the layout of the pool's blocks.
 
         Raises:
-            ConfigurationError: there is none like that; names the field.
+            ConfigurationError: no such layout exists; the message names the field.
         """
         import torch
 

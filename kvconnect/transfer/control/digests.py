@@ -1,4 +1,4 @@
-"""The messages by which D compares what it has read with what P has, beside those of `messages`."""
+"""The messages by which D compares the bytes that it read with P's memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _packed(numbers: tuple[int, ...]) -> bytes:
 
 
 class FindDigest(Message):
-    """D asks for the digest of pieces of P's memory that it has read under a lease.
+    """Requests the digest of pieces of P's memory that D has read under a lease. Sent by D.
 
     Attributes:
         seq: the answer repeats it.
@@ -52,7 +52,7 @@ class FindDigest(Message):
 
 
 class FoundDigest(Message):
-    """Answers a `FindDigest`: the xxh3-64 of the pieces; ``None``: P makes none of that memory."""
+    """Answers a `FindDigest` with the xxh3-64 of the pieces; ``None`` if P makes no digest."""
 
     code: ClassVar[int] = 22
 

@@ -1,4 +1,4 @@
-"""What a process is to its peers: the same for those it connects to and those that connect."""
+"""The settings of a process's channels, the same for incoming and outgoing connections."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Endpoint", "Timing"]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds.
+    """The times of a control channel, in seconds.
 
     Attributes:
-        heartbeat_s: between two signs of life.
+        heartbeat_s: the time between two heartbeats.
         silence_s: a peer that gives none for so long is dead. The default leaves room for a peer
             whose interpreter is busy for a while.
         handshake_s: the whole opening of a connection, at most.
@@ -49,14 +49,14 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What a process is to its peers.
+    """The settings of a process's channels.
 
     Attributes:
-        hello: returns what it says of itself; called for each connection, on a thread of the
-            channel's, so that a transport that was rebuilt is told of. Must not block.
-        deliver: takes what peers say.
-        secret: shared with all peers; ``None``: loopback only.
-        timing: of all its channels.
+        hello: returns the process's `Hello`. It is called for each connection, on a thread of the
+            channel, so that peers learn of a rebuilt transport. Must not block.
+        deliver: receives the events of all channels.
+        secret: shared with all peers; ``None`` allows loopback only.
+        timing: the times of all channels.
     """
 
     hello: Callable[[], Hello]

@@ -1,4 +1,4 @@
-"""What happens on channels, and how it gets from their threads to another."""
+"""The events of channels, and a queue that passes them to another thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Connected", "Deliver", "Disconnected", "Event", "EventQueue", "Recei
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The channel is open; the first event of each.
+    """The channel is open. The first event of each channel.
 
     Attributes:
         hello: what the peer said of itself.
@@ -27,7 +27,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The channel is closed; the last event of each that was `Connected`.
+    """The channel is closed. The last event of each channel that was `Connected`.
 
     Attributes:
         reason: for messages.
@@ -40,22 +40,22 @@ Event: TypeAlias = Connected | Message | Disconnected
 
 
 class Sender(Protocol):
-    """What of a `Channel` those need who hear its events; one object for each connection."""
+    """The part of a `Channel` that receivers of its events use; one object for each connection."""
 
     @property
     def peer(self) -> Hello:
-        """What the peer said of itself."""
+        """The peer's `Hello`."""
 
     def send(self, message: Message) -> bool:
-        """As `Channel.send`."""
+        """Queues `message`, as `Channel.send` does."""
 
     def close(self, reason: str = ...) -> None:
-        """As `Channel.close`."""
+        """Closes the channel, as `Channel.close` does."""
 
 
 Deliver: TypeAlias = Callable[[Sender, Event], None]
-"""Takes each event, on the thread that reads the channel, and must not block: while it does, the
-peer's heartbeat is not heard. What it raises closes the channel."""
+"""Receives each event on the thread that reads the channel. Must not block: meanwhile the peer's
+heartbeat is not read. An exception closes the channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,13 @@ class Received:
 
 
 class EventQueue:
-    """Events of any number of channels, for one thread that takes them when it likes.
+    """The events of any number of channels, for one thread that takes them when it is ready.
 
-    ``deliver=queue.put``. Bounded: where its reader does not keep up, channels are closed, which
-    peers are prepared for.
+    Pass ``deliver=queue.put``. The queue is bounded: if its reader is too slow, channels are
+    closed, which peers must handle anyway.
 
     Args:
-        limit: so many events may wait.
+        limit: the number of events that may wait.
         wake: called without arguments when an event comes to an empty queue; must not block.
     """
 
@@ -84,11 +84,11 @@ class EventQueue:
         self._wake = wake
 
     def put(self, channel: Sender, event: Event) -> None:
-        """Leaves `event`; see `Deliver`.
+        """Appends `event`; see `Deliver`.
 
         Raises:
-            RetryLater: `limit` are waiting. That a channel is closed is always taken: there are no
-                more of those than channels were taken.
+            RetryLater: `limit` events are waiting. `Disconnected` is always accepted, since each
+                channel has only one.
         """
         with self._lock:
             if len(self._events) >= self._limit and not isinstance(event, Disconnected):
@@ -99,7 +99,7 @@ class EventQueue:
             self._wake()
 
     def take(self) -> list[Received]:
-        """All events so far, oldest first, those of one channel in their order; does not block."""
+        """Returns all events so far, oldest first, and removes them. Does not block."""
         with self._lock:
             taken, self._events = self._events, deque()
         return list(taken)

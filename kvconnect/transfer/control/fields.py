@@ -1,4 +1,4 @@
-"""What fields of messages are made of, and how large each may be.
+"""The types of message fields, and the largest size of each.
 
 Block ids travel as packed int32: a byte string cannot claim more elements than it has.
 """
@@ -48,7 +48,7 @@ Groups = Annotated[tuple[BlockIds, ...], Field(max_length=64)]
 
 
 class Record(BaseModel):
-    """Immutable fields of exactly these types; unknown ones are refused."""
+    """An immutable record whose fields have exactly these types; unknown fields are refused."""
 
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", hide_input_in_errors=True, ser_json_inf_nan="null"

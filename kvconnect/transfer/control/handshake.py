@@ -1,4 +1,4 @@
-"""How a connection opens: versions, the proof of the shared secret, `Hello` both ways.
+"""The opening of a connection: versions, the proof of the shared secret, `Hello` both ways.
 
 ::
 
@@ -10,9 +10,10 @@
     Hello                          →
                                      ← Hello, or Error naming the field that differs
 
-Every frame behind the openings is sealed: by a checksum over both openings, from the proof on by
-the secret. Before the proof, an acceptor reads two small frames and keeps nothing of them. A peer
-that has proved nothing, because there is no secret, is not told which field differs.
+Every frame after the openings is sealed: first by a checksum over both openings, and by the secret
+once both sides have proved it. Before the proof, an acceptor reads two small frames and stores
+nothing of them. Without a secret the peer proves nothing, and the error does not name the field of
+the model that differs.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _INITIATOR, _ACCEPTOR = b"kvconnect initiator", b"kvconnect acceptor"
 
 
 def shake_hands(wire: Wire, endpoint: Endpoint, *, initiator: bool) -> Hello:
-    """Opens `wire` as one of its two ends and returns what the peer said of itself.
+    """Opens `wire` as one of its two ends and returns the peer's `Hello`.
 
     Blocks for at most ``endpoint.timing.handshake_s``.
 
@@ -79,10 +80,10 @@ def shake_hands(wire: Wire, endpoint: Endpoint, *, initiator: bool) -> Hello:
 
 
 def check_compat(ours: Compat, theirs: Compat) -> None:
-    """Nothing, if blocks of both sides mean the same.
+    """Checks that blocks of both sides mean the same.
 
     Raises:
-        PeerRefused: they do not; names the first field that differs, and both values.
+        PeerRefused: a field differs; the message names the first one and both values.
     """
     for name in Compat.model_fields:
         here, there = getattr(ours, name), getattr(theirs, name)
@@ -173,7 +174,7 @@ class _Handshake:
 
 
 def _refusal(error: PeerRefused, *, known: bool) -> Error:
-    """Returns what the peer is told: one that has not proved itself learns nothing of the model."""
+    """Returns the error for the peer. Without a proof it names no property of the model."""
     if error.field in _OF_THE_MODEL and not known:
         return Error(kind="refused", field="compat", message=_DIFFERS)
     detail = str(error).removeprefix(f"{error.field}: ")[:1024]
@@ -181,7 +182,7 @@ def _refusal(error: PeerRefused, *, known: bool) -> Error:
 
 
 def _plain(text: str) -> str:
-    """What a peer wrote, fit for one line of a log."""
+    """Returns a peer's `text` with unprintable characters replaced, for one line of a log."""
     return "".join(each if each.isprintable() else "?" for each in text)
 
 

@@ -1,6 +1,6 @@
-"""The messages of peers that read each other's blocks by key, beside those of `messages`.
+"""The messages of peers that read each other's blocks by key.
 
-A process that never imports this refuses them as unknown.
+A process that never imports this module refuses them as unknown.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ SAMPLE_EVERY = 16
 """One of so many blocks, the first among them, has a digest with ``verify="sample"``."""
 
 Verify: TypeAlias = Literal["full", "sample", "none"]
-"""Of which blocks a grant tells the xxh3: all, every `SAMPLE_EVERY`-th, or none."""
+"""The blocks whose xxh3 a grant contains: all, every `SAMPLE_EVERY`-th, or none."""
 
 
 def digested(verify: Verify, blocks: int) -> range:
-    """Which of so many blocks have a digest."""
+    """Returns the indices of the `blocks` that have a digest."""
     step = {"full": 1, "sample": SAMPLE_EVERY}.get(verify)
     return range(0) if step is None else range(0, blocks, step)
 
@@ -93,7 +93,7 @@ Digests = Annotated[
 
 
 class FindKeys(Message):
-    """Which of `keys` does the receiver have?"""
+    """Asks which of `keys` the receiver has."""
 
     code: ClassVar[int] = 30
 
@@ -111,12 +111,12 @@ class FoundKeys(Message):
 
 
 class ClaimKeys(Message):
-    """D wants to read the blocks of `keys`. Sent again, it makes another lease.
+    """Claims the blocks of `keys` for D. Sent again, it makes another lease.
 
     Attributes:
         seq: as in `Claim`.
         request: a name that no other claim of any process has.
-        verify: which blocks' digests the grant is to tell.
+        verify: the blocks whose digests the grant should contain.
     """
 
     code: ClassVar[int] = 32
@@ -128,7 +128,7 @@ class ClaimKeys(Message):
 
 
 class GrantKeys(Message):
-    """Answers a `ClaimKeys`: the leading blocks that are there, which stay for `lease_s` seconds.
+    """Answers a `ClaimKeys`: the leading blocks that exist, which stay for `lease_s` seconds.
 
     If there is none, the answer is `Unknown`.
 
@@ -161,7 +161,7 @@ class GrantKeys(Message):
 
 
 class FindChildren(Message):
-    """Which blocks with tokens does the receiver have, whose parent is `parent`?"""
+    """Asks which blocks with tokens and with the parent `parent` the receiver has."""
 
     code: ClassVar[int] = 36
 
@@ -170,7 +170,7 @@ class FindChildren(Message):
 
 
 class FoundChildren(Message):
-    """Answers a `FindChildren`: those that were stored last, if there are very many.
+    """Answers a `FindChildren`. If there are very many children, only the newest are named.
 
     Attributes:
         keys: of each.
@@ -195,7 +195,7 @@ class FoundChildren(Message):
 
 
 class ForgetKeys(Message):
-    """The blocks of `keys` are wrong or not wanted any more: the receiver drops them."""
+    """Asks the receiver to drop the blocks of `keys`, which are wrong or no longer wanted."""
 
     code: ClassVar[int] = 34
 

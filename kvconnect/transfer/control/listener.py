@@ -1,4 +1,4 @@
-"""Where peers connect to."""
+"""The listening end of control channels."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _PAUSE_S = 0.1
 
 
 class Listener:
-    """Accepts peers; each channel has two threads of its own.
+    """Accepts peers. Each channel has two threads of its own.
 
-    Of connections that have not finished their opening, 32 are kept: one more takes the place of
-    the oldest, so that those who never finish keep no peer out. Of channels there are 256 at most:
-    one more takes the place of the `least_useful`, so that those who are granted no lease keep no
-    peer out, and none who is. A peer that connects anew takes the place of its earlier channel.
+    At most 32 connections are in the opening. One more replaces the oldest, so that connections
+    that never finish their opening keep no peer out. At most 256 channels are open. One more
+    replaces the `least_useful`, so that peers without a lease cannot keep out, or replace, a peer
+    with one. A peer that connects again replaces its earlier channel.
 
     Args:
-        endpoint: what this process is.
+        endpoint: the settings of all channels.
         host: where to listen; beyond loopback only with a secret.
         port: 0: any that is free.
 
@@ -80,7 +80,7 @@ class Listener:
         self.close()
 
     def address(self, advertise: str | None) -> str:
-        """Returns where peers reach it, ``host:port``; `advertise` replaces host or both."""
+        """Returns the ``host:port`` that peers connect to; `advertise` replaces host or both."""
         host, port = self.host, self.port
         if advertise is not None:
             host, given = host_and_port(advertise)
@@ -88,12 +88,12 @@ class Listener:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def channels(self) -> list[Channel]:
-        """Those that are open."""
+        """Returns the open channels."""
         with self._lock:
             return list(self._channels.values())
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Accepts no more, closes all channels; blocks until they have ended, or `timeout_s`."""
+        """Accepts no more and closes all channels. Blocks until they have ended, or `timeout_s`."""
         with self._lock:
             self._closed.set()
             opening, channels = list(self._opening), list(self._channels.values())

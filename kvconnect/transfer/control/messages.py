@@ -55,7 +55,7 @@ MAX_MESSAGE_NBYTES = 8 << 20
 
 
 class Message(Record):
-    """Something that one side says to the other; subclasses with a `code` travel."""
+    """A message of one side to the other. Only subclasses with a `code` are sent."""
 
     code: ClassVar[int]
 
@@ -69,7 +69,7 @@ _BY_CODE: dict[int, type[Message]] = {}
 
 
 class LeaseId(Record):
-    """A lease's name. No two leases ever have one epoch, not even of two incarnations of a P."""
+    """The name of a lease. No two leases have the same epoch, not even of two incarnations of P."""
 
     request: Name
     epoch: Count
@@ -119,7 +119,7 @@ NOTHING_COMPUTED = Watermark(layers=0, tokens=0)
 
 
 class Proof(Message):
-    """Opening only: that the sender knows the shared secret."""
+    """The sender's proof that it knows the shared secret. Part of the opening only."""
 
     code: ClassVar[int] = 1
 
@@ -127,7 +127,7 @@ class Proof(Message):
 
 
 class Hello(Message):
-    """Opening only: who the sender is, and how its memory is read.
+    """The identity of the sender, and how its memory is read. Part of the opening only.
 
     Attributes:
         compat: must be equal on both sides.
@@ -155,7 +155,7 @@ class Hello(Message):
 
 
 class Error(Message):
-    """The sender ends the connection, and why.
+    """The sender's reason for closing the connection.
 
     Attributes:
         field: what differs or is wrong, for example ``dtype`` or ``secret``; may be empty.
@@ -185,12 +185,12 @@ class Pong(Message):
 
 
 class Claim(Message):
-    """D wants to read a request's blocks. Sent again, it is answered again.
+    """Claims a request's blocks for D. Sent again, it is answered again.
 
     Attributes:
         seq: grows with each `Claim` and `Renew` of a sender; the answer repeats it.
-        epoch: ``None``: the newest; P waits a while for an offer that is still to come.
-        readers: so many holders will claim; P lets go of the blocks when all have released.
+        epoch: ``None`` names the newest; P waits a while for a request that is not published yet.
+        readers: the number of holders that will claim; P unpins the blocks when all have released.
     """
 
     code: ClassVar[int] = 11
@@ -216,7 +216,7 @@ class Grant(Message):
 
 
 class Expired(Message):
-    """Answers a `Claim` or `Release`: there was such a lease, and it was broken."""
+    """Answers a `Claim` or `Release`: the lease existed, and it was broken."""
 
     code: ClassVar[int] = 13
 
@@ -226,7 +226,7 @@ class Expired(Message):
 
 
 class Unknown(Message):
-    """Answers a `Claim` or `Release`: there is no such lease, for all that P remembers."""
+    """Answers a `Claim` or `Release`: P remembers no such lease."""
 
     code: ClassVar[int] = 14
 
@@ -236,7 +236,7 @@ class Unknown(Message):
 
 
 class WatermarkOf(Message):
-    """P has computed more of a request that D holds.
+    """Reports to D that P has computed more of a request that D holds.
 
     Attributes:
         first: for each pool group, the index in the request of the first of `blocks`; empty: no
@@ -254,7 +254,7 @@ class WatermarkOf(Message):
 
 
 class Renew(Message):
-    """D still needs these leases."""
+    """Renews leases that D still needs."""
 
     code: ClassVar[int] = 16
 
@@ -263,7 +263,7 @@ class Renew(Message):
 
 
 class RenewedLease(Record):
-    """One lease of `Renewed`; repeats the watermark, so that a lost one is late, not missing."""
+    """A lease in a `Renewed`. It repeats the watermark, in case an earlier message was lost."""
 
     request: Name
     epoch: Count
@@ -272,7 +272,7 @@ class RenewedLease(Record):
 
 
 class Renewed(Message):
-    """Answers a `Renew`: which leases go on, and which do not."""
+    """Answers a `Renew`: the leases that are extended, and those that are not."""
 
     code: ClassVar[int] = 17
 
@@ -283,7 +283,7 @@ class Renewed(Message):
 
 
 class Release(Message):
-    """D's last read of the lease has ended."""
+    """Reports to P that D's last read under the lease has ended."""
 
     code: ClassVar[int] = 18
 
@@ -293,7 +293,7 @@ class Release(Message):
 
 
 class ReleasedOk(Message):
-    """Answers a `Release`: the lease was never broken, all that was read under it is valid."""
+    """Answers a `Release`: the lease was never broken, so all reads under it are valid."""
 
     code: ClassVar[int] = 19
 
@@ -303,9 +303,10 @@ class ReleasedOk(Message):
 
 
 class Abort(Message):
-    """D: does not want the blocks any more, and takes nothing it read for valid.
+    """The sender gives a request up.
 
-    P: computes no more of the request; what it granted stays until the lease ends.
+    From D: D no longer wants the blocks, and discards what it read. From P: P computes no more of
+    the request; granted blocks stay until the lease ends.
     """
 
     code: ClassVar[int] = 20
@@ -316,7 +317,7 @@ class Abort(Message):
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of `message`, without its length.
+    """Returns the bytes of `message`, without its length.
 
     Raises:
         ConfigurationError: they are more than `MAX_MESSAGE_NBYTES`.
@@ -331,10 +332,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The message whose bytes are `data`, which may be anything.
+    """Returns the message whose bytes are `data`, which may be anything.
 
     Raises:
-        BadMessage: it is none; tells which field is wrong, never the value.
+        BadMessage: it is not a message; names the wrong field, never the value.
     """
     said = unpack(data)
     if not (isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], dict)):

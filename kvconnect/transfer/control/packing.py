@@ -1,4 +1,4 @@
-"""MessagePack, as the channel speaks it."""
+"""The MessagePack encoding of the channel."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["pack", "unpack"]
 
 
 def pack(value: object) -> bytes:
-    """The bytes of `value`: numbers, text, bytes, and arrays and maps of those."""
+    """Returns the bytes of `value`: numbers, text, bytes, and arrays and maps of those."""
     data: bytes = msgpack.packb(value)
     return data
 
 
 def unpack(data: bytes) -> object:
-    """The value whose bytes are `data`, which may be anything; arrays are tuples.
+    """Returns the value whose bytes are `data`, which may be anything. Arrays are tuples.
 
     Raises:
         BadMessage: it is none, or an array or a map of it is longer than `MAX_ENTRIES`.

@@ -1,4 +1,4 @@
-"""A peer that this process connects to, again and again."""
+"""A peer that this process connects to, again after each failure."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ logger = logging.getLogger("kvconnect")
 class Peer:
     """Keeps a channel to one address open, in a thread of its own.
 
-    After a failure it tries again, first soon, then after pauses that double, for as long as it is
-    needed. `Connected` and `Disconnected` tell ``endpoint.deliver`` when messages can be sent; each
-    `Connected` may be of another incarnation of the peer.
+    After a failure it tries again: first soon, then after pauses that double, as long as the peer
+    is needed. `Connected` and `Disconnected` reach ``endpoint.deliver`` when messages can or cannot
+    be sent. Each `Connected` may be of another incarnation of the peer.
 
     Args:
-        endpoint: what this process is.
+        endpoint: the settings of the channel.
         host, port: where the peer's `Listener` is; beyond loopback only with a secret.
         longest_pause_s: asked before each pause; ``None``: the peer is not needed any more, and
             this has ended as with `close`. Must not block. The default is the endpoint's timing.
@@ -76,26 +76,26 @@ class Peer:
 
     @property
     def channel(self) -> Channel | None:
-        """The open one, if there is one now."""
+        """The open channel; ``None`` if there is none now."""
         channel = self._channel
         return channel if channel is not None and channel.is_open else None
 
     @property
     def error(self) -> Exception | None:
-        """Why the last attempt to connect failed; ``None``: it did not, or there was none yet.
+        """The error of the last attempt to connect; ``None`` if it succeeded or there was none yet.
 
-        A `PeerRefused` names what must be configured otherwise; it is tried nevertheless, for the
-        peer may start again with other settings.
+        A `PeerRefused` names the setting to change. Attempts continue nevertheless, since the peer
+        may restart with other settings.
         """
         return self._error
 
     @property
     def attempts(self) -> int:
-        """How often it tried to connect."""
+        """The number of attempts to connect."""
         return self._attempts
 
     def send(self, message: Message) -> bool:
-        """As `Channel.send`; False also while there is no channel."""
+        """Queues `message`, as `Channel.send` does; returns False if there is no channel."""
         channel = self._channel
         return channel is not None and channel.send(message)
 
@@ -113,9 +113,9 @@ class Peer:
             return self.channel is not None
 
     def reconnect(self, reason: str = "connecting anew") -> None:
-        """Closes the channel, if there is one, and connects soon; does not block.
+        """Closes the channel, if there is one, and connects again soon. Does not block.
 
-        Both sides then say `Hello` again: what to do after a transport was rebuilt.
+        Both sides then send `Hello` again, which is needed after a transport was rebuilt.
         """
         channel = self._channel
         if channel is not None:
@@ -126,7 +126,7 @@ class Peer:
         self._hurried.set()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the channel and connects no more; blocks until that is done, or `timeout_s`."""
+        """Closes the channel and connects no more. Blocks until that is done, or `timeout_s`."""
         with self._changed:
             self._closed.set()
             self._hurried.set()
@@ -145,7 +145,7 @@ class Peer:
         while not self._closed.is_set():
             began = time.monotonic()
             opened = self._attempt()
-            # One that is lost again at once, as to a peer that kicks it out, is not tried at once.
+            # A channel that closes soon after it opened is not opened again at once.
             if opened and time.monotonic() - began > timing.last_pause_s:
                 pause_s = timing.first_pause_s
             longest_s = self._longest_pause_s()
@@ -159,7 +159,7 @@ class Peer:
                 pause_s = min(2 * pause_s, longest_s)
 
     def _attempt(self) -> bool:
-        """Connects, and stays while the channel is open; whether it was."""
+        """Connects and runs the channel until it closes; returns whether it was open."""
         self._attempts += 1
         try:
             channel = self._connect()

@@ -1,4 +1,4 @@
-"""Payloads that become frames in the order in which they were given, and wait to be sent."""
+"""A queue of payloads that become frames in order and wait to be sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["SendQueue"]
 
 
 class SendQueue:
-    """Bounded, from any number of threads to one. Only `take` blocks.
+    """A bounded queue from any number of threads to one. Only `take` blocks.
 
     Args:
         max_nbytes: of all frames that wait; at least the largest frame.
@@ -30,14 +30,14 @@ class SendQueue:
         self._taken = False  # the caller of `take` sends what it got: nothing may overtake that
 
     def put(self, payload: bytes) -> bool:
-        """Leaves `payload`; False, and it is dropped, if the queue is full or closed."""
+        """Appends `payload`; drops it and returns False if the queue is full or closed."""
         with self._changed:
             return self._put(payload)
 
     def send(self, payload: bytes, write: Callable[[bytes], int]) -> bool:
-        """Makes `write` send `payload` at once if nothing is before it; else as `put`.
+        """Makes `write` send `payload` at once if the queue is empty; else acts as `put`.
 
-        What `write` does not take waits, too.
+        Bytes that `write` does not accept wait in the queue.
 
         Args:
             payload: of one frame.
@@ -70,9 +70,9 @@ class SendQueue:
         self._changed.notify()
 
     def take(self, until: float) -> bytes | None:
-        """Returns all frames that wait, joined; blocks until there is one.
+        """Returns all waiting frames, joined; blocks until there is one.
 
-        To be called once all that it returned before is sent.
+        Call it only when everything that it returned before is sent.
 
         Returns:
             Empty if there is none at `until`, on `time.monotonic`; ``None`` if the queue is closed
@@ -93,11 +93,11 @@ class SendQueue:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is taken any more."""
+        """Returns whether the queue is closed and accepts nothing more."""
         return self._closed
 
     def close(self) -> None:
-        """Takes nothing more; what waits can still be taken."""
+        """Closes the queue. Waiting frames can still be taken."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

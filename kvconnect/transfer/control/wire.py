@@ -1,4 +1,4 @@
-"""Frames over a TCP socket: four bytes of length, big-endian, then so many bytes.
+"""The frames over a TCP socket: four bytes of length, big-endian, then as many bytes.
 
 The bytes of a sealed frame are a guard of its length, the code of its payload, and the payload.
 """
@@ -21,7 +21,7 @@ __all__ = ["Wire", "WireClosed", "WireTimeout", "frame"]
 _LENGTH = struct.Struct(">I")
 _SEAL_NBYTES = GUARD_NBYTES + CODE_NBYTES
 _READ_NBYTES = 64 << 10
-# Between two looks at the clock, which show whether this process ran meanwhile.
+# The time between two readings of the clock, which show whether this process ran meanwhile.
 _LOOK_S = 0.25
 
 
@@ -30,24 +30,24 @@ class WireClosed(ConnectionError):
 
 
 class WireTimeout(TimeoutError):
-    """Nothing whole came, or not all could be sent, in time."""
+    """A frame was not received or sent completely in time."""
 
 
 def frame(payload: bytes) -> bytes:
-    """`payload` with its length before it."""
+    """Returns `payload` with its length before it."""
     return _LENGTH.pack(len(payload)) + payload
 
 
 class Wire:
-    """One connection. One thread may read while another writes.
+    """A connection that carries frames. One thread may read while another writes.
 
-    Memory follows what was really received, not what a length promises. Frames are plain until
-    `seal` is called.
+    Memory use depends on the bytes received, not on the length that a frame claims. Frames are
+    plain until `seal` is called.
 
     Args:
-        sock: connected; belongs to this from now on.
-        limit: bytes of a frame that comes in; more is a `BadMessage`.
-        silence_s: so long may what was sent stay unacknowledged before the kernel gives up.
+        sock: a connected socket; the `Wire` owns it from now on.
+        limit: the largest incoming frame in bytes; a larger one is a `BadMessage`.
+        silence_s: the kernel ends the connection if sent bytes stay unacknowledged for this long.
         host: of the peer, for `places`; the side that connects needs none.
 
     Attributes:
@@ -131,9 +131,9 @@ class Wire:
                 raise WireClosed(f"the connection broke: {error.strerror or error}") from error
 
     def write_now(self, data: bytes) -> int:
-        """Sends what of `data` the kernel takes at once; returns how many bytes. Never blocks.
+        """Sends the bytes of `data` that the kernel accepts at once and returns their number.
 
-        None of a connection that has ended: `write` says so.
+        Never blocks. Returns 0 if the connection has ended; `write` reports that.
         """
         try:
             return self._sock.send(data)
@@ -141,18 +141,18 @@ class Wire:
             return 0
 
     def shut(self) -> None:
-        """Ends the connection, and what reads or writes in other threads; does not block."""
+        """Ends the connection, and reads and writes in other threads. Does not block."""
         self._closing.set()
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def shut_writing(self) -> None:
-        """Tells the peer that nothing more comes; what it sends can still be read."""
+        """Ends the sending direction. The peer's data can still be read."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """`shut`, and gives the socket back; no thread may be reading or writing."""
+        """Calls `shut` and closes the socket. No thread may be reading or writing."""
         self.shut()
         self._sock.close()
 

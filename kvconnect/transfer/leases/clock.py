@@ -16,9 +16,9 @@ MAX_DRIFT = 0.01
 
 
 def lease_clock() -> float:
-    """Seconds since this host started, those that it was suspended for included.
+    """Returns the seconds since this host started, including the time it was suspended.
 
-    ``time.monotonic`` stands still while a host sleeps: it would come back with a lease that its
-    peer ended long ago.
+    ``time.monotonic`` does not advance while a host sleeps. After a sleep, a lease that the peer
+    has ended would seem to be held.
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,4 +1,4 @@
-"""D's side of a lease: may it still read, and is what it read valid?"""
+"""A lease as D holds it: whether D may still read, and whether its reads are valid."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _REMEMBERED = 16
 
 
 class Outcome(Enum):
-    """Of what was read under a lease."""
+    """The validity of the bytes read under a lease."""
 
     OPEN = "open"
-    """Not decided yet: reads go on, or an answer may still come."""
+    """Not decided yet: reads are under way, or an answer may still come."""
     VALID = "valid"
     INVALID = "invalid"
 
@@ -27,15 +27,18 @@ class Outcome(Enum):
 class HeldLease:
     """A lease as its reader sees it. Thread-safe; nothing blocks.
 
-    It is counted from when the reader *sent* the last claim or renewal that P acknowledged, on the
-    reader's own clock, less what clocks may drift. P counts from when that arrived, which is later;
-    so what was read before the end here was read before P let go of it. What was read is valid if
+    The lease is counted on the reader's own clock, less the possible drift of clocks. It begins
+    when the reader *sent* the last claim or renewal that P acknowledged. P counts from when that
+    message arrived, which is later. So bytes read before the end here were read before P unpinned
+    the blocks.
+
+    Reads are valid if
 
     - the last read had ended before the end, or
-    - P says, to a `released` that followed the last read, that the lease was never broken.
+    - P answers a release that followed the last read with: the lease was never broken.
 
-    Anything else is invalid. A decision is final. That a read fails once the process that it reads
-    from has ended, also if another took its place, is the transport's part.
+    All other reads are invalid. A decision is final. The transport, not the lease, fails a read
+    from a process that has ended, also if another process took its place.
 
     Args:
         request: as P calls it.
@@ -67,58 +70,59 @@ class HeldLease:
 
     @property
     def outcome(self) -> Outcome:
-        """Whether what was read is valid, as far as it is decided."""
+        """The validity of the bytes read, as far as it is decided."""
         return self._outcome
 
     @property
     def end(self) -> float:
-        """Until when it is held, on its clock; before the first grant it is past."""
+        """The end of the lease, on its clock; in the past before the first grant."""
         return self._end
 
     @property
     def lost(self) -> str | None:
-        """Why P does not honour it, or computes no more of it; ``None``: it does."""
+        """The reason why P ended the lease or computes no more; ``None`` if P did neither."""
         return self._lost
 
     @property
     def has_read(self) -> bool:
-        """Whether the last read has ended."""
+        """Returns whether the last read has ended."""
         return self._read_end is not None
 
     @property
     def released(self) -> bool:
-        """Whether the last read has ended and P is told."""
+        """Returns whether the last read has ended and a release was sent."""
         return self._release_seq is not None
 
     @property
     def release_seq(self) -> int | None:
-        """The number of `release_sent`."""
+        """The number of the release of `release_sent`; ``None`` before."""
         return self._release_seq
 
     def may_read(self) -> bool:
-        """Whether a read may begin now: granted, not over, not decided."""
+        """Returns whether a read may begin now: the lease is granted, not over and not decided."""
         return self._outcome is Outcome.OPEN and not self.released and self._clock() < self._end
 
     def renewal_due(self) -> float | None:
-        """When the next renewal should be sent, on its clock; ``None``: never.
+        """Returns when the next renewal is due, on the lease's clock; ``None`` if never.
 
-        A third of a lease after the last one, and at once when a grant took that long to come.
+        A renewal is due a third of a lease after the last one. It is due at once if a grant took
+        that long to arrive.
         """
         if self._outcome is not Outcome.OPEN or self.released or not self.lease_s:
             return None
         return self._last_sent + self.lease_s / 3
 
     def sent(self, seq: int) -> None:
-        """A claim or renewal with this number is about to be sent: call it before that."""
+        """Records the time of a claim or renewal with number `seq`. Call it before sending."""
         with self._lock:
             self._last_sent = self._sent[seq] = self._clock()
             if len(self._sent) > _REMEMBERED:
                 self._sent.popitem(last=False)
 
     def granted(self, seq: int, lease_s: float) -> bool:
-        """P acknowledged the claim or renewal `seq` with a lease of so many seconds.
+        """Records that P acknowledged the claim or renewal `seq` with a lease of `lease_s` seconds.
 
-        One that comes late counts, too, from when what it acknowledges was sent: it may decide that
+        A late grant counts, too, from when the acknowledged message was sent. It may decide that
         reads which ended meanwhile were in time.
 
         Returns:
@@ -134,7 +138,7 @@ class HeldLease:
         return True
 
     def reads_ended(self) -> None:
-        """The last read has ended, with all its bytes here; no other begins.
+        """Records that the last read has ended and all its bytes are here. No other read begins.
 
         Raises:
             UsageError: that was said before.
@@ -147,7 +151,7 @@ class HeldLease:
             self._decide()
 
     def release_sent(self, seq: int) -> None:
-        """P is about to be told, with this number, that the last read has ended.
+        """Records that a release with number `seq` is about to be sent.
 
         Raises:
             UsageError: it has not: call `reads_ended` first, or `give_up`.
@@ -158,15 +162,15 @@ class HeldLease:
             self._release_seq = seq
 
     def released_ok(self, seq: int) -> None:
-        """P says to the release `seq` that the lease was never broken."""
+        """Records P's answer to the release `seq` that the lease was never broken."""
         with self._lock:
             if self._release_seq == seq and self._outcome is Outcome.OPEN:
                 self._outcome = Outcome.VALID
 
     def refused(self, seq: int, why: str) -> None:
-        """P says to `seq`, of whatever kind, that the lease is expired or unknown.
+        """Records P's answer to message `seq` that the lease is expired or unknown.
 
-        What was valid before stays so.
+        Bytes that were valid before stay valid.
         """
         with self._lock:
             if seq not in self._sent and seq != self._release_seq:
@@ -175,12 +179,12 @@ class HeldLease:
             self._fail()
 
     def withdrawn(self, why: str) -> None:
-        """P computes no more of the request; what it granted, it keeps."""
+        """Records that P computes no more of the request; granted blocks stay."""
         with self._lock:
             self._lost = self._lost or why
 
     def give_up(self) -> None:
-        """Nothing that is not valid yet becomes so: the reader aborts, or waits no longer."""
+        """Makes an undecided lease invalid: the reader aborts or no longer waits."""
         with self._lock:
             self._fail()
 

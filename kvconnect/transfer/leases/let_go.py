@@ -1,4 +1,4 @@
-"""Readers that waited for an offer and wait no more."""
+"""The readers that waited for a request's blocks and stopped waiting."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MAX_OF_ONE = 64
 
 
 class LetGo:
-    """By name of a request: who let go of it, and how many readers each says that it has.
+    """The holders that stopped waiting, by request, each with its number of readers.
 
-    Bounded, as names are any peer's: 64 for one request; 4,096 in all, beyond which the request
-    that came up longest ago is forgotten.
+    Bounded, since any peer chooses the names: 64 holders of a request, 4,096 in all. Beyond that,
+    the request that was added longest ago is dropped.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class LetGo:
         self._total = 0
 
     def __len__(self) -> int:
-        """How many readers, those of all requests."""
+        """Returns the number of holders of all requests."""
         return self._total
 
     def add(self, request: str, holder: str, readers: int) -> None:
-        """`holder` let go of `request`, which has so many `readers`."""
+        """Records that `holder` stopped waiting for `request`, which has `readers` readers."""
         holders = self._requests.setdefault(request, {})
         if holder not in holders:
             if len(holders) >= _MAX_OF_ONE:
@@ -38,7 +38,7 @@ class LetGo:
             self._total -= len(forgotten)
 
     def discard(self, request: str, holder: str) -> None:
-        """`holder` claims `request` again."""
+        """Removes `holder` from `request`, which it claims again."""
         holders = self._requests.get(request)
         if holders is None or holders.pop(holder, None) is None:
             return
@@ -47,7 +47,7 @@ class LetGo:
             del self._requests[request]
 
     def pop(self, request: str) -> dict[str, int]:
-        """Who let go of `request`, each with the number that it gave; forgotten from now on."""
+        """Removes `request` and returns its holders, each with the number of readers it gave."""
         holders = self._requests.pop(request, {})
         self._total -= len(holders)
         return holders

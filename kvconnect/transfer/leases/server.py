@@ -1,4 +1,4 @@
-"""P's side of the lease messages: each is answered on the thread that it arrives on."""
+"""The lease messages of P. Each is answered on the thread that it arrives on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from kvconnect.transfer.leases.timer import Timer
 __all__ = ["LeaseServer", "Send"]
 
 Send: TypeAlias = Callable[[Message], bool]
-"""Sends to one holder; does not block; False: it cannot."""
+"""Sends to one holder; does not block; returns False if it cannot send."""
 
 _MAX_WAITING = 1024
 
@@ -62,11 +62,11 @@ class LeaseServer:
         unpin: gets the leases that ended, each once, or again if it raises; called by `reap`, so it
             posts to the owner of the blocks. It must not block.
         max_lease_total, lease_s, max_idle_s: as in `LeaseTable`.
-        claim_wait_s: so long does a claim wait for an offer that is still to come.
+        claim_wait_s: how long a claim waits for a request that is not published yet.
         clock: see `lease_clock`.
 
     Attributes:
-        table: what is pinned.
+        table: the leases that pin blocks.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LeaseServer:
         self._unpin = unpin
         self._claim_wait_s = claim_wait_s
         self._clock = clock
-        # Held over what changes the table and what is sent of it: messages leave in its order.
+        # Held while the table changes and messages about that are sent: both have one order.
         self._lock = threading.Lock()
         self._senders: dict[str, Send] = {}
         self._waiting: dict[tuple[str, str], _WaitingClaim] = {}
@@ -98,15 +98,15 @@ class LeaseServer:
         )
 
     def start(self) -> None:
-        """Calls `reap` from now on when it is due; once."""
+        """Starts the thread that calls `reap` when it is due. Called once."""
         self._timer = Timer("kvconnect-lease-reaper", self.reap, self._clock)
 
     def close(self, memory: object = None) -> None:
-        """Ends that: what is still pinned is the caller's to unpin. Blocks while `unpin` runs.
+        """Stops the thread. Blocks while `unpin` runs; the caller unpins what is still pinned.
 
         `memory` stays referenced until every granted lease has ended. A holder may have been frozen
-        in the middle of a read, and takes for valid what it reads before its lease ends; where it
-        maps this process, it also reads what the memory was given to meanwhile.
+        in the middle of a read, and treats bytes as valid that it reads before its lease ends. If
+        the holder maps this process's memory, it would read whatever the memory is used for then.
         """
         if self._timer is not None:
             self._timer.close()
@@ -120,10 +120,10 @@ class LeaseServer:
     # ------------------------------------------------------------------ for the engine
 
     def offer(self, request: str, *, tokens: int, nbytes: int, blocks: Blocks = ()) -> LeaseId:
-        """As `LeaseTable.offer`; answers the claims that wait for it.
+        """Calls `LeaseTable.offer` and answers the claims that wait for it.
 
-        Who waited for it and let go counts as a reader that is done: if there is no other, the
-        lease has ended.
+        A holder that stopped waiting counts as a reader that is done. If there is no other reader,
+        the lease has ended.
         """
         with self._lock:
             key = self.table.offer(request, tokens=tokens, nbytes=nbytes, blocks=blocks)
@@ -164,7 +164,7 @@ class LeaseServer:
         return key
 
     def advance(self, key: LeaseId, mark: Watermark, blocks: Blocks = ()) -> bool:
-        """As `LeaseTable.advance`, and tells all holders; False if the lease has ended."""
+        """Calls `LeaseTable.advance` and informs the holders; False if the lease has ended."""
         with self._lock:
             first = self.table.num_blocks(key) or (0,) * len(blocks)
             holders = self.table.advance(key, mark, blocks)
@@ -180,7 +180,7 @@ class LeaseServer:
         return holders is not None
 
     def withdraw(self, key: LeaseId, reason: str = "") -> None:
-        """As `LeaseTable.withdraw`, and tells the holders."""
+        """Calls `LeaseTable.withdraw` and informs the holders."""
         with self._lock:
             holders = self.table.withdraw(key)
             message = Abort(request=key.request, epoch=key.epoch, reason=reason[:1024])
@@ -195,12 +195,12 @@ class LeaseServer:
     # ------------------------------------------------------------------ for the channels
 
     def connected(self, holder: str, send: Send) -> None:
-        """`holder` is reached by `send` from now on; an earlier way is forgotten."""
+        """Stores `send` as the way to `holder`; replaces an earlier one."""
         with self._lock:
             self._senders[holder] = send
 
     def disconnected(self, holder: str, send: Send) -> None:
-        """`send` reaches `holder` no more. Its leases go on: it comes back, or they expire."""
+        """Removes `send`. The leases of `holder` continue until they expire or it returns."""
         with self._lock:
             if self._senders.get(holder) == send:
                 del self._senders[holder]
@@ -208,10 +208,10 @@ class LeaseServer:
                 del self._waiting[name]
 
     def handle(self, message: Message, holder: str, send: Send) -> bool:
-        """Answers `message` of `holder` through `send`; False if it is none about leases.
+        """Answers `message` of `holder` through `send`; returns False if it is not about leases.
 
-        What comes by a way that another has replaced is late, and not taken: the holder has claimed
-        anew by the other, and reads.
+        A message over a connection that another has replaced is late and ignored: the holder has
+        claimed again over the other connection, and reads.
         """
         with self._lock:
             if self._senders.get(holder, send) != send:
@@ -296,9 +296,9 @@ class LeaseServer:
             self._timer.wake()
 
     def reap(self) -> float | None:
-        """Ends what is over: hands leases to `unpin`, answers claims that waited too long.
+        """Passes leases that ended to `unpin`, and answers claims that waited too long.
 
-        Not from several threads at once.
+        Only one thread at a time may call this.
 
         Returns:
             When it is due next, on the clock; ``None``: not before something happens.

@@ -1,4 +1,4 @@
-"""P's side of leases: which blocks are pinned for peers, and until when."""
+"""The leases of P: which blocks are pinned for peers, and until when."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Blocks: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Verdict(Enum):
-    """What P says to a claim, a renewal or a release."""
+    """The answer of P to a claim, a renewal or a release."""
 
     OK = "ok"
     EXPIRED = "expired"
@@ -35,7 +35,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To a claim or renewal; all but `verdict` is of use only with ``Verdict.OK``.
+    """The reply of P to a claim or a renewal. Other fields are set only if `verdict` is ``OK``.
 
     Attributes:
         lease_s: how long the blocks stay from now on.
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A lease that no reader holds any more: its blocks can be unpinned."""
+    """A lease that no reader holds any more. Its blocks can be unpinned."""
 
     key: LeaseId
     nbytes: int
@@ -80,11 +80,11 @@ class _Lease:
     """Until when each that claimed holds it, or how that ended."""
 
     def active(self) -> list[str]:
-        """Holders that may still read."""
+        """Returns the holders that may still read."""
         return [one for one, end in self.holders.items() if not isinstance(end, _Holding)]
 
     def ends(self) -> list[float]:
-        """The times that it is pinned until, one for each reader that may still read."""
+        """Returns the ends of the lease, one for each reader that may still read."""
         ends = [end for end in self.holders.values() if not isinstance(end, _Holding)]
         if len(self.holders) < self.readers:
             ends.append(self.offered_until)
@@ -92,11 +92,12 @@ class _Lease:
 
 
 class LeaseTable:
-    """Which requests' blocks peers may read, and until when. Thread-safe; nothing blocks.
+    """The requests whose blocks peers may read, and until when. Thread-safe; nothing blocks.
 
-    A lease is broken the moment its time is up, whether or not `take_ended` was called since. A
-    holder whose lease was broken gets nothing under that epoch any more; nor does one that has
-    released. Blocks may be unpinned when `take_ended` returns their lease, never before.
+    A lease is broken the moment its time is over, whether or not `take_ended` was called since.
+    Under that epoch, a holder whose lease was broken gets no grant any more. The same holds for a
+    holder that has released. Blocks may be unpinned when `take_ended` returns their lease, never
+    before.
 
     Args:
         lease_s: seconds of a lease from when it is offered, claimed or renewed.
@@ -143,19 +144,19 @@ class LeaseTable:
         self._past_holders = 0
 
     def __len__(self) -> int:
-        """How many leases pin blocks, those included that `take_ended` has yet to return."""
+        """Returns how many leases pin blocks, ended ones included until `take_ended`."""
         with self._lock:
             return len(self._live) + len(self._done)
 
     @property
     def total_nbytes(self) -> int:
-        """Bytes that are pinned, counted as in ``len()``."""
+        """The bytes that are pinned, counted as in ``len()``."""
         return self._total
 
     # ------------------------------------------------------------------ what P's engine does
 
     def offer(self, request: str, *, tokens: int, nbytes: int, blocks: Blocks = ()) -> LeaseId:
-        """Blocks of `request`, pinned by the caller, may be claimed from now on.
+        """Lets peers claim blocks of `request`, which the caller has pinned.
 
         Raises:
             OutOfBlocks: `max_lease_total` is reached; nothing changed, the caller unpins.
@@ -180,7 +181,7 @@ class LeaseTable:
     def advance(
         self, key: LeaseId, mark: Watermark, blocks: Sequence[Sequence[int]] = ()
     ) -> list[str] | None:
-        """More of the request is computed, which keeps its offer open for another `lease_s`.
+        """Records that more of the request is computed; keeps it claimable for another `lease_s`.
 
         Args:
             key: of the lease.
@@ -188,7 +189,7 @@ class LeaseTable:
             blocks: ids that follow those known, for each pool group; empty: none.
 
         Returns:
-            The holders; ``None`` if the lease has ended: computing goes on for P alone.
+            The holders; ``None`` if the lease has ended, so that P computes for itself only.
         """
         now = self._clock()
         with self._lock:
@@ -204,7 +205,7 @@ class LeaseTable:
             return lease.active()
 
     def withdraw(self, key: LeaseId) -> list[str]:
-        """Grants and renews nothing of this any more; what was granted stays until its end.
+        """Stops grants and renewals of this lease. Granted blocks stay until their end.
 
         Returns:
             The holders that should hear of it.
@@ -222,13 +223,13 @@ class LeaseTable:
         return holders
 
     def num_blocks(self, key: LeaseId) -> tuple[int, ...]:
-        """How many blocks of each pool group are known; empty if none are, or the lease ended."""
+        """Returns the number of known blocks by pool group; empty if none, or the lease ended."""
         with self._lock:
             lease = self._live.get(key)
             return () if lease is None else tuple(map(len, lease.blocks))
 
     def take_ended(self, now: float | None = None) -> list[Ended]:
-        """Leases that no reader holds at `now` and were not returned before; each exactly once.
+        """Returns leases that no reader holds at `now`, each exactly once.
 
         Their memory no longer counts: the caller unpins all of them.
         """
@@ -244,7 +245,7 @@ class LeaseTable:
         return ended
 
     def next_end(self) -> float | None:
-        """When `take_ended` has something to return next if nothing happens; on its clock."""
+        """Returns when `take_ended` next returns a lease if nothing else happens, on the clock."""
         with self._lock:
             if self._done:
                 return self._clock()
@@ -253,7 +254,7 @@ class LeaseTable:
             )
 
     def last_end(self) -> float | None:
-        """Until when holders may read at the latest, on its clock; ``None``: there are none."""
+        """Returns the latest time on the clock at which a holder may read; ``None`` without one."""
         with self._lock:
             return max(
                 (
@@ -270,7 +271,7 @@ class LeaseTable:
     def claim(
         self, request: str, holder: str, *, epoch: int | None = None, readers: int = 1
     ) -> Answer:
-        """`holder` wants to read the blocks; again: a new lease on the same.
+        """Grants `holder` a lease on the blocks. A repeated claim gets a new lease on the same.
 
         Args:
             request: as offered.
@@ -295,7 +296,7 @@ class LeaseTable:
         return answer
 
     def renew(self, key: LeaseId, holder: str) -> Answer:
-        """`holder`, which has claimed, reads on."""
+        """Extends the lease of `holder`, which has claimed and still reads."""
         now = self._clock()
         with self._lock:
             lease = self._live.get(key)
@@ -308,7 +309,7 @@ class LeaseTable:
             return self._grant(lease, holder, now)
 
     def release(self, key: LeaseId, holder: str) -> Verdict:
-        """`holder` has ended its last read; ``OK`` only if its lease was never broken."""
+        """Ends the lease of `holder`; returns ``OK`` only if the lease was never broken."""
         now = self._clock()
         with self._lock:
             lease = self._live.get(key)
@@ -328,9 +329,9 @@ class LeaseTable:
     def abort(
         self, request: str, holder: str, epoch: int | None = None, *, readers: int = 1
     ) -> None:
-        """`holder` takes nothing that it read for valid, and reads no more that matters.
+        """Ends the lease of `holder`, which discards what it read.
 
-        Also one that has not claimed counts as one of the readers then; `readers` as in `claim`.
+        A holder that has not claimed counts as one of the readers, too; `readers` is as in `claim`.
         """
         now = self._clock()
         with self._lock:
@@ -368,7 +369,7 @@ class LeaseTable:
 
     @staticmethod
     def _has_room(lease: _Lease, holder: str) -> bool:
-        """A peer that takes ever other names does not fill memory with them."""
+        """Returns whether `holder` fits. The limit stops peers that claim under ever new names."""
         return holder in lease.holders or len(lease.holders) < _MAX_HOLDERS
 
     def _grant(self, lease: _Lease, holder: str, now: float) -> Answer:
@@ -388,7 +389,7 @@ class LeaseTable:
         return lease.key in self._live
 
     def _settle(self, lease: _Lease, now: float) -> None:
-        """Breaks what is over at `now`, and ends the lease if no reader is left."""
+        """Breaks holdings that are over at `now`, and ends the lease if no reader is left."""
         for holder, end in lease.holders.items():
             if not isinstance(end, _Holding) and end <= now:
                 lease.holders[holder] = _Holding.BROKEN

@@ -1,4 +1,4 @@
-"""A thread that does its work when it is due."""
+"""A thread that runs a callable when it is due."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _AFTER_ERROR_S = 1.0
 
 
 class Timer:
-    """Calls `work` when it is due, and when it is woken; independent of any engine's step.
+    """Calls `work` when it is due and when `wake` was called, independent of an engine's step.
 
     Args:
         name: of the thread.
-        work: returns when it is due next, on `clock`; ``None``: when it is woken. What it raises is
-            logged, and it is called again a second later: leases must end whatever happens.
+        work: returns when it is due next, on `clock`; ``None`` means at the next `wake`. An
+            exception is logged, and `work` is called again a second later: leases must end whatever
+            happens.
         clock: of the times that `work` returns.
     """
 
@@ -46,13 +47,13 @@ class Timer:
         self.close()
 
     def wake(self) -> None:
-        """Has `work` called soon; does not block."""
+        """Makes the thread call `work` soon. Does not block."""
         with self._changed:
             self._woken = True
             self._changed.notify()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Calls `work` no more; blocks until a call that runs has ended, or `timeout_s`."""
+        """Calls `work` no more. Blocks until a running call has ended, or `timeout_s`."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -72,7 +73,7 @@ class Timer:
                     left = None if due is None else due - self._clock()
                     if left is not None and left <= 0:
                         break
-                    # Not in one piece: a wait does not count time that the host was suspended.
+                    # Waits in pieces: a wait does not count time that the host was suspended.
                     self._changed.wait(None if left is None else min(left, _LONGEST_S))
                 if self._closed:
                     return

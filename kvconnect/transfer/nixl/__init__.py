@@ -1,10 +1,10 @@
-"""`NixlTransport`: NIXL's UCX backend, so RDMA, shared memory (CMA) or TCP, whatever UCX finds.
+"""A transport over NIXL's UCX backend: RDMA, shared memory (CMA) or TCP, as UCX selects.
 
 Imports the modules of the room above and the vocabulary; ``nixl`` itself only when a transport is
-opened. Begin with `transport`; then `agent_thread` (the one thread that makes every call of an
-agent, and its polling), `transfers` (a pull cut up), `nixl_pull` and `pull_part` (what one agent
-reads of it, or two side by side), `agent` (the calls themselves) and `library` (finding NIXL, and
-what this machine's UCX can do).
+opened. Begin with `transport`. `agent_thread` is the one thread that makes every call of an agent,
+and its polling. `transfers` cuts a pull. `nixl_pull` and `pull_part` are the part of it that one
+agent reads, or two side by side. `agent` has the calls themselves. `library` finds NIXL and reports
+the capabilities of this machine's UCX.
 """
 
 from __future__ import annotations

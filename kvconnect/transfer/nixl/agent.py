@@ -1,4 +1,4 @@
-"""NIXL's calls, as few as are needed. One thread makes them all: nothing here is thread-safe."""
+"""The calls of NIXL that a transport needs. One thread makes them all: none is thread-safe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvconnect.transfer.regions import Region
 
 __all__ = ["Agent", "AgentError"]
 
-# What arrives wakes the progress thread; this is how often it looks without that. Once it looks, it
+# Arriving data wakes the progress thread; this is its period without data. Once it polls, it
 # spins until all transfers under way are done, and its lock is in the way of the thread that polls
 # them: at 3 ms that costs up to half the speed where cores are few, and an idle agent 1 % of one.
 _PROGRESS_DELAY_US = 100_000
@@ -29,12 +29,12 @@ _ENGINE_CONFIG = (
 )
 """Turn a partition into a disconnect within about 2 s; by default it leaves reads as they are. The
 segments, of 8 KiB by default, make reads over TCP half as fast again. Between local processes UCX
-looks at its sockets after so many runs, not after each. What is set in the environment comes first.
+checks its sockets after so many runs, not after each. The environment's settings come first.
 """
 
 
 class AgentError(Exception):
-    """NIXL refused a call or says that a transfer failed."""
+    """A call that NIXL refused, or a transfer that failed."""
 
 
 class Agent:
@@ -88,7 +88,7 @@ class Agent:
         self._registered.append(listed)
 
     def metadata(self) -> bytes:
-        """Returns what a peer's `add_peer` takes; another after `register`."""
+        """Returns the bytes for a peer's `add_peer`. They change with `register`."""
         return bytes(self._call(self._agent.getLocalMD))
 
     def add_peer(self, metadata: bytes) -> str:
@@ -103,9 +103,10 @@ class Agent:
         return name
 
     def reaches(self, name: str) -> bool:
-        """Whether the connection to a peer is known to have failed, or not; does not block.
+        """Returns whether the connection to a peer works, as far as it is known. Does not block.
 
-        Sends it a notification, the only call that looks: see `drop_notifications`.
+        Sends the peer a notification, the only call that detects a failure: see
+        `drop_notifications`.
         """
         try:
             self._call(self._agent.genNotif, name, "", [self._ucx])
@@ -114,7 +115,7 @@ class Agent:
         return True
 
     def drop_notifications(self) -> int:
-        """Forgets what peers have sent, and says how much; NIXL keeps it until it is asked for."""
+        """Discards the notifications of peers, which NIXL keeps otherwise; returns their number."""
         try:
             taken = self._call(self._agent.getNotifs, {}, [self._ucx])
         except AgentError:
@@ -122,15 +123,15 @@ class Agent:
         return sum(len(sent) for sent in taken.values())
 
     def remove_peer(self, name: str) -> None:
-        """Forgets a peer to which no transfer is under way; one that is unknown, too.
+        """Forgets a peer to which no transfer is under way. An unknown peer is ignored.
 
-        Of one that lives UCX keeps the connection, on both sides, until either agent ends.
+        UCX keeps the connection to a live peer, on both sides, until either agent ends.
         """
         with suppress(AgentError):
             self._call(self._agent.invalidateRemoteMD, name)
 
     def read(self, peer: str, transfer: Transfer) -> int:
-        """Makes a read of a peer's memory; not begun.
+        """Prepares a read of a peer's memory and returns its number; does not begin it.
 
         Raises:
             AgentError: the peer is not known, or the memory is not registered.
@@ -149,7 +150,9 @@ class Agent:
         )
 
     def begin(self, transfer: int) -> bool:
-        """Begins it; returns whether it is done. Between local processes it is: UCX copies here.
+        """Begins a transfer; returns whether it is done.
+
+        Between local processes it is done at once, since UCX copies in the call.
 
         Raises:
             AgentError: it failed.
@@ -157,7 +160,7 @@ class Agent:
         return self._done(self._call(self._agent.postXferReq, transfer, b""))
 
     def check(self, transfer: int) -> bool:
-        """Returns whether it is done.
+        """Returns whether a transfer is done.
 
         Raises:
             AgentError: it failed.
@@ -170,7 +173,7 @@ class Agent:
             self._call(self._agent.releaseXferReq, transfer)
 
     def destroy(self) -> None:
-        """Ends the agent and whatever it moves: nothing lands any more. Of no use afterwards."""
+        """Ends the agent and its transfers: no byte lands any more. It cannot be used again."""
         for listed in self._registered:
             with suppress(AgentError):
                 self._call(self._agent.deregisterMem, listed, [self._ucx])

@@ -27,9 +27,9 @@ _DROP_NOTIFICATIONS_S = 30.0
 
 
 class AgentThread:
-    """Owns an `Agent`. Sleeps while nothing is under way; polls with back-off otherwise.
+    """The owner of an `Agent`. It sleeps while no pull is under way, else polls with back-off.
 
-    Methods may be called from any thread, functions that are given to `call` run on this one.
+    Methods may be called from any thread. Functions that are passed to `call` run on this one.
     """
 
     def __init__(self, *, quiescent: bool) -> None:
@@ -85,7 +85,7 @@ class AgentThread:
         return self._agent
 
     def submit(self, pull: NixlPull, peer: str, prepare: Callable[[Agent], None]) -> None:
-        """Reads `pull` from the agent `peer`, once the thread called `prepare`; never blocks."""
+        """Reads `pull` from the agent `peer` after the thread called `prepare`. Never blocks."""
         part = PullPart(pull, peer, self.wake)
         pull.join(part)
 
@@ -104,10 +104,10 @@ class AgentThread:
         self._put(begin)
 
     def assist(self, pull: NixlPull, peer: str, metadata: bytes) -> None:
-        """Reads a part of what another agent reads, if the agent `peer` is reached; never blocks.
+        """Reads a part of another agent's pull, if the agent `peer` is reached. Never blocks.
 
-        What is not taken by then is left; whatever is wrong before the first transfer of this part
-        changes nothing for the other one.
+        Reads only transfers that no agent has begun by then. An error before the first transfer of
+        this part does not affect the other agent.
         """
 
         def begin() -> None:
@@ -125,7 +125,7 @@ class AgentThread:
         self._put(begin)
 
     def wake(self) -> None:
-        """Makes the thread look at its parts of pulls now."""
+        """Makes the thread check its parts of pulls now."""
         self._put(None)
 
     def disconnect(
@@ -171,14 +171,12 @@ class AgentThread:
         self.call(destroy)
 
     def reach(self, peer: str, metadata: bytes) -> None:
-        """Makes the agent `peer` known, anew if a pull from it failed or it has registered more.
+        """Connects to the agent `peer`, again if a pull from it failed or its metadata changed.
 
-        Others that are not used and have ended meanwhile are forgotten.
-
-        For functions given to `call`.
+        Unused other agents that have ended meanwhile are forgotten. For functions passed to `call`.
 
         Raises:
-            PeerUnreachable: reads from it are under way, so that it cannot be made known anew; or
+            PeerUnreachable: reads from it are under way, so that it cannot be connected again; or
                 `metadata` are of another agent.
             AgentError: it does not answer.
         """
@@ -199,14 +197,14 @@ class AgentThread:
             raise PeerUnreachable(f"{peer}: its metadata are of the agent {name}")
 
     def _still_reached(self, agent: Agent, peer: str) -> bool:
-        """Whether what is kept of an earlier connection to it is of use."""
+        """Returns whether an earlier connection to `peer` can still be used."""
         if peer in self._unused and not agent.reaches(peer):
             return False
         self._unused.discard(peer)
         return True
 
     def _mend(self, peer: str) -> None:
-        """Connects anew to a peer whose connection failed, although it is there."""
+        """Connects again to a peer whose connection failed although the peer runs."""
         metadata = self._known.get(peer)
         if metadata is None or peer not in self._broken or self._under_way(peer):
             return
@@ -264,7 +262,7 @@ class AgentThread:
                 self._take(0.0)
 
     def _take(self, timeout_s: float | None) -> bool:
-        """Runs commands; waits for the first."""
+        """Runs one command; waits for it up to `timeout_s`. Returns whether there was one."""
         try:
             command: Any = self._commands.get(timeout=timeout_s)
         except queue.Empty:

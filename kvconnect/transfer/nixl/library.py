@@ -1,4 +1,4 @@
-"""The library: found when a transport is opened, or an error that says what is missing."""
+"""The import of the NIXL library, with an error that says what is missing."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ same as errors.
 def load() -> Any:
     """Returns NIXL's bindings.
 
-    Not its ``nixl_agent``, which cannot set the progress thread's delay: with that at 0 an idle
-    agent takes a whole core. Unless the environment says what NIXL and UCX print, they print
-    nothing, as long as they are not loaded before.
+    Its ``nixl_agent`` is not used: it cannot set the progress thread's delay, and with a delay of 0
+    an idle agent uses a whole core. NIXL and UCX print nothing unless the environment sets their
+    log level or they were loaded before.
 
     Raises:
         MissingExtra: it is not installed.
@@ -44,7 +44,7 @@ def load() -> Any:
 
 
 def errors_of(bindings: Any) -> tuple[type[Exception], ...]:
-    """Returns what NIXL's calls raise: its error classes have no base of their own."""
+    """Returns the exception types of NIXL's calls, which have no base class of their own."""
     found = [
         value
         for name, value in vars(bindings).items()
@@ -54,7 +54,7 @@ def errors_of(bindings: Any) -> tuple[type[Exception], ...]:
 
 
 def rdma_possible(tls: str | None, device: str) -> bool:
-    """Whether UCX may move bytes by a network card's own writes.
+    """Returns whether UCX may move bytes by a network card's own writes.
 
     Args:
         tls: the transports that UCX is held to; None: what ``UCX_TLS`` says, or all.
@@ -69,7 +69,9 @@ def rdma_possible(tls: str | None, device: str) -> bool:
 
 
 def shares_memory(tls: str | None, device: str) -> bool:
-    """Whether UCX reads from peers by the kernel's copies, on a core of this process, if at all.
+    """Returns whether UCX reads from peers only by copies of the kernel, if at all.
+
+    A core of this process makes those copies.
 
     Args:
         tls: as in `rdma_possible`.

@@ -14,10 +14,10 @@ __all__ = ["NixlPull"]
 
 
 class NixlPull(Pull):
-    """What is read of one peer, by one agent or by several side by side. Thread-safe.
+    """A read of one peer, by one agent or by several side by side. Thread-safe.
 
-    It ends when all of its parts have, whatever went wrong in one of them: until then another may
-    still write. What fails in one part stops the others. The first part joins before `add`.
+    The pull ends when all of its parts have ended, even if one failed: until then another part may
+    still write. A failed part stops the others. The first part joins before `add`.
 
     Attributes:
         stopped: no further transfer begins.
@@ -32,7 +32,7 @@ class NixlPull(Pull):
         self._error: PullFailed | None = None
 
     def join(self, part: PullPart) -> bool:
-        """`part` takes transfers from now on; False: all parts have ended, and so has this."""
+        """Adds `part`, which may take transfers from now on; False if the pull has ended."""
         with self._lock:
             if self._parts and not self._open:
                 return False
@@ -41,12 +41,12 @@ class NixlPull(Pull):
         return True
 
     def add(self, transfers: Iterable[Transfer]) -> int:
-        """These are to be read; returns how many. Before a part is advanced."""
+        """Adds transfers and returns how many there are. Call it before a part is advanced."""
         self._transfers.extend(transfers)
         return len(self._transfers)
 
     def take(self) -> Transfer | None:
-        """Returns the next transfer, for one part alone; ``None``: there is none, or no more."""
+        """Returns the next transfer, for one part only; ``None`` at the end or if stopped."""
         if self.stopped:
             return None
         try:
@@ -55,13 +55,13 @@ class NixlPull(Pull):
             return None
 
     def part_failed(self, error: PullFailed) -> None:
-        """A part has failed: no other begins a transfer. `done` fails when all have ended."""
+        """Stops the pull after a part failed. `done` fails when all parts have ended."""
         with self._lock:
             self._error = self._error or error
         self._stop()
 
     def part_ended(self) -> None:
-        """Nothing of a part lands any more; once for each."""
+        """Records that no byte of a part lands any more. Called once for each part."""
         with self._lock:
             self._open -= 1
             last = not self._open

@@ -1,7 +1,7 @@
-"""What one agent reads of a pull: a window of transfers, begun one after the other.
+"""The part of a pull that one agent reads: a window of transfers, begun one after the other.
 
 A transfer cannot be cancelled. So a pull is cut into transfers of a bounded size, of which a few
-are under way: when it is stopped, only those still land.
+are under way. When the pull is stopped, only those still land.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ _WINDOW = 16
 
 
 class Shared(Protocol):
-    """What a part needs of the pull that it is a part of; thread-safe."""
+    """The methods of a pull that its parts call. Thread-safe."""
 
     def take(self) -> Transfer | None:
-        """Returns the next transfer, for one part alone; ``None``: there is none, or no more."""
+        """Returns the next transfer, for one part only; ``None`` at the end or if stopped."""
 
     def fail(self, error: PullFailed) -> None:
         """Fails with `error` unless it is done, and stops."""
 
     def part_failed(self, error: PullFailed) -> None:
-        """A part has failed."""
+        """Stops the pull after a part failed."""
 
     def part_ended(self) -> None:
-        """Nothing of a part lands any more; once for each."""
+        """Records that no byte of a part lands any more. Called once for each part."""
 
 
 class PullPart:
-    """Belongs to the thread of the agent that reads it, but for `wake`.
+    """A part of a pull. It belongs to the thread of the agent that reads it, except `wake`.
 
     Attributes:
-        pull: that it is a part of.
+        pull: the whole pull.
         peer: name of the peer's agent.
-        wake: makes the thread look at it; on any thread.
-        error: what it failed of, if it did.
-        ended: nothing of it lands any more.
+        wake: makes the thread check the part; may be called on any thread.
+        error: the error that the part failed with; ``None`` if it did not fail.
+        ended: no byte of the part lands any more.
     """
 
     def __init__(self, pull: Shared, peer: str, wake: Callable[[], None]) -> None:
@@ -60,9 +60,9 @@ class PullPart:
         """Begins and checks transfers; returns whether anything changed.
 
         Args:
-            agent: that reads it.
-            quiescent: nothing of a transfer that failed lands any more. If not, its handle is
-                kept, and the part does not end until `cut_off`.
+            agent: the agent that reads the part.
+            quiescent: no byte of a failed transfer lands any more. If False, its handle is kept,
+                and the part does not end until `cut_off`.
         """
         changed = self._check(agent, quiescent=quiescent)
         while len(self._active) < _WINDOW and (transfer := self.pull.take()) is not None:
@@ -76,22 +76,22 @@ class PullPart:
 
     @property
     def under_way(self) -> bool:
-        """Whether it has to be polled."""
+        """Returns whether the part has to be polled."""
         return bool(self._active)
 
     def refuse(self, error: PullFailed) -> None:
-        """Ends it by `error` before anything of it was begun."""
+        """Fails the part with `error` before any transfer was begun."""
         self._fail_with(error)
         self.end()
 
     def end(self) -> None:
-        """Nothing of it lands any more; again is harmless."""
+        """Marks the part as ended: no byte of it lands any more. Idempotent."""
         if not self.ended:
             self.ended = True
             self.pull.part_ended()
 
     def cut_off(self, agent: Agent, error: PullFailed) -> None:
-        """Frees all of its handles; the caller destroys the agent and then calls `end`."""
+        """Frees all handles. The caller destroys the agent and then calls `end`."""
         self._fail_with(error)
         for transfer in (*self._active, *self._stuck):
             agent.release(transfer)

@@ -22,12 +22,12 @@ Rows: TypeAlias = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Where a region begins.
+    """The beginning of a region.
 
     Attributes:
         address: of its first byte, in its process or on its device.
         device: number of its device.
-        host: it is memory of the CPU.
+        host: whether the region is in memory of the CPU.
     """
 
     address: int
@@ -37,11 +37,11 @@ class Base:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """What one transfer reads: pairwise equal runs.
+    """The runs that one transfer reads, pairwise equal.
 
     Attributes:
-        local, remote: of this side's memory and of the peer's.
-        local_host, remote_host: they are of memory of the CPU.
+        local, remote: the runs of this side's memory and of the peer's.
+        local_host, remote_host: whether the runs are in memory of the CPU.
     """
 
     local: Rows

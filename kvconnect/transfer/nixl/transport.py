@@ -1,4 +1,4 @@
-"""`NixlTransport`: the `Transport` methods; what does the work is beside it."""
+"""The `Transport` methods over NIXL. The modules beside this one do the work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Device = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class _Place(Local):
-    """What a `NixlTransport` tells its peers: also where each region is."""
+    """The description that a `NixlTransport` sends to its peers, with all addresses."""
 
     transport: Literal["nixl"] = "nixl"
     addresses: Annotated[tuple[_Address, ...], Field(max_length=MAX_REGIONS)]
@@ -43,12 +43,12 @@ class _Place(Local):
 
     @property
     def agent(self) -> str:
-        """Name of its agent."""
+        """The name of the transport's agent."""
         return agent_name(self.identity, self.incarnation)
 
 
 def agent_name(identity: str, incarnation: str) -> str:
-    """Returns the name of an agent, another one for each incarnation."""
+    """Returns the name of an agent, a different one for each incarnation."""
     return f"{identity}/{incarnation}"
 
 
@@ -57,12 +57,12 @@ def _disconnected(identity: str) -> PullFailed:
 
 
 def _cores() -> int:
-    """How many this process may use."""
+    """Returns how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class NixlPeer(PeerHandle):
-    """A peer's agent, and where its memory is."""
+    """A peer's agent, and the addresses of its memory."""
 
     def __init__(self, place: _Place) -> None:
         super().__init__(place.identity, place.incarnation, place.regions)
@@ -73,19 +73,20 @@ class NixlPeer(PeerHandle):
 class NixlTransport(Transport):
     """Reads through NIXL's UCX backend: RDMA, shared memory or TCP.
 
-    Between processes of one machine UCX copies with ``process_vm_readv``: then a frozen peer is
-    read from all the same. One core does that, a call for each run: so pulls of more than 8 MiB are
-    shared out between two agents, each with a thread. Peers know the first, the other only reads.
+    Between processes of one machine UCX copies with ``process_vm_readv``, also from a frozen peer.
+    One core does that, with a call for each run. So two agents, each with a thread, share pulls of
+    more than 8 MiB. Peers know the first agent; the second one only reads.
 
-    A killed peer is seen at once, a partition in 2 s, a frozen peer over TCP by a pull's deadline
-    only; the pull is terminal when the peer wakes, or with `rebuild`.
+    A killed peer is detected at once, a partition in 2 s, and a frozen peer over TCP only by a
+    pull's deadline. The pull is terminal when the peer wakes, or with `rebuild`.
 
-    Over TCP, a process that was frozen while its reader went away (killed, or rebuilt) may be
-    aborted by UCX when it wakes: where there is no RDMA, `TcpTransport` is the better choice.
+    Over TCP, a process that was frozen while its reader ended (killed, or rebuilt) may be aborted
+    by UCX when it wakes. Where there is no RDMA, `TcpTransport` is the better choice.
 
-    UCX listens on every device that it uses and authenticates no peer: who reaches them may read
-    the memory of this process. So it is held to loopback, and with it to this machine, unless
-    `device` says otherwise; name there what only trusted machines reach.
+    UCX listens on every device that it uses and authenticates no peer. Any process that reaches
+    these devices may read the memory of this process. So UCX is limited to loopback, and with it to
+    this machine, unless `device` says otherwise. Name a device there that only trusted machines
+    reach.
 
     Args:
         identity: this transport's name, the same after a restart; random if not given.
@@ -133,7 +134,7 @@ class NixlTransport(Transport):
         self._local = b""
 
     def open(self) -> None:
-        """Makes the agent; see `Transport.open`.
+        """Makes the agent, as `Transport.open` describes.
 
         Raises:
             MissingExtra: nixl is not installed.
@@ -154,7 +155,10 @@ class NixlTransport(Transport):
                 raise
 
     def register(self, memory: Tensor) -> int:
-        """See `Transport.register`; before or after `open`. Blocks while memory is pinned."""
+        """Registers `memory`, as `Transport.register` describes, before or after `open`.
+
+        Blocks while memory is pinned.
+        """
         with self._changing:
             number = self._regions.add(memory)
             thread = self._thread
@@ -170,13 +174,13 @@ class NixlTransport(Transport):
         return number
 
     def local(self) -> bytes:
-        """See `Transport.local`."""
+        """Implements `Transport.local`."""
         if self._thread is None:
             raise UsageError("the transport is not open")
         return self._local
 
     def connect(self, peer_local: bytes) -> NixlPeer:
-        """See `Transport.connect`; blocks `connect_timeout_s` at most."""
+        """Connects as `Transport.connect` describes. Blocks for at most `connect_timeout_s`."""
         with self._changing:
             thread = self._thread
             if thread is None:
@@ -215,7 +219,7 @@ class NixlTransport(Transport):
             return peer
 
     def disconnect(self, peer: PeerHandle) -> None:
-        """See `Transport.disconnect`."""
+        """Implements `Transport.disconnect`."""
         known = self._known(peer)
         with self._lock:
             connected, known.connected = known.connected, False
@@ -231,7 +235,7 @@ class NixlTransport(Transport):
             )
 
     def pull(self, peer: PeerHandle, reads: Reads, *, deadline_s: float) -> Pull:
-        """See `Transport.pull`."""
+        """Implements `Transport.pull`."""
         known, thread, deadlines = self._known(peer), self._thread, self._deadlines
         if thread is None or deadlines is None:
             raise UsageError("the transport is not open")
@@ -248,7 +252,7 @@ class NixlTransport(Transport):
         return pull
 
     def rebuild(self) -> None:
-        """See `Transport.rebuild`: the agent is destroyed and another one made."""
+        """Destroys the agent and makes another one, as `Transport.rebuild` describes."""
         with self._changing:
             if self._thread is None:
                 raise UsageError("the transport is not open")
@@ -256,7 +260,7 @@ class NixlTransport(Transport):
             self._create(self._thread)
 
     def close(self) -> None:
-        """See `Transport.close`."""
+        """Implements `Transport.close`."""
         with self._changing:
             if self._thread is not None:
                 self._destroy(PullFailed("closed", "the transport was closed"))
@@ -294,7 +298,7 @@ class NixlTransport(Transport):
         self._publish(first)
 
     def _register(self, region: Region) -> None:
-        """With the agents; last with the one that peers know."""
+        """Registers `region` with the agents, last with the one that peers know."""
         for thread in self._threads():
             if region.host or thread is self._thread:
                 thread.call(lambda thread=thread: thread.agent.register(region))  # type: ignore[misc]

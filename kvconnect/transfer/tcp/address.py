@@ -1,4 +1,4 @@
-"""Where a source listens, and where readers find it."""
+"""The address that a source listens on, and the one that readers connect to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TcpLocal", "advertised"]
 
 
 class TcpLocal(Local):
-    """What a `TcpTransport` tells its peers."""
+    """The description that a `TcpTransport` sends to its peers."""
 
     transport: Literal["tcp"] = "tcp"
     host: Annotated[str, Field(min_length=1, max_length=255)]

@@ -1,10 +1,10 @@
 """The first bytes on a connection: both sides prove that they know the secret.
 
-The source greets with a nonce; the reader sends the incarnation that it expects, a nonce and a
-proof; the source answers with a status and its own proof. Each proof is an HMAC-SHA256 over both
-nonces, the incarnation and the prover's role, so that none can be replayed or reflected. Without a
-secret the key is empty: the handshake then only tells incarnations apart. What follows on the
-connection has codes and checksums of both nonces, and is not encrypted.
+The source sends a nonce. The reader sends the incarnation that it expects, a nonce and a proof. The
+source answers with a status and its own proof. Each proof is an HMAC-SHA256 over both nonces, the
+incarnation and the prover's role, so that no proof can be replayed or reflected. Without a secret
+the key is empty, and the handshake only distinguishes incarnations. Later bytes on the connection
+have codes and checksums that depend on both nonces, and are not encrypted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
 def answer(
     connection: socket.socket, secret: SharedSecret | None, incarnation: bytes, deadline: float
 ) -> Seals | None:
-    """The source's side; `None`: the reader may not read. Blocks until `deadline` at most.
+    """Proves the source to a reader; ``None`` if the reader may not read. Blocks until `deadline`.
 
     Raises:
         OSError: the connection broke, or was too slow (TimeoutError).
@@ -74,7 +74,7 @@ def answer(
 def greet(
     connection: socket.socket, secret: SharedSecret | None, incarnation: bytes, deadline: float
 ) -> Seals:
-    """The reader's side. Blocks until `deadline` at most.
+    """Proves the reader to a source. Blocks until `deadline` at most.
 
     Raises:
         PeerUnreachable: what answers is no source, another incarnation, or has another secret.

@@ -25,8 +25,8 @@ __all__ = ["TcpPeer"]
 class TcpPeer(PeerHandle):
     """Reads from one incarnation of a peer, over `lanes` connections.
 
-    The first connection is made with `connect`, others when there is something for them to read. A
-    connection whose share failed or was stopped is closed, and made anew for the next.
+    `connect` makes the first connection; the others are made when they have something to read. A
+    connection whose share failed or was stopped is closed, and made again for the next share.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TcpPeer(PeerHandle):
             pull.fail(PullFailed("peer", f"{self.identity} is disconnected"))
 
     def stop(self, error: PullFailed) -> None:
-        """Fails all pulls and ends the lanes; blocks only as long as they need to see it."""
+        """Fails all pulls and makes the lanes end; does not wait for their end (see `join`)."""
         with self._lock:
             closed, self._closed = self._closed, True
             pulls = list(self._pulls)
@@ -96,7 +96,7 @@ class TcpPeer(PeerHandle):
 
     @property
     def ended(self) -> bool:
-        """Whether no lane runs."""
+        """Returns whether no lane runs."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def join(self) -> None:

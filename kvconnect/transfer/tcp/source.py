@@ -28,11 +28,11 @@ _MAX_READERS = 256
 
 @dataclass(eq=False, slots=True)
 class _Reader:
-    """One that is connected.
+    """A connected reader.
 
     Attributes:
         host: see `host_of`.
-        used_at: when it was last sent what it asked for; ``None``: it never was.
+        used_at: when it last got the bytes that it asked for; ``None`` if never.
     """
 
     connection: socket.socket
@@ -43,10 +43,10 @@ class _Reader:
 class Source:
     """Serves reads of `regions` on threads of its own, one per connection and one that accepts.
 
-    Bounded in number: `_MAX_STRANGERS` connections in the handshake, which may take `_HANDSHAKE_S`:
-    one more takes the place of the oldest, so that those who never finish it keep no reader out;
-    and `_MAX_READERS` after it: one more takes the place of the `least_useful`. A reader that takes
-    nothing for `_STALL_S` of what it asked for is disconnected.
+    At most `_MAX_STRANGERS` connections are in the handshake, each for at most `_HANDSHAKE_S`. One
+    more replaces the oldest, so that connections that never finish keep no reader out. At most
+    `_MAX_READERS` connections have finished it. One more replaces the `least_useful`. A reader that
+    reads none of its requested bytes for `_STALL_S` is disconnected.
     """
 
     def __init__(self, regions: Regions, secret: SharedSecret | None) -> None:

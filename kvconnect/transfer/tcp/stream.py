@@ -1,7 +1,7 @@
-"""Bytes between a socket and registered memory, each piece with a checksum.
+"""The bytes between a socket and registered memory, each piece with a checksum.
 
-What is sent goes through a small buffer of host memory, one per connection. What is received lands
-in host memory at once, and in a device's through such a buffer.
+Sent bytes pass through a small buffer of host memory, one per connection. Received bytes are
+written to host memory at once, and to a device's memory through such a buffer.
 """
 
 from __future__ import annotations

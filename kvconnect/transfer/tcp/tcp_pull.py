@@ -34,10 +34,10 @@ class Share:
 
 
 class TcpPull(Pull):
-    """Counts shares down. A share is waiting, running (with its connection) or ended.
+    """A pull whose shares are waiting, running (with their connection) or ended.
 
-    `terminal` is set when none is running or may begin; a stopped pull's waiting shares end at
-    once, and the connections of running ones are shut down.
+    `terminal` is set when no share is running or may begin. If the pull is stopped, waiting shares
+    end at once, and the connections of running ones are shut down.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -55,7 +55,7 @@ class TcpPull(Pull):
             self.finish()
 
     def begin(self, share: Share, connection: socket.socket) -> bool:
-        """Whether the lane may read `share`, from `connection`; then it must call `end`."""
+        """Returns whether the lane may read `share` from `connection`, and must call `end`."""
         with self._shares_lock:
             if self._stopped:
                 return False
@@ -64,7 +64,7 @@ class TcpPull(Pull):
             return True
 
     def end(self, share: Share, error: PullFailed | None = None) -> None:
-        """The lane writes no byte of `share` any more; with an `error`, the others stop, too."""
+        """Records that no byte of `share` lands any more; an `error` stops the other shares."""
         with self._shares_lock:
             self._waiting.discard(share)
             self._running.pop(share, None)
@@ -76,7 +76,7 @@ class TcpPull(Pull):
 
     @property
     def stopped(self) -> bool:
-        """Whether shares are to end as soon as they can."""
+        """Returns whether shares are to end as soon as they can."""
         return self._stopped
 
     def _stop(self) -> None:

@@ -1,4 +1,4 @@
-"""`TcpTransport`: the `Transport` methods; what does the work is beside it."""
+"""The `Transport` methods over TCP. The modules beside this one do the work."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class TcpTransport(Transport):
             self._deadlines = Deadlines()
 
     def register(self, memory: Tensor) -> int:
-        """See `Transport.register`; before or after `open`."""
+        """Registers `memory`, as `Transport.register` describes, before or after `open`."""
         return self._regions.add(memory)
 
     def local(self) -> bytes:
-        """See `Transport.local`."""
+        """Implements `Transport.local`."""
         if self._source is None:
             raise UsageError("the transport is not open")
         return encode(
@@ -98,7 +98,7 @@ class TcpTransport(Transport):
         )
 
     def connect(self, peer_local: bytes) -> TcpPeer:
-        """See `Transport.connect`; blocks `connect_timeout_s` at most."""
+        """Connects as `Transport.connect` describes. Blocks for at most `connect_timeout_s`."""
         if self._source is None:
             raise UsageError("the transport is not open")
         peer = TcpPeer(
@@ -123,7 +123,7 @@ class TcpTransport(Transport):
         return peer
 
     def disconnect(self, peer: PeerHandle) -> None:
-        """See `Transport.disconnect`."""
+        """Implements `Transport.disconnect`."""
         known = self._known(peer)
         with self._lock:
             if self._peers.get(known.identity) is known:
@@ -132,7 +132,7 @@ class TcpTransport(Transport):
         known.stop(PullFailed("peer", f"{known.identity} was disconnected"))
 
     def pull(self, peer: PeerHandle, reads: Reads, *, deadline_s: float) -> Pull:
-        """See `Transport.pull`."""
+        """Implements `Transport.pull`."""
         known, deadlines = self._known(peer), self._deadlines
         if deadlines is None:
             raise UsageError("the transport is not open")
@@ -147,11 +147,11 @@ class TcpTransport(Transport):
         return pull
 
     def rebuild(self) -> None:
-        """See `Transport.rebuild`; it listens on the same port.
+        """Ends all reads and listens on the same port again, as `Transport.rebuild` describes.
 
         Raises:
-            ConfigurationError: it cannot, for example since the port is taken meanwhile. Nothing
-                can be read until a later `rebuild` succeeds.
+            ConfigurationError: it cannot listen, for example since the port is taken meanwhile. No
+                read works until a later `rebuild` succeeds.
         """
         with self._changing:
             if self._deadlines is None:
@@ -160,7 +160,7 @@ class TcpTransport(Transport):
             self._listen()
 
     def close(self) -> None:
-        """See `Transport.close`."""
+        """Implements `Transport.close`."""
         with self._changing:
             if self._source is not None:
                 self._end(PullFailed("closed", "the transport was closed"))

@@ -1,9 +1,9 @@
-"""Requests and answers: which runs of a region, and whether their bytes follow.
+"""The requests and answers: which runs of a region, and whether their bytes follow.
 
 Each part of a message is followed by its code (see `kvconnect.transfer.seal`): the head of a
 request, its runs, and an answer. The codes of a request make the `seed` of the checksums of the
-bytes that answer it: so these cover the nonces of both sides, the number of the request, its
-region, its runs and the epoch of the lease.
+bytes that answer it. So these checksums cover the nonces of both sides, the number of the request,
+its region, its runs and the epoch of the lease.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Malformed(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, as both sides know it.
+    """A request, as both sides know it.
 
     Attributes:
         region: of the source.
@@ -101,7 +101,7 @@ def receive_request(connection: socket.socket, seal: Seal) -> Request:
 
 
 def send_answer(connection: socket.socket, seal: Seal, status: int, nbytes: int) -> None:
-    """Says whether `nbytes` follow."""
+    """Sends the status and the number of bytes that follow."""
     answer = _ANSWER.pack(_MAGIC, status, nbytes)
     connection.sendall(answer + seal.code(answer))
 
