@@ -24,7 +24,7 @@ __all__ = ["add_benchmarks"]
 
 
 def add_benchmarks(benchmarks: Subparsers) -> None:
-    """Adds the subcommands of all benchmarks that are here."""
+    """Adds the subcommands of all benchmarks of this package."""
     engine = benchmarks.add_parser(
         "engine",
         help="many requests at once against one, a long prompt; and vLLM's engine beside it",
@@ -133,7 +133,7 @@ interpreters given, in turns with kvconnect.""",
 
 
 def run_engine(arguments: argparse.Namespace) -> None:
-    """Measure the engine's throughput."""
+    """Measures the engine's throughput."""
     from kvconnect.bench.report import render
     from kvconnect.bench.workload import bench_model
     from kvconnect_bench.throughput import ThroughputPlan, throughput
@@ -148,7 +148,7 @@ def run_engine(arguments: argparse.Namespace) -> None:
 
 
 def run_blocks(arguments: argparse.Namespace) -> None:
-    """Measure the block manager beside its peers."""
+    """Measures the block manager beside its peers."""
     from kvconnect.bench.report import render
     from kvconnect_bench.blocks.comparison import compare, growth, memory
     from kvconnect_bench.blocks.peers import OWN, open_field
@@ -165,7 +165,7 @@ def run_blocks(arguments: argparse.Namespace) -> None:
 
 
 def run_dead(arguments: argparse.Namespace) -> None:
-    """Measure what dead stores cost.
+    """Measures what dead stores cost.
 
     Raises:
         ConfigurationError: names the option and what is right.
@@ -186,7 +186,7 @@ def run_dead(arguments: argparse.Namespace) -> None:
 
 
 def run_kernels(arguments: argparse.Namespace) -> None:
-    """Measure the copies of blocks."""
+    """Measures the copies of blocks."""
     from kvconnect.bench.report import render
     from kvconnect_bench.kernels.run import kernels
 

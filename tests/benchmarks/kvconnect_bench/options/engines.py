@@ -1,4 +1,4 @@
-"""``kvconnect bench engines``: its options, and from them its plan."""
+"""The options of ``kvconnect bench engines``, and the plan that is made from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["add_engines_options", "run_engines"]
 
 
 def add_engines_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``bench engines``."""
+    """Adds the options of ``bench engines``."""
     parser.description = """\
 Run vLLM with nothing, with kvconnect's connector and tier, and with others' beside them: what each
 adds to a step on the scheduler's thread, and how long after a restart from disk the first token
@@ -39,10 +39,10 @@ takes, against the floor of the same run."""
 
 
 def run_engines(arguments: argparse.Namespace) -> None:
-    """Measure connectors.
+    """Measures connectors.
 
     Raises:
-        ConfigurationError: names the option and what is right.
+        ConfigurationError: an option is wrong; the message names it and what is right.
     """
     from kvconnect.bench.report import render
     from kvconnect.bench.workload import bench_model

@@ -1,4 +1,4 @@
-"""``kvconnect bench identity``: its options, and from them its plan."""
+"""The options of ``kvconnect bench identity``, and the plan that is made from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["add_identity_options", "run_identity"]
 
 
 def add_identity_options(parser: argparse.ArgumentParser) -> None:
-    """Describes ``bench identity``."""
+    """Adds the options of ``bench identity``."""
     parser.description = """\
 Measure what it costs to know what computed a block: naming a model by what is in memory against
 loading it; the check that it is unchanged against a decode step; checksums of a transfer against
@@ -43,7 +43,7 @@ def run_identity(arguments: argparse.Namespace) -> None:
     """Measures what names cost.
 
     Raises:
-        ConfigurationError: names the option and what is right.
+        ConfigurationError: an option is wrong; the message names it and what is right.
     """
     from kvconnect.bench.report import render
     from kvconnect.bench.workload import bench_model
