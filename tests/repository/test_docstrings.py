@@ -15,6 +15,7 @@ ROOMS = (
     *("kvconnect/digest/**/*.py", "kvconnect/engine/**/*.py", "kvconnect/prometheus/**/*.py"),
     *("kvconnect/server/**/*.py", "kvconnect/simulate/**/*.py", "kvconnect/testing/**/*.py"),
     "kernels/**/*.py",
+    *("kvconnect/bench/**/*.py", "tests/benchmarks/**/*.py"),
 )
 """The finished rooms. The others join one by one."""
 
