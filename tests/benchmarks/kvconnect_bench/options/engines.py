@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvconnect.cli.command import add_number, chosen, picked, require_at_least_one, tell
 from kvconnect_bench.engines.plan import CONNECTORS, EnginesPlan
+from kvconnect_bench.peer_python import add_peer_python
 
 __all__ = ["add_engines_options", "run_engines"]
 
@@ -18,13 +19,8 @@ def add_engines_options(parser: argparse.ArgumentParser) -> None:
 Run vLLM with nothing, with kvconnect's connector and tier, and with others' beside them: what each
 adds to a step on the scheduler's thread, and how long after a restart from disk the first token
 takes, against the floor of the same run."""
-    parser.add_argument(
-        "--peer-python",
-        type=Path,
-        required=True,
-        metavar="PYTHON",
-        help="bin/python of an environment with vLLM: make test-engines makes .venv-engines/vllm",
-    )
+    about = "vLLM: make test-engines makes .venv-engines/vllm"
+    add_peer_python(parser, about, required=True)
     names = ",".join(CONNECTORS)
     parser.add_argument("--connectors", default=names, metavar="NAME,…", help=f"default: {names}")
     add_number(parser, "--prompt-tokens", "(default: 4096)", default=4096)

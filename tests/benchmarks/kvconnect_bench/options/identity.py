@@ -9,6 +9,7 @@ from pathlib import Path
 from kvconnect.cli.command import add_number, chosen, picked, require_at_least_one, tell
 from kvconnect.errors import ConfigurationError
 from kvconnect_bench.identity.plan import PARTS, IdentityPlan
+from kvconnect_bench.peer_python import add_peer_python
 
 __all__ = ["add_identity_options", "run_identity"]
 
@@ -28,12 +29,7 @@ to a step of vLLM."""
     parser.add_argument("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
     add_number(parser, "--prompt-tokens", "(default: 512)", default=512)
     add_number(parser, "--repeats", "(default: 5)", default=5)
-    parser.add_argument(
-        "--peer-python",
-        type=Path,
-        metavar="PYTHON",
-        help="bin/python of an environment with vLLM, without which the part vllm is left out",
-    )
+    add_peer_python(parser, "vLLM, without which the part vllm is left out")
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="for scratch files, on the disk to measure"
     )
