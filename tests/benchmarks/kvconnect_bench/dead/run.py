@@ -26,7 +26,7 @@ from kvconnect.trace import Event, metrics
 from kvconnect_bench.servers.mortal import SERVERS, Death, MortalServer
 from kvconnect_bench.servers.plain_s3 import any_credentials
 
-__all__ = ["DeadPlan", "Toll", "dead_stores", "figures_of", "measure_death"]
+__all__ = ["DeadPlan", "Toll", "dead_stores", "figures_of", "measure_death", "told_of"]
 
 Tell = Callable[[str], None]
 
@@ -147,7 +147,7 @@ class _Trial:
         self._llm = stack.enter_context(LLM(model, kv_cache=cache, connector=config))
         gc.freeze()  # else a collection scans all of torch, for a quarter of a second
         stack.callback(gc.unfreeze)
-        self._opened = stack.enter_context(_told_of("store.breaker.opened"))
+        self._opened = stack.enter_context(told_of("store.breaker.opened"))
 
     def run(self, death: Death) -> Toll:
         for _ in range(20):  # work that is done only the first time
@@ -226,7 +226,8 @@ def figures_of(name: str, toll: Toll, budget_ms: float) -> list[Figure]:
 
 
 @contextmanager
-def _told_of(name: str) -> Iterator[threading.Event]:
+def told_of(name: str) -> Iterator[threading.Event]:
+    """Yields an event that is set when an event of this `name` is reported."""
     happened = threading.Event()
 
     def hear(event: Event) -> None:
