@@ -50,7 +50,7 @@ def build_editable(
 
 
 def _replace_hook(path: Path) -> None:
-    """Puts a ``.pth`` file with one folder in the place of the import hook in the wheel `path`."""
+    """Replaces the import hook in the wheel `path` with a ``.pth`` file that names one folder."""
     with zipfile.ZipFile(path) as wheel:
         files = {name: wheel.read(name) for name in wheel.namelist()}
     kept = {name: data for name, data in files.items() if ".dist-info/" in name}

@@ -158,7 +158,7 @@ def run_dead(arguments: argparse.Namespace) -> None:
     """Measures what dead stores cost.
 
     Raises:
-        ConfigurationError: names the option and what is right.
+        ConfigurationError: an option is wrong; the message names it and what is right.
     """
     from kvconnect.bench.report import render
     from kvconnect_bench.dead.run import DeadPlan, dead_stores

@@ -49,7 +49,7 @@ def soak_ranks(
     """Generates with an engine of ``subject.ranks`` ranks while store and ranks fail. Blocks.
 
     In each round the network of the store (with ``subject.address``), or a rank, or nothing fails:
-    ranks are stopped for a second, or killed, after which the engine is made anew.
+    ranks are stopped for a second, or killed, after which the engine is restarted.
 
     Args:
         subject: the store; `store_url` is written, with an address `store_url_via`, too.
