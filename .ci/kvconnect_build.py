@@ -1,8 +1,8 @@
-"""setuptools' build backend, whose editable wheels work for type checkers.
+"""The build backend of setuptools, with editable wheels that work for type checkers.
 
-For packages that lie in several folders setuptools makes an import hook, which mypy and pyright
-do not run. `.ci/editable/kvconnect` is a link to the package, and alone in its folder: a line in a
-``.pth`` file finds the same modules there.
+setuptools installs a package that lies in several folders with an import hook, which mypy and
+pyright do not run. `.ci/editable/kvconnect` is a link to the package, alone in its folder. A
+``.pth`` file that names this folder finds the same modules.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def build_editable(
 
 
 def _replace_hook(path: Path) -> None:
-    """Puts a ``.pth`` file with one folder in the place of the import hook in the wheel `path`."""
+    """Replaces the import hook in the wheel `path` with a ``.pth`` file that names one folder."""
     with zipfile.ZipFile(path) as wheel:
         files = {name: wheel.read(name) for name in wheel.namelist()}
     kept = {name: data for name, data in files.items() if ".dist-info/" in name}

@@ -41,21 +41,21 @@ class FolderBackend(Backend):
         return self._folder / key.hex()
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
-        """Make the folder; remove what a process that was killed had not finished."""
+        """Makes the folder, and removes the unfinished files of a process that was killed."""
         await aiofiles.os.makedirs(self._folder, exist_ok=True)
         for name in await aiofiles.os.listdir(self._folder):
             if name.endswith(".tmp"):
                 await aiofiles.os.remove(self._folder / name)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """Count leading files."""
+        """Counts the leading keys whose files exist."""
         for index, key in enumerate(keys):
             if not await aiofiles.os.path.exists(self._path(key)):
                 return index
         return len(keys)
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Read straight into the buffers; another length is a miss."""
+        """Reads straight into the buffers. A file of another length is a miss."""
         for index, (key, buffer) in enumerate(zip(keys, into, strict=True)):
             try:
                 if await aiofiles.os.path.getsize(self._path(key)) != len(buffer):
@@ -68,7 +68,7 @@ class FolderBackend(Backend):
         return len(keys)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Write, then rename: a block is wholly there or not at all."""
+        """Writes a file, then renames it, so that a block is stored whole or not at all."""
         for block in blocks:
             temporary = self._folder / f"{uuid4()}.tmp"
             try:
@@ -81,7 +81,7 @@ class FolderBackend(Backend):
         return len(blocks)
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Remove what is there."""
+        """Removes the files that exist."""
         for key in keys:
             with suppress(FileNotFoundError):
                 await aiofiles.os.remove(self._path(key))

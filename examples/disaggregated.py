@@ -34,7 +34,7 @@ PREFILL = SamplingParams(max_tokens=0)
 
 @dataclass(frozen=True)
 class Row:
-    """What one prompt took."""
+    """The result of one prompt."""
 
     way: str
     prompt_tokens: int
@@ -44,7 +44,7 @@ class Row:
 
 
 def prefill_process(model: Path, transport: Transport, router: Connection) -> None:
-    """Computes what the router sends, and hands it out; ends with ``None``."""
+    """Computes the prompts that the router sends, until ``None``; decode reads their blocks."""
     transfer = TransferConfig(role="prefill", transport=transport, secret=local_secret())
     connector = PrefillConnector(transfer=transfer)
     with LLM(model, connector=connector, max_num_tokens=512, dtype="float64") as llm:
@@ -56,13 +56,13 @@ def prefill_process(model: Path, transport: Transport, router: Connection) -> No
 
 
 def prompts(count: int, num_tokens: int, seed: int) -> list[list[int]]:
-    """Random prompts that share nothing."""
+    """Makes random prompts that share no prefix."""
     rng = np.random.default_rng(seed)
     return [rng.integers(1, 250, num_tokens).tolist() for _ in range(count)]
 
 
 def run(model: Path, transport: Transport, num_tokens: int, count: int) -> list[Row]:
-    """Send prompts both ways and compare the answers with those of one engine."""
+    """Sends prompts both ways, and compares the answers with those of one engine."""
     context = multiprocessing.get_context("spawn")
     router, there = context.Pipe()
     process = context.Process(target=prefill_process, args=(model, transport, there))
@@ -112,7 +112,7 @@ def run(model: Path, transport: Transport, num_tokens: int, count: int) -> list[
 
 
 def main() -> int:
-    """Run it, print the table; 0 if every prompt was transferred and every answer is equal."""
+    """Prints the table; returns 0 if all prompts were transferred and all answers are equal."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="directory of a model; default: a random one")
     parser.add_argument("--transport", choices=("tcp", "nixl"), default="tcp")

@@ -31,12 +31,12 @@ WAYS = {"without": ("--no-stream-layers",), "with": ()}
 
 @dataclass(frozen=True)
 class Row:
-    """What one answer took.
+    """The measurements of one answer.
 
     Attributes:
         way: with or without streaming of layers.
         prompt_tokens: of the prompt.
-        transferred: those that the decode server did not compute.
+        transferred: prompt tokens that the decode server did not compute.
         ttft_ms: time to first token.
         text: of the answer.
     """
@@ -50,7 +50,7 @@ class Row:
 
 @contextmanager
 def process(*arguments: str) -> Iterator[str]:
-    """A ``kvconnect`` process that ends well; yields its base URL for clients."""
+    """Runs a ``kvconnect`` process, and yields its base URL; exits if the process fails."""
     command = [sys.executable, "-P", "-m", "kvconnect", *arguments, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         try:
@@ -66,13 +66,13 @@ def process(*arguments: str) -> Iterator[str]:
 
 
 def prompts(count: int, num_tokens: int) -> list[str]:
-    """Texts that share no beginning, one byte for each token."""
+    """Makes texts that share no prefix, with one byte for each token."""
     text = (REPOSITORY / "LICENSE").read_text(encoding="ascii") * (num_tokens // 8000 + 1)
     return [f"{number} {text}"[:num_tokens] for number in range(count)]
 
 
 def ask(base_url: str, prompt: str, way: str, max_tokens: int) -> Row:
-    """Stream the answer to `prompt`."""
+    """Streams the answer to `prompt`, and measures it."""
     text, first, usage = "", None, None
     with OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
         client.models.list()  # connected: what follows is the answer's own time
@@ -98,7 +98,7 @@ def ask(base_url: str, prompt: str, way: str, max_tokens: int) -> Row:
 def run(
     model: Path, transport: str, texts: Sequence[str], max_tokens: int
 ) -> tuple[list[Row], int]:
-    """Ask for each of `texts` both ways; the rows, and how many answers differ."""
+    """Asks for each of `texts` both ways; returns the rows, and how many answers differ."""
     serve = ("serve", str(model), "--served-model-name", "demo", "--transport", transport)
     rows, differing = [], 0
     with ExitStack() as stack:
@@ -132,7 +132,7 @@ def run(
 
 
 def demo_model() -> Path:
-    """A random Llama of 46 million parameters, made the first time."""
+    """Returns a random Llama of 46 million parameters; makes it the first time."""
     print("The model is random: its answers make no sense, its work is that of a real one.")
     model = DEMO / "model"
     if not model.exists():
@@ -146,7 +146,7 @@ def demo_model() -> Path:
 
 
 def main() -> None:
-    """Run it, print the table, and fail if an answer differs or a prompt was not transferred."""
+    """Prints the table; fails if an answer differs or a prompt was not transferred."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="model directory (default: a random Llama)")
     parser.add_argument("--transport", choices=("tcp", "nixl"), default="tcp")

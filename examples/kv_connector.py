@@ -59,9 +59,9 @@ def _file(share: BlockKey) -> Path:
 
 @dataclass(frozen=True)
 class BlockTransfer:
-    """One block to load or save: its key, its id, whose it is, and the token it begins with.
+    """A block to load or save: its key, its id, its request, and its first token.
 
-    The same for all ranks; each of them names its own file.
+    It is the same for all ranks; each rank names its own file.
     """
 
     key: BlockKey
@@ -72,7 +72,7 @@ class BlockTransfer:
 
 @dataclass
 class PersistentKvCacheConnectorMetadata:
-    """What the workers are to do in one step."""
+    """The loads and saves of one step."""
 
     load: list[BlockTransfer] = field(default_factory=list)
     save: list[BlockTransfer] = field(default_factory=list)
@@ -99,7 +99,7 @@ class PersistentKvCacheConnectorLeader(KvCacheConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Count the full blocks that follow and have all their files; one token is computed."""
+        """Counts the full blocks that follow and have all their files, short of the last token."""
         first = num_computed_tokens // self._tokens_per_block
         end = first
         for key in request.block_keys(first, (request.num_tokens - 1) // self._tokens_per_block):
@@ -110,15 +110,16 @@ class PersistentKvCacheConnectorLeader(KvCacheConnectorScheduler):
         return (end - first) * self._tokens_per_block, False
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """Load nothing of an offer that was not taken; the step's report names the blocks."""
+        """Drops a match that the runtime does not use; the step's report names the blocks."""
         if not request.num_connector_matched_tokens:
             self._matches.pop(request.request_id, None)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object:
-        """Load what was matched; save every block that is full of valid KV after this step.
+        """Loads what was matched, and saves every block that is full of valid KV after this step.
 
-        In a step that loads for a request nothing of it is saved: a rank does not know yet whether
-        the load failed on another, and what follows was computed from it. The next step saves it.
+        In a step that loads for a request, none of its blocks is saved. A rank does not know yet
+        whether the load failed on another rank, and the blocks that follow are computed from the
+        loaded ones. The next step saves them.
         """
         metadata = PersistentKvCacheConnectorMetadata()
         for data in scheduler_output.new_requests:
@@ -146,18 +147,18 @@ class PersistentKvCacheConnectorLeader(KvCacheConnectorScheduler):
         return [one for one in blocks if not self._is_stored(one.key)]
 
     def load_failed(self, request: LlmRequest, num_valid_tokens: int) -> None:
-        """Blocks from there on are computed, so they can be saved again."""
+        """Marks the blocks from there on as unsaved: they are computed, and saved again."""
         progress = self._progress.get(request.request_id)
         if progress is not None:
             valid = num_valid_tokens // self._tokens_per_block
             progress.num_saved = min(progress.num_saved, valid)
 
     def request_reset(self, request: LlmRequest) -> None:
-        """It lost its blocks."""
+        """Forgets the request, which lost its blocks."""
         self._forget(request)
 
     def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
-        """All saves are over at the end of their step: no block needs to be kept."""
+        """Forgets the request. Saves end with their step, so no block needs to be kept."""
         self._forget(request)
         return False
 
@@ -182,11 +183,11 @@ class PersistentKvCacheConnectorWorker(KvCacheConnectorWorker):
         self._failed: dict[int, TransferFailure] = {}
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
-        """Keep the pool, ``[num_blocks, num_layers, kv_factor, elements]``."""
+        """Keeps the pool, ``[num_blocks, num_layers, kv_factor, elements]``."""
         self._pool = kv_cache_tensor
 
     def start_load_kv(self, stream: ForwardStream) -> None:
-        """Read the step's files into the pool; a request's first bad file ends its load."""
+        """Reads the step's files into the pool. A request's first bad file ends its load."""
         for one in self._step().load:
             if one.request_id in self._failed:
                 continue
@@ -203,13 +204,13 @@ class PersistentKvCacheConnectorWorker(KvCacheConnectorWorker):
                 self._pool[one.block_id].copy_(block)
 
     def wait_for_layer_load(self, layer_idx: int, stream: ForwardStream) -> None:
-        """Everything was loaded in `start_load_kv`."""
+        """Does nothing: `start_load_kv` loads everything."""
 
     def save_kv_layer(self, layer_idx: int, stream: ForwardStream) -> None:
-        """Whole blocks are saved in `wait_for_save`."""
+        """Does nothing: `wait_for_save` saves whole blocks."""
 
     def wait_for_save(self, stream: ForwardStream) -> None:
-        """Write this rank's share of the blocks, unless a rank with the same heads does."""
+        """Writes this rank's share of the blocks, unless a rank with the same heads does."""
         if not self._shard.is_first():
             return
         for one in self._step().save:
@@ -224,11 +225,11 @@ class PersistentKvCacheConnectorWorker(KvCacheConnectorWorker):
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Nothing runs in the background."""
+        """Returns two empty lists, as no transfer runs in the background."""
         return [], []
 
     def get_failed(self) -> list[TransferFailure]:
-        """The loads of this step that met a bad file."""
+        """Returns the loads of this step that met a bad file."""
         failed, self._failed = list(self._failed.values()), {}
         return failed
 
@@ -240,7 +241,7 @@ class PersistentKvCacheConnectorWorker(KvCacheConnectorWorker):
 
 
 def _digest(file: Path, block: Tensor) -> Tensor:
-    # Covers the name, so that a sound file under another block's name is found out, too.
+    # Covers the name, so that a sound file under another block's name is detected, too.
     state = xxhash.xxh3_128(file.name.encode())
     state.update(block.contiguous().view(torch.uint8).numpy().data)
     return torch.frombuffer(bytearray(state.digest()), dtype=torch.uint8)
@@ -260,7 +261,7 @@ def _read_block(file: Path, like: Tensor) -> Tensor:
 
 
 def _write_block(file: Path, block: Tensor) -> None:
-    """Write under a temporary name, then rename: a file is whole or not there."""
+    """Writes under a temporary name, then renames, so that a file is whole or absent."""
     data = safetensors.torch.save({"block": block.contiguous(), "digest": _digest(file, block)})
     handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
     try:

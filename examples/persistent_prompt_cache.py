@@ -28,7 +28,7 @@ DEMO = REPOSITORY / ".demo"
 
 @dataclass(frozen=True)
 class Run:
-    """What one process measured; times in milliseconds."""
+    """The measurements of one process; times are in milliseconds."""
 
     prompt_tokens: int
     reused_store_tokens: int
@@ -39,9 +39,9 @@ class Run:
 
 
 def answer(model: Path, prompt: str, store: str, max_tokens: int) -> Run:
-    """Start an engine, answer `prompt`, stop. When it returns, the KV cache is in `store`."""
+    """Answers `prompt` with a new engine. On return the KV cache is in `store`."""
     sampling = SamplingParams(max_tokens=max_tokens)
-    # Nobody else waits here, so a lookup may take longer than an engine under load should allow.
+    # No other request waits here, so a lookup may take longer than under load.
     connector = KvCacheConnectorConfig(url=store, lookup_timeout_ms=10_000)
     with LLM(model, connector=connector) as llm:
         output = llm.generate(prompt, sampling)[0]
@@ -56,10 +56,10 @@ def answer(model: Path, prompt: str, store: str, max_tokens: int) -> Run:
 
 
 def answer_in_new_process(model: Path, prompt_file: Path, store: str, max_tokens: int) -> Run:
-    """The same in a process of its own, so that nothing but the store is left of it.
+    """Calls `answer` in a process of its own, so that only the store remains of it.
 
     Raises:
-        subprocess.CalledProcessError: it failed; its message is on standard error.
+        subprocess.CalledProcessError: the process failed; its message is on standard error.
     """
     arguments = ("--model", model, "--prompt", prompt_file, "--store", store)
     command = [
@@ -74,7 +74,7 @@ def answer_in_new_process(model: Path, prompt_file: Path, store: str, max_tokens
 
 
 def demo_model() -> Path:
-    """A random Llama of 46 million parameters, made the first time."""
+    """Returns a random Llama of 46 million parameters; makes it the first time."""
     print("The model is random: its answers make no sense, its work is that of a real one.")
     model = DEMO / "model"
     if not model.exists():
@@ -88,7 +88,7 @@ def demo_model() -> Path:
 
 
 def demo_prompt() -> Path:
-    """The first 6,000 characters of the licence: enough to take a while, also on two cores."""
+    """Writes the first 6,000 characters of the licence, which take a while on two cores."""
     DEMO.mkdir(exist_ok=True)
     prompt = DEMO / "prompt.txt"
     prompt.write_text((REPOSITORY / "LICENSE").read_text(encoding="utf-8")[:6000], encoding="utf-8")
@@ -96,10 +96,11 @@ def demo_prompt() -> Path:
 
 
 def near_tie(model: Path, prompt: str, first: list[int], second: list[int]) -> float | None:
-    """By how much the model prefers one answer's token to the other's where they part.
+    """Returns by how much the model prefers one answer's token to the other's where they part.
 
-    As a share of the largest logit; ``None`` if either is not one of its two best. Sums in another
-    order differ in their last bits, so answers of float32 and bfloat16 models may part at a tie.
+    The result is a share of the largest logit. It is ``None`` if either token is not one of the
+    model's two best. Sums in another order differ in their last bits, so answers of float32 and
+    bfloat16 models may part at a tie.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -115,7 +116,7 @@ def near_tie(model: Path, prompt: str, first: list[int], second: list[int]) -> f
 
 
 def bytes_on_disk(store: str) -> int | None:
-    """What the files of a ``disk:`` store take; ``None`` for other stores."""
+    """Returns the bytes that the files of a ``disk:`` store take; ``None`` for other stores."""
     url = StoreUrl.parse(store)
     if url.scheme != "disk":
         return None
@@ -123,7 +124,7 @@ def bytes_on_disk(store: str) -> int | None:
 
 
 def print_table(first: Run, second: Run, store: str) -> None:
-    """The two runs side by side."""
+    """Prints the two runs side by side."""
     rows = (
         ("prompt tokens", first.prompt_tokens, second.prompt_tokens, "{:,}"),
         ("reused from the store", first.reused_store_tokens, second.reused_store_tokens, "{:,}"),
@@ -140,7 +141,7 @@ def print_table(first: Run, second: Run, store: str) -> None:
 
 
 def verdict(model: Path, prompt: str, first: Run, second: Run) -> str | None:
-    """What is wrong with the two runs; ``None``: nothing."""
+    """Returns what is wrong with the two runs, or ``None``."""
     if second.reused_store_tokens == 0:
         return "the second process reused nothing"
     if first.output_token_ids == second.output_token_ids:
@@ -157,7 +158,7 @@ def verdict(model: Path, prompt: str, first: Run, second: Run) -> str | None:
 
 
 def main() -> None:
-    """Run the demonstration, or with ``--once`` one of its two processes."""
+    """Runs the demonstration, or with ``--once`` one of its two processes."""
     parser = argparse.ArgumentParser(description="A prompt cache that survives a restart.")
     parser.add_argument("--model", type=Path, help="model directory (default: a random Llama)")
     parser.add_argument("--prompt", type=Path, help="text file (default: LICENSE, cut)")

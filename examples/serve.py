@@ -3,9 +3,9 @@
 Usage: ``python examples/serve.py [--model DIR] [--store URL] [--turns N]``
 
 A server is started on a store; a client that knows nothing of kvconnect holds a conversation with
-it. In the middle of it the server is killed, as by a crash, and another one is started. The client
-goes on where it was: the conversation's KV cache is loaded, and only what is new is computed. Needs
-``pip install '.[serve]' openai``.
+it. In the middle of the conversation the server is killed, as by a crash, and another one is
+started. The client continues: the conversation's KV cache is loaded, and only new tokens are
+computed. Needs ``pip install '.[serve]' openai``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUESTIONS = ("What may I do with it?", "And what must I not?", "Who is liable?",
 
 @dataclass(frozen=True)
 class Turn:
-    """What one answer took."""
+    """The measurements of one answer."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -41,7 +41,7 @@ class Turn:
 
 @contextmanager
 def server(model: Path, store: str) -> Iterator[str]:
-    """A server, killed at the end; yields the base URL for clients."""
+    """Runs a server, and kills it at the end; yields the base URL for clients."""
     arguments = ("--port", "0", "--served-model-name", "demo", "--lookup-timeout-ms", "1000")
     command = [
         sys.executable,
@@ -65,7 +65,7 @@ def server(model: Path, store: str) -> Iterator[str]:
 
 
 def ask(client: OpenAI, messages: list[ChatCompletionMessageParam], max_tokens: int) -> Turn:
-    """Ask for the next answer, and append it to `messages`."""
+    """Asks for the next answer, and appends it to `messages`."""
     start = time.perf_counter()
     text = ""
     ttft: float | None = None
@@ -91,7 +91,7 @@ def ask(client: OpenAI, messages: list[ChatCompletionMessageParam], max_tokens: 
 
 
 def wait_until_saved(base_url: str, prompt_tokens: int) -> None:
-    """Saves go on behind the answers: wait until the store has the prompt's full blocks."""
+    """Waits until the store has the prompt's full blocks, as saves run behind the answers."""
     metrics = base_url.removesuffix("/v1") + "/metrics"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -108,7 +108,7 @@ def wait_until_saved(base_url: str, prompt_tokens: int) -> None:
 
 
 def chat(model: Path, store: str, subject: str, turns: int, max_tokens: int) -> list[list[Turn]]:
-    """The conversation, half of it with each of two servers; the turns of each."""
+    """Holds half of the conversation with each of two servers; returns the turns of each."""
     messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": subject}]
     questions = [QUESTIONS[number % len(QUESTIONS)] for number in range(turns)]
     halves = (questions[: turns // 2], questions[turns // 2 :])
@@ -132,7 +132,7 @@ def chat(model: Path, store: str, subject: str, turns: int, max_tokens: int) -> 
 
 
 def demo_model() -> Path:
-    """A random Llama of 46 million parameters, made the first time."""
+    """Returns a random Llama of 46 million parameters; makes it the first time."""
     print("The model is random: its answers make no sense, its work is that of a real one.")
     model = DEMO / "model"
     if not model.exists():
@@ -146,7 +146,7 @@ def demo_model() -> Path:
 
 
 def main() -> None:
-    """Hold the conversation, and fail if the second server computed what the first one had."""
+    """Holds the conversation; fails if the second server computed what the first one had."""
     parser = argparse.ArgumentParser(description="A chat that survives a server's restart.")
     parser.add_argument("--model", type=Path, help="model directory (default: a random Llama)")
     parser.add_argument("--store", help="store URL (default: a new disk store in .demo/chats)")

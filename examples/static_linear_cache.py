@@ -29,7 +29,7 @@ PROMPTS = ([5, 17, 200, 31, 8, 99, 4], [42], [7, 7, 12, 150, 66, 3, 91, 30, 11, 
 
 
 class LinearLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer's keys and values; `lengths` says how far each sequence has come."""
+    """The keys and values of one layer. `lengths` holds the tokens that each sequence has."""
 
     def __init__(self, max_length: int, lengths: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ class LinearLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.lengths = lengths
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Reserve the memory, once."""
+        """Allocates the memory, once."""
         batch, heads, _, key_dim = key_states.shape
         self.keys = key_states.new_zeros(batch, heads, self.max_length, key_dim)
         value_dim = value_states.shape[-1]
@@ -47,7 +47,7 @@ class LinearLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write behind what each sequence has; attention reads the whole cache under a mask."""
+        """Appends to each sequence. Attention reads the whole cache under a mask."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.keys, self.values
@@ -59,15 +59,15 @@ class LinearLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask covers all of the cache."""
+        """Returns the size and the offset of a mask over the whole cache."""
         return self.max_length, 0
 
     def get_seq_length(self) -> int:
-        """Of the longest sequence."""
+        """Returns the length of the longest sequence."""
         return int(self.lengths.max())
 
     def get_max_length(self) -> int:
-        """What was reserved."""
+        """Returns the length that was allocated."""
         return self.max_length
 
 
@@ -75,7 +75,7 @@ class LinearLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 def generate(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int, *, compiled: bool
 ) -> list[list[int]]:
-    """Greedy decoding of several prompts at once; the new tokens of each."""
+    """Decodes several prompts at once, greedily; returns the new tokens of each."""
     longest = max(map(len, prompts))
     lengths = torch.zeros(len(prompts), dtype=torch.int64)
     layers: list[Any] = [
@@ -86,7 +86,7 @@ def generate(
     def step(ids: Tensor) -> Tensor:
         positions = lengths[:, None] + torch.arange(ids.shape[1])
         places = torch.arange(longest + num_tokens)
-        # Everyone sees its own past; what lies beyond it in the cache is padding, or nothing yet.
+        # Each sequence sees its own past. Beyond that the cache holds padding, or no token yet.
         mask = places <= positions[:, None, :, None]
         out = model(
             ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
@@ -109,7 +109,7 @@ def generate(
 
 
 def reference(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What transformers makes of one prompt by itself."""
+    """Returns what transformers generates for one prompt by itself."""
     ids = torch.tensor([prompt])
     out: Tensor = model.generate(  # type: ignore[operator]
         ids,
@@ -122,7 +122,7 @@ def reference(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) ->
 
 
 def main() -> None:
-    """Generate both ways and compare."""
+    """Generates both ways, and compares the tokens."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,1 +1,1 @@
-"""Speed, as ratios to a floor of the same run; never part of the tests."""
+"""The benchmarks: speed as ratios to a floor of the same run. They are not part of the tests."""

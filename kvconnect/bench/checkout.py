@@ -1,6 +1,6 @@
-"""What only a checkout of kvconnect has: other benchmarks, floors, peers and soaks.
+"""Imports what only a checkout of kvconnect has: other benchmarks, floors, peers and soaks.
 
-They are the package ``kvconnect_bench`` in ``tests/benchmarks``, which is not installed.
+These are the package ``kvconnect_bench`` in ``tests/benchmarks``, which is not installed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def from_checkout(module: str, what: str) -> Any:
     """Returns the module ``kvconnect_bench.MODULE``.
 
     Args:
-        module: its name.
-        what: needs it, for the error.
+        module: name of the module.
+        what: the feature that needs the module; the error begins with it.
 
     Raises:
-        ConfigurationError: kvconnect was installed without it.
+        ConfigurationError: kvconnect was installed without the package ``kvconnect_bench``.
     """
     if not has_checkout():
         raise ConfigurationError(

@@ -1,7 +1,7 @@
 """The cost of a step's two exchanges on two ranks, against a round trip of gloo.
 
 The floor is a message there and one back, of four bytes each, by ``torch.distributed.send`` and
-``recv``. The exchanges go over connections without gloo's threads, and may cost less.
+``recv``. The exchanges use connections without gloo's threads, so they may cost less.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from kvconnect.connector.ranks.distributed import DistributedCommunicator
 __all__ = ["rank_exchanges"]
 
 _RANKS = 2
-_ROUNDS = 10  # of both in turn, so that what else the machine does is in both
+_ROUNDS = 10  # exchanges and round trips alternate, so that other load slows both
 _CONNECT = timedelta(seconds=60)
 
 
 def rank_exchanges(scratch: Path, *, steps: int) -> list[Figure]:
-    """Seconds of a step's two exchanges, without anything to load or save, on two ranks.
+    """Measures a step's two exchanges on two ranks, with nothing to load or save.
 
-    Blocks for some seconds: two processes are started.
+    Starts two processes, and blocks for some seconds.
 
     Args:
-        scratch: a directory in which they find each other.
-        steps: how many; the median counts.
+        scratch: a directory in which the processes find each other.
+        steps: number of steps; the figures are medians.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(_RANKS, mp_context=context) as processes:
@@ -54,7 +54,7 @@ def rank_exchanges(scratch: Path, *, steps: int) -> list[Figure]:
 
 
 def _measure(rank: int, meeting: Path, repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds of each step's exchanges, and of each round trip, as this rank sees them."""
+    """Returns the seconds of each step's exchanges and of each round trip on this rank."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -69,7 +69,7 @@ def _measure(rank: int, meeting: Path, repeats: int) -> tuple[list[float], list[
         for _ in range(1 + _ROUNDS):
             exchanges += _timed(lambda: _step(communicator), repeats)
             trips += _timed(lambda: _round_trip(rank), repeats)
-        communicator.allgather(None)  # neither leaves before the other is done
+        communicator.allgather(None)  # no rank leaves before the other is done
     dist.destroy_process_group()
     return exchanges[repeats:], trips[repeats:]  # without the first round
 

@@ -1,4 +1,4 @@
-"""How a benchmark's figures are shown: a table for people, JSON for programs."""
+"""Renders a benchmark's figures: as a table for people, as JSON for programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Figure", "as_json_object", "binary_size", "machine", "median_ratio",
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number; `target` says what it should be, where there is one."""
+    """A measured number. `target` says what it should be, if there is a target."""
 
     name: str
     value: float
@@ -29,7 +29,10 @@ class Figure:
 
 
 def binary_size(nbytes: int) -> str:
-    """``"16 KiB"``: in the largest binary unit that leaves at least 1, rounded down."""
+    """Returns a size such as ``"16 KiB"``, rounded down.
+
+    The unit is the largest of MiB, KiB and B that leaves at least 1.
+    """
     for shift, unit in ((20, "MiB"), (10, "KiB")):
         if nbytes >> shift:
             return f"{nbytes >> shift} {unit}"
@@ -37,13 +40,13 @@ def binary_size(nbytes: int) -> str:
 
 
 def machine() -> str:
-    """What the figures were measured on."""
+    """Describes the machine that the figures were measured on."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"{os.cpu_count()} cores, {device}, {platform.machine()}, torch {torch.__version__}"
 
 
 def render(title: str, figures: Sequence[Figure], *, as_json: bool = False) -> str:
-    """The figures as a table, or as one JSON object."""
+    """Returns the figures as a table, or as one JSON object."""
     if as_json:
         return as_json_object(title, figures)
     width = max(len(figure.name) for figure in figures)

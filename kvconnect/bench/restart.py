@@ -1,9 +1,9 @@
-"""``kvconnect bench restart``: what coming back from the store costs, against what it must cost.
+"""Measures a restart from the store against its floor: ``kvconnect bench restart``.
 
-The floor of a restart: read the prompt's blocks from the store's own file, cold and in the store's
-own I/O mode; copy them once into a new process's pool, memory that was never touched; compute the
-one prompt token that is never stored. And what an attached store costs while nothing is loaded or
-saved.
+The floor has three parts. The prompt's blocks are read from the store's own file, cold and in the
+store's own I/O mode. They are copied once into a new process's pool, memory that was never touched.
+The one prompt token that is never stored is computed. `idle_overhead` measures what an attached
+store costs while nothing is loaded or saved.
 """
 
 from __future__ import annotations
@@ -48,13 +48,15 @@ _CONNECTOR_CALLS = (
 
 
 def restart(model: Path, scratch: Path, *, num_tokens: int, repeats: int) -> list[Figure]:
-    """Time to first token of a prompt that an earlier engine left on disk. Blocks for minutes.
+    """Measures the time to first token of a prompt that an earlier engine stored on disk.
+
+    Blocks for minutes.
 
     Args:
         model: directory of the model.
         scratch: an empty directory for the store, on the disk that is to be measured.
         num_tokens: length of the prompt.
-        repeats: restarts, of which the median counts.
+        repeats: number of restarts; the figures are medians.
     """
     prompt = random_prompt(num_tokens, seed=1)
     store = scratch / "store"
@@ -89,7 +91,7 @@ def restart(model: Path, scratch: Path, *, num_tokens: int, repeats: int) -> lis
 
 
 def idle_overhead(model: Path, *, steps: int) -> list[Figure]:
-    """The share of a decode step spent inside connector calls, with nothing to load or save."""
+    """Measures the share of a decode step inside connector calls, with nothing to load or save."""
     config = KvCacheConnectorConfig(url="memory:?capacity=64MiB", min_priority=100)
     params = SamplingParams(max_tokens=steps + 20, ignore_eos=True)
     with _timed_connector() as timings, LLM(model, connector=config) as llm:
@@ -103,7 +105,11 @@ def idle_overhead(model: Path, *, steps: int) -> list[Figure]:
 
 
 def _first_token(llm: LLM, prompt: TokenArray, *, computed: int | None = None) -> float:
-    """Seconds to the first token; `computed` prompt tokens must have been computed."""
+    """Returns the seconds to the first token.
+
+    Raises:
+        RuntimeError: not `computed` prompt tokens were computed, or no token was generated.
+    """
     output = llm.generate([prompt], _ONE)[0]
     if computed is not None and output.computed_tokens != computed:
         raise RuntimeError(f"{output.computed_tokens} prompt tokens were computed, not {computed}")
@@ -114,7 +120,7 @@ def _first_token(llm: LLM, prompt: TokenArray, *, computed: int | None = None) -
 
 @contextmanager
 def _timed_connector() -> Iterator[list[tuple[float, float]]]:
-    """Seconds inside connector calls and of the whole step, for every step of every engine."""
+    """Yields for each step of each engine the seconds inside connector calls, and in all."""
     steps: list[tuple[float, float]] = []
     inside = 0.0
     last_end = time.perf_counter()
@@ -144,9 +150,10 @@ def _timed_connector() -> Iterator[list[tuple[float, float]]]:
 
 
 def cold_read_seconds(path: Path, nbytes: int) -> float:
-    """Seconds to read the first `nbytes` of a file, past the page cache.
+    """Returns the seconds to read the first `nbytes` of a file, past the page cache.
 
-    O_DIRECT where the filesystem has it, else buffered with the file's pages dropped first. Blocks.
+    Reads with O_DIRECT where the filesystem has it. Elsewhere the file's pages are dropped from the
+    page cache first. Blocks.
     """
     descriptor = open_direct(path, os.O_RDONLY)
     # Anonymous maps are page-aligned, as O_DIRECT wants them.
@@ -162,22 +169,22 @@ def cold_read_seconds(path: Path, nbytes: int) -> float:
 
 
 def forget_files(directory: Path) -> None:
-    """Makes the page cache drop all files below `directory`. Blocks on the disk."""
+    """Drops all files below `directory` from the page cache. Blocks on the disk."""
     for path in directory.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
             try:
-                os.fsync(descriptor)  # or what is not on the disk yet would stay
+                os.fsync(descriptor)  # else pages that are not on the disk yet would stay
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
 
 
 def first_pass_seconds(nbytes: int) -> float:
-    """Seconds to copy `nbytes` into host memory that was never touched before.
+    """Returns the seconds to copy `nbytes` into host memory that was never touched before.
 
-    That is what the pool of a new process is: its pages are taken as the copy arrives at them. The
-    source is warm. torch copies with all its threads.
+    The pool of a new process is such memory: the kernel maps its pages during the copy. The source
+    is warm. torch copies with all its threads.
     """
     source = torch.ones(nbytes, dtype=torch.uint8)
     target = torch.from_numpy(np.zeros(nbytes, np.uint8))  # mapped, not yet there

@@ -12,7 +12,7 @@ __all__ = ["bench_model", "random_prompt"]
 
 
 def bench_model(directory: Path | None, scratch: Path) -> Path:
-    """The user's model, or a random Llama of about 46 million parameters made in `scratch`."""
+    """Returns the user's model, or makes a random Llama of 46 million parameters in `scratch`."""
     if directory is not None:
         return directory
     from kvconnect.engine.checkpoint.random_model import make_model
@@ -23,5 +23,5 @@ def bench_model(directory: Path | None, scratch: Path) -> Path:
 
 
 def random_prompt(num_tokens: int, seed: int) -> TokenArray:
-    """Token ids that every byte-level tokenizer has."""
+    """Returns random token ids that every byte-level tokenizer has."""
     return np.random.default_rng(seed).integers(1, 250, num_tokens, dtype=np.int32)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from kvconnect import LLM, KvCacheConnectorConfig, SamplingParams
 from kvconnect.backend import Backend, StoredBlock
 from kvconnect.engine.request.output import RequestOutput
 from kvconnect.keys import BlockKey
-from kvconnect.trace import Event, metrics
+from kvconnect_bench.dead.run import told_of
 
 BUDGET_S = 1.5
 RECOVERY_S = 60.0
@@ -81,22 +80,6 @@ class Store(Backend):
         await self._act()
         for key in keys:
             self.frames.pop(key, None)
-
-
-@contextmanager
-def told_of(name: str) -> Iterator[threading.Event]:
-    """An event that is set when `name` happens."""
-    happened = threading.Event()
-
-    def hear(event: Event) -> None:
-        if event.name == name:
-            happened.set()
-
-    remove = metrics.add_hook(hear)
-    try:
-        yield happened
-    finally:
-        remove()
 
 
 @pytest.fixture(scope="module")

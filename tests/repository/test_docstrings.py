@@ -18,6 +18,7 @@ ROOMS = (
     "backends/**/*.py",
     "kvconnect/connector/**/*.py",
     *("kvconnect/transfer/**/*.py", "kvconnect/integrations/**/*.py"),
+    *("kvconnect/bench/**/*.py", "tests/benchmarks/**/*.py"),
 )
 """The finished rooms. The others join one by one."""
 

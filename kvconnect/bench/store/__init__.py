@@ -1,1 +1,1 @@
-"""``kvconnect bench store``: how fast a store is, against a floor of the same run."""
+"""Measures a store against a floor of the same run: ``kvconnect bench store``."""

@@ -1,4 +1,4 @@
-"""What the machine can do under a store: the same bytes moved in the plainest way there is."""
+"""The floor of a store: the same bytes, moved in the plainest way that the machine has."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _REPEATS = 16
 
 
 class Floor(ABC):
-    """Moves `payloads` once, as fast as it goes; nothing is indexed, checked or kept.
+    """Moves `payloads` as fast as the machine can, without indexing, checking or keeping them.
 
     Attributes:
-        name: what it is.
-        overlaps: a checksum pass hides behind the I/O; else it comes on top of it.
+        name: shown beside the figures.
+        overlaps: whether a checksum pass overlaps with the I/O; else its time is added.
     """
 
     name = ""
@@ -44,57 +44,63 @@ class Floor(ABC):
 
     @abstractmethod
     def put(self) -> list[float]:
-        """Seconds to bring all values there, in each of the ways there are; blocks."""
+        """Returns the seconds to store all values, for each way of storing them; blocks."""
 
     @abstractmethod
     def get(self) -> list[float]:
-        """Seconds to bring all values back, in each of the ways there are; blocks."""
+        """Returns the seconds to load all values, for each way of loading them; blocks."""
 
     def hashed_put(self) -> list[float]:
-        """As `put`, each value hashed by the thread that moves it; nothing: not measured."""
+        """Returns the seconds of `put` if each value is hashed by the thread that moves it.
+
+        An empty list says that this is not measured.
+        """
         return []
 
     def hashed_get(self) -> list[float]:
-        """As `get`, likewise."""
+        """Returns the seconds of `get` if each value is hashed by the thread that moves it.
+
+        An empty list says that this is not measured.
+        """
         return []
 
     def lookup(self, keys: int) -> float | None:
-        """Seconds to find so many keys; ``None``: not measured."""
+        """Returns the seconds to find so many keys, or ``None`` if that is not measured."""
         return None
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Removes what the floor has created."""
 
 
 def checksum_seconds(payloads: Payloads) -> list[float]:
-    """Seconds of one checksum pass over all values, on one thread and on two; blocks."""
+    """Returns the seconds of a checksum pass over all values, on one thread and on two; blocks."""
     views = [view(block.data) for block in payloads.blocks]
     return [seconds_on_threads(threads, xxhash.xxh3_128_digest, views) for threads in (1, 2)]
 
 
 def fastest(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """The seconds of each round in the one way that is fastest in most of them.
+    """Returns the seconds of each round in the way with the smallest median.
 
-    Not the fastest way of each round: that would be the one that happened to be disturbed least,
-    and what is measured once in a round could not compete.
+    The fastest way of each round would be the one that was disturbed least. A measurement that is
+    taken once in a round could not compete with it.
     """
     return min(map(list, zip(*rounds, strict=True)), key=statistics.median)
 
 
 def seconds_on_threads(threads: int, work: Callable[[T], object], items: Sequence[T]) -> float:
-    """Seconds to do `work` with each of `items` on so many threads; blocks."""
+    """Returns the seconds to do `work` with each of `items` on so many threads; blocks."""
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(id, range(threads)))  # they are there when the time starts
+        list(pool.map(id, range(threads)))  # the threads run before the time starts
         return seconds_of(lambda: list(pool.map(work, items)))
 
 
 def median_seconds(work: Callable[[], object]) -> float:
-    """Seconds that `work` takes, as the median of several; blocks."""
+    """Returns the seconds that `work` takes, as the median of several runs; blocks."""
     return statistics.median(seconds_of(work) for _ in range(_REPEATS))
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Seconds that `work` takes; blocks."""
+    """Returns the seconds that `work` takes; blocks."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

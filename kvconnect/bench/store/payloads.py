@@ -1,4 +1,4 @@
-"""What the benchmark of stores moves: frames of one size, in memory that is cold."""
+"""The values that the benchmark of stores moves: frames of one size, in memory that is cold."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["Payloads", "StorePlan"]
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """What to measure.
+    """The sizes and counts of the benchmark.
 
     Attributes:
         sizes: of the values, in bytes; multiples of 4096.
         total_nbytes: of all values together: more than the processor's caches hold, so that every
             value comes from memory or from the device.
-        rounds: medians of so many.
+        rounds: number of rounds; the figures are medians.
         puts_in_flight: calls at once, to store; the default is what the connector does.
-        gets_in_flight: the same, to load.
-        batch_nbytes: of the values of one call; the same.
-        lookup_keys: of one lookup.
+        gets_in_flight: calls at once, to load; the default is what the connector does.
+        batch_nbytes: of the values of one call; the default is what the connector does.
+        lookup_keys: keys of one lookup.
         latencies: calls with one value each, in every round, of which the percentiles are taken.
     """
 
@@ -49,12 +49,14 @@ class StorePlan:
 
 @dataclass(slots=True, eq=False)
 class Payloads:
-    """`count` values of `nbytes` bytes, and as many buffers for them; all memory was touched.
+    """The `count` values of `nbytes` bytes each, and as many buffers to load them into.
+
+    All memory was touched.
 
     Attributes:
         layout: of blocks whose frames are exactly so long.
         blocks: a chain; `data` are sealed frames of random bytes, page-aligned.
-        into: where they are loaded to.
+        into: the buffers that they are loaded into.
     """
 
     nbytes: int
@@ -82,22 +84,22 @@ class Payloads:
 
     @property
     def total(self) -> int:
-        """Bytes of all values."""
+        """The bytes of all values together."""
         return self.nbytes * self.count
 
     @property
     def keys(self) -> list[BlockKey]:
-        """Of all blocks."""
+        """The keys of all blocks."""
         return [block.key for block in self.blocks]
 
     def batches(self, nbytes: int) -> Iterator[slice]:
-        """Which values go in one call of about `nbytes`."""
+        """Yields the slice of the values of each call of about `nbytes`."""
         step = max(1, nbytes // self.nbytes)
         for start in range(0, self.count, step):
             yield slice(start, min(start + step, self.count))
 
     def check(self) -> None:
-        """Whether `into` holds what `blocks` do.
+        """Checks that `into` holds the same bytes as `blocks`.
 
         Raises:
             BadFrame: a store gave back other bytes.
@@ -107,13 +109,13 @@ class Payloads:
                 raise BadFrame(f"block {block.key.hex()[:16]} came back with other bytes")
 
     def spoil(self) -> None:
-        """Make `into` hold something else, so that `check` means something."""
+        """Overwrites a byte of every 4 KiB of `into`, so that `check` proves a new load."""
         for data in self.into:
             data.numpy()[:: 1 << 12] = 0xEE
 
 
 def _pages(nbytes: int, count: int) -> list[Tensor]:
-    # As the connector's staging memory: in huge pages where there are any.
+    # In huge pages where there are any, as the connector's staging memory is.
     whole = torch.from_numpy(host_bytes(nbytes * count))
     whole.fill_(1)
     return [whole[start : start + nbytes] for start in range(0, whole.numel(), nbytes)]

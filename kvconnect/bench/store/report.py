@@ -1,4 +1,4 @@
-"""How the figures of a store are shown: each beside its floor."""
+"""Renders the figures of a store, each beside its floor."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["StoreFigure", "percentile", "render"]
 
 @dataclass(frozen=True, slots=True)
 class StoreFigure:
-    """One operation of one store.
+    """The result of one operation of one store.
 
     Attributes:
-        store: which.
+        store: its URL scheme.
         operation: put, get or lookup.
         how: ``bare``, ``guarded`` (through `open_backend`), or a peer's name.
-        value_nbytes: of each value.
-        rate: bytes per second, of lookups keys per second; the median of the rounds.
+        value_nbytes: bytes of each value.
+        rate: bytes per second (lookups: keys per second); the median of the rounds.
         p50_ms, p99_ms: of calls with one value, or one lookup; ``None``: not measured.
-        floor: what `rate` is compared with; ``None``: there is nothing to compare it with.
-        floor_name: what that is.
-        ratio: `rate` by `floor`, the median of the rounds' own ratios.
+        floor: the rate that `rate` is compared with; ``None``: there is none.
+        floor_name: the name of that floor.
+        ratio: `rate` / `floor`, the median of the rounds' own ratios.
     """
 
     store: str
@@ -39,14 +39,14 @@ class StoreFigure:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest of `values` that so many percent of them do not exceed."""
+    """Returns the smallest of `values` that so many percent of them do not exceed."""
     ordered = sorted(values)
     rank = -(-len(ordered) * percent // 100)
     return ordered[max(0, int(rank) - 1)]
 
 
 def render(title: str, figures: Sequence[StoreFigure], *, as_json: bool = False) -> str:
-    """The figures as a table, or as one JSON object."""
+    """Returns the figures as a table, or as one JSON object."""
     if as_json:
         return as_json_object(title, figures)
     width = max((len(figure.how) for figure in figures), default=0)

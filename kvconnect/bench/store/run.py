@@ -1,8 +1,8 @@
-"""``kvconnect bench store``: how fast a store is, against what the machine can do.
+"""Measures a store against what the machine can do: ``kvconnect bench store``.
 
 Every round measures the floor, the store itself and the store as engines use it, through
-`open_backend`, one after the other on the same bytes, each by turns first; what slows a round down
-slows all three.
+`open_backend`, one after the other on the same bytes. Each of the three is first in some rounds.
+What slows a round down slows all three.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _DEADLINE_S = 120.0
 
 
 def bench_store(url: str, plan: StorePlan, tell: Tell) -> list[StoreFigure]:
-    """Measure the store of `url`; blocks for a minute or so.
+    """Measures the store of `url`. Blocks for about a minute.
 
-    The store may hold other blocks; those of the benchmark are deleted at the end.
+    The store may hold other blocks. The blocks of the benchmark are deleted at the end.
 
     Args:
-        url: of the store; it must have room for ``plan.total_nbytes``.
+        url: of the store, which must have room for ``plan.total_nbytes``.
         plan: what to measure.
-        tell: is told what happens.
+        tell: called with a sentence about each step.
 
     Raises:
         ConfigurationError: the store cannot be opened, or has too little room.
-        RetryLater: it failed.
-        BadFrame: it gave back other bytes.
+        RetryLater: the store failed.
+        BadFrame: the store returned other bytes.
     """
     figures: list[StoreFigure] = []
     for size in plan.sizes:
@@ -59,10 +59,11 @@ def bench_store(url: str, plan: StorePlan, tell: Tell) -> list[StoreFigure]:
 
 @dataclass(slots=True)
 class _Rounds:
-    """What was measured of one operation done one way, round by round.
+    """The measurements of one operation done one way, round by round.
 
-    `rates` in bytes or keys a second; the others in seconds, those of the floor in each of its
-    ways; `extra` is what comes on top of it.
+    `rates` are in bytes or keys per second, the other lists in seconds. A round of `floors` has one
+    number for each way of the floor. A round of `extra` has the checksum's time, which is added to
+    the floor, on one thread and on two.
     """
 
     rates: list[float] = field(default_factory=list)
@@ -71,7 +72,7 @@ class _Rounds:
     latencies: list[float] = field(default_factory=list)
 
     def floor_rates(self, amount: int) -> list[float]:
-        """What the floor does, in each round, with `amount` bytes or keys."""
+        """Returns the floor's rate in each round, for `amount` bytes or keys."""
         seconds = fastest(self.floors)
         extra = fastest(self.extra) if self.extra else [0.0] * len(seconds)
         return [amount / sum(both) for both in zip(seconds, extra, strict=True)]
@@ -86,10 +87,10 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
     hashed: dict[str, list[list[float]]] = {"put": [], "get": []}
     try:
         floor = _floor(url, store.inner, payloads, tell)
-        # By turns first: a disk that has had a pause, or memory that was just read, is faster.
+        # Each is first by turns: a disk after a pause, or memory that was just read, is faster.
         turns = deque([_FLOOR, *ways])
         for number in range(plan.rounds + 1):
-            # The first round touches memory and allocates files: it does not count.
+            # The first round touches memory and allocates files, so it does not count.
             rounds = found if number else {key: _Rounds() for key in found}
             apart = hashed if number else {what: [] for what in hashed}
             await _one_round(ways, floor, plan, payloads, rounds, apart, turns)
@@ -148,7 +149,7 @@ async def _one_round(
     hashed: dict[str, list[list[float]]],
     turns: Iterable[str],
 ) -> None:
-    """The floor and each of `ways`, in the order of `turns`."""
+    """Measures the floor and each of `ways`, in the order of `turns`."""
     for turn in turns:
         if turn in ways:
             rounds = {what: found[turn, what] for what in _OPERATIONS}
@@ -162,7 +163,7 @@ async def _one_round(
 async def _round(
     store: Backend, plan: StorePlan, payloads: Payloads, found: dict[str, _Rounds]
 ) -> None:
-    """Put, look up and get everything once."""
+    """Puts, looks up and gets all values once, then times calls with one value."""
     await store.delete(payloads.keys)
     batches = list(payloads.batches(plan.batch_nbytes))
 
@@ -234,7 +235,7 @@ def _figure(
 
 
 async def _all(calls: Iterable[Awaitable[None]], in_flight: int) -> float:
-    """Seconds until all of `calls` are done, so many at once."""
+    """Returns the seconds until all of `calls` are done, with `in_flight` of them at once."""
     waiting = iter(calls)
 
     async def work() -> None:
@@ -253,7 +254,7 @@ async def _timed(call: Awaitable[object]) -> float:
 
 
 class _Fewer(Exception):
-    """The store took or gave back fewer values than were asked for."""
+    """The store saved or loaded fewer values than it was given."""
 
 
 def _expect(count: int, part: slice, what: str) -> None:

@@ -19,12 +19,13 @@ from kvconnect_bench.options.engines import add_engines_options, run_engines
 from kvconnect_bench.options.identity import add_identity_options, run_identity
 from kvconnect_bench.options.serve import add_serve_options, run_serve
 from kvconnect_bench.options.transfer import add_transfer_options, run_transfer
+from kvconnect_bench.peer_python import add_peer_python
 
 __all__ = ["add_benchmarks"]
 
 
 def add_benchmarks(benchmarks: Subparsers) -> None:
-    """Adds the subcommands of all benchmarks that are here."""
+    """Adds the subcommands of all benchmarks of this package."""
     engine = benchmarks.add_parser(
         "engine",
         help="many requests at once against one, a long prompt; and vLLM's engine beside it",
@@ -35,12 +36,7 @@ def add_benchmarks(benchmarks: Subparsers) -> None:
     add_number(engine, "--max-tokens", default=64)
     add_number(engine, "--prefill-tokens", "of the long prompt", default=6000)
     add_number(engine, "--repeats", "medians of so many", default=3)
-    engine.add_argument(
-        "--peer-python",
-        type=Path,
-        metavar="PYTHON",
-        help="bin/python of an environment with vLLM for the CPU",
-    )
+    add_peer_python(engine, "vLLM for the CPU")
     add_run(engine, run_engine)
     serve = benchmarks.add_parser(
         "serve",
@@ -117,14 +113,8 @@ Measure the block manager alone, without a model: prompts that are cached as a w
 are new, mixed traffic, block keys, growth and memory. vLLM and SGLang serve the same traffic in the
 interpreters given, in turns with kvconnect.""",
     )
-    blocks.add_argument(
-        "--peer-python",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="PYTHON",
-        help="bin/python of an environment with vLLM or SGLang; may be given several times",
-    )
+    about = "vLLM or SGLang; may be given several times"
+    add_peer_python(blocks, about, action="append", default=[])
     add_number(blocks, "--tokens", "of long prompts", default=131_072)
     add_number(blocks, "--requests", "of the mixed traffic", default=10_000)
     add_number(blocks, "--cached-blocks", "of the largest pool", default=1_000_000)
@@ -133,7 +123,7 @@ interpreters given, in turns with kvconnect.""",
 
 
 def run_engine(arguments: argparse.Namespace) -> None:
-    """Measure the engine's throughput."""
+    """Measures the engine's throughput."""
     from kvconnect.bench.report import render
     from kvconnect.bench.workload import bench_model
     from kvconnect_bench.throughput import ThroughputPlan, throughput
@@ -148,7 +138,7 @@ def run_engine(arguments: argparse.Namespace) -> None:
 
 
 def run_blocks(arguments: argparse.Namespace) -> None:
-    """Measure the block manager beside its peers."""
+    """Measures the block manager beside its peers."""
     from kvconnect.bench.report import render
     from kvconnect_bench.blocks.comparison import compare, growth, memory
     from kvconnect_bench.blocks.peers import OWN, open_field
@@ -165,10 +155,10 @@ def run_blocks(arguments: argparse.Namespace) -> None:
 
 
 def run_dead(arguments: argparse.Namespace) -> None:
-    """Measure what dead stores cost.
+    """Measures what dead stores cost.
 
     Raises:
-        ConfigurationError: names the option and what is right.
+        ConfigurationError: an option is wrong; the message names it and what is right.
     """
     from kvconnect.bench.report import render
     from kvconnect_bench.dead.run import DeadPlan, dead_stores
@@ -186,7 +176,7 @@ def run_dead(arguments: argparse.Namespace) -> None:
 
 
 def run_kernels(arguments: argparse.Namespace) -> None:
-    """Measure the copies of blocks."""
+    """Measures the copies of blocks."""
     from kvconnect.bench.report import render
     from kvconnect_bench.kernels.run import kernels
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from typing import Any
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["require_peer_python"]
+__all__ = ["add_peer_python", "require_peer_python"]
+
+
+def add_peer_python(parser: argparse.ArgumentParser, what: str, **more: Any) -> None:
+    """Adds ``--peer-python``, the interpreter of an environment with `what`."""
+    about = f"bin/python of an environment with {what}"
+    parser.add_argument("--peer-python", type=Path, metavar="PYTHON", help=about, **more)
 
 
 def require_peer_python(python: Path) -> None:

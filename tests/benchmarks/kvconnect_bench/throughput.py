@@ -1,4 +1,4 @@
-"""``kvconnect bench engine``: one request, many at once and a long prompt, beside vLLM's engine."""
+"""Measures one request, many at once and a long prompt, also with vLLM's engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PEER = "kvconnect_bench.peers.vllm_engine"
 
 @dataclass(frozen=True, slots=True)
 class ThroughputPlan:
-    """What is asked for.
+    """The settings of a run.
 
     Attributes:
         requests: at once, against one.
@@ -40,12 +40,12 @@ class ThroughputPlan:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request."""
+        """The tokens of the longest request."""
         return max(self.prompt_tokens + self.max_tokens, self.prefill_tokens + 1)
 
 
 class _Answer(Protocol):
-    """Seconds that `prompts` at once took, and the tokens of each."""
+    """Answers `prompts` at once; returns the seconds that took, and the tokens of each."""
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], max_tokens: int
@@ -54,7 +54,7 @@ class _Answer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """What one engine did in one round: tokens per second, and the tokens themselves."""
+    """The results of one engine in one round: tokens per second, and the tokens themselves."""
 
     one: float
     many: float
@@ -63,13 +63,13 @@ class _Round:
 
 
 def throughput(model: Path, plan: ThroughputPlan, peer_python: Path | None) -> list[Figure]:
-    """Tokens per second, without reuse; medians of rounds in which engines take turns.
+    """Measures tokens per second, without reuse; medians of rounds with engines in turn.
 
     Blocks for minutes.
 
     Args:
         model: directory; computed with in float32.
-        plan: what is asked for.
+        plan: the settings of the run.
         peer_python: an interpreter that has vLLM; ``None``: kvconnect alone.
 
     Raises:

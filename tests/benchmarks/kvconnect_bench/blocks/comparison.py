@@ -15,14 +15,14 @@ from kvconnect_bench.blocks.plan import BlocksPlan
 __all__ = ["Tell", "compare", "growth", "memory"]
 
 Tell = Callable[[str], None]
-"""Hears what is being measured."""
+"""Receives a sentence about what is being measured."""
 
 Rounds = dict[str, list[float]]
 """What was measured in each round, by party."""
 
 
 def compare(field: Field, plan: BlocksPlan, tell: Tell) -> list[Figure]:
-    """Times of all parties, and how many times longer each peer takes than kvconnect.
+    """Measures the times of all parties, and how many times longer each peer takes than kvconnect.
 
     Blocks for minutes. The parties take turns within each round; ratios are taken in a round.
 
@@ -99,7 +99,7 @@ def _keys(field: Field, plan: BlocksPlan, tell: Tell) -> list[Figure]:
 
 
 def growth(own: Party, plan: BlocksPlan, tell: Tell) -> list[Figure]:
-    """Time by tokens of a request, and by blocks that are cached. Blocks for a minute."""
+    """Measures a request's time by its tokens and by the cached blocks. Blocks for a minute."""
     tell("growth with tokens")
     sizes = plan.prompt_sizes
     figures = []
@@ -119,12 +119,12 @@ def growth(own: Party, plan: BlocksPlan, tell: Tell) -> list[Figure]:
 
 
 def memory(plan: BlocksPlan, tell: Tell) -> list[Figure]:
-    """Bytes of bookkeeping per cached block, with and without keys. Blocks for seconds."""
+    """Measures bookkeeping bytes per cached block, with and without keys. Blocks for seconds."""
     figures = []
     for keys in (False, True):
         name = "memory beyond tokens and keys" if keys else "memory beyond tokens"
         tell(name)
-        # What a process did before shows in its resident memory: each starts anew.
+        # Earlier work of a process shows in its resident memory, so each measurement has its own.
         with Party(None, "kvconnect_bench.blocks.ours") as party:
             for traced, how in ((False, "resident"), (True, "asked for")):
                 taken = party.ask("bookkeeping", **plan.shared_prompts, keys=keys, traced=traced)
@@ -140,7 +140,7 @@ def _by_size(name: str, sizes: Sequence[int], seconds: Sequence[float]) -> list[
 
 
 def _per_doubling(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Percent that the time grows by when the size doubles, where it grows fastest."""
+    """Returns the most percent that the time grows by when the size doubles."""
     points = list(zip(sizes, seconds, strict=True))
     return max(
         100 * (2 ** (log2(later / time) / log2(larger / size)) - 1)

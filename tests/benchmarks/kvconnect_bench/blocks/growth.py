@@ -1,4 +1,4 @@
-"""How the time of a request grows with its tokens, and with what is cached."""
+"""Measures how the time of a request grows with its tokens, and with the cached blocks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _BATCH = 200
 _REQUEST_BLOCKS = 32
 
 _VOCABULARY = 2**31 - 1
-"""So large that prompts begin with the same token only where that is wanted: a block that matches
-in part is copied, which is other work than the same work in a larger cache."""
+"""The vocabulary is so large that prompts begin with the same token only where that is wanted. A
+block that matches in part is copied, and such copies are not what a larger cache costs."""
 
 
 def by_tokens(sizes: Sequence[int], repeats: int) -> dict[str, list[float]]:
-    """Median seconds of a request by its tokens, wholly cached and wholly new."""
+    """Returns the median seconds of a request by its tokens, wholly cached and wholly new."""
     rounds: dict[str, list[float]] = {"cached": [], "fresh": []}
     for tokens in sizes:
         blocks = tokens // BLOCK + 1
@@ -33,11 +33,11 @@ def by_tokens(sizes: Sequence[int], repeats: int) -> dict[str, list[float]]:
 
 
 def by_cached_blocks(sizes: Sequence[int], rounds: int) -> dict[str, list[float]]:
-    """Median seconds of a request of 512 tokens by the blocks that are cached: full pools.
+    """Returns the median seconds of a request of 512 tokens in full pools, by their sizes.
 
     ``shared``: half of its tokens are one of ``size / 128`` shared prefixes; ``fresh``: none are;
     ``alike``: all requests begin with the same token, and share no more. The sizes take turns, so
-    that what else the machine does falls on all of them.
+    that other load of the machine falls on all of them.
     """
     found = {}
     half = _REQUEST_BLOCKS // 2
@@ -66,7 +66,7 @@ class _FullPool:
         self.serve(2 * num_blocks // self._own + groups)
 
     def serve(self, count: int) -> float:
-        """Seconds of `count` requests, one after the other."""
+        """Returns the seconds of `count` requests, one after the other."""
         cache, seconds = self._cache, 0.0
         for group in self._rng.integers(0, len(self._prefixes), count):
             tokens = np.concatenate((self._prefixes[group], self._random(self._own)))

@@ -1,4 +1,4 @@
-"""What the block manager remembers of each cached block."""
+"""Measures the memory that the block manager uses for each cached block."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _KEY_NBYTES = 32
 
 
 def bookkeeping(groups: int, shared: int, unique: int, *, keys: bool, traced: bool) -> float:
-    """Bytes per cached block, beyond 4 per token and, with `keys`, 32 per block.
+    """Returns the bytes per cached block, beyond 4 per token and, with `keys`, 32 per block.
 
-    Long shared prompts: `groups` of `shared` tokens, each gone on with in four ways of `unique`
-    tokens. For what the process takes, it must not have done anything before.
+    There are `groups` long prompts of `shared` tokens. Each is continued in four ways, by `unique`
+    tokens. Without `traced` the process must not have done any work before.
 
     Args:
         groups: shared prompts.
         shared: tokens of each.
         unique: tokens of each continuation.
-        keys: every block was also looked for by its key.
-        traced: count what Python and NumPy asked for; else, what the process really takes.
+        keys: also looks up every block by its key.
+        traced: counts what Python and NumPy allocated; else the process's resident memory.
     """
     blocks = groups * (shared + _CONTINUATIONS * unique) // BLOCK
-    for _ in _prompts(2, shared, unique):  # what making the prompts takes is there before
+    for _ in _prompts(2, shared, unique):  # memory for making prompts is allocated before
         pass
     if traced:
         tracemalloc.start()
@@ -78,7 +78,7 @@ def _allocated(*, traced: bool) -> int:
     gc.collect()
     if traced:
         return tracemalloc.get_traced_memory()[0]
-    # What was freed goes back to the system, so that resident memory says what is in use.
+    # What was freed goes back to the system, so that resident memory is what is in use.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

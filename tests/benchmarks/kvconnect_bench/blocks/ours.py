@@ -1,4 +1,4 @@
-"""kvconnect as one of the parties."""
+"""The process of kvconnect as one of the parties."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Serve as ``kvconnect``."""
+    """Serves kvconnect's workloads until standard input ends."""
     answers = take_stdout()
     served = workloads(OwnCache) | {
         "keys": hash_seconds_per_block,

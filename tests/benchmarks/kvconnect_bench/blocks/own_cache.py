@@ -1,4 +1,4 @@
-"""kvconnect's own block manager as the benchmark drives it, and what its block keys cost."""
+"""The block manager of kvconnect as the benchmark drives it, and the cost of its block keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvconnect_bench.blocks.traffic import BLOCK, TokenIds
 __all__ = ["OwnCache", "hash_seconds_per_block", "make_chain", "make_manager"]
 
 _LAYOUT = KvCacheLayout(1, 1, 1, 1, BLOCK, torch.float16)
-"""The smallest: what a block holds does not matter to who counts blocks."""
+"""The smallest layout: the block manager's work does not depend on what a block holds."""
 
 
 class OwnRequest(NamedTuple):
@@ -29,48 +29,49 @@ class OwnRequest(NamedTuple):
 
 
 def make_manager(num_blocks: int) -> BlockManager:
-    """A manager of one full-attention pool with the settings of a user who sets nothing."""
+    """Makes a manager of one full-attention pool with default settings."""
     config = KvCacheConfig(tokens_per_block=BLOCK)
     return BlockManager(config, _LAYOUT, num_blocks=num_blocks)
 
 
 class OwnCache:
-    """The manager as `KVCacheManager` drives it: it asks what matches, and then adds."""
+    """A block manager, driven as `KVCacheManager` drives it: first it matches, then it adds."""
 
     def __init__(self, num_blocks: int) -> None:
         self.manager = make_manager(num_blocks)
         self._numbers = itertools.count()
 
     def request(self, tokens: TokenIds) -> OwnRequest:
-        """See `Cache`."""
+        """Implements `Cache.request`."""
         return OwnRequest(next(self._numbers), tokens)
 
     def match(self, request: OwnRequest) -> None:
-        """See `Cache`."""
+        """Implements `Cache.match`."""
         self.manager.match(request.tokens)
 
     def claim(self, request: OwnRequest) -> None:
-        """See `Cache`. It matches once more."""
+        """Implements `Cache.claim`; matches the tokens once more."""
         self.manager.add_sequence(request.request_id, request.tokens)
 
     def publish(self, request: OwnRequest) -> None:
-        """See `Cache`."""
+        """Implements `Cache.publish`."""
         self.manager.commit(request.request_id, len(request.tokens))
 
     def release(self, request: OwnRequest) -> None:
-        """See `Cache`."""
+        """Implements `Cache.release`."""
         self.manager.release(request.request_id)
 
 
 def make_chain(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> KeyChain:
-    """The keys of a request of these tokens, not hashed yet."""
+    """Makes the keys of a request of these tokens, not hashed yet."""
     return KeyChain(root_key(b"model", (_LAYOUT,), Namespace()), BLOCK, TokenBuffer(tokens))
 
 
 def hash_seconds_per_block(tokens: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds per block that the keys of a request take: the ``first`` time, and ``again``.
+    """Returns the seconds per block that the keys of a request take, in each of `repeats` requests.
 
-    ``by_key``: to find all its published blocks by key for the first time.
+    ``first`` is the first call, and ``again`` the second. ``by_key`` is the time to find all
+    published blocks of the request by key for the first time.
     """
     rng = np.random.default_rng(4)
     spent: dict[str, list[float]] = {"first": [], "again": [], "by_key": []}

@@ -17,7 +17,7 @@ __all__ = ["Party", "PartyFailed"]
 
 _BENCHMARKS = Path(__file__).resolve().parents[2]
 _PATH = (_BENCHMARKS, _BENCHMARKS.parents[1] / ".ci" / "editable")
-"""Where `kvconnect_bench` and `kvconnect` are, and nothing else."""
+"""The folders of `kvconnect_bench` and `kvconnect`, which hold nothing else."""
 
 _START = """\
 import os, runpy, sys
@@ -31,20 +31,20 @@ class PartyFailed(KvConnectError):
 
 
 class Party:
-    """One party, in a process of its own until `close`; a context manager. Not thread-safe.
+    """A party in a process of its own, until `close`. A context manager; not thread-safe.
 
     Args:
-        python: its interpreter; ``None``: kvconnect's own party in this interpreter.
-        module: to run there, with its package.
+        python: interpreter of the process; ``None``: this one, for kvconnect's own party.
+        module: module to run there, with its package.
         arguments: of the module.
-        before: what the command begins with, such as ``ip netns exec NAME``.
+        before: words before the command, such as ``ip netns exec NAME``.
 
     Attributes:
-        versions: what it said of itself.
-        pid: of its process.
+        versions: the versions that the party reported.
+        pid: id of the process.
 
     Raises:
-        PartyFailed: it is not installed there, or cannot start.
+        PartyFailed: the party is not installed there, or cannot start.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Party:
     ) -> None:
         path = os.pathsep.join(map(str, _PATH))
         command = [*before, python or sys.executable, "-P", "-c", _START, path, module]
-        # To a file: a pipe that is not read would stop a party that complains a lot.
+        # To a file: a pipe that is not read would block a party that writes a lot.
         self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by `close`
         self._process = subprocess.Popen(
             [*command, *arguments],
@@ -69,10 +69,10 @@ class Party:
             raise
 
     def ask(self, workload: str, **arguments: Any) -> Any:
-        """Let it run one of its workloads; blocks until it is done.
+        """Runs one of the party's workloads; blocks until the result is there.
 
         Raises:
-            PartyFailed: its process ended instead.
+            PartyFailed: the process ended instead, or the party was closed.
         """
         if self._process.stdin is None:
             raise PartyFailed("the party was closed")
@@ -85,7 +85,7 @@ class Party:
         return self._answer()
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """Kills the process, whatever it is running."""
         self._process.kill()
         self._process.communicate()
         self._complaints.close()

@@ -1,4 +1,4 @@
-"""Finds the peers that the user has."""
+"""Starts the peers that the user has."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PEERS = (
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Who takes part.
+    """The parties that take part.
 
     Attributes:
         parties: by name, kvconnect first; the others' names have their versions.
@@ -49,7 +49,7 @@ class Field:
 
 @contextmanager
 def open_field(pythons: Sequence[Path]) -> Iterator[Field]:
-    """Start kvconnect and every peer found in one of these interpreters; blocks for seconds.
+    """Starts kvconnect and every peer found in one of these interpreters; blocks for seconds.
 
     Raises:
         ConfigurationError: there is no such interpreter, or this is no checkout.

@@ -1,4 +1,4 @@
-"""How much is measured."""
+"""The sizes of the workloads of ``bench blocks``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BlocksPlan:
         repeats: of a long prompt in one round.
 
     Raises:
-        ConfigurationError: one of them is too small to mean anything.
+        ConfigurationError: a size is too small to mean anything.
     """
 
     tokens: int = 131_072
@@ -38,18 +38,18 @@ class BlocksPlan:
 
     @property
     def mixed(self) -> dict[str, int]:
-        """Arguments of the workload of that name."""
+        """The arguments of the workload ``mixed``."""
         traffic = {"groups": 64, "shared": 2048, "unique": 512, "live": 128}
         return {"blocks": 65_536, "requests": self.requests, **traffic}
 
     @property
     def prompt_sizes(self) -> list[int]:
-        """Tokens of prompts, doubling around `tokens`."""
+        """The tokens of prompts, doubling around `tokens`."""
         return [self.tokens * 2**power // 8 for power in range(5)]
 
     @property
     def pool_sizes(self) -> list[int]:
-        """Blocks of pools, from 1,000 to `cached_blocks`, each ten times the one before."""
+        """The blocks of pools, from 1,000 to `cached_blocks`, each ten times the one before."""
         sizes = [1000]
         while sizes[-1] * 10 <= self.cached_blocks:
             sizes.append(sizes[-1] * 10)
@@ -57,5 +57,5 @@ class BlocksPlan:
 
     @property
     def shared_prompts(self) -> dict[str, int]:
-        """Arguments of the measurement of memory."""
+        """The arguments of the measurement of memory."""
         return {"groups": 32, "shared": self.tokens, "unique": self.tokens // 16 // 16 * 16}

@@ -1,4 +1,4 @@
-"""The traffic that every party serves, and how its time is taken."""
+"""The traffic that every party serves, and the measurement of its time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 __all__ = ["BLOCK", "Cache", "cached", "fresh", "mixed", "serve_one", "settle"]
 
 BLOCK = 16
-"""Tokens of a block."""
+"""The tokens of a block."""
 
 _VOCABULARY = 100_000
 _BATCH = 250
@@ -23,26 +23,26 @@ TokenIds = npt.NDArray[np.int32]
 
 
 class Cache(Protocol):
-    """One party's block manager, freshly made. Requests are whatever the party makes of tokens."""
+    """A party's new block manager. The party chooses the type of its requests."""
 
     def request(self, tokens: TokenIds) -> Any:
-        """A request in the party's own form; its time does not count."""
+        """Makes a request in the party's own form; its time does not count."""
 
     def match(self, request: Any) -> None:
-        """Find what is cached of it."""
+        """Finds the cached blocks of the request."""
 
     def claim(self, request: Any) -> None:
-        """Take the blocks that matched, and new ones for the rest; the block ids are known then."""
+        """Takes the blocks that matched, and new ones for the rest; makes the block ids known."""
 
     def publish(self, request: Any) -> None:
-        """The KV of all its tokens is valid: others can reuse it from now on."""
+        """Declares the KV of all tokens valid, so that other requests can reuse it."""
 
     def release(self, request: Any) -> None:
-        """Let go of its blocks; they stay cached."""
+        """Releases the blocks of the request; they stay cached."""
 
 
 def cached(cache: Cache, *, tokens: int, repeats: int) -> list[float]:
-    """Seconds of match, claim and release of a prompt that is cached as a whole."""
+    """Returns the seconds of match, claim and release of a prompt that is cached as a whole."""
     prompt = _random(np.random.default_rng(1), tokens)
     serve_one(cache, cache.request(prompt))
     requests = [cache.request(prompt) for _ in range(repeats)]
@@ -51,7 +51,7 @@ def cached(cache: Cache, *, tokens: int, repeats: int) -> list[float]:
 
 
 def fresh(cache: Cache, *, tokens: int, repeats: int) -> list[float]:
-    """Seconds of allocating, publishing and releasing a prompt of which nothing is cached.
+    """Returns the seconds of allocating, publishing and releasing a prompt that is not cached.
 
     The pool holds one prompt, and is full: each prompt takes the blocks of the one before.
     """
@@ -65,9 +65,10 @@ def fresh(cache: Cache, *, tokens: int, repeats: int) -> list[float]:
 def mixed(
     cache: Cache, *, requests: int, groups: int, shared: int, unique: int, live: int
 ) -> float:
-    """Seconds of `requests` requests, each a group's `shared` tokens and `unique` ones of its own.
+    """Returns the seconds of `requests` requests.
 
-    `live` of them are live at any time; the oldest is released before the next one comes.
+    Each has the `shared` tokens of its group, and `unique` ones of its own. `live` requests are
+    live at any time; the oldest is released before the next one comes.
     """
     rng = np.random.default_rng(3)
     prefixes = [_random(rng, shared) for _ in range(groups)]
@@ -93,7 +94,7 @@ def mixed(
 
 
 def settle() -> None:
-    """Collect garbage, and take what is there out of later collections, as servers do."""
+    """Collects garbage, and excludes what remains from later collections, as servers do."""
     gc.collect()
     gc.freeze()
 
@@ -107,7 +108,7 @@ def _timed_reuse(cache: Cache, request: Any) -> float:
 
 
 def serve_one(cache: Cache, request: Any) -> float:
-    """Seconds of one request from match to release."""
+    """Returns the seconds of one request from match to release."""
     start = time.perf_counter()
     cache.match(request)
     cache.claim(request)

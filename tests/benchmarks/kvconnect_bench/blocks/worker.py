@@ -1,4 +1,4 @@
-"""A party's process: measures what it is asked for, one line of JSON in, one out."""
+"""A party's process: answers each request, a line of JSON, with a line of JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Workload = Callable[..., object]
 
 
 def workloads(make: MakeCache) -> dict[str, Workload]:
-    """What every party can be asked for, by name; each run has a new cache."""
+    """Returns the workloads that every party has, by name. Each run has a new cache."""
 
     def run_cached(tokens: int, repeats: int) -> list[float]:
         return cached(make(tokens // BLOCK + 1), tokens=tokens, repeats=repeats)
@@ -35,22 +35,22 @@ def workloads(make: MakeCache) -> dict[str, Workload]:
 
 
 def take_stdout() -> TextIO:
-    """Standard output for answers alone: whatever else the party prints goes to standard error.
+    """Reserves standard output for answers: other output of the party goes to standard error.
 
-    To be called first of all: some print while they are imported.
+    Must be called first, because some parties print while they are imported.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     if isinstance(sys.stdout, TextIOWrapper):
-        # Or what was printed long ago would come after the complaint that it ends with.
+        # Else earlier output would follow the party's last error message.
         sys.stdout.reconfigure(line_buffering=True)
     return answers
 
 
 def serve(answers: TextIO, versions: Mapping[str, str], served: Mapping[str, Workload]) -> None:
-    """Answer requests ``{"workload": name, "arguments": {...}}`` until standard input ends.
+    """Answers requests ``{"workload": name, "arguments": {...}}`` until standard input ends.
 
-    The first line says who this is: `versions` of what it uses.
+    The first line that it writes holds `versions`, those of what the party uses.
     """
 
     def answer(value: object) -> None:

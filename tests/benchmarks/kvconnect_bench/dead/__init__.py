@@ -1,1 +1,1 @@
-"""``kvconnect bench dead``: what a store that dies costs the requests."""
+"""Measures what a store that dies costs the requests: ``kvconnect bench dead``."""

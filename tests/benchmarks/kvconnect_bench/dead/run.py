@@ -1,7 +1,8 @@
-"""``kvconnect bench dead``: what a store that dies costs the requests, and how soon it is back.
+"""Measures what a store that dies costs the requests, and how soon it is used again.
 
-An engine with a store and one without get the same prompts in turn. What the first takes longer to
-its first token is what the store costs. All answers must be equal.
+An engine with a store and two without one get the same prompts in turn. The cost of the store is
+how much later the first token comes with it. The second engine without a store is the control. All
+answers must be equal.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvconnect.trace import Event, metrics
 from kvconnect_bench.servers.mortal import SERVERS, Death, MortalServer
 from kvconnect_bench.servers.plain_s3 import any_credentials
 
-__all__ = ["DeadPlan", "Toll", "dead_stores", "figures_of", "measure_death"]
+__all__ = ["DeadPlan", "Toll", "dead_stores", "figures_of", "measure_death", "told_of"]
 
 Tell = Callable[[str], None]
 
@@ -37,16 +38,16 @@ _AGAIN_S = 0.1  # between attempts to hit
 
 @dataclass(frozen=True, slots=True)
 class DeadPlan:
-    """How to measure.
+    """The sizes and settings of the measurement.
 
     Attributes:
         prompt_tokens: of each request.
-        requests: so many are measured once the breaker is open.
+        requests: at least so many are measured after the breaker has opened.
         dead_s: the store is dead at least so long; pauses between probes grow meanwhile.
         budget_ms: the connector's ``lookup_timeout_ms``.
-        timeout_s: its deadline of loads and saves.
-        parameters: more of the store's URL.
-        stored: prompts that the store has before; each is good for one attempt to hit.
+        timeout_s: the connector's deadline of loads and saves.
+        parameters: further parameters of the store's URL.
+        stored: prompts that are stored beforehand; each serves one attempt to hit.
     """
 
     prompt_tokens: int = 64
@@ -60,14 +61,16 @@ class DeadPlan:
 
 @dataclass(frozen=True, slots=True)
 class Toll:
-    """What one death of one store cost, in seconds that requests took longer to the first token.
+    """The cost of one death of one store.
+
+    Costs are the seconds by which a first token came later than without a store.
 
     Attributes:
-        alive: each of those before the death; the store had none of their prompts.
-        first: the first request after it.
-        waiting: each of those that came before the breaker opened.
-        opened: each of those after it.
-        control: the same of a second engine without a store: what the measurement is good for.
+        alive: cost of each request before the death; the store had none of their prompts.
+        first: cost of the first request after the death.
+        waiting: cost of each further request before the breaker opened.
+        opened: cost of each request after that.
+        control: `opened`, for a second engine without a store: the measurement's noise.
         until_open: from the death until the breaker opened.
         until_hit: from the recovery to the end of the first request that hit.
     """
@@ -84,7 +87,7 @@ class Toll:
 def dead_stores(
     model: Path | None, scratch: Path, stores: Sequence[str], plan: DeadPlan, tell: Tell
 ) -> list[Figure]:
-    """Every death of every store. Blocks for some minutes.
+    """Measures every death of every store. Blocks for some minutes.
 
     Args:
         model: directory; default: a random Llama that answers in milliseconds, so that what a store
@@ -92,7 +95,7 @@ def dead_stores(
         scratch: an empty directory.
         stores: names in `SERVERS`.
         plan: how to measure.
-        tell: is told what happens.
+        tell: called with a sentence about each step.
 
     Raises:
         ConfigurationError: there is no redis-server here.
@@ -112,7 +115,7 @@ def dead_stores(
 
 
 def measure_death(model: Path, server: MortalServer, death: Death, plan: DeadPlan) -> Toll:
-    """Let `server` die under an engine that uses it, and recover.
+    """Measures a death of `server` under an engine that uses it, and its recovery.
 
     Raises:
         RuntimeError: an answer was wrong, or the store was not used again.
@@ -123,7 +126,7 @@ def measure_death(model: Path, server: MortalServer, death: Death, plan: DeadPla
 
 
 class _Trial:
-    """One engine with the store and one without, side by side."""
+    """An engine with the store and two without one, side by side."""
 
     def __init__(self, model: Path, server: MortalServer, plan: DeadPlan, stack: ExitStack) -> None:
         self._server = server
@@ -142,12 +145,12 @@ class _Trial:
         with LLM(model, kv_cache=cache, connector=config) as llm:
             self._stored = list(zip(prompts, llm.generate(prompts, _FEW), strict=True))
         self._llm = stack.enter_context(LLM(model, kv_cache=cache, connector=config))
-        gc.freeze()  # else the interpreter looks through all of torch, for a quarter of a second
+        gc.freeze()  # else a collection scans all of torch, for a quarter of a second
         stack.callback(gc.unfreeze)
-        self._opened = stack.enter_context(_told_of("store.breaker.opened"))
+        self._opened = stack.enter_context(told_of("store.breaker.opened"))
 
     def run(self, death: Death) -> Toll:
-        for _ in range(20):  # whatever is done for the first time
+        for _ in range(20):  # work that is done only the first time
             self._added()
         alive = tuple(self._added()[0] for _ in range(20))
         self._until_hit()  # on a busy machine an answer may come after the budget
@@ -186,7 +189,7 @@ class _Trial:
         return random_prompt(self._plan.prompt_tokens, seed=self._seed)
 
     def _added(self) -> tuple[float, float]:
-        """Seconds that the first token comes later than without a store: with one, and without."""
+        """Returns by how many seconds the first token is later with the store, and in control."""
         prompt = self._fresh()
         engines = [self._llm, *self._plain]
         # In turns: the first one wakes the processor for the others.
@@ -208,7 +211,7 @@ class _Trial:
 
 
 def figures_of(name: str, toll: Toll, budget_ms: float) -> list[Figure]:
-    """What `toll` is shown as; `name` is the store's and its death's."""
+    """Returns the figures of `toll`; `name` names the store and its death."""
     waiting = toll.waiting or (0.0,)
     return [
         Figure(f"{name}: a miss, before", statistics.median(toll.alive) * 1e3, "ms"),
@@ -223,7 +226,8 @@ def figures_of(name: str, toll: Toll, budget_ms: float) -> list[Figure]:
 
 
 @contextmanager
-def _told_of(name: str) -> Iterator[threading.Event]:
+def told_of(name: str) -> Iterator[threading.Event]:
+    """Yields an event that is set when an event of this `name` is reported."""
     happened = threading.Event()
 
     def hear(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""What `bench engines` is asked for."""
+"""The settings of ``bench engines``."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 __all__ = ["CONNECTORS", "OURS", "TIERS", "EnginesPlan"]
 
 CONNECTORS = ("none", "KvConnect", "KvConnectTier", "fs", "ExampleConnector", "LMCache")
-"""Nothing; kvconnect's connector and its tier; vLLM's own tier and its example; LMCache's."""
+"""The connectors: none, kvconnect's and its tier, vLLM's own tier and its example, LMCache's."""
 
 OURS = ("KvConnect", "KvConnectTier")
-"""Those of kvconnect."""
+"""The connectors of kvconnect."""
 
 TIERS = ("KvConnectTier", "fs")
-"""Those that vLLM's own offloading drives."""
+"""The connectors that vLLM's own offloading drives."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginesPlan:
-    """What is asked for.
+    """The settings of a run.
 
     Attributes:
         connectors: of `CONNECTORS`; each takes its turn in every round.
@@ -34,5 +34,5 @@ class EnginesPlan:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and its answer."""
+        """The tokens of the longest prompt and its answer."""
         return self.prompt_tokens + self.steps + 64

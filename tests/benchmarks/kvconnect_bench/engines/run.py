@@ -1,9 +1,9 @@
 """Runs vLLM with each connector: cold, idle, and again after a restart from disk.
 
 The floor of a restart is that of ``bench restart``: reading the prompt's KV from the disk, one pass
-into memory, and the answer to a prompt that the device has. All connectors are held against one
-floor, that of the same run; and before a restart the page cache gives up what it has of their
-files, as some of them read past it and others through it.
+into memory, and the answer to a prompt that the device has. All connectors are compared with one
+floor, that of the same run. Before a restart their files are dropped from the page cache, because
+some connectors read past it and others through it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _BLOCK = 32
 
 @dataclass(slots=True)
 class _Measured:
-    """What one connector did: seconds, but for `tokens`, `cached` and `wrong`.
+    """The measurements of one connector, in seconds but for `tokens`, `cached` and `wrong`.
 
-    `scheduler` is what the peer's `Spent` says of each computed prompt's way to its first token; of
-    a tier its own part of it, as `inside` of a decode step.
+    `scheduler` has the fields of the peer's `Spent` for each computed prompt, up to its first
+    token. For a tier, `scheduler` and `inside` count the time inside the tier alone; `around` of a
+    decode step includes vLLM's offloading.
     """
 
     cold: float = math.nan
@@ -55,12 +56,14 @@ class _Measured:
 def bench_engines(
     model: Path, scratch: Path, plan: EnginesPlan, python: Path, tell: Callable[[str], object]
 ) -> list[Figure]:
-    """What each connector costs; medians of restarts in which they take turns. Blocks for minutes.
+    """Measures each connector, with medians of restarts in which connectors take turns.
+
+    Blocks for minutes.
 
     Args:
         model: directory; computed with in float32.
         scratch: an empty directory for the stores, on the disk that is to be measured.
-        plan: what is asked for.
+        plan: the settings of the run.
         python: an interpreter that has vLLM, and what kvconnect needs.
         tell: called with a sentence where something is left out.
 
@@ -98,7 +101,7 @@ def bench_engines(
 def _cold(
     model: Path, directory: Path, name: str, plan: EnginesPlan, python: Path, prompt: list[int]
 ) -> _Measured:
-    """The first life of an engine: the prompt is computed and saved; then steps with nothing."""
+    """Measures an engine's first life: it saves the prompt, then the connector is idle."""
     found = _Measured()
     with started_engine(model, directory, name, plan.longest, python) as party:
         said = party.ask("answer", prompt=prompt, max_tokens=2)
@@ -139,7 +142,7 @@ def _restart(
 
 
 def started_engine(model: Path, directory: Path, name: str, longest: int, python: Path) -> Party:
-    """Returns the process of an engine that has answered once; it is the caller's to close.
+    """Returns the process of an engine that has answered once. The caller closes it.
 
     Args:
         model: directory.
@@ -160,7 +163,7 @@ def started_engine(model: Path, directory: Path, name: str, longest: int, python
             directory=str(directory),
             longest=longest,
         )
-        # What vLLM makes when it first computes is no connector's time.
+        # The time of vLLM's first computation is not the connector's.
         warm_up = random_prompt(_WARM_UP, seed=2).tolist()
         party.ask("answer", prompt=warm_up, max_tokens=2)
     except PartyFailed:
@@ -208,7 +211,7 @@ def _figures(
 
 
 def _of_scheduler(name: str, one: _Measured, blocks: int) -> list[Figure]:
-    """What the scheduler's thread does for a connector; of a tier, for that alone."""
+    """Returns the figures of the scheduler's thread for a connector, or for a tier alone."""
     ours = name in OURS
     spent = {part: statistics.median(of[part] for of in one.scheduler) for part in one.scheduler[0]}
     waited = spent["wall"] - spent["admission"] - spent["rest"]
@@ -230,7 +233,7 @@ def _of_scheduler(name: str, one: _Measured, blocks: int) -> list[Figure]:
 
 
 def _source(scratch: Path, nbytes: int) -> Path:
-    """A file of at least `nbytes`, written long enough ago to be on the disk."""
+    """Writes a file of `nbytes` bytes, and waits until it is on the disk."""
     path = scratch / "floor"
     with path.open("wb") as file:
         file.write(b"\1" * nbytes)
@@ -240,7 +243,7 @@ def _source(scratch: Path, nbytes: int) -> Path:
 
 
 def _kv_nbytes(model: Path, num_tokens: int) -> int:
-    """Of the prompt's keys and values, in float32."""
+    """Returns the bytes of the prompt's keys and values, in float32."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text(encoding="utf-8"))
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -1,4 +1,4 @@
-"""Measures in decode steps how `PromptCache` finds a model unchanged before a prompt."""
+"""Measures in decode steps the cost of `PromptCache`'s check of a model before a prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEPS = 16
 
 
 def canary(model: Path, plan: IdentityPlan) -> list[Figure]:
-    """Times the check of a prefill against a decode step behind a prompt, in turns."""
+    """Times the check before a prefill against a decode step behind a prompt, in turns."""
     made = load(model, plan.dtype)
     ids = torch.from_numpy(random_prompt(plan.prompt_tokens, seed=1)).long()[None].to(made.device)
     checks, glances, steps = [], [], []

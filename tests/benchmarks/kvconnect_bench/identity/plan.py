@@ -8,18 +8,18 @@ from pathlib import Path
 __all__ = ["PARTS", "IdentityPlan"]
 
 PARTS = ("weights", "canary", "wire", "vllm")
-"""Names of the parts, in the order in which they are measured."""
+"""The names of the parts, in the order in which they are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdentityPlan:
-    """What is asked for.
+    """The settings of a run.
 
     Attributes:
         parts: some of `PARTS`.
         dtype: of the model in memory; vLLM computes in float32.
         prompt_tokens: of a prompt that `PromptCache.prefill` or vLLM is given.
-        repeats: medians of so many.
+        repeats: number of repeats; the figures are medians.
         peer_python: an interpreter that has vLLM; ``None``: there is none.
     """
 

@@ -24,7 +24,7 @@ def bench_identity(
     Args:
         model: directory.
         scratch: a directory for the stores of engines.
-        plan: what is asked for.
+        plan: the settings of the run.
         tell: called with the name of each part before it is measured, and with a sentence where
             something is left out.
 

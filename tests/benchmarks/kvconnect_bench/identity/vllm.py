@@ -27,11 +27,11 @@ def watch_in_vllm(
 ) -> list[Figure]:
     """Times decode steps with and without the watch, by turns, in one engine for each connector.
 
-    Weights are looked at in the steps that load or save something.
+    The watch checks the weights in the steps that load or save something.
 
     Raises:
         ConfigurationError: the plan's interpreter does not exist, or this is no checkout.
-        RuntimeError: a connector never looked at the weights.
+        RuntimeError: a connector never checked the weights.
     """
     if plan.peer_python is None:
         tell("vllm is left out: give --peer-python, an interpreter that has it")
@@ -50,11 +50,11 @@ def watch_in_vllm(
 
 
 def _figures(where: str, party: Party, plan: IdentityPlan) -> list[Figure]:
-    numbers = count(3)  # those before are the engine's own
+    numbers = count(3)  # smaller seeds are the engine's own
     watched: list[tuple[float, float]] = []
 
     def step(*, watches: bool) -> float:
-        """Returns the seconds of a decode step behind a new prompt; the median."""
+        """Returns the median seconds of a decode step behind a new prompt."""
         party.ask("watch", watches=watches)
         prompt = random_prompt(plan.prompt_tokens, next(numbers)).tolist()
         steps: list[list[float]]

@@ -24,14 +24,14 @@ __all__ = ["load", "timed", "weights"]
 T = TypeVar("T")
 
 _PAGE = 4096
-_SETTLED_S = 2.5  # digests of files that changed since are not kept
+_SETTLED_S = 2.5  # digests of files that changed since are not cached
 
 
 def weights(model: Path, plan: IdentityPlan) -> list[Figure]:
     """Times loading from a cold page cache, then the content hash, then the whole name.
 
     Loading ends when every page of the weights is in memory: transformers maps files, and reads
-    them later. The digest of the files themselves was made before, and is kept by file.
+    them later. The digest of the files themselves is made before, and cached for each file.
     """
     loaded, hashed, named, nbytes = [], [], [], 0
     newest = max(path.stat().st_ctime for path in model.rglob("*"))
@@ -66,7 +66,7 @@ def load(model: Path, dtype: str) -> PreTrainedModel:
 
 
 def _loaded(directory: Path, dtype: str) -> PreTrainedModel:
-    """The model, once every page of its weights was read."""
+    """Loads the model, and reads every page of its weights."""
     model = load(directory, dtype)
     for one in model.parameters():
         flat = one.detach().reshape(-1)

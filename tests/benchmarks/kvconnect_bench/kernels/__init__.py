@@ -1,1 +1,1 @@
-"""``kvconnect bench kernels``: copies of blocks, against what the machine can do."""
+"""Measures copies of blocks against what the machine can do: ``kvconnect bench kernels``."""

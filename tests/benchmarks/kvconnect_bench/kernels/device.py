@@ -33,7 +33,7 @@ _GEMM = 8192
 
 
 def device_figures(device: torch.device, *, repeats: int) -> list[Figure]:
-    """Measure; see `kvconnect_bench.kernels.run`. Takes about 4 GiB of the device's memory."""
+    """Measures copies; see `kvconnect_bench.kernels.run`. Takes about 4 GiB of device memory."""
     clock = _Clock(device, repeats)
     ceilings = _Ceilings.measured(clock)
     figures = ceilings.figures()
@@ -45,7 +45,7 @@ def device_figures(device: torch.device, *, repeats: int) -> list[Figure]:
 
 
 class _Clock:
-    """Times work on a stream of its own with the device's own events."""
+    """Times work on a stream of its own with CUDA events."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device = device
@@ -53,7 +53,7 @@ class _Clock:
         self._repeats = repeats
 
     def seconds(self, job: Callable[[], object]) -> float:
-        """The median of several runs, after two that warm up. Blocks."""
+        """Returns the median seconds of several runs, after two that warm up. Blocks."""
         with torch.cuda.stream(self.stream):
             times = [self._once(job) for _ in range(self._repeats + 2)]
         return statistics.median(times[2:])
@@ -73,11 +73,11 @@ def _timed_event() -> torch.cuda.Event:
 
 @dataclass(frozen=True, slots=True)
 class _Ceilings:
-    """Bytes per second, of one copy without gaps.
+    """The rates of copies without gaps, in bytes per second.
 
     Attributes:
-        within: on the device, counted once although they are read and written.
-        load, store: of a page-locked 64 MiB.
+        within: on the device; bytes that are read and written count once.
+        load, store: to and from the device, of page-locked 64 MiB.
     """
 
     within: float
@@ -105,7 +105,7 @@ class _Ceilings:
 
 
 def _within(run: int, target: int, ceilings: _Ceilings, clock: _Clock) -> list[Figure]:
-    """Random blocks of one run each, out of a cache twice as large."""
+    """Measures random blocks of one run each, out of a cache twice as large."""
     count = _WITHIN_NBYTES // run
     kv, other = _cache(2 * count, run, clock.device), _cache(2 * count, run, clock.device)
     rows = torch.zeros(count, run, dtype=torch.uint8, device=clock.device)
@@ -168,7 +168,7 @@ def _share(
 
 
 def _slowdowns(clock: _Clock) -> list[Figure]:
-    """How much longer matrix products take while blocks are loaded beside them."""
+    """Measures how much longer matrix products take while blocks are loaded beside them."""
     left, right = (
         torch.randn(_GEMM, _GEMM, dtype=torch.bfloat16, device=clock.device) for _ in range(2)
     )
@@ -190,7 +190,7 @@ def _slowdowns(clock: _Clock) -> list[Figure]:
 
         def beside(path: str = path) -> None:
             side.wait_stream(clock.stream)
-            # As many as keep the link busy for longer than the products take.
+            # So many loads keep the link busy for longer than the products take.
             for _ in range(1 + int(alone * 40e9 * 2 / _LINK_NBYTES)):
                 scatter_blocks(rows, kv, ids, stream=side, path=path, stable_source=True)
             products()
@@ -204,7 +204,7 @@ def _slowdowns(clock: _Clock) -> list[Figure]:
 
 
 def _compile_times(device: torch.device) -> list[Figure]:
-    """The copy kernel: compiled, and found in the cache."""
+    """Times the copy kernel's first compilation, and its load from the cache."""
     major, minor = torch.cuda.get_device_capability(device)
     part = CompiledPart("copy_runs", 16)
     with tempfile.TemporaryDirectory() as folder:
@@ -218,7 +218,7 @@ def _compile_times(device: torch.device) -> list[Figure]:
 
 
 def _cache(num_blocks: int, block_nbytes: int, device: torch.device) -> PagedKv:
-    """A pool of one layer whose blocks are one run of random bytes each."""
+    """Makes a pool of one layer whose blocks are one run of random bytes each."""
     memory = torch.randint(0, 256, (num_blocks * block_nbytes,), dtype=torch.uint8, device=device)
     tokens = max(1, block_nbytes // 1024)
     dim = block_nbytes // (4 * tokens)

@@ -32,9 +32,9 @@ _CALLS = 2000
 
 
 def host_figures(*, nbytes: int, repeats: int) -> list[Figure]:
-    """Measure; see `kvconnect_bench.kernels.run.kernels`.
+    """Measures copies in host memory; see `kvconnect_bench.kernels.run.kernels`.
 
-    Everything runs in one thread, the memcpy too: what more threads add, they add to both.
+    Everything runs in one thread, the memcpy too, because more threads speed up both.
     """
     with _one_thread():
         figures = [_ceiling(nbytes, repeats)]
@@ -53,7 +53,7 @@ def _ceiling(nbytes: int, repeats: int) -> Figure:
 
 
 def _block_copies(run: int, nbytes: int, repeats: int) -> list[Figure]:
-    """Random blocks of one run each, out of a cache twice as large."""
+    """Measures random blocks of one run each, out of a cache twice as large."""
     count = max(1, nbytes // run)
     kv, other = _cache(2 * count, run), _cache(2 * count, run)
     rows = _random_bytes(count * run).view(count, run)
@@ -79,7 +79,7 @@ def _block_copies(run: int, nbytes: int, repeats: int) -> list[Figure]:
 
 
 def _updates(run: int, nbytes: int, repeats: int) -> Figure:
-    """`kv_cache_update` of 8 heads, each head's new rows one run."""
+    """Measures `kv_cache_update` of 8 heads, with each head's new rows in one run."""
     new, heads = run // _ROW, 8
     batch = max(1, nbytes // (run * heads))
     cache = torch.zeros(batch, heads, 2 * new, _DIM, dtype=torch.bfloat16)
@@ -96,7 +96,7 @@ def _updates(run: int, nbytes: int, repeats: int) -> Figure:
 
 
 def _quantised(nbytes: int, repeats: int) -> list[Figure]:
-    """As the codecs of stores do it: block by block."""
+    """Measures quantisation block by block, as the codecs of stores do it."""
     layout = KvCacheLayout(1, _HEADS, _DIM, _DIM, 4 * _TOKENS, torch.bfloat16)
     count = max(1, nbytes // layout.block_nbytes)
     blocks = torch.randn(count, layout.block_nbytes // 2).bfloat16().view(torch.uint8)
@@ -113,7 +113,7 @@ def _quantised(nbytes: int, repeats: int) -> list[Figure]:
 
 
 def _calls() -> list[Figure]:
-    """One tiny block, or token: what a call costs beside the copying."""
+    """Measures calls with one tiny block or token: the cost of a call beside the copying."""
     kv, other = _cache(8, 8 * _KIB), _cache(8, 8 * _KIB)
     rows, pairs = torch.zeros(1, 8 * _KIB, dtype=torch.uint8), np.array([[1, 2]])
     ids = np.array([3])
@@ -136,7 +136,7 @@ def _calls() -> list[Figure]:
 def _share(
     name: str, job: Callable[[], object], nbytes: int, repeats: int, target: str = ""
 ) -> Figure:
-    """The time of a memcpy of as much over the job's own, in turns."""
+    """Measures the time of a memcpy of as many bytes as a share of the job's own, in turns."""
     copy = _Memcpy(nbytes)
     shares = []
     for _ in range(repeats):
@@ -146,7 +146,7 @@ def _share(
 
 
 class _Memcpy:
-    """One memcpy between two pieces of memory of its own, which are warm."""
+    """A memcpy between two pieces of memory of its own, which are warm."""
 
     def __init__(self, nbytes: int) -> None:
         self._source, self._target = _random_bytes(nbytes), _random_bytes(nbytes)
@@ -163,7 +163,7 @@ def _seconds(job: Callable[[], object]) -> float:
 
 
 def _call_seconds(job: Callable[[], object]) -> float:
-    """The least mean of several rounds: whatever else runs only adds to it."""
+    """Returns the least mean of several rounds, as other load only adds to it."""
 
     def mean() -> float:
         start = time.perf_counter()
@@ -175,7 +175,7 @@ def _call_seconds(job: Callable[[], object]) -> float:
 
 
 def _cache(num_blocks: int, block_nbytes: int) -> PagedKv:
-    """A pool of one layer whose blocks are one run each."""
+    """Makes a pool of one layer whose blocks are one run each."""
     tokens = max(1, block_nbytes // (2 * _HEADS * _ROW))
     heads = _HEADS if block_nbytes >= 2 * _HEADS * _ROW else 1
     dim = block_nbytes // (2 * 2 * tokens * heads)
@@ -184,7 +184,7 @@ def _cache(num_blocks: int, block_nbytes: int) -> PagedKv:
 
 
 def _random_bytes(nbytes: int) -> Tensor:
-    # Half-precision numbers of any bits; also every page is there when the clock starts.
+    # Half-precision numbers of any bits; every page is mapped when the clock starts.
     return torch.from_numpy(np.random.default_rng(1).integers(0, 256, nbytes, np.uint8))
 
 

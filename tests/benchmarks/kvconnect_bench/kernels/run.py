@@ -1,4 +1,4 @@
-"""The copies of blocks: what the machine can do first, then what they do of it."""
+"""Measures the copies of blocks, as shares of what the machine can do."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SKIPPED = (
 def kernels(
     *, nbytes: int, repeats: int, tell: Callable[[str], None] = lambda _: None
 ) -> list[Figure]:
-    """Measure the copies on the host, and on the current CUDA device if there is one. Blocks.
+    """Measures the copies on the host, and on the current CUDA device if there is one. Blocks.
 
     Args:
         nbytes: copied in one measurement on the host; should be beyond the processor's caches.
-        repeats: of each; the median counts.
-        tell: is told what was skipped.
+        repeats: of each measurement; the figures are medians.
+        tell: called with a sentence about what was skipped.
     """
     figures = host_figures(nbytes=nbytes, repeats=repeats)
     if torch.cuda.is_available():

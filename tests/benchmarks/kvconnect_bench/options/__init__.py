@@ -1,1 +1,1 @@
-"""The options of benchmarks, and from them their plans."""
+"""The options of benchmarks, and the plans that are made from them."""

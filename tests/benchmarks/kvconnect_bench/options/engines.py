@@ -1,4 +1,4 @@
-"""``kvconnect bench engines``: its options, and from them its plan."""
+"""The options of ``kvconnect bench engines``, and the plan that is made from them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ from pathlib import Path
 
 from kvconnect.cli.command import add_number, chosen, picked, require_at_least_one, tell
 from kvconnect_bench.engines.plan import CONNECTORS, EnginesPlan
+from kvconnect_bench.peer_python import add_peer_python
 
 __all__ = ["add_engines_options", "run_engines"]
 
 
 def add_engines_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``bench engines``."""
+    """Adds the options of ``bench engines``."""
     parser.description = """\
 Run vLLM with nothing, with kvconnect's connector and tier, and with others' beside them: what each
 adds to a step on the scheduler's thread, and how long after a restart from disk the first token
 takes, against the floor of the same run."""
-    parser.add_argument(
-        "--peer-python",
-        type=Path,
-        required=True,
-        metavar="PYTHON",
-        help="bin/python of an environment with vLLM: make test-engines makes .venv-engines/vllm",
-    )
+    about = "vLLM: make test-engines makes .venv-engines/vllm"
+    add_peer_python(parser, about, required=True)
     names = ",".join(CONNECTORS)
     parser.add_argument("--connectors", default=names, metavar="NAME,…", help=f"default: {names}")
     add_number(parser, "--prompt-tokens", "(default: 4096)", default=4096)
@@ -39,10 +35,10 @@ takes, against the floor of the same run."""
 
 
 def run_engines(arguments: argparse.Namespace) -> None:
-    """Measure connectors.
+    """Measures connectors.
 
     Raises:
-        ConfigurationError: names the option and what is right.
+        ConfigurationError: an option is wrong; the message names it and what is right.
     """
     from kvconnect.bench.report import render
     from kvconnect.bench.workload import bench_model

@@ -1,4 +1,4 @@
-"""``kvconnect bench identity``: its options, and from them its plan."""
+"""The options of ``kvconnect bench identity``, and the plan that is made from them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from kvconnect.cli.command import add_number, chosen, picked, require_at_least_one, tell
 from kvconnect.errors import ConfigurationError
 from kvconnect_bench.identity.plan import PARTS, IdentityPlan
+from kvconnect_bench.peer_python import add_peer_python
 
 __all__ = ["add_identity_options", "run_identity"]
 
 
 def add_identity_options(parser: argparse.ArgumentParser) -> None:
-    """Describes ``bench identity``."""
+    """Adds the options of ``bench identity``."""
     parser.description = """\
 Measure what it costs to know what computed a block: naming a model by what is in memory against
 loading it; the check that it is unchanged against a decode step; checksums of a transfer against
@@ -28,12 +29,7 @@ to a step of vLLM."""
     parser.add_argument("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
     add_number(parser, "--prompt-tokens", "(default: 512)", default=512)
     add_number(parser, "--repeats", "(default: 5)", default=5)
-    parser.add_argument(
-        "--peer-python",
-        type=Path,
-        metavar="PYTHON",
-        help="bin/python of an environment with vLLM, without which the part vllm is left out",
-    )
+    add_peer_python(parser, "vLLM, without which the part vllm is left out")
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="for scratch files, on the disk to measure"
     )
@@ -43,7 +39,7 @@ def run_identity(arguments: argparse.Namespace) -> None:
     """Measures what names cost.
 
     Raises:
-        ConfigurationError: names the option and what is right.
+        ConfigurationError: an option is wrong; the message names it and what is right.
     """
     from kvconnect.bench.report import render
     from kvconnect.bench.workload import bench_model

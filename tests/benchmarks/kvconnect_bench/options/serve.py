@@ -1,4 +1,4 @@
-"""``kvconnect bench serve``: its options, and from them its workload."""
+"""The options of ``kvconnect bench serve``, and the workload that is made from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COUNTS = ("requests", "prefixes", "chats", "turns", "suffix_tokens", "max_token
 
 
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``bench serve``."""
+    """Adds the options of ``bench serve``."""
     server = parser.add_argument_group("server")
     server.add_argument("--model", type=Path, metavar="DIR", help="default: a random Llama")
     server.add_argument("--store", metavar="URL", help="of the server that is started")
@@ -57,10 +57,10 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(arguments: argparse.Namespace) -> None:
-    """Measure a server.
+    """Measures a server.
 
     Raises:
-        ConfigurationError: names the option and what is right.
+        ConfigurationError: an option is wrong; the message names it and what is right.
     """
     from kvconnect.bench.report import render
 

@@ -1,4 +1,4 @@
-"""``kvconnect bench transfer``: its options, and from them its plan."""
+"""The options of ``kvconnect bench transfer``, and the plan that is made from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["add_transfer_options", "run_transfer"]
 
 
 def add_transfer_options(parser: argparse.ArgumentParser) -> None:
-    """Describe ``bench transfer``."""
+    """Adds the options of ``bench transfer``."""
     parser.description = """\
 Measure reads from the memory of another process: on one host against process_vm_readv, over the
 loopback against a plain socket, over links of a known rate (network namespaces, so as root only);
@@ -49,10 +49,10 @@ token, and what two connected engines cost while they are idle."""
 
 
 def run_transfer(arguments: argparse.Namespace) -> None:
-    """Measure transfers.
+    """Measures transfers.
 
     Raises:
-        ConfigurationError: names the option and what is right.
+        ConfigurationError: an option is wrong; the message names it and what is right.
     """
     from kvconnect.bench.report import render
     from kvconnect_bench.transfer.run import bench_transfer

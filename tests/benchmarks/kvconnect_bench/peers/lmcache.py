@@ -1,7 +1,7 @@
-"""LMCache's storage backends, in an interpreter that has LMCache.
+"""The process of LMCache's storage backends, in an interpreter that has LMCache.
 
-Values lie in its own host buffers before they are put and after they are got, as in its engine; for
-its memory backend, whose values are those buffers, a copy into or out of one counts as well.
+As in its engine, values lie in LMCache's own host buffers before a put and after a get. The values
+of its memory backend are those buffers, so a copy into or out of a buffer counts as well.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["main"]
 
 _LOOKUPS = 16
 _TIMEOUT_S = 120.0
-_PARTS = ("", "kv_bytes", "metadata")  # what its clients for Redis add to a key
+_PARTS = ("", "kv_bytes", "metadata")  # suffixes that its clients for Redis add to a key
 
 
 class Bench:
-    """One backend with its values; every call is a round.
+    """A backend with its values; every call of `round` is a round.
 
     Args:
-        kind: ``memory``, ``disk``, ``redis`` or ``resp`` (its client in C++).
+        kind: ``memory``, ``disk``, ``redis`` or ``resp`` (LMCache's client in C++).
         place: directory, or ``host:port``.
         nbytes: of a value.
-        count: of the values.
+        count: number of values.
         batch: values of one call.
     """
 
@@ -92,7 +92,7 @@ class Bench:
         self._objects = [] if self._hot else [self._allocated(value) for value in self._values]
 
     def round(self) -> dict[str, float]:
-        """Seconds to put everything, to get everything, and to look up one key."""
+        """Returns the seconds to put everything, to get everything, and to look up one key."""
         put = _seconds(self._put)
         lookups = [_seconds(lambda: self._backend.contains(self._keys[0])) for _ in range(_LOOKUPS)]
         get = self._get()
@@ -104,7 +104,7 @@ class Bench:
             for key in self._keys:
                 self._backend.remove(key)
             return
-        # It cannot; and to overwrite what is there costs a server much less than to store it.
+        # Its client cannot remove values; and overwriting costs a server less than storing.
         stems = [key.to_string() for key in self._keys]
         with import_module("redis").Redis.from_url(f"redis://{self._place}") as server:
             server.unlink(*(stem + part for stem in stems for part in _PARTS))
@@ -173,7 +173,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Serve until standard input ends."""
+    """Serves until standard input ends."""
     answers = take_stdout()
     import_module("lmcache")
     benches: dict[str, Bench] = {}

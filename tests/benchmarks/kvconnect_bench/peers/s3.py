@@ -1,10 +1,10 @@
-"""boto3 moving the same values to the same service in its ordinary way, and S3 without a service.
+"""Measures boto3 beside the S3 store: the same values, and the same service or a plain server.
 
 ``python -m kvconnect_bench.peers.s3`` starts a plain server and measures the store, the floor and
-boto3 against it. The others, and which way boto3 is used, are in the table. Below it stands how
-many times as fast as boto3's ordinary body read the store's GET is, each taken by the same floor;
-and then the same reads in turn, also one call at a time, with what each costs the client's
-processors.
+boto3 against it. The table names the ways in which boto3 is used. The lines below the table say how
+many times as fast as boto3's ordinary body read the store's GET is, each as a ratio to the same
+floor. Then come the same reads in turn, also one call at a time, with the client's processor time
+of each.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _BUCKET = "bench"
 
 
 def bench_boto3(url: str, plan: StorePlan, tell: Callable[[str], None]) -> list[StoreFigure]:
-    """``put_object`` and ``get_object()["Body"].read()`` of the same values, beside the floor.
+    """Measures ``put_object`` and ``get_object()["Body"].read()`` of the same values.
 
-    Once with objects as long as those of the store, once with an object for each value; as many
-    calls at once as the store gets. Blocks. Leaves nothing behind.
+    The objects are once as long as those of the store, and once hold one value each. As many calls
+    run at once as the store gets. Blocks. Removes its objects at the end.
 
     Raises:
         ConfigurationError, BackendUnavailable: the service cannot be used.
@@ -58,7 +58,7 @@ def bench_boto3(url: str, plan: StorePlan, tell: Callable[[str], None]) -> list[
 
 
 def _figures(boto3: Boto3, plan: StorePlan, floor: Floor | None) -> list[StoreFigure]:
-    """Of put and get; leaves nothing behind."""
+    """Returns the figures of put and get; removes its objects at the end."""
     ways = {
         "put": partial(boto3.put_all, plan.puts_in_flight),
         "get": partial(boto3.get_all, plan.gets_in_flight),
@@ -100,7 +100,7 @@ def _figure(
 
 
 def compare(figures: Sequence[StoreFigure]) -> list[str]:
-    """How many times as fast as boto3 the bare store reads, for each size."""
+    """Returns lines that say how many times as fast as boto3 the bare store reads, by size."""
     lines = []
     gets = [one for one in figures if one.operation == "get" and one.ratio is not None]
     for own in [one for one in gets if one.how == "bare"]:
@@ -116,7 +116,7 @@ def compare(figures: Sequence[StoreFigure]) -> list[str]:
 
 
 def main() -> None:
-    """Measure against a plain server."""
+    """Measures against a plain server."""
     parser = argparse.ArgumentParser(prog="python -m kvconnect_bench.peers.s3")
     parser.add_argument("--sizes", default="256KiB,2MiB,32MiB", help="of values (%(default)s)")
     parser.add_argument("--total", default="128MiB", help="of all values (%(default)s)")

@@ -1,4 +1,4 @@
-"""boto3 writing and reading values in its ordinary way."""
+"""Writes and reads values with boto3 in its ordinary way."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Boto3"]
 
 
 class Boto3:
-    """boto3 and nothing around it: objects of `step` values each. Blocks; thread-safe.
+    """A boto3 client alone, with objects of `step` values each. Blocks; thread-safe.
 
     Attributes:
-        how: it is used, in words.
+        how: boto3 is used, in words.
         names: of the objects.
-        payloads: their values.
+        payloads: the values of the objects.
     """
 
     def __init__(self, settings: S3Settings, payloads: Payloads, step: int) -> None:
@@ -47,21 +47,21 @@ class Boto3:
         self.names = list(self._objects)
 
     def put(self, name: str) -> None:
-        """Write one object."""
-        # It takes bytes in one piece; joining several is what a user would have to do, too.
+        """Writes one object."""
+        # `put_object` takes bytes in one piece; a user would have to join them, too.
         body = b"".join(self._objects[name])
         self._client.put_object(Bucket=self._bucket, Key=name, Body=body)
 
     def get(self, name: str) -> None:
-        """Read one object."""
+        """Reads one object."""
         self._client.get_object(Bucket=self._bucket, Key=name)["Body"].read()
 
     def get_all(self, at_once: int) -> float:
-        """Seconds to read all objects, so many at once."""
+        """Returns the seconds to read all objects, so many at once."""
         return self._all(self.get, at_once)
 
     def put_all(self, at_once: int) -> float:
-        """Seconds to write all objects, so many at once."""
+        """Returns the seconds to write all objects, so many at once."""
         return self._all(self.put, at_once)
 
     def _all(self, way: Callable[[str], None], at_once: int) -> float:
@@ -71,7 +71,7 @@ class Boto3:
             return time.perf_counter() - start
 
     def close(self) -> None:
-        """Delete the objects."""
+        """Deletes the objects."""
         for name in self.names:
             self._client.delete_object(Bucket=self._bucket, Key=name)
         self._client.close()

@@ -1,8 +1,8 @@
-"""Reads from S3 and what they cost: the store, plain HTTP and boto3 in turn, round by round.
+"""Measures reads from S3 and their cost: the store, plain HTTP and boto3 in turn, in each round.
 
 Against a server on the same machine a client's speed says as much about the server, which takes its
-part of the processors. The processor time of the client alone does not: it is what is left for
-others where the network is the limit, and how fast a network can be before the client is.
+part of the processors. The client's own processor time does not. It shows what is left for other
+work where the network is the limit, and how fast a network can be before the client is the limit.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class _Spent:
 
 
 def bench_reads(url: str, plan: StorePlan, tell: Callable[[str], None]) -> list[str]:
-    """A table: as many calls at once as the store gets elsewhere, and one at a time. Blocks.
+    """Returns a table of reads: as many calls at once as the store gets elsewhere, and one.
 
-    How many times as fast as boto3 plain HTTP is stands in brackets. Leaves nothing behind.
+    The numbers in brackets say how many times as fast as boto3 plain HTTP is. Blocks. Removes its
+    objects at the end.
 
     Raises:
         ConfigurationError, BackendUnavailable: the service cannot be used.

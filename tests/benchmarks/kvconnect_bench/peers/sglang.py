@@ -1,4 +1,4 @@
-"""SGLang's radix cache, in an interpreter that has SGLang."""
+"""The process of SGLang's radix cache, in an interpreter that has SGLang."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TREE = "sglang.srt.mem_cache"
 
 
 class SglangCache:
-    """Its unified radix cache with its paged allocator on the CPU, as its scheduler drives them.
+    """A unified radix cache with its paged allocator on the CPU, as SGLang's scheduler drives them.
 
-    SGLang counts in tokens: sizes and ids here are of tokens, in whole pages.
+    SGLang counts in tokens, so sizes and ids here are of tokens, in whole pages.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -41,21 +41,21 @@ class SglangCache:
 
     @property
     def tree_name(self) -> str:
-        """Which tree this version chose by itself."""
+        """The class of the tree that this version of SGLang chose."""
         return type(self._tree.tree_core).__name__
 
     def request(self, tokens: TokenIds) -> dict[str, Any]:
-        """See `Cache`: filled in on the way."""
+        """Implements `Cache.request`: a dict that the other methods extend."""
         return {"tokens": array("q", tokens.astype(np.int64).tobytes())}
 
     def match(self, request: dict[str, Any]) -> None:
-        """See `Cache`."""
+        """Implements `Cache.match`."""
         tokens = request["tokens"]
         key = self._key(tokens, limit=len(tokens) - 1)
         request["match"] = self._tree.match_prefix(self._prefix.MatchPrefixParams(key=key))
 
     def claim(self, request: dict[str, Any]) -> None:
-        """See `Cache`."""
+        """Implements `Cache.claim`."""
         node = request["match"].last_device_node
         request["lock"] = self._tree.lock(node)
         matched = self._tree.path_device_indices(node)
@@ -70,7 +70,7 @@ class SglangCache:
         request["ids"] = self._torch.cat((matched, own))
 
     def publish(self, request: dict[str, Any]) -> None:
-        """See `Cache`."""
+        """Implements `Cache.publish`."""
         inserted = self._tree.insert(
             self._prefix.InsertParams(
                 key=self._key(request["tokens"]).page_aligned(BLOCK),
@@ -83,14 +83,14 @@ class SglangCache:
         request["published"] = True
 
     def release(self, request: dict[str, Any]) -> None:
-        """See `Cache`."""
+        """Implements `Cache.release`."""
         self._tree.unlock(request["lock"])
         if "published" not in request:
             self._allocator.free(request["ids"][request["matched"] :])
 
 
 def main() -> None:
-    """Serve as ``sglang``."""
+    """Serves the workloads of all parties until standard input ends."""
     answers = take_stdout()
     version: str = import_module("sglang.version").__version__
     tree = SglangCache(1).tree_name

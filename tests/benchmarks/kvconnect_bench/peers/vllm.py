@@ -1,4 +1,4 @@
-"""vLLM's `KVCacheManager`, in an interpreter that has vLLM."""
+"""The process of vLLM's `KVCacheManager`, in an interpreter that has vLLM."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["main"]
 
 
 class VllmCache:
-    """Its manager as its scheduler drives it: one full-attention group.
+    """A `KVCacheManager` of one full-attention group, as vLLM's scheduler drives it.
 
     Args:
-        num_blocks: that hold tokens; vLLM keeps one more for itself.
-        hashing: whether hashing the tokens of a request counts as matching it. If not, that is done
-            when the request is made.
+        num_blocks: blocks that hold tokens; vLLM keeps one more for itself.
+        hashing: whether hashing the tokens of a request counts as matching it. If not, a request is
+            hashed when it is made.
     """
 
     def __init__(self, num_blocks: int, *, hashing: bool) -> None:
@@ -54,7 +54,7 @@ class VllmCache:
         self._numbers = itertools.count()
 
     def request(self, tokens: TokenIds) -> list[Any]:
-        """See `Cache`: the request, what matched, and how many tokens that is."""
+        """Returns the request, the blocks that matched, and how many tokens matched."""
         request = self._make_request(
             request_id=str(next(self._numbers)),
             prompt_token_ids=tokens.tolist(),
@@ -65,14 +65,14 @@ class VllmCache:
         return [request, None, 0]
 
     def match(self, request: list[Any]) -> None:
-        """See `Cache`."""
+        """Implements `Cache.match`."""
         own = request[0]
         if self._hashing:
             own.block_hashes = self._hasher(own)
         request[1], request[2] = self._manager.get_computed_blocks(own)[:2]
 
     def claim(self, request: list[Any]) -> None:
-        """See `Cache`."""
+        """Implements `Cache.claim`."""
         own, blocks, matched = request
         fresh = own.num_tokens - matched
         if self._manager.allocate_slots(own, fresh, matched, blocks) is None:
@@ -81,14 +81,14 @@ class VllmCache:
         own.num_computed_tokens = own.num_tokens
 
     def publish(self, request: list[Any]) -> None:
-        """Done by `claim`: vLLM caches the blocks of a step when it allocates them."""
+        """Does nothing: vLLM caches the blocks of a step when `claim` allocates them."""
 
     def release(self, request: list[Any]) -> None:
-        """See `Cache`."""
+        """Implements `Cache.release`."""
         self._manager.free(request[0])
 
     def hash_seconds_per_block(self, tokens: int, repeats: int) -> dict[str, list[float]]:
-        """Seconds per block that hashing a request takes."""
+        """Returns the seconds per block that hashing a request takes."""
         rng = np.random.default_rng(4)
         spent = []
         for _ in range(repeats):
@@ -100,7 +100,7 @@ class VllmCache:
 
 
 def main() -> None:
-    """Serve as ``vllm``; with the argument ``hashing``, with the time of hashing."""
+    """Serves until standard input ends; the argument ``hashing`` adds the time of hashing."""
     answers = take_stdout()
     hashing = "hashing" in sys.argv[1:]
     version: str = import_module("vllm.version").__version__

@@ -1,8 +1,9 @@
-"""vLLM's engine with a KV connector, in an interpreter that has it, and kvconnect's dependencies.
+"""The process of vLLM's engine with a KV connector, in an interpreter that has vLLM.
 
-One process is one life of an engine: a restart is another process. Time on the scheduler's thread
-is taken around every call that the scheduler makes to its connector, or vLLM's offloading to its
-tier; the engine core runs in the process, so its worker's calls are apart.
+The interpreter also has kvconnect's dependencies. One process is one life of an engine: a restart
+is another process. Time on the scheduler's thread is measured around every call that the scheduler
+makes to its connector, or that vLLM's offloading makes to its tier. The engine core runs in the
+process. The calls of its worker do not count.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _ADMISSION = (
 
 
 def _offloading(tier: Mapping[str, Any]) -> dict[str, Any]:
-    # vLLM's own offloading wants a GPU: its copies are replaced, see there.
+    # vLLM's own offloading needs a GPU: `offload_on_cpu` replaces its copies.
     sys.path.insert(0, str(_CHECKOUT / "tests/engines/vllm/tier"))
     extra = {
         "spec_name": "OffloadOnCpu",
@@ -48,7 +49,7 @@ def _offloading(tier: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def connector_config(name: str, directory: Path) -> dict[str, Any] | None:
-    """What vLLM is configured with for the connector `name`, whose store is in `directory`."""
+    """Returns vLLM's configuration for the connector `name`, whose store is in `directory`."""
     url = f"disk://{directory}?capacity=16GiB"
     if name == "none":
         return None
@@ -84,12 +85,12 @@ def connector_config(name: str, directory: Path) -> dict[str, Any] | None:
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds inside an object's methods.
+    """The seconds inside an object's methods.
 
     Attributes:
-        wall: in all of them.
-        admission, rest: of the thread's processor time, in the methods that take up a request, and
-            in all others; what is missing from `wall` was waited for.
+        wall: elapsed in all methods; what exceeds `admission` and `rest` is waiting.
+        admission: of the thread's processor time, in the methods that admit a request.
+        rest: of the thread's processor time, in all other methods.
     """
 
     wall: float = 0.0
@@ -103,11 +104,11 @@ class Spent:
 
 
 class Clock:
-    """What is spent inside the methods of an object, from the outermost call on.
+    """A clock of the time inside an object's methods, from the outermost call on.
 
     Args:
-        target: whose public methods are replaced by timed ones.
-        own: seconds of processor time that the clock adds to a call; they are taken off.
+        target: the object, whose public methods are replaced by timed ones.
+        own: seconds of processor time that the clock adds to a call; they are subtracted.
     """
 
     def __init__(self, target: Any, own: float = 0.0) -> None:
@@ -115,13 +116,13 @@ class Clock:
         self._spent = Spent()
         self._inside = False
         for name in dir(type(target)):
-            # Properties are not asked for: they may be the worker's.
+            # Properties are not read: they may be the worker's.
             if not name.startswith("_") and isfunction(getattr_static(type(target), name)):
                 setattr(target, name, self._timed(name, getattr(target, name)))
 
     @property
     def spent(self) -> Spent:
-        """Since the beginning."""
+        """The time spent since the beginning."""
         return replace(self._spent)
 
     def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,11 +148,11 @@ class Clock:
 
 
 class Watch:
-    """kvconnect's looks at the weights, in this process.
+    """A clock of kvconnect's checks of the weights, in this process.
 
     Attributes:
-        is_on: ``False``: no look is taken, and nothing is found.
-        spent: seconds, since the beginning.
+        is_on: if ``False``, checks are skipped and find no change.
+        spent: seconds inside checks since the beginning.
     """
 
     def __init__(self) -> None:
@@ -176,11 +177,11 @@ class Watch:
 
 class _Nothing:
     def lookup(self) -> None:
-        """As cheap as a call is."""
+        """Does nothing, which is as cheap as a call can be."""
 
 
 def _cost_of_a_clock() -> float:
-    """Processor time that a clock adds to a call, in seconds; the least of some tries."""
+    """Measures the processor seconds that a clock adds to a call; the least of some tries."""
     found = []
     for _ in range(10):
         clock = Clock(target := _Nothing())
@@ -191,7 +192,7 @@ def _cost_of_a_clock() -> float:
 
 
 class ConnectedEngine:
-    """An engine until the process ends, or `stop`."""
+    """An engine that runs until `stop`, or until the process ends."""
 
     def __init__(self) -> None:
         self._vllm = import_module("vllm")
@@ -202,7 +203,7 @@ class ConnectedEngine:
         self._watch: Watch | None = None
 
     def start(self, model: str, connector: str, directory: str, longest: int) -> float:
-        """Load `model` in float32; the seconds that took."""
+        """Loads `model` in float32; returns the seconds that took."""
         start = time.perf_counter()
         config = connector_config(connector, Path(directory))
         self._llm = self._vllm.LLM(
@@ -229,11 +230,10 @@ class ConnectedEngine:
         """Answers greedily, alone.
 
         Returns:
-            ``first``: seconds to the first token; ``connector``, ``tier``: what of those the
-            scheduler spent inside its connector, and that inside its tier, as fields of `Spent`;
-            ``cached``: prompt tokens that were not computed; ``tokens``; ``steps``: of each step
-            the seconds, those inside the connector, those inside the tier, and those in which
-            kvconnect looked at the weights.
+            ``first``: seconds to the first token; ``connector``, ``tier``: the part of those
+            inside the connector and inside the tier, as fields of `Spent`; ``cached``: prompt
+            tokens that were not computed; ``tokens``; ``steps``: for each step the seconds in all,
+            inside the connector, inside the tier, and in kvconnect's checks of the weights.
         """
         params = self._vllm.SamplingParams(
             max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False
@@ -264,7 +264,7 @@ class ConnectedEngine:
         return {**said, "steps": steps}
 
     def settle(self) -> None:
-        """Step until the connector has no more to do, or for a second where it cannot tell."""
+        """Steps while there are requests; with a connector, for at least a second."""
         scheduler = self._core.scheduler
         connector = scheduler.connector
         until = time.monotonic() + 1.0
@@ -275,13 +275,13 @@ class ConnectedEngine:
             time.sleep(0.001)
 
     def stop(self) -> float:
-        """End the engine, and with it what its connector still has to save; the seconds it took."""
+        """Ends the engine and its connector's remaining saves; returns the seconds that took."""
         start = time.perf_counter()
         self._llm.llm_engine.engine_core.shutdown()
         return time.perf_counter() - start
 
     def watch(self, *, watches: bool) -> None:
-        """Has a connector of kvconnect's look at the weights, or not, from now on."""
+        """Switches the weight checks of kvconnect's connector on or off."""
         if self._watch is not None:
             self._watch.is_on = watches
 
@@ -289,14 +289,14 @@ class ConnectedEngine:
         return 0.0 if self._watch is None else self._watch.spent
 
     def _spent(self) -> tuple[Spent, Spent]:
-        """Inside the connector, and inside the tier."""
+        """Returns the time spent inside the connector, and inside the tier."""
         clocks = self._clock, self._tier_clock
         connector, tier = (Spent() if clock is None else clock.spent for clock in clocks)
         return connector, tier
 
 
 def main() -> None:
-    """Serve until standard input ends."""
+    """Serves until standard input ends."""
     answers = take_stdout()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

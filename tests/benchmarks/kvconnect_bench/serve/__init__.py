@@ -1,1 +1,1 @@
-"""``kvconnect bench serve``: what clients of a server wait for. Begin with `run`."""
+"""Measures what clients of a server wait for: ``kvconnect bench serve``. Begin with `run`."""

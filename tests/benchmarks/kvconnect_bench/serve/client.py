@@ -1,4 +1,4 @@
-"""One streamed request, with the times at which its pieces came."""
+"""A client of streamed requests, which measures when their pieces arrive."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class RequestFailed(KvConnectError):
 
 @dataclass(slots=True)
 class Measured:
-    """What a request took, as its client sees it.
+    """The measurements of a request, as its client sees it.
 
     Attributes:
-        started_at: when it was sent, in seconds of `time.perf_counter`.
+        started_at: when the request was sent, in seconds of `time.perf_counter`.
         arrived_at: when each piece with tokens came; several tokens may come in one.
         text: of all pieces.
         prompt_tokens, cached_tokens, output_tokens: as the server counts them.
@@ -41,12 +41,12 @@ class Measured:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token."""
+        """The time to first token, in seconds."""
         return self.arrived_at[0] - self.started_at
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between pieces: inter-token latencies."""
+        """The seconds between pieces: inter-token latencies."""
         return [later - earlier for earlier, later in pairwise(self.arrived_at)]
 
 
@@ -56,7 +56,7 @@ class Client:
     Args:
         url: of the server, without a path.
         model: as the server calls it.
-        api_key: of the server; ``None``: it wants none.
+        api_key: of the server; ``None``: it requires none.
         connections: at once at most.
     """
 
@@ -72,7 +72,7 @@ class Client:
         )
 
     async def __aenter__(self) -> Self:
-        # What a first request loads here is no time of the server's.
+        # The time that a first request takes to load modules here is not the server's.
         with suppress(httpx2.HTTPError):
             await self._http.get("/v1/models", timeout=10)
         return self
@@ -81,10 +81,10 @@ class Client:
         await self._http.aclose()
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> Measured:
-        """Stream the answer to `body` from `path`.
+        """Streams the answer to `body` from `path`, and measures it.
 
         Raises:
-            RequestFailed: there was none.
+            RequestFailed: there was no answer, an error, or no token.
         """
         asked = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
         measured = Measured(time.perf_counter())

@@ -25,7 +25,7 @@ class Target:
     Attributes:
         url: without a path.
         model: as it calls the model.
-        api_key: if it wants one.
+        api_key: if the server requires one.
     """
 
     url: str
@@ -34,10 +34,10 @@ class Target:
 
 
 def measure(target: Target, workload: Workload, concurrency: int) -> list[Figure]:
-    """Figures of `workload`, `concurrency` sessions at once. Blocks until all are answered.
+    """Measures `workload` with `concurrency` sessions at once. Blocks until all are answered.
 
     Raises:
-        RequestFailed: one was not.
+        RequestFailed: a request was not answered.
     """
     return asyncio.run(_measure(target, workload, concurrency))
 

@@ -1,4 +1,4 @@
-"""The server to measure: one that is started for it, or one that runs."""
+"""The server that is started to be measured."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class ServerFailed(KvConnectError):
 
 @contextmanager
 def started_server(model: Path, arguments: Sequence[str]) -> Iterator[str]:
-    """``kvconnect serve`` in a process of its own until the end; yields its URL.
+    """Runs ``kvconnect serve`` in a process of its own until the end; yields its URL.
 
     Args:
-        model: directory; clients call it `MODEL_NAME`.
-        arguments: further ones of the command.
+        model: directory; clients call the model `MODEL_NAME`.
+        arguments: further arguments of the command.
 
     Raises:
-        ServerFailed: it ended instead.
+        ServerFailed: the server ended instead.
     """
     command = [sys.executable, "-P", "-m", "kvconnect", "serve", str(model), "--port", "0"]
     command += ["--served-model-name", MODEL_NAME, *arguments]

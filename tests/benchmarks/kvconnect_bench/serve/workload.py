@@ -1,4 +1,4 @@
-"""What the clients ask: prompts that share prefixes, and chats of several turns."""
+"""The requests of the clients: prompts that share prefixes, and chats of several turns."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz     ", np.uint8)
 
 
 class Workload(ABC):
-    """Sessions, each of requests one after the other; sessions run at once."""
+    """The sessions of a load. Requests of a session run in order; sessions run at once."""
 
     @abstractmethod
     def sessions(self) -> Sequence[Session]:
-        """All of them, in the order in which they begin."""
+        """Returns all sessions, in the order in which they begin."""
 
 
 class Session(ABC):
@@ -29,10 +29,10 @@ class Session(ABC):
 
     @abstractmethod
     async def run(self, client: Client) -> list[Measured]:
-        """Ask them in order.
+        """Sends the requests in order; returns the measurements of each.
 
         Raises:
-            RequestFailed: one was not answered.
+            RequestFailed: a request was not answered.
         """
 
 
@@ -43,7 +43,7 @@ class SharedPrefixes(Workload):
     Attributes:
         requests: in all.
         prefixes: texts that they begin with.
-        prefix_tokens, suffix_tokens, max_tokens: of each request; each suffix is another.
+        prefix_tokens, suffix_tokens, max_tokens: of each request; each suffix is different.
         seed: of the texts.
     """
 
@@ -55,7 +55,7 @@ class SharedPrefixes(Workload):
     seed: int = 0
 
     def prompts(self) -> list[str]:
-        """All of them, in the order in which they are asked."""
+        """Returns all prompts, in the order in which they are sent."""
         rng = np.random.default_rng(self.seed)
         prefixes = [_text(rng, self.prefix_tokens) for _ in range(self.prefixes)]
         return [
@@ -64,13 +64,13 @@ class SharedPrefixes(Workload):
         ]
 
     def sessions(self) -> Sequence[Session]:
-        """One request each."""
+        """Returns sessions of one request each."""
         return [_Completion(prompt, self.max_tokens) for prompt in self.prompts()]
 
 
 @dataclass(frozen=True, slots=True)
 class Chats(Workload):
-    """Conversations: each turn's prompt is all that was said before, and a question.
+    """Conversations: each turn's prompt is the conversation so far, and a question.
 
     Attributes:
         chats: in all.
@@ -89,7 +89,7 @@ class Chats(Workload):
     seed: int = 0
 
     def sessions(self) -> Sequence[Session]:
-        """One chat each."""
+        """Returns sessions of one chat each."""
         rng = np.random.default_rng(self.seed)
         system = _text(rng, self.prefix_tokens)
         return [
@@ -133,5 +133,5 @@ def _sampling(max_tokens: int) -> dict[str, Any]:
 
 
 def _text(rng: np.random.Generator, num_tokens: int) -> str:
-    """A token for each letter with the byte-level tokenizer; with others, fewer."""
+    """Makes a random text: a token for each letter if the tokenizer is byte-level, else fewer."""
     return bytes(rng.choice(_LETTERS, num_tokens)).decode()

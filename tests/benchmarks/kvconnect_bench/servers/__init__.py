@@ -1,4 +1,4 @@
-"""Servers that benchmarks start, and let die: a redis-server and a plain S3 server.
+"""Servers that benchmarks start and kill: a redis-server and a plain S3 server.
 
 Imports the vocabulary and the kit's proxy. Begin with `mortal`.
 """

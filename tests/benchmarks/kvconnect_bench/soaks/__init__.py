@@ -1,1 +1,1 @@
-"""``kvconnect check --soak``: random faults for as long as wanted. Begin with `soak`."""
+"""Runs random faults for as long as wanted: ``kvconnect check --soak``. Begin with `soak`."""

@@ -1,4 +1,4 @@
-"""An engine of several ranks on a store, its network and its processes failing at random."""
+"""A soak of an engine of several ranks whose store's network and processes fail at random."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _ROUNDS_PER_OPENING = 6
 _PROMPTS = 24
 _MAX_TOKENS = 6
 _STORE_S = 5.0
-"""So long a load or a save may take."""
+"""The most seconds that a load or a save may take."""
 _ANSWER_S = 60.0
-"""So long a round may: all of its loads time out, one after the other, and tokens are computed."""
+"""The most seconds of a round: all loads time out in turn, and the tokens are computed."""
 _LOST_S = 5.0
 _RECOVERY_S = 60.0
 
@@ -46,10 +46,10 @@ def soak_ranks(
     seed: int = 0,
     told: Callable[[float], None] | None = None,
 ) -> SoakReport:
-    """Generate with an engine of ``subject.ranks`` ranks while store and ranks fail. Blocks.
+    """Generates with an engine of ``subject.ranks`` ranks while store and ranks fail. Blocks.
 
     In each round the network of the store (with ``subject.address``), or a rank, or nothing fails:
-    ranks are stopped for a second, or killed, after which the engine is made anew.
+    ranks are stopped for a second, or killed, after which the engine is restarted.
 
     Args:
         subject: the store; `store_url` is written, with an address `store_url_via`, too.
@@ -59,7 +59,7 @@ def soak_ranks(
 
     Raises:
         Violation: tokens differ from those without a store, an answer or an error took too long,
-            the store was not used again, a process is left, memory or file descriptors leak. The
+            the store was not used again, a process is left, or memory or file descriptors leak. The
             message names the round's fault and the seed.
         Unsupported: other processes cannot open the store.
     """
@@ -84,7 +84,7 @@ class _RankSoak:
         try:
             while time.monotonic() - start < seconds:
                 rounds += self._opening(start + seconds)
-                gc.collect()  # what a rank that was lost raised refers to its engine
+                gc.collect()  # the error of a lost rank refers to its engine
                 used.append((descriptors(), resident_nbytes()))
                 if told is not None:
                     told(time.monotonic() - last)
@@ -123,7 +123,7 @@ class _RankSoak:
         return rounds
 
     def _round(self, llm: LLM, proxy: TcpProxy | None) -> bool:
-        """A fault, and answers meanwhile and after it; whether the engine goes on."""
+        """Checks answers during a fault and after it; returns whether the engine still runs."""
         kinds = ["nothing", "stopped", "killed", *["nothing" if proxy is None else "network"] * 3]
         kind = self._random.choice(kinds)
         self._fault = f"a rank is {kind}" if kind in {"stopped", "killed"} else kind
@@ -171,7 +171,7 @@ class _RankSoak:
     # ------------------------------------------------------------------ answers
 
     def _answers(self, llm: LLM) -> int:
-        """Compare some answers; returns how many of their tokens came from the store."""
+        """Checks some answers; returns how many of their tokens came from the store."""
         chosen = self._random.sample(range(_PROMPTS), 6)
         began = time.monotonic()
         handles = [llm.submit(self._prompts[one], _greedy()) for one in chosen]
@@ -194,7 +194,7 @@ class _RankSoak:
         self._counts["recoveries"] += 1
 
     def _made_prompts(self) -> list[list[int]]:
-        """Some of them share beginnings; together they are more than the cache has room for."""
+        """Makes prompts of which some share prefixes; together they exceed the cache."""
         prompts: list[list[int]] = []
         for number in range(_PROMPTS):
             shared = prompts[self._random.randrange(number)] if number > 4 else []
@@ -238,7 +238,7 @@ def _greedy() -> SamplingParams:
 
 @contextmanager
 def _stopped(pid: int, seconds: float) -> Iterator[None]:
-    """The process is stopped for so long, whatever happens meanwhile."""
+    """Stops the process for so long; the block ends after that, even if it raises."""
     os.kill(pid, signal.SIGSTOP)
     timer = threading.Timer(seconds, os.kill, (pid, signal.SIGCONT))
     timer.start()

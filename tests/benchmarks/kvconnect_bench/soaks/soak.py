@@ -1,4 +1,4 @@
-"""Half an hour of random faults: what is loaded is right, in time, and all works again after."""
+"""A soak with random faults: loads must be right and in time, and the store must recover."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _ROUNDS_PER_OPENING = 6
 
 @dataclass(frozen=True, slots=True)
 class SoakReport:
-    """What happened.
+    """The result of a soak.
 
     Attributes:
-        seed: run it again with this.
-        seconds: how long it took.
+        seed: repeats the soak.
+        seconds: duration of the soak.
         rounds: faults set and healed.
         counts: of calls, and how they ended.
     """
@@ -65,7 +65,9 @@ def soak(
     seed: int = 0,
     told: Callable[[float], None] | None = None,
 ) -> SoakReport:
-    """Call a store from several clients while it, its disk or its network fail at random. Blocks.
+    """Calls a store from several clients while the store, its disk or its network fail at random.
+
+    Blocks.
 
     Args:
         subject: the store; with `directory` its files fail, too, with `address` its network.
@@ -214,13 +216,13 @@ class _Soak:
 
 
 def expect_no_leak(used: Sequence[tuple[int, int]]) -> None:
-    """Nothing, if this process does not grow with the openings of a store.
+    """Checks that this process does not grow with the openings of a store.
 
     Args:
         used: file descriptors and bytes of memory after each opening.
 
     Raises:
-        Violation: it grows.
+        Violation: this process grows.
     """
     # The first openings fill caches and pools; after them nothing may grow with the rounds.
     if len(used) < 8:

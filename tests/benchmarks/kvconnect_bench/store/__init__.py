@@ -1,1 +1,1 @@
-"""Beside ``kvconnect bench store``: the floors of stores, and LMCache's and boto3's way."""
+"""The floors of stores, and LMCache and boto3 as peers, for ``kvconnect bench store``."""

@@ -1,4 +1,4 @@
-"""What a disk can do: slots of one file past the page cache, keys in SQLite."""
+"""The floor of a disk: slots of one file past the page cache, keys in SQLite."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _THREADS = (1, 2, 4)
 class DiskFloor(Floor):
     """A slot for each value in one preallocated file, read and written past the page cache.
 
-    With several numbers of threads. Keys are found in a SQLite table.
+    Reads and writes run on one, two and four threads. Keys are found in a SQLite table.
 
     Raises:
         ConfigurationError: the disk has no space for another file of so many bytes.
@@ -54,32 +54,32 @@ class DiskFloor(Floor):
         self._db.executemany("INSERT INTO keys VALUES(?, ?)", rows)
         self._pools = [ThreadPoolExecutor(threads) for threads in _THREADS]
         for pool in self._pools:
-            self._write(pool)  # the first write to what was only allocated takes longer
+            self._write(pool)  # the first write to space that was only allocated takes longer
 
     def put(self) -> list[float]:
-        """Write all slots."""
+        """Writes all slots with each number of threads; returns the seconds of each."""
         return [self._write(pool) for pool in self._pools]
 
     def get(self) -> list[float]:
-        """Read all slots."""
+        """Reads all slots with each number of threads; returns the seconds of each."""
         return [self._read(pool) for pool in self._pools]
 
     def hashed_put(self) -> list[float]:
-        """Write all slots, each hashed before: what a checksum costs if nothing else does."""
+        """Writes all slots, each hashed first; returns the seconds with each number of threads."""
         return [self._write(pool, xxhash.xxh3_128_digest) for pool in self._pools]
 
     def hashed_get(self) -> list[float]:
-        """Read all slots, each hashed then."""
+        """Reads all slots and hashes each; returns the seconds with each number of threads."""
         return [self._read(pool, xxhash.xxh3_128_digest) for pool in self._pools]
 
     def lookup(self, keys: int) -> float:
-        """One query."""
+        """Returns the seconds of one query."""
         asked = (self.payloads.keys * keys)[:keys]
         query = f"SELECT key FROM keys WHERE key IN ({','.join('?' * keys)})"
         return median_seconds(lambda: self._db.execute(query, asked).fetchall())
 
     def close(self) -> None:
-        """Delete the file."""
+        """Deletes the file."""
         for pool in self._pools:
             pool.shutdown()
         self._db.close()

@@ -1,4 +1,4 @@
-"""What memory can do: copies between two places of it."""
+"""The floor of memory: copies between two places."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MemoryFloor"]
 
 
 class MemoryFloor(Floor):
-    """Copying between two places of memory that were touched before, on one thread or two."""
+    """Copies between two places of memory that were touched before, on one thread or two."""
 
     name = "memcpy"
 
@@ -24,16 +24,16 @@ class MemoryFloor(Floor):
         self._index = {key: number for number, key in enumerate(payloads.keys)}
 
     def put(self) -> list[float]:
-        """All values, one after the other."""
+        """Copies all values; returns the seconds on one thread and on two."""
         sources = [block.data.numpy() for block in self.payloads.blocks]
         return self._copy(sources, self._kept)
 
     def get(self) -> list[float]:
-        """The same back."""
+        """Copies all values back; returns the seconds on one thread and on two."""
         return self._copy(self._kept, [data.numpy() for data in self.payloads.into])
 
     def lookup(self, keys: int) -> float:
-        """In a dict."""
+        """Returns the seconds to find the keys in a dict."""
         asked = (self.payloads.keys * keys)[:keys]
         return median_seconds(lambda: [self._index.get(key) for key in asked])
 

@@ -1,4 +1,4 @@
-"""What a Redis server and one connection can do: a raw socket, requests written by hand."""
+"""The floor of a Redis server: one raw socket, with requests written by hand."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvconnect.bench.store.payloads import Payloads
 __all__ = ["RedisFloor"]
 
 _WINDOWS = (1, 2)
-_LOCAL_SEND_NBYTES = 208 << 10  # faster than what the system takes between processes of one host
+_LOCAL_SEND_NBYTES = 208 << 10  # faster than the system's default between processes of one host
 
 
 class RedisFloor(Floor):
-    """Raw sockets: one blocking connection, requests written by hand. All methods block.
+    """A blocking connection with requests that are written by hand. All methods block.
 
-    Nothing is checked, indexed or looked up first. Otherwise it is what a store does with the same
-    values: names that were free are taken, from and to the same memory.
+    The floor checks, indexes and looks up nothing. Otherwise it does what a store does with the
+    same values: it takes names that were free, and moves from and to the same memory.
 
     Raises:
         OSError: the server is gone.
-        RuntimeError: it answered with an error.
+        RuntimeError: the server answered with an error.
     """
 
     name = "raw sockets"
@@ -56,15 +56,18 @@ class RedisFloor(Floor):
             raise
 
     def put(self) -> list[float]:
-        """SET of all values, with whichever number of them under way is faster here."""
+        """Sends SET of all values, one or two under way; returns the seconds of the faster."""
         return [min(self._timed(self._set, window, anew=True) for window in _WINDOWS)]
 
     def get(self) -> list[float]:
-        """GET of them; the next request is sent when the last value begins to arrive."""
+        """Sends GET of all values, one or two under way; returns the seconds of the faster.
+
+        A further request is sent when a value begins to arrive.
+        """
         return [min(self._timed(self._get, window) for window in _WINDOWS)]
 
     def lookup(self, keys: int) -> float:
-        """EXISTS of so many names, sent and answered together."""
+        """Returns the seconds of EXISTS of so many names, sent and answered together."""
         names = (self._names * keys)[:keys]
         asked = b"".join(b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%s\r\n" % (len(one), one) for one in names)
 
@@ -75,7 +78,7 @@ class RedisFloor(Floor):
         return median_seconds(ask)
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Deletes the values, and closes the connection."""
         try:
             self._forget()
         finally:
@@ -132,7 +135,7 @@ def _expect(sock: socket.socket, answer: bytes) -> None:
 
 
 def _call(sock: socket.socket, *words: bytes) -> None:
-    """A command whose answer is one line."""
+    """Sends a command, and reads its answer of one line."""
     packed = b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
     sock.sendall(b"*%d\r\n%s" % (len(words), packed))
     answer = b""

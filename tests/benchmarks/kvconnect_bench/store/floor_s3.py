@@ -1,7 +1,7 @@
-"""What an S3 service and a few connections can do: plain HTTP, signed, straight to and from memory.
+"""The floor of an S3 service: signed plain HTTP on a few connections, from and to memory.
 
-The same service, the same bytes, and objects as long as those of the store; requests are signed
-before the time starts, sent by hand, and nothing is looked up or checked but the status.
+The floor uses the same service, the same bytes, and objects as long as those of the store. Requests
+are signed before the time starts, and written by hand. Only the status and the length are checked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Object:
-    """One object: its name, what it is made of, and where it is read to."""
+    """An object: its name, the values that it holds, and the buffers that it is read into."""
 
     name: str
     sources: list[memoryview]
@@ -43,13 +43,13 @@ class _Object:
 
 
 def open_floor(url: str, payloads: Payloads) -> S3Floor | None:
-    """The floor of the store of `url`; ``None``: it is behind a proxy.
+    """Returns the floor of the store of `url`, or ``None`` if the service is behind a proxy.
 
     Raises:
         ConfigurationError, BackendUnavailable: the service cannot be used.
     """
     settings = S3Settings.from_url(StoreUrl.parse(url))
-    # Signed before there is a body.
+    # Requests are signed before there is a body.
     bucket = S3Bucket(replace(settings, sign_payload=False))
     try:
         bucket.check()
@@ -63,15 +63,15 @@ def open_floor(url: str, payloads: Payloads) -> S3Floor | None:
 
 
 def values_per_object(payloads: Payloads, settings: S3Settings) -> int:
-    """How many values the store puts into one object in this benchmark."""
+    """Returns how many values the store puts into one object in this benchmark."""
     return max(1, min(settings.blocks_per_object, StorePlan().batch_nbytes // payloads.nbytes))
 
 
 class S3Floor(Floor):
     """Writes and reads objects of as many values as the store puts into one.
 
-    On one connection, and on several at once. Keys are found in a dict, as what the store was told
-    about them is. Blocks. Leaves nothing behind.
+    Uses one connection, and several at once. Keys are found in a dict, as in the store's own index.
+    Blocks. Removes its objects at the end.
 
     Raises:
         BackendUnavailable: the service cannot be used in this way.
@@ -96,19 +96,19 @@ class S3Floor(Floor):
         self._connections = [self._connect() for _ in range(max(_CONNECTIONS))]
 
     def put(self) -> list[float]:
-        """All values, with several numbers of connections."""
+        """Writes all values; returns the seconds with each number of connections."""
         return [self._run("PUT", number) for number in _CONNECTIONS]
 
     def get(self) -> list[float]:
-        """The same back."""
+        """Reads all values back; returns the seconds with each number of connections."""
         return [self._run("GET", number) for number in _CONNECTIONS]
 
     def get_on(self, number: int) -> float:
-        """Seconds to bring all values back on so many connections, at most four."""
+        """Returns the seconds to read all values on so many connections, at most four."""
         return self._run("GET", min(number, len(self._connections)))
 
     def lookup(self, keys: int) -> float:
-        """In a dict."""
+        """Returns the seconds to find the keys in a dict."""
         index = {key: number for number, key in enumerate(self.payloads.keys)}
         asked = (self.payloads.keys * keys)[:keys]
         start = time.perf_counter()
@@ -117,7 +117,7 @@ class S3Floor(Floor):
         return (time.perf_counter() - start) / _REPEATS
 
     def close(self) -> None:
-        """Delete the objects."""
+        """Deletes the objects, and closes the connections."""
         for connection in self._connections:
             connection.close()
         for one in self._objects:
@@ -136,7 +136,7 @@ class S3Floor(Floor):
                     _get(connection, request, one.targets)
 
         with ThreadPoolExecutor(number) as pool:
-            list(pool.map(id, range(number)))  # they are there when the time starts
+            list(pool.map(id, range(number)))  # the threads run before the time starts
             start = time.perf_counter()
             list(pool.map(work, range(number)))
             return time.perf_counter() - start
@@ -189,7 +189,7 @@ def _head(request: AWSPreparedRequest, nbytes: int | None) -> bytes:
 
 
 def _answer(connection: socket.socket, request: AWSPreparedRequest) -> tuple[int, bytes]:
-    """How long the body is, and what came of it with the header."""
+    """Returns the length of the body, and the part of it that came with the header."""
     head = b""
     while b"\r\n\r\n" not in head:
         data = connection.recv(_HEAD_NBYTES)

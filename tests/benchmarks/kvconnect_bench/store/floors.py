@@ -1,4 +1,4 @@
-"""Which floor a store has."""
+"""Chooses the floor of a store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["make_floor"]
 
 
 def make_floor(url: str, store: Backend, payloads: Payloads) -> Floor | None:
-    """The floor of an open `store`; ``None``: there is none for its kind."""
+    """Returns the floor of an open `store`, or ``None`` if there is none for its kind."""
     if isinstance(store, MemoryBackend):
         return MemoryFloor(payloads)
     if isinstance(store, DiskBackend):

@@ -1,4 +1,4 @@
-"""A peer moving values of the same size to the same place: LMCache elsewhere, for S3 boto3 here."""
+"""Measures a peer with values of the same size in the same place: LMCache, or boto3 for S3."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ _MODULE = "kvconnect_bench.peers.lmcache"
 def bench_peer(
     url: str, plan: StorePlan, python: Path | None, tell: Callable[[str], None]
 ) -> list[StoreFigure]:
-    """What LMCache does; nothing, and a sentence, where it is not installed or has no such store.
+    """Measures LMCache beside a store, or boto3 beside S3, of which LMCache has no counterpart.
 
-    Beside S3, which it has no counterpart of, boto3 is measured instead.
+    There are no figures without `python`, where LMCache does not start, and where it has no such
+    store. In the last two cases `tell` is called with the reason.
 
-    Its put and get check nothing, so they stand beside the bare figures as well as the guarded.
+    LMCache's put and get check nothing, so they compare with the bare figures as well as with the
+    guarded ones.
 
     Raises:
         ConfigurationError: there is no such interpreter.

@@ -1,4 +1,4 @@
-"""``kvconnect bench transfer``: reads from a peer's memory beside what the machine can do.
+"""Measures reads from a peer's memory against floors: ``kvconnect bench transfer``.
 
 Imports the vocabulary, `kvconnect.transfer`, the engine, and other benchmarks' processes and
 figures. Begin with `run`; then `pulls` (transports against floors) and `handover` (prefill to

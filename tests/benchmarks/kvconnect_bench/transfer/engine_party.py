@@ -1,6 +1,6 @@
-"""The process of a prefill or a decode engine: what it is asked to do, and when it happened.
+"""The process of a prefill or a decode engine, which reports when its work was done.
 
-Times are of ``time.monotonic``, which the processes of one Linux host share.
+Times are of ``time.monotonic``, a clock that the processes of one Linux host share.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PATIENCE_S = 60.0
 
 
 class EngineParty:
-    """One engine. Each method is a workload, called by its name."""
+    """An engine. Each method is a workload, called by its name."""
 
     def __init__(self) -> None:
         self._llm: LLM | None = None
@@ -39,7 +39,7 @@ class EngineParty:
         metrics.add_hook(self._hear)
 
     def start(self, model: str, role: Any, transport: Any, prompt_tokens: int) -> dict[str, int]:
-        """Opens the engine; returns the sizes of its blocks."""
+        """Starts the engine; returns the sizes of its blocks."""
         torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
         transfer = TransferConfig(role=role, transport=transport)
         self._llm = llm = LLM(
@@ -48,7 +48,7 @@ class EngineParty:
             connector=KvCacheConnectorConfig(transfer=transfer),
             max_num_tokens=prompt_tokens,
         )
-        gc.freeze()  # else the interpreter looks through all of torch, for a quarter of a second
+        gc.freeze()  # else a collection scans all of torch, for a quarter of a second
         layout = llm.layout
         return {
             "tokens_per_block": layout.tokens_per_block,
@@ -57,29 +57,35 @@ class EngineParty:
         }
 
     def prefill(self, prompt: list[int], transfer_id: str | None = None) -> dict[str, Any]:
-        """Computes `prompt` and hands it out; when its last chunk was computed."""
+        """Computes `prompt` for a decode engine.
+
+        Returns:
+            ``computed``: when the last chunk was computed; ``carried``: what decode needs.
+        """
         carried = {"do": "prefill"} | ({} if transfer_id is None else {"transfer_id": transfer_id})
         self._forget()
         (output,) = self._engine.generate([prompt], _PREFILL, kv_transfer_params=carried)
         return {"computed": self._when("transfer.computed"), "carried": output.kv_transfer_params}
 
     def submit(self, prompt: list[int], carried: Mapping[str, Any]) -> None:
-        """Begins to answer `prompt` with what is handed out under `carried`."""
+        """Begins to answer `prompt` with the blocks that `carried` names."""
         self._forget()
         handle = self._engine.submit(prompt, _ANSWER, kv_transfer_params=dict(carried))
         self._chunks = handle.stream()
 
     def answer(self) -> dict[str, float]:
-        """When what was submitted was valid here, when its tokens came, and how many it reused.
+        """Waits for the answer to the submitted prompt.
 
-        Of tokens, when the first one came and the seconds of each further one.
+        Returns:
+            ``valid``: when all of the prompt was valid here; ``first``: when the first token came;
+            ``step``: mean seconds of each further token.
         """
         arrivals = [time.monotonic() for _ in self._chunks]
         steps = (arrivals[-1] - arrivals[0]) / max(1, len(arrivals) - 1)
         return {"valid": self._when("transfer.fetched"), "first": arrivals[0], "step": steps}
 
     def cpu_seconds(self) -> float:
-        """Of this process, since it began."""
+        """Returns the processor seconds of this process since it began."""
         return time.process_time()
 
     @property

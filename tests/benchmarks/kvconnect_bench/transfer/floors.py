@@ -1,4 +1,4 @@
-"""What the machine does with the same bytes: without a transport, and without checksums."""
+"""The floors of a transfer: the same bytes without a transport, and without checksums."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def process_read(
         nbytes: of each.
 
     Raises:
-        NotAllowed: this process may not.
+        NotAllowed: the kernel refuses, or copies fewer bytes.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     read = libc.process_vm_readv
@@ -58,7 +58,7 @@ def process_read(
 
 
 class PlainSocket:
-    """Sends all of `data` to each connection, again for every byte that comes. On own threads.
+    """Sends all of `data` to a connection for every byte that it receives, on own threads.
 
     Attributes:
         port: where it listens.
@@ -72,7 +72,7 @@ class PlainSocket:
         self._accepting.start()
 
     def close(self) -> None:
-        """Takes no more connections; those that there are go on until their reader closes them."""
+        """Accepts no more connections; open ones last until their reader closes them."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
         self._listener.close()

@@ -1,4 +1,4 @@
-"""Prompts from a prefill engine to a decode engine: what of the transfer is not hidden."""
+"""Measures prompts from a prefill engine to a decode engine: the exposed transfer time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _WARM_UPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What one transport took; times in seconds, of each request.
+    """The measurements of one transport; times are in seconds, one for each request.
 
     Attributes:
         exposed: from when the prefill had computed the prompt's last chunk until all of it was
             valid at the decode.
-        first: from then until the decode's first token.
-        step: of a decode step there.
+        first: from the same moment until the decode's first token.
+        step: of a decode step.
         two_layers: of a pull of two layers of the prompt, between processes that do nothing else.
         idle_prefill, idle_decode: the share of a core that each of the two connected engines takes
             while neither has anything to do.
@@ -43,13 +43,13 @@ class Handover:
 
 
 def hand_over(model: Path, transport: str, plan: TransferPlan) -> Handover:
-    """Has one engine compute prompts that another reads meanwhile and answers. Blocks.
+    """Measures prompts that one engine computes while another reads and answers them. Blocks.
 
-    Both have half of the cores, and get a prompt at the same time, as from a router that invents
-    its name.
+    Each engine has half of the cores. Both get a prompt at the same time, as from a router that
+    chooses the transfer's id.
 
     Raises:
-        PartyFailed: an engine ended, or a prompt was computed instead of handed over.
+        PartyFailed: an engine ended, or a prompt was computed instead of transferred.
     """
     seconds: dict[str, list[float]] = {"exposed": [], "first": [], "step": []}
     with Party(None, _MODULE) as prefill, Party(None, _MODULE) as decode:
@@ -96,7 +96,7 @@ def _two_layers(transport: str, sizes: Mapping[str, int], plan: TransferPlan) ->
 
 
 def figures_of(transport: str, found: Handover) -> list[Figure]:
-    """What `found` is shown as."""
+    """Returns the figures of `found`."""
     exposed, first, step, two_layers = (
         1e3 * statistics.median(one)
         for one in (found.exposed, found.first, found.step, found.two_layers)

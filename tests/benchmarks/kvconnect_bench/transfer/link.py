@@ -21,12 +21,12 @@ _ADDRESSES = ("10.214.73.1", "10.214.73.2")
 
 
 class LinkRefused(KvConnectError):
-    """This process cannot make network namespaces here; the message says why."""
+    """The refusal of network namespaces on this machine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShapedLink:
-    """Two network namespaces with nothing but a link between them.
+    """A link between two network namespaces that have no other connection.
 
     Attributes:
         namespaces: their names.
@@ -37,16 +37,18 @@ class ShapedLink:
     hosts: tuple[str, str] = _ADDRESSES
 
     def command(self, side: int) -> tuple[str, ...]:
-        """What stands before a command that is to run on that side, 0 or 1."""
+        """Returns the words before a command that is to run on that side, 0 or 1."""
         return ("ip", "netns", "exec", self.namespaces[side])
 
 
 @contextmanager
 def shaped_link(gbit: float) -> Iterator[ShapedLink]:
-    """A link of `gbit` Gbit/s each way, until the end: whatever runs there must have ended then.
+    """Makes a link of `gbit` Gbit/s each way, and removes it at the end.
+
+    All processes on the link must have ended by then.
 
     Raises:
-        LinkRefused: not root, no ``ip`` or ``tc`` here, or the kernel does not do it.
+        LinkRefused: not root, no ``ip`` or ``tc`` here, or the kernel refuses.
     """
     if os.geteuid() != 0:
         raise LinkRefused("network namespaces need root")

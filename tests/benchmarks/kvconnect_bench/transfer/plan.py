@@ -1,4 +1,4 @@
-"""What ``kvconnect bench transfer`` measures."""
+"""The settings of ``kvconnect bench transfer``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRANSPORTS = ("tcp", "nixl")
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """How to measure.
+    """The parts of a run, and their sizes.
 
     Attributes:
         parts: of `PARTS`: pulls on one host, over the loopback, over a link of a known rate, and
@@ -20,11 +20,11 @@ class TransferPlan:
         transports: of `TRANSPORTS`.
         total_nbytes: of one pull.
         piece_nbytes: of each of its pieces, which come in random order; divides `total_nbytes`.
-        rounds: medians of so many; all that is compared has its turn in every one.
+        rounds: number of rounds, in which compared reads take turns; the figures are medians.
         rates_gbit: of the links.
-        prompt_tokens: of each prompt that is handed over.
-        requests: that are handed over.
-        idle_s: two connected engines are watched for so long while they have nothing to do.
+        prompt_tokens: of each prompt that is transferred.
+        requests: number of prompts that are transferred.
+        idle_s: seconds for which two connected engines are watched while they are idle.
     """
 
     parts: tuple[str, ...] = PARTS

@@ -26,7 +26,7 @@ _DEADLINE_S = 60.0
 
 
 class PullParty:
-    """One side. Each method is a workload, called by its name."""
+    """A side of a pull. Each method is a workload, called by its name."""
 
     def __init__(self) -> None:
         self._memory = torch.zeros(8, dtype=torch.uint8)
@@ -36,7 +36,7 @@ class PullParty:
         self._plain: dict[tuple[str, int], socket.socket] = {}
 
     def fill(self, nbytes: int) -> int:
-        """Has memory of `nbytes`, whose words of 8 bytes count up; returns its address."""
+        """Allocates `nbytes`, whose words of 8 bytes count up; returns their address."""
         self._memory = torch.from_numpy(np.arange(nbytes // 8, dtype=np.int64).view(np.uint8))
         return self._memory.data_ptr()
 
@@ -52,17 +52,17 @@ class PullParty:
         self._peers[name] = self._transports[name].connect(base64.b64decode(local))
 
     def leave_checksums_out(self) -> None:
-        """Has connections of TCP that are made from now on carry bytes without checksums."""
+        """Makes later TCP connections carry bytes without checksums."""
         for module in (peer, source):
             vars(module)["Stream"] = BareStream
 
     def listen(self, host: str) -> int:
-        """Sends its memory over a plain socket to all that ask; returns the port."""
+        """Serves this side's memory over plain sockets; returns the port."""
         self._listeners.append(PlainSocket(host, self._memory.numpy().data))
         return self._listeners[-1].port
 
     def pull(self, name: str, pieces: int, nbytes: int) -> float:
-        """Seconds that it takes to read so many pieces of `nbytes`, in another order than ours."""
+        """Returns the seconds to read so many pieces of `nbytes`, in random order there."""
         remote, local = _order(self._memory.numel(), pieces, nbytes)
         reads = Reads(0, remote, 0, local, nbytes)
         start = time.perf_counter()
@@ -71,7 +71,7 @@ class PullParty:
         return time.perf_counter() - start
 
     def refusal(self, pid: int, address: int) -> str:
-        """Why this process may not read the memory of `pid`; empty: it may."""
+        """Returns why this process may not read the memory of `pid`, or an empty string."""
         try:
             here = np.array([self._memory.data_ptr()], np.int64)
             process_read(pid, np.array([address], np.int64), here, 8)
@@ -80,7 +80,7 @@ class PullParty:
         return ""
 
     def process_read(self, pid: int, address: int, pieces: int, nbytes: int) -> float:
-        """As `pull`, with ``process_vm_readv``."""
+        """Returns the seconds to read the pieces of `pull` with ``process_vm_readv``."""
         remote, local = _order(self._memory.numel(), pieces, nbytes)
         remote, local = remote + address, local + self._memory.data_ptr()
         start = time.perf_counter()
@@ -88,7 +88,7 @@ class PullParty:
         return time.perf_counter() - start
 
     def plain_read(self, host: str, port: int) -> float:
-        """Seconds that it takes to read all of the other side's memory over one plain socket."""
+        """Returns the seconds to read all of the other side's memory over one plain socket."""
         if (host, port) not in self._plain:
             self._plain[host, port] = socket.create_connection((host, port))
         start = time.perf_counter()
@@ -96,11 +96,11 @@ class PullParty:
         return time.perf_counter() - start
 
     def forget(self) -> None:
-        """Clears its memory, so that `has_read` tells what was read since."""
+        """Clears this side's memory, so that `has_read` shows what was read since."""
         self._memory.zero_()
 
     def has_read(self, pieces: int, nbytes: int) -> bool:
-        """Whether the memory holds what a pull or `process_read` of these pieces leaves."""
+        """Returns whether the memory holds what a read of these pieces leaves."""
         remote, local = _order(self._memory.numel(), pieces, nbytes)
         words = self._memory.numpy().view(np.int64)
         last = nbytes // 8 - 1
@@ -113,7 +113,7 @@ class PullParty:
 def _order(
     total: int, pieces: int, nbytes: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Offsets there, in random order and the same one each time, and here, one after the other."""
+    """Returns offsets there, in the same random order each time, and here, in sequence."""
     there = np.random.default_rng(0).permutation(total // nbytes)[:pieces] * nbytes
     return there, np.arange(pieces, dtype=np.int64) * nbytes
 

@@ -29,7 +29,7 @@ Read: TypeAlias = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class PullPair:
-    """Two processes with memory of one size; `reader` reads from `source`.
+    """A pair of processes with memory of one size; `reader` reads from `source`.
 
     Attributes:
         source, reader: the processes.
@@ -48,7 +48,7 @@ class PullPair:
     @classmethod
     @contextmanager
     def started(cls, nbytes: int, link: ShapedLink | None = None) -> Iterator[PullPair]:
-        """Two processes on this host, or one at each end of `link`, until the end."""
+        """Runs two processes on this host, or one at each end of `link`, until the end."""
         before = ((), ()) if link is None else (link.command(0), link.command(1))
         hosts = (_LOOPBACK, _LOOPBACK) if link is None else link.hosts
         with (
@@ -67,7 +67,7 @@ class PullPair:
         self.reader.ask("connect", name=transport, local=local)
 
     def pull(self, transport: str, pieces: int, nbytes: int) -> float:
-        """Seconds of one pull."""
+        """Returns the seconds of one pull."""
         return float(self.reader.ask("pull", name=transport, pieces=pieces, nbytes=nbytes))
 
     def checked(self, transport: str, plan: TransferPlan) -> Read:
@@ -82,7 +82,7 @@ class PullPair:
         return read
 
     def check(self, read: Callable[[], object], pieces: int, nbytes: int) -> None:
-        """Calls `read` once, and looks at what it has read.
+        """Calls `read` once, and checks the bytes that it has read.
 
         Raises:
             RuntimeError: other bytes than those asked for.
@@ -94,7 +94,7 @@ class PullPair:
 
 
 def turns(reads: Mapping[str, Read], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each of `reads`, `rounds` times, by turns."""
+    """Runs each of `reads` `rounds` times, by turns; returns the seconds of each."""
     seconds: dict[str, list[float]] = {name: [] for name in reads}
     for _ in range(rounds):
         for name, read in reads.items():
@@ -103,11 +103,11 @@ def turns(reads: Mapping[str, Read], rounds: int) -> dict[str, list[float]]:
 
 
 def on_one_host(plan: TransferPlan) -> list[Figure]:
-    """NIXL between two processes of one host, against the system call that it ends in.
+    """Measures NIXL between two processes of one host, against the system call that it uses.
 
     Raises:
         NotAllowed: the kernel does not let the reader read the source's memory.
-        PartyFailed: NIXL is of no use here.
+        PartyFailed: NIXL does not work here.
     """
     pieces = plan.total_nbytes // plan.piece_nbytes
     with PullPair.started(plan.total_nbytes) as pair:
@@ -153,11 +153,11 @@ def on_loopback(plan: TransferPlan) -> list[Figure]:
 def on_link(plan: TransferPlan, gbit: float) -> list[Figure]:
     """Transports over a link of `gbit` Gbit/s between two network namespaces.
 
-    Rates are of the bytes that are read. The line carries headers, too, some 4 % of it; the burst
-    that it lets pass after a pause weighs less the longer a pull is.
+    Rates are of the bytes that are read. The line carries headers, too, about 4 % of its bytes.
+    The burst that the line lets pass after a pause matters less the longer a pull is.
 
     Raises:
-        LinkRefused: there can be none.
+        LinkRefused: there can be no such link.
     """
     with shaped_link(gbit) as link, PullPair.started(plan.total_nbytes, link) as pair:
         secret = secrets.token_hex(16)
@@ -180,7 +180,7 @@ def on_link(plan: TransferPlan, gbit: float) -> list[Figure]:
 
 
 def _over_sockets(pair: PullPair, plan: TransferPlan) -> dict[str, Read]:
-    """Returns one plain socket and all transports, each once tried."""
+    """Returns the reads over one plain socket and over all transports, each tried once."""
     host = pair.hosts[0]
     port = pair.source.ask("listen", host=host)
     reads = {_PLAIN: lambda: float(pair.reader.ask("plain_read", host=host, port=port))}

@@ -1,4 +1,4 @@
-"""``kvconnect bench transfer``: what it measures, and what it leaves out and why."""
+"""Runs the parts of ``kvconnect bench transfer``, and says what is left out and why."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Tell = Callable[[str], object]
 def bench_transfer(
     model: Path | None, scratch: Path, plan: TransferPlan, tell: Tell
 ) -> list[Figure]:
-    """The parts of `plan`, those that this machine has. Blocks for a minute or two.
+    """Measures the parts of `plan` that this machine can run. Blocks for a minute or two.
 
     Args:
         model: directory, for the engines; default: a random Llama of 46 million parameters.
         scratch: an empty directory.
         plan: what and how to measure.
-        tell: is told what happens, and what is left out.
+        tell: called with a sentence about each part, and about what is left out.
 
     Raises:
-        PartyFailed: a process ended, or a transport is of no use here; says why.
+        PartyFailed: a process ended, or a transport does not work here; says why.
         RuntimeError: other bytes were read than those asked for.
     """
     if "nixl" in plan.transports and find_spec("nixl") is None:
