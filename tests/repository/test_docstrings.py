@@ -20,7 +20,7 @@ ROOMS = (
     *("kvconnect/transfer/**/*.py", "kvconnect/integrations/**/*.py"),
     *("kvconnect/bench/**/*.py", "tests/benchmarks/**/*.py"),
 )
-"""The finished rooms. The others join one by one."""
+"""All rooms. Examples show theirs as the text of ``--help``."""
 
 FORBIDDEN = frozenset(
     (
