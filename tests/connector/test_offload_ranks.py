@@ -243,6 +243,7 @@ def test_what_was_ordered_before_a_rewind_is_not_saved_with_what_came_after(
             again = pair.submit(prompt, max_tokens=3)
             pair.run()
             assert pair.answer(again) == [reference(prompt, 3)] * 2
+        pair.flush()
         assert pair.saved(again) == [6, 6]
 
 
