@@ -7,6 +7,7 @@ import random
 import socket
 import struct
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -94,10 +95,18 @@ def test_ten_thousand_requests_leave_nothing_behind(model: Path, tmp_path: Path)
 
         many(REQUESTS // 4)
         before = (process.memory_info().rss, process.num_fds(), process.num_threads())
+        mapped = _mappings(process)
         many(REQUESTS - REQUESTS // 4)
         after = (process.memory_info().rss, process.num_fds(), process.num_threads())
-        assert after[0] - before[0] < 16 << 20
+        grown = (_mappings(process) - mapped).most_common(5)
+        assert after[0] - before[0] < 16 << 20, f"of MiB, by mapping: {grown}"
         assert after[1] <= before[1] + 16, "idle connections of the client apart"
         assert after[2] <= before[2] + 4, "threads of pools apart"
         assert server.figure("kvconnect_device_blocks", state="used") == 0
         assert server.stop() == 0
+
+
+def _mappings(process: psutil.Process) -> Counter[str]:
+    """Returns the resident MiB of each mapping, by address, name and size in MiB."""
+    maps = process.memory_maps(grouped=False)
+    return Counter({f"{one.addr} {one.path} {one.size >> 20}": one.rss >> 20 for one in maps})
