@@ -266,7 +266,7 @@ def _subject_of(url: str) -> Subject:
     if parsed.scheme == "memory":
         return MemorySubject()
     if isinstance(made.inner, TieredBackend):
-        return TieredSubject(url)
+        return TieredSubject(_patient(url))
     if parsed.scheme == "s3":
         return UrlSubject(_forgetful(url))
     return UrlSubject(url)
@@ -274,7 +274,14 @@ def _subject_of(url: str) -> Subject:
 
 def _forgetful(url: str) -> str:
     """Returns `url` with nothing remembered: clients would miss what others have just stored."""
-    for name in ("lookup_ttl", "miss_ttl"):
-        if f"{name}=" not in url:
-            url += f"{'&' if '?' in url else '?'}{name}=0"
-    return url
+    return _with(_with(url, "lookup_ttl=0"), "miss_ttl=0")
+
+
+def _patient(url: str) -> str:
+    """Returns `url` with lookups that wait for slow tiers: a busy machine makes any tier slow."""
+    return _with(url, "patience=5s")
+
+
+def _with(url: str, default: str) -> str:
+    name, _, _ = default.partition("=")
+    return url if f"{name}=" in url else f"{url}{'&' if '?' in url else '?'}{default}"

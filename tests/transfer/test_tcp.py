@@ -201,7 +201,10 @@ def test_one_that_is_pushed_out_while_it_proves_itself_reads_nothing(server, mon
     assert not server._source._readers
 
 
-def test_idle_readers_keep_no_reader_out_nor_cost_one_its_connection(server, reader, monkeypatch):
+def test_idle_readers_keep_no_reader_out_nor_cost_one_its_connection(
+    server, transport_of, monkeypatch
+):
+    reader = transport_of("tcp", identity="reader", connections=1)
     monkeypatch.setattr(source, "_MAX_READERS", 4)
     assert_serves(server, reader)
     (kept,) = server._source._readers

@@ -22,6 +22,7 @@ from kvconnect.errors import BadMessage, ConfigurationError, PeerRefused
 from kvconnect.trace import metrics
 from kvconnect.transfer.control import handshake, listener
 from kvconnect.transfer.control.description import Compat
+from kvconnect.transfer.control.events import Disconnected
 from kvconnect.transfer.control.handshake import OPENING_LIMIT, check_compat, shake_hands
 from kvconnect.transfer.control.keyed import GrantKeys
 from kvconnect.transfer.control.listener import Listener
@@ -477,7 +478,10 @@ def test_a_peer_that_connects_anew_takes_the_place_of_its_earlier_channel():
             p.connected()
             with Peer(after.endpoint, "127.0.0.1", listening.port):
                 before.connected()
-                assert "connected anew" in before.disconnected()
+                before.disconnected()
+                events = iter(p.next, None)
+                ends = (event.reason for event in events if isinstance(event, Disconnected))
+                assert "connected anew" in next(ends)
                 first.close()
                 until(lambda: len(listening.channels()) == 1)
 
