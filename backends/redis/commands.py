@@ -26,6 +26,7 @@ __all__ = [
     "Refused",
     "Stored",
     "Want",
+    "about",
     "ask",
     "call",
     "command",
@@ -163,6 +164,11 @@ def command(*words: bytes | int | str) -> bytes:
     """Returns a command as it is sent."""
     packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]
     return packed
+
+
+def about(verb: bytes, name: bytes, *words: bytes | int | str) -> Ask:
+    """Returns the small command `verb` about the key `name`."""
+    return Ask(name, command(verb, name, *words))
 
 
 def call(wire: Wire, *words: bytes | int | str) -> Reply:

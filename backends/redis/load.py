@@ -52,7 +52,7 @@ class RedisReader:
         If there are `checksums`, each hashes the first part of its frame.
         """
         views = [buffer.numpy().data for buffer in into]
-        wanted = [self._finder.names.block(key) for key in keys]
+        wanted = [self._router.names.block(key) for key in keys]
         if self._router.spread(wanted):
             # Servers do not know of each other's misses.
             heads = await self._finder.leading(keys)
@@ -73,7 +73,7 @@ class RedisReader:
         parts = [
             (number, Want(name, views[number][head.part(part)], headed=False))
             for number, head in enumerate(heads)
-            for part, name in enumerate(self._finder.names.parts(keys[number], head), 1)
+            for part, name in enumerate(self._router.names.parts(keys[number], head), 1)
         ]
         good = len(heads)
         if parts:

@@ -65,7 +65,7 @@ async def test_one_node_is_enough_to_find_the_others(redis_cluster, kit, prefix)
     port = redis_cluster.nodes[1].port
     store = open_backend(f"redis+cluster://127.0.0.1:1,127.0.0.1:{port}?prefix={prefix}").inner
     await store.open([])
-    assert len(store._parts.router.servers) == 3
+    assert len(store._parts.router.topology.servers) == 3
     keys = kit.keys("found", count=6)
     assert await store.save([kit.block(key, nbytes=10) for key in keys]) == 6
     await store.close()
@@ -93,8 +93,8 @@ async def test_slot_that_moves_is_followed(store, kit, redis_cluster, prefix):
         assert target.names(f"{prefix}b:") == [name]
         redis_cluster.give(slot, target)
         assert await load(store, kit, [key], [MIB]) == 1  # MOVED
-        assert store._parts.router._topology.address_of(name.encode()).port == target.port
-        assert len(store._parts.router.servers) == 3
+        assert store._parts.router.topology.address_of(name.encode()).port == target.port
+        assert len(store._parts.router.topology.servers) == 3
         await store.delete([key])
         assert await store.save([kit.block(key, nbytes=MIB)]) == 1
         assert target.names(f"{prefix}b:") == [name]
@@ -180,8 +180,8 @@ async def test_nobody_waits_for_news_of_the_cluster_while_the_old_will_do(store,
     async def no_answer():
         await asyncio.sleep(3600)
 
-    store._parts.router._topology.discover = no_answer
-    store._parts.router.suspect()
+    store._parts.router.topology.discover = no_answer
+    store._parts.router.topology.suspect()
     async with asyncio.timeout(60):
         assert await store.lookup(keys) == 9
         assert await store.lookup(keys) == 9
@@ -197,8 +197,8 @@ async def test_news_that_do_not_come_are_not_waited_for_after_close(redis_cluste
         asked.append(asyncio.current_task())
         await asyncio.sleep(3600)
 
-    router._topology.discover = no_answer
-    router.suspect()
+    router.topology.discover = no_answer
+    router.topology.suspect()
     async with asyncio.timeout(60):
         await router.refresh()
         closing = asyncio.ensure_future(store.close())
@@ -208,7 +208,7 @@ async def test_news_that_do_not_come_are_not_waited_for_after_close(redis_cluste
         await asyncio.wait({closing})
         await asyncio.wait(asked)
     # A call that was between two questions goes on after the close.
-    router._topology._due_at = 0
+    router.topology._due_at = 0
     with pytest.raises(BackendUnavailable, match="is closed"):
         await router.refresh()
     assert len(asked) == 1
@@ -297,6 +297,6 @@ async def test_sentinels_that_are_gone_do_not_stop_the_master(group, kit):
     await store.open([])
     await store.save([kit.block(kit.key(1), nbytes=10)])
     group.sentinel.stop()
-    store._parts.router.suspect()
+    store._parts.router.topology.suspect()
     assert await store.lookup([kit.key(1)]) == 1
     await store.close()

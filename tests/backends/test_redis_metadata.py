@@ -144,7 +144,7 @@ async def test_index_of_tails_of_another_type_is_dropped_and_rebuilt(kit, url, r
     blocks = [kit.block(parent), kit.block(tail, parent, tokens=[1, 2])]
     async with opened(url) as store:
         await store.save(blocks)
-        name = store.inner._opened().finder.names.children(parent)
+        name = store.inner._opened().router.names.children(parent)
         redis_server.admin.delete(name)
         plant = {
             "string": lambda: redis_server.admin.set(name, b"junk"),
