@@ -15,7 +15,7 @@ from xml.etree.ElementTree import XMLParser
 import psutil
 import pytest
 import xxhash
-from s3_server import Answer, S3Server, refusal
+from s3_server import Answer, refusal
 
 from kvconnect.backends import open_backend
 from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
@@ -69,7 +69,7 @@ class Frozen:
 
 def only(method, kind, answer):
     """A fault: `answer` to those requests."""
-    return lambda r: answer(r) if r.method == method and r.kind == kind else None
+    return lambda r: answer if r.method == method and r.kind == kind else None
 
 
 def once(fault):
@@ -132,17 +132,6 @@ async def test_service_that_is_busy_once_is_asked_again(
     await works(store, kit, saved)
 
 
-async def test_service_that_stays_busy_is_told(store, kit, saved, s3_server, monkeypatch):
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
-    s3_server.fault = lambda _: refusal(503, "SlowDown")
-    with pytest.raises(BackendUnavailable, match="SlowDown"):
-        await store.lookup(saved)
-    with pytest.raises(BackendUnavailable, match="SlowDown"):
-        await store.save(kit.chain(kit.keys("busy", count=2)))
-    s3_server.fault = lambda _: None
-    await works(store, kit, saved)
-
-
 @pytest.mark.parametrize(
     ("status", "code", "requests"),
     [(503, "SlowDown", 3), (400, "RequestTimeout", 3), (403, "AccessDenied", 1), (409, "Busy", 1)],
@@ -174,18 +163,18 @@ async def test_bucket_in_another_region_is_asked_there(make_s3, kit, s3_server):
         assert s3_server.counts()["PUT g"] == 1  # at the first attempt
 
 
-@pytest.mark.parametrize("kind", ["k", "g"])
 async def test_success_with_an_error_for_a_body_is_a_failure(
-    store, kit, saved, s3_server, kind, monkeypatch
+    store, kit, saved, s3_server, monkeypatch
 ):
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
+    monkeypatch.setattr("kvconnect.backends.s3.client.time.sleep", lambda _: None)
     body = refusal(200, "InternalError")
-    s3_server.fault = only("GET", kind, lambda _: body)
-    with pytest.raises(BackendUnavailable):
-        await store.load(saved, kit.buffers(9))
-    s3_server.fault = only("PUT", kind, lambda _: body)
-    with pytest.raises(BackendUnavailable):
-        await store.save(kit.chain(kit.keys("error body", kind, count=3)))
+    for kind in ("k", "g"):
+        s3_server.fault = only("GET", kind, body)
+        with pytest.raises(BackendUnavailable):
+            await store.load(saved, kit.buffers(9))
+        s3_server.fault = only("PUT", kind, body)
+        with pytest.raises(BackendUnavailable):
+            await store.save(kit.chain(kit.keys("error body", kind, count=3)))
     s3_server.fault = lambda _: None
     await works(store, kit, saved)
 
@@ -237,7 +226,6 @@ def range_of(status, headers):
         (200, {"Content-Range": ""}),
         (206, {"Content-Range": ""}),
         (206, {"Content-Range": "bytes 1-4096/99999999"}),
-        (206, {"Content-Range": "bytes 0-9/99999999"}),
         (206, {"Content-Range": "bytes 1-{length}/99999999"}),
     ],
 )
@@ -267,31 +255,27 @@ async def test_payload_that_ends_early_is_a_miss_and_makes_room_for_a_new_one(
 
 
 @pytest.mark.parametrize("kind", ["k", "g"])
-async def test_body_that_breaks_off_once_is_read_again(store, kit, saved, s3_server, kind):
+async def test_body_that_breaks_off_is_read_again_and_not_for_ever(
+    store, kit, saved, s3_server, monkeypatch, kind
+):
+    monkeypatch.setattr("kvconnect.backends.s3.client.time.sleep", lambda _: None)
+    left = 1
+
     def cut(request, answer):
-        if request.method == "GET" and request.kind == kind:
-            s3_server.after = lambda _, answer: answer
-            half = answer.body[: len(answer.body) // 2]
-            return Answer(answer.status, half, answer.headers, promise=len(answer.body))
-        return answer
-
-    s3_server.after = cut
-    await works(store, kit, saved)
-
-
-@pytest.mark.parametrize("kind", ["k", "g"])
-async def test_body_that_always_breaks_off_is_a_failure(store, kit, saved, s3_server, kind):
-    def cut(request, answer):
-        if request.method != "GET" or request.kind != kind:
+        nonlocal left
+        if request.method != "GET" or request.kind != kind or not left:
             return answer
+        left -= 1
         return Answer(answer.status, answer.body[:-1], answer.headers, promise=len(answer.body))
 
     s3_server.after = cut
+    await works(store, kit, saved)
+    left = 99
     into = kit.buffers(9)
     with pytest.raises(BackendUnavailable):
         await store.load(saved, into)
     assert all(kit.margins_whole(buffer) for buffer in into)
-    s3_server.after = lambda _, answer: answer
+    left = 0
     await works(store, kit, saved)
 
 
@@ -317,22 +301,11 @@ async def test_idle_connections_that_the_server_closed_cost_no_attempt(
     await works(store, kit, saved)
 
 
-async def test_server_that_hangs_up_without_an_answer_is_a_failure(
-    store, kit, saved, s3_server, monkeypatch
-):
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
-    s3_server.after = lambda *_: None
-    with pytest.raises(BackendUnavailable):
-        await store.lookup(saved)
-    s3_server.after = lambda _, answer: answer
-    await works(store, kit, saved)
-
-
 async def test_frozen_server_is_a_failure_after_its_timeout(make_s3, kit, s3_server, monkeypatch):
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
+    monkeypatch.setattr("kvconnect.backends.s3.client._ATTEMPTS", 1)
     async with kit.opened(make_s3(timeout_s=1.0)) as store:
         s3_server.fault = frozen = Frozen()
-        with pytest.raises(BackendUnavailable, match="timeout"):
+        with pytest.raises(BackendUnavailable, match="timeout|was closed"):
             await store.lookup([kit.key("frozen")])
         frozen.thaw.set()
         s3_server.fault = lambda _: None
@@ -342,6 +315,7 @@ async def test_frozen_server_is_a_failure_after_its_timeout(make_s3, kit, s3_ser
 @pytest.mark.parametrize("last", [False, True], ids=["", "the connection's last answer"])
 async def test_bytes_that_drip_end_in_time(make_s3, kit, s3_server, monkeypatch, last):
     monkeypatch.setattr("kvconnect.backends.s3.store._WATCH_S", 0.1)
+    monkeypatch.setattr("kvconnect.backends.s3.client._ATTEMPTS", 1)
     key = kit.key("drip")
     async with kit.opened(make_s3(timeout_s=1.0)) as store:
         await store.save([kit.block(key)])
@@ -359,23 +333,6 @@ async def test_bytes_that_drip_end_in_time(make_s3, kit, s3_server, monkeypatch,
         assert time.monotonic() - started < 60
         s3_server.after = lambda _, answer: answer
         await works(store, kit, [key])
-
-
-async def test_server_that_starts_again_is_used_again(kit, make_s3, s3_server, monkeypatch):
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
-    async with kit.opened(make_s3()) as store:
-        keys = kit.keys("again", count=4)
-        await store.save(kit.chain(keys))
-        port, objects = s3_server.port, s3_server.objects
-        s3_server.stop()
-        with pytest.raises(BackendUnavailable, match=str(port)):
-            await store.lookup(keys)
-        other = S3Server(port)
-        other.objects = objects
-        try:
-            await works(store, kit, keys)
-        finally:
-            other.stop()
 
 
 # ---------------------------------------------------------------------- foreign and damaged objects
@@ -467,24 +424,44 @@ async def opening(backend):
         await backend.close()
 
 
-async def test_missing_bucket_is_named_at_open(make_s3):
-    with pytest.raises(ConfigurationError, match=r"s3://elsewhere/.*no such bucket"):
-        await opening(make_s3(bucket="elsewhere"))
+WRONG = [
+    ({"bucket": "elsewhere"}, {}, r"s3://elsewhere/.*no such bucket"),
+    ({}, {"AWS_SECRET_ACCESS_KEY": "guessed"}, "secret key is wrong"),
+    ({}, {"AWS_ACCESS_KEY_ID": None}, "no credentials; set AWS_ACCESS_KEY_ID"),
+    ({}, {"AWS_SECRET_ACCESS_KEY": None}, "AWS_SECRET_ACCESS_KEY"),
+    ({"profile": "nobody"}, {}, "nobody"),
+    ({"endpoint_url": "https://127.0.0.1:1", "ca_bundle": "/none.pem"}, {}, "ca_bundle=/none.pem"),
+]
+
+
+@pytest.mark.parametrize(("options", "environment", "told"), WRONG)
+async def test_what_is_wrong_is_named_at_open(make_s3, monkeypatch, options, environment, told):
+    for name, value in environment.items():
+        monkeypatch.delenv(name)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=told):
+        await opening(make_s3(**options))
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
-    [
-        ("InvalidAccessKeyId", "access key"),
-        ("SignatureDoesNotMatch", "secret key"),
-        ("AccessDenied", "ListBucket"),
-        ("RequestTimeTooSkewed", "clock"),
-    ],
+    ("code", "told"), [("InvalidAccessKeyId", "access key"), ("AccessDenied", "ListBucket")]
 )
 async def test_refused_credentials_are_named_at_open(make_s3, s3_server, code, told):
     s3_server.fault = lambda _: refusal(403, code)
     with pytest.raises(ConfigurationError, match=told):
         await opening(make_s3())
+
+
+@pytest.mark.parametrize("listens", [True, False])
+async def test_endpoint_that_does_not_answer_is_named_at_open(make_s3, monkeypatch, listens):
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        if not listens:
+            silent.close()
+        with pytest.raises(BackendUnavailable, match=endpoint):
+            await opening(make_s3(endpoint_url=endpoint, timeout_s=0.2))
 
 
 async def test_bucket_that_may_be_read_but_not_looked_at_is_opened(make_s3, kit, s3_server):
@@ -493,53 +470,12 @@ async def test_bucket_that_may_be_read_but_not_looked_at_is_opened(make_s3, kit,
         await works(store, kit, [])
 
 
-async def test_wrong_secret_is_named_at_open(make_s3, monkeypatch):
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "guessed")
-    with pytest.raises(ConfigurationError, match="secret key is wrong"):
-        await opening(make_s3())
-
-
-async def test_missing_credentials_are_named_at_open(make_s3, monkeypatch):
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(ConfigurationError, match="AWS_ACCESS_KEY_ID"):
-        await opening(make_s3())
-
-
 async def test_a_password_in_an_endpoint_of_the_environment_is_not_told(make_s3, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:Kx1q@127.0.0.1:1")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     with pytest.raises(BackendUnavailable, match=r"127\.0\.0\.1:1") as caught:
         await opening(make_s3(endpoint_url=None))
     assert "Kx1q" not in "".join(traceback.format_exception(caught.value))
-
-
-async def test_missing_profile_is_named_at_open(make_s3):
-    with pytest.raises(ConfigurationError, match="nobody"):
-        await opening(make_s3(profile="nobody"))
-
-
-async def test_missing_certificates_are_named_at_open(make_s3, tmp_path):
-    with pytest.raises(ConfigurationError, match="ca_bundle"):
-        await opening(
-            make_s3(endpoint_url="https://127.0.0.1:1", ca_bundle=str(tmp_path / "none.pem"))
-        )
-
-
-async def test_endpoint_that_refuses_is_named_at_open(make_s3, monkeypatch):
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with pytest.raises(BackendUnavailable, match=str(port)):
-        await opening(make_s3(endpoint_url=f"http://127.0.0.1:{port}"))
-
-
-async def test_endpoint_that_never_answers_is_named_at_open(make_s3, monkeypatch):
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _: None)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(BackendUnavailable, match=endpoint):
-            await opening(make_s3(endpoint_url=endpoint, timeout_s=0.2))
 
 
 async def test_open_ends_with_the_deadline_and_can_be_closed(make_s3, s3_server):
