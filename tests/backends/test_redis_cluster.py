@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 
 import pytest
 from redis.asyncio.cluster import NodesManager
@@ -48,6 +49,7 @@ async def test_blocks_and_their_parts_are_on_all_nodes(store, kit, redis_cluster
     assert all(len(node.names(f"{prefix}b:")) >= 2 for node in redis_cluster.nodes)
     assert all(len(node.names(f"{prefix}p:")) >= 4 for node in redis_cluster.nodes)
     assert sorted([entry.key async for entry in store.scan()]) == sorted(keys)
+    assert [entry.nbytes for entry in await store.describe(keys)] == sizes
     assert (await store.stats())["blocks"] == len(keys)
     await store.delete(keys)
     assert [name for name in redis_cluster.names(prefix) if f"{prefix}c:" not in name] == []
@@ -71,27 +73,43 @@ async def test_one_node_is_enough_to_find_the_others(redis_cluster, kit, prefix)
     await store.close()
 
 
+@contextmanager
+def moving(cluster, name):
+    """Begins to move the slot of `name`; gives where it is, where it goes, and how it gets there.
+
+    Unless the slot was given away it stays where it was.
+    """
+    slot, source = key_slot(name.encode()), cluster.node_of(name)
+    target = next(node for node in cluster.nodes if node is not source)
+    ids = [node.admin.execute_command("CLUSTER MYID").decode() for node in (source, target)]
+    target.admin.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[0])
+    source.admin.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[1])
+    try:
+        yield (
+            source,
+            target,
+            lambda: source.admin.execute_command(
+                "MIGRATE", "127.0.0.1", target.port, name, 0, 5000
+            ),
+        )
+    finally:
+        for node in (source, target):
+            node.admin.execute_command("CLUSTER SETSLOT", slot, "STABLE")
+
+
 async def test_slot_that_moves_is_followed(store, kit, redis_cluster, prefix):
     key = kit.key("moving")
     name = f"{prefix}b:{key.hex()}"
-    slot, source = key_slot(name.encode()), redis_cluster.node_of(name)
-    target = next(node for node in redis_cluster.nodes if node is not source)
-    ids = {
-        node: node.admin.execute_command("CLUSTER MYID").decode() for node in redis_cluster.nodes
-    }
-
     await store.save([kit.block(key, nbytes=MIB)])
-    target.admin.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[source])
-    source.admin.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[target])
-    try:
+    with moving(redis_cluster, name) as (_, target, migrate):
         assert await load(store, kit, [key], [MIB]) == 1  # not moved yet
-        source.admin.execute_command("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
+        migrate()
         assert await load(store, kit, [key], [MIB]) == 1  # ASK
         assert await store.lookup([key]) == 1
         await store.delete([key])
         assert await store.save([kit.block(key, nbytes=MIB)]) == 1
         assert target.names(f"{prefix}b:") == [name]
-        redis_cluster.give(slot, target)
+        redis_cluster.give(key_slot(name.encode()), target)
         assert await load(store, kit, [key], [MIB]) == 1  # MOVED
         assert store._parts.router.topology.address_of(name.encode()).port == target.port
         assert len(store._parts.router.topology.servers) == 3
@@ -100,9 +118,6 @@ async def test_slot_that_moves_is_followed(store, kit, redis_cluster, prefix):
         assert target.names(f"{prefix}b:") == [name]
         await store.delete([key])
         assert await load(store, kit, [key], [MIB]) == 0
-    finally:
-        for node in (source, target):  # unless it has moved
-            node.admin.execute_command("CLUSTER SETSLOT", slot, "STABLE")
 
 
 async def test_blocks_behind_one_that_moves_are_loaded_too(store, kit, redis_cluster, prefix):
@@ -110,25 +125,14 @@ async def test_blocks_behind_one_that_moves_are_loaded_too(store, kit, redis_clu
     names = [f"{prefix}b:{key.hex()}" for key in keys]
     sizes = [1000] * len(keys)
     await store.save([kit.block(key, nbytes=1000) for key in keys])
-    moving, slot = names[2], key_slot(names[2].encode())
-    source = redis_cluster.node_of(moving)
-    target = next(node for node in redis_cluster.nodes if node is not source)
-    theirs = [k for k, n in zip(keys, names, strict=True) if redis_cluster.node_of(n) is source]
-    ids = {
-        node: node.admin.execute_command("CLUSTER MYID").decode() for node in redis_cluster.nodes
-    }
-    target.admin.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[source])
-    source.admin.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[target])
-    try:
-        source.admin.execute_command("MIGRATE", "127.0.0.1", target.port, moving, 0, 5000)
+    with moving(redis_cluster, names[2]) as (source, _, migrate):
+        theirs = [k for k, n in zip(keys, names, strict=True) if redis_cluster.node_of(n) is source]
+        migrate()
         assert await load(store, kit, keys, sizes) == len(keys)
         assert await load(store, kit, theirs, sizes[: len(theirs)]) == len(theirs)
         await store.delete([keys[2]])
         at = theirs.index(keys[2])
         assert await load(store, kit, theirs, sizes[: len(theirs)]) == at  # and nothing behind
-    finally:
-        for node in (source, target):  # it stays where it was
-            node.admin.execute_command("CLUSTER SETSLOT", slot, "STABLE")
 
 
 async def test_opening_that_is_cancelled_leaves_no_connection(redis_cluster, monkeypatch):
@@ -286,13 +290,10 @@ async def test_master_that_became_a_replica_is_not_asked_for_ever(group, kit):
     await store.close()
 
 
-async def test_sentinels_that_do_not_know_the_service_say_what_they_know(group):
+async def test_sentinels_say_what_they_know_and_are_not_missed_later(group, kit):
     store = open_backend(group.url.replace("/kv", "/kw")).inner
     with pytest.raises(ConfigurationError, match="service 'kw' is unknown there; they know kv"):
         await store.open([])
-
-
-async def test_sentinels_that_are_gone_do_not_stop_the_master(group, kit):
     store = open_backend(f"{group.url}?timeout=60s").inner
     await store.open([])
     await store.save([kit.block(kit.key(1), nbytes=10)])

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import socket
 import threading
 import time
 
 import pytest
 from redis_faults import Relay, Script, answered
+from redis_server import until
 
 from kvconnect.backends import open_backend
 from kvconnect.backends.redis.format import Head
-from kvconnect.errors import BackendTimeout, BackendUnavailable
+from kvconnect.errors import BackendUnavailable
 
 MIB = 1 << 20
 
@@ -70,42 +70,19 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-async def test_frozen_server_is_given_up_and_works_when_it_thaws(
-    make_store, kit, own_redis, operation
-):
+async def test_frozen_server_is_given_up_and_works_when_it_thaws(make_store, kit, own_redis):
     store = await make_store(own_redis.port, timeout="300ms")
     keys = kit.keys("frozen", count=3)
     blocks = [kit.block(key, nbytes=MIB) for key in keys]
     assert await answered(lambda: store.save(blocks)) == 3
     with own_redis.frozen():
-        start = time.monotonic()
-        with pytest.raises(BackendUnavailable, match="no answer"):
-            await operation(store, kit, keys)
-        assert time.monotonic() - start < 30
+        for operation in OPERATIONS.values():
+            start = time.monotonic()
+            with pytest.raises(BackendUnavailable, match="no answer"):
+                await operation(store, kit, keys)
+            assert time.monotonic() - start < 30
     assert await answered(lambda: load(store, kit, keys, MIB)) == 3
     assert await answered(lambda: store.lookup(keys)) == 3
-
-
-async def test_late_answer_lands_in_no_buffer_that_was_handed_on(kit, own_redis, make_store):
-    bare = await make_store(own_redis.port, timeout="20s")
-    guarded = open_backend(bare, deadline_s=0.3)
-    guarded._layouts, guarded._verify = (), False  # opened already
-    keys = kit.keys("late", count=4)
-    await bare.save([kit.block(key, nbytes=MIB) for key in keys])
-    into = [kit.buffer(MIB) for _ in keys]
-    with own_redis.frozen():
-        with pytest.raises(BackendTimeout) as caught:
-            await guarded.load(keys, into)
-        assert not caught.value.pending.done()
-        closing = asyncio.ensure_future(guarded.close())
-        await asyncio.wrap_future(caught.value.pending)
-        for buffer in into:
-            buffer.fill_(7)
-        await closing
-    own_redis.admin.ping()
-    await asyncio.sleep(0.05)
-    assert all(bool((buffer == 7).all()) for buffer in into)
 
 
 async def test_cancelled_load_ends_only_when_nothing_touches_its_buffers(kit, relay, make_store):
@@ -133,59 +110,6 @@ async def test_cancelled_load_ends_only_when_nothing_touches_its_buffers(kit, re
     relay.change = lambda data, _: data
     assert await load(store, kit, [key], 2 * MIB) == 1
     assert bool((buffer == 7).all())
-
-
-async def test_closing_ends_calls_in_flight_and_every_thread(kit, own_redis, make_store):
-    store = await make_store(own_redis.port, timeout="120s")
-    keys = kit.keys("closing", count=8)
-    await store.save([kit.block(key, nbytes=MIB) for key in keys])
-    own_redis.freeze()
-    try:
-        calls = [
-            asyncio.ensure_future(call)
-            for key in keys
-            for call in (store.lookup([key]), store.load([key], [kit.buffer(MIB)]))
-        ]
-        await asyncio.sleep(0.1)
-        start = time.monotonic()
-        await store.close()
-        assert time.monotonic() - start < 60  # half of what a call may take
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        assert all(isinstance(result, BackendUnavailable) for result in results)
-    finally:
-        own_redis.thaw()
-    deadline = time.monotonic() + 60
-    while any(str(own_redis.port) in thread.name for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
-async def test_killed_server_is_an_error_and_an_empty_one_a_miss(kit, own_redis, make_store):
-    store = await make_store(own_redis.port)
-    keys = kit.keys("killed", count=3)
-    blocks = [kit.block(key, nbytes=MIB) for key in keys]
-    assert await store.save(blocks) == 3
-    own_redis.stop()
-    for operation in OPERATIONS.values():
-        with pytest.raises(BackendUnavailable):
-            await operation(store, kit, keys)
-    own_redis.start()
-    assert await store.lookup(keys) == 0
-    assert await load(store, kit, keys, MIB) == 0
-    assert await store.save(blocks) == 3
-    assert await load(store, kit, keys, MIB) == 3
-
-
-async def test_server_that_comes_back_with_its_data_has_the_blocks(kit, own_redis, make_store):
-    store = await make_store(own_redis.port)
-    keys = kit.keys("kept", count=3)
-    assert await store.save([kit.block(key, nbytes=5 * MIB, tokens=[1]) for key in keys]) == 3
-    own_redis.admin.save()
-    own_redis.stop()
-    own_redis.start()
-    assert await store.lookup(keys) == 3
-    assert await load(store, kit, keys, 5 * MIB) == 3
-    assert len(await store.children(None)) == 3
 
 
 async def test_server_killed_while_blocks_are_saved_has_whole_ones_or_none(
@@ -218,7 +142,7 @@ async def test_server_killed_while_blocks_are_saved_has_whole_ones_or_none(
     await load(store, kit, [kit.key("dying", len(acknowledged))], 5 * MIB)
 
 
-@pytest.mark.parametrize("after", [0, 1, 40, 65_536, 131_072, MIB, 2 * MIB, 5 * MIB])
+@pytest.mark.parametrize("after", [0, 40, 5 * MIB])
 async def test_connection_cut_within_an_answer(kit, relay, make_store, after):
     store = await make_store(relay.port, connections=1)
     keys = kit.keys("cut", after, count=3)
@@ -238,7 +162,7 @@ async def test_connection_cut_within_an_answer(kit, relay, make_store, after):
     assert await store.lookup(keys) == 3
 
 
-@pytest.mark.parametrize("at", [0, 1, 3, 12, 70_000, 2 * MIB + 5])
+@pytest.mark.parametrize("at", [0, 12, 2 * MIB + 5])
 async def test_garbled_answer_is_an_error_or_told_by_the_content_and_never_the_next_ones(
     kit, relay, make_store, at
 ):
@@ -276,14 +200,6 @@ async def test_connection_that_died_idle_costs_nothing(kit, relay, make_store):
     assert await load(store, kit, [key], MIB) == 1
 
 
-async def test_one_byte_at_a_time_is_slow_and_right(kit, relay, make_store):
-    store = await make_store(relay.port)
-    key = kit.key("slow")
-    await store.save([kit.block(key, nbytes=300)])
-    relay.step = 1
-    assert await load(store, kit, [key], 300) == 1
-
-
 async def test_trickle_is_given_up_although_it_never_stops(kit, relay, make_store):
     store = await make_store(relay.port, timeout="300ms")
     keys = kit.keys("trickle", count=30)
@@ -310,32 +226,25 @@ async def test_server_that_reads_slowly_is_given_up(kit, relay, make_store):
     assert time.monotonic() - start < 30
 
 
-async def test_replica_takes_no_blocks_and_gives_those_it_has(kit, own_redis, make_store):
+async def test_server_that_cannot_persist_or_became_a_replica_takes_no_blocks(
+    kit, own_redis, make_store
+):
     store = await make_store(own_redis.port)
-    keys = kit.keys("replica", count=2)
+    keys, admin = kit.keys("refused", count=3), own_redis.admin
+    admin.config_set("save", "3600 1")
+    (own_redis.folder / "dump.rdb").mkdir()  # there is no way to write it
+    admin.set("x", "y")
+    admin.bgsave()
+    until(lambda: admin.info("persistence")["rdb_last_bgsave_status"] == "err", "the failure")
+    assert await store.save([kit.block(keys[0], nbytes=MIB)]) == 0
+    admin.config_set("save", "")
     assert await store.save([kit.block(keys[0], nbytes=MIB, tokens=[1])]) == 1
-    own_redis.admin.replicaof("127.0.0.1", "1")
-    own_redis.admin.config_set("replica-serve-stale-data", "yes")
+    admin.replicaof("127.0.0.1", "1")
+    admin.config_set("replica-serve-stale-data", "yes")
     assert await store.save([kit.block(keys[1], nbytes=MIB, tokens=[1])]) == 0
     assert await load(store, kit, keys, MIB) == 1
-    own_redis.admin.replicaof("NO", "ONE")
+    admin.replicaof("NO", "ONE")
     assert await store.save([kit.block(keys[1], nbytes=MIB)]) == 1
-
-
-async def test_server_that_cannot_persist_takes_no_blocks(kit, own_redis, make_store):
-    store = await make_store(own_redis.port)
-    key = kit.key("misconf")
-    own_redis.admin.config_set("save", "3600 1")
-    (own_redis.folder / "dump.rdb").mkdir()  # there is no way to write it
-    own_redis.admin.set("x", "y")
-    own_redis.admin.bgsave()
-    deadline = time.monotonic() + 60
-    while own_redis.admin.info("persistence")["rdb_last_bgsave_status"] != "err":
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-    assert await store.save([kit.block(key, nbytes=MIB)]) == 0
-    own_redis.admin.config_set("save", "")
-    assert await store.save([kit.block(key, nbytes=MIB)]) == 1
 
 
 @pytest.fixture
@@ -346,15 +255,13 @@ def scripted():
     server.close()
 
 
-@pytest.mark.parametrize(
-    "error", ["LOADING Redis is loading", "MASTERDOWN Link is down", "BUSY script", "ERR what"]
-)
-async def test_errors_are_errors_and_no_misses(kit, scripted, make_store, error):
+async def test_errors_are_errors_and_no_misses(kit, scripted, make_store):
     store = await make_store(scripted.port)
-    scripted.answer = lambda _: f"-{error}\r\n".encode()
-    for operation in OPERATIONS.values():
-        with pytest.raises(BackendUnavailable, match=error.split()[1]):
-            await operation(store, kit, [kit.key(1)])
+    for error in ("LOADING Redis is loading", "MASTERDOWN Link is down", "BUSY script", "ERR what"):
+        scripted.answer = lambda _, error=error: f"-{error}\r\n".encode()
+        for operation in OPERATIONS.values():
+            with pytest.raises(BackendUnavailable, match=error.split()[1]):
+                await operation(store, kit, [kit.key(1)])
 
 
 async def test_server_that_sends_its_client_in_a_circle(kit, scripted, make_store):
@@ -397,13 +304,3 @@ async def test_two_answers_to_one_question_are_noticed_before_the_next(kit, scri
     scripted.answer = lambda _: b"$-1\r\n"
     await asyncio.sleep(0.05)
     assert await store.load([key], [kit.buffer(4)]) == 0
-
-
-async def test_unreachable_again_is_an_error_within_the_time_for_connecting(kit, make_store, relay):
-    store = await make_store(relay.port, timeout="300ms")
-    with socket.create_server(("127.0.0.1", 0), backlog=1):
-        relay.close()
-        start = time.monotonic()
-        with pytest.raises(BackendUnavailable):
-            await store.lookup([kit.key(1)])
-        assert time.monotonic() - start < 30
