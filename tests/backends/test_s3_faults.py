@@ -305,7 +305,7 @@ async def test_frozen_server_is_a_failure_after_its_timeout(make_s3, kit, s3_ser
     monkeypatch.setattr("kvconnect.backends.s3.client._ATTEMPTS", 1)
     async with kit.opened(make_s3(timeout_s=1.0)) as store:
         s3_server.fault = frozen = Frozen()
-        with pytest.raises(BackendUnavailable, match="timeout|was closed"):
+        with pytest.raises(BackendUnavailable, match=r"timeout|was closed"):
             await store.lookup([kit.key("frozen")])
         frozen.thaw.set()
         s3_server.fault = lambda _: None
