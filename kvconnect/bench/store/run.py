@@ -18,10 +18,9 @@ from kvconnect.backend import Backend
 from kvconnect.backends.registry import open_backend
 from kvconnect.backends.url import StoreUrl
 from kvconnect.bench.checkout import from_checkout, has_checkout
-from kvconnect.bench.report import median_ratio
 from kvconnect.bench.store.floor import Floor, checksum_seconds, fastest
 from kvconnect.bench.store.payloads import Payloads, StorePlan
-from kvconnect.bench.store.report import StoreFigure, percentile
+from kvconnect.bench.store.report import StoreFigure
 from kvconnect.errors import ConfigurationError
 
 __all__ = ["StorePlan", "bench_store"]
@@ -115,18 +114,9 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
         if any(seconds):
             rates = [payloads.total / one for one in fastest(seconds)]
             floors = found[_BARE, what].floor_rates(payloads.total)
-            figures.append(
-                StoreFigure(
-                    name,
-                    what,
-                    _HASHED,
-                    payloads.nbytes,
-                    statistics.median(rates),
-                    floor=statistics.median(floors),
-                    floor_name="" if floor is None else floor.name,
-                    ratio=median_ratio(rates, floors),
-                )
-            )
+            named = (name, what, _HASHED, payloads.nbytes)
+            floor_name = "" if floor is None else floor.name
+            figures.append(StoreFigure.of(named, rates, floors=floors, floor_name=floor_name))
     return figures
 
 
@@ -178,7 +168,7 @@ async def _round(
     payloads.spoil()
     found["get"].rates.append(payloads.total / await _all(map(get, batches), plan.gets_in_flight))
     payloads.check()
-    asked = (payloads.keys * plan.lookup_keys)[: plan.lookup_keys]
+    asked = payloads.asked(plan.lookup_keys)
     lookups = [await _timed(store.lookup(asked)) for _ in range(4 * plan.latencies)]
     found["lookup"].latencies += lookups
     found["lookup"].rates.append(plan.lookup_keys / statistics.median(lookups))
@@ -220,17 +210,12 @@ def _figure(
         name = {"memcpy": "dict", "O_DIRECT slots": "one query", "plain HTTP": "dict"}.get(
             name, name
         )
-    return StoreFigure(
-        store,
-        what,
-        how,
-        payloads.nbytes,
-        statistics.median(rounds.rates),
-        percentile(rounds.latencies, 50) * 1e3,
-        percentile(rounds.latencies, 99) * 1e3,
-        statistics.median(floors) if floors else None,
-        name,
-        median_ratio(rounds.rates, floors) if floors else None,
+    return StoreFigure.of(
+        (store, what, how, payloads.nbytes),
+        rounds.rates,
+        floors=floors,
+        floor_name=name,
+        latencies=rounds.latencies,
     )
 
 
