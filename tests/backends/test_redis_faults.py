@@ -112,6 +112,29 @@ async def test_cancelled_load_ends_only_when_nothing_touches_its_buffers(kit, re
     assert bool((buffer == 7).all())
 
 
+async def test_closing_ends_calls_in_flight_and_every_thread(kit, own_redis, make_store):
+    store = await make_store(own_redis.port, timeout="120s")
+    keys = kit.keys("closing", count=8)
+    await store.save([kit.block(key, nbytes=MIB) for key in keys])
+    own_redis.freeze()
+    try:
+        calls = [
+            asyncio.ensure_future(call)
+            for key in keys
+            for call in (store.lookup([key]), store.load([key], [kit.buffer(MIB)]))
+        ]
+        await asyncio.sleep(0.1)
+        start = time.monotonic()
+        await store.close()
+        assert time.monotonic() - start < 60  # half of what a call may take
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(result, BackendUnavailable) for result in results)
+    finally:
+        own_redis.thaw()
+    port = str(own_redis.port)
+    until(lambda: not any(port in one.name for one in own_threads()), "the end of all threads")
+
+
 async def test_server_killed_while_blocks_are_saved_has_whole_ones_or_none(
     kit, own_redis, make_store
 ):
