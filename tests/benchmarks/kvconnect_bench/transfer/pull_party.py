@@ -13,7 +13,7 @@ import torch
 
 from kvconnect.transfer.tcp import peer, source
 from kvconnect.transfer.transport import PeerHandle, Reads, Transport
-from kvconnect_bench.blocks.worker import serve, take_stdout
+from kvconnect_bench.blocks.worker import methods, serve, take_stdout
 from kvconnect_bench.transfer.floors import (
     BareStream,
     NotAllowed,
@@ -134,9 +134,7 @@ def _transport(name: str, settings: dict[str, Any]) -> Transport:
 def main() -> None:
     """Answers until standard input ends."""
     answers = take_stdout()
-    party = PullParty()
-    workloads = {name: getattr(party, name) for name in vars(PullParty) if not name.startswith("_")}
-    serve(answers, {"torch": torch.__version__}, workloads)
+    serve(answers, {"torch": torch.__version__}, methods(PullParty()))
 
 
 if __name__ == "__main__":
