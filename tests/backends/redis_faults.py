@@ -26,6 +26,16 @@ async def answered(call: Callable[[], Awaitable[T]]) -> T:
                 await asyncio.sleep(0.01)
 
 
+async def load(store, kit, keys, sizes):
+    """How many of `keys` are loaded into buffers of `sizes`, or of one size; they are right."""
+    sizes = [sizes] * len(keys) if isinstance(sizes, int) else sizes
+    into = [kit.buffer(nbytes) for nbytes in sizes]
+    loaded = await store.load(keys, into)
+    assert all(kit.holds(b, key, framed=False) for b, key in zip(into[:loaded], keys, strict=False))
+    assert all(kit.untouched(b) for b in into[loaded:])
+    return loaded
+
+
 class _Listener:
     """Serves each connection on a thread of its own, until `close`.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from urllib.parse import quote
 
 import pytest
 import redis
 import torch
+from redis_faults import load
 from redis_server import RedisServer
 
 from kvconnect.backend import MAX_CHILDREN
@@ -22,25 +24,8 @@ SPLIT = 9 * MIB + 17  # five values
 
 
 @pytest.fixture
-def prefix(tmp_path):
-    return f"{tmp_path.name}-{id(tmp_path)}:"
-
-
-@pytest.fixture
-async def make_store(redis_server, prefix):
-    """Opens stores, all on the same blocks."""
-    stores = []
-
-    async def make(**options):
-        options = {"prefix": prefix, **options}
-        query = "&".join(f"{name}={value}" for name, value in options.items())
-        stores.append(open_backend(f"{redis_server.url}?{query}").inner)
-        await stores[-1].open([])
-        return stores[-1]
-
-    yield make
-    for store in stores:
-        await store.close()
+async def make_store(make_redis, redis_server):
+    return partial(make_redis, redis_server)
 
 
 @pytest.fixture
@@ -51,13 +36,6 @@ async def store(make_store):
 @pytest.fixture
 def names(prefix):
     return Names(prefix.encode())
-
-
-async def is_whole(store, kit, key, nbytes):
-    buffer = kit.buffer(nbytes)
-    loaded = await store.load([key], [buffer])
-    assert not loaded or kit.holds(buffer, key, framed=False)
-    return bool(loaded)
 
 
 async def test_a_socket_of_this_machine_does_as_well(tmp_path, kit):
@@ -75,7 +53,7 @@ async def test_a_socket_of_this_machine_does_as_well(tmp_path, kit):
         blocks = [kit.block(key, nbytes=SPLIT) for key in keys]
         assert await one.save(blocks) == 3
         assert await other.lookup(keys) == 0
-        assert all([await is_whole(one, kit, key, SPLIT) for key in keys])
+        assert all([await load(one, kit, [key], SPLIT) for key in keys])
         server.stop()
         with pytest.raises(BackendUnavailable, match=str(path)):
             await one.lookup(keys)
@@ -92,7 +70,7 @@ async def test_no_value_is_above_four_mebibytes_or_expires(
     key = kit.key(nbytes)
     assert await store.save([kit.block(key, nbytes=nbytes)]) == 1
     assert await store.lookup([key]) == 1
-    assert await is_whole(store, kit, key, nbytes)
+    assert await load(store, kit, [key], nbytes)
     names = redis_server.names(prefix)
     assert {redis_server.admin.pttl(name) for name in names} == {-1}
     lengths = [redis_server.admin.strlen(name) for name in names]
@@ -121,9 +99,7 @@ async def test_blocks_of_one_and_of_many_values_mix_in_a_batch(store, kit):
     keys = kit.keys("mixed", count=len(sizes))
     blocks = [kit.block(key, nbytes=n) for key, n in zip(keys, sizes, strict=True)]
     assert await store.save(blocks) == len(sizes)
-    into = [kit.buffer(n) for n in sizes]
-    assert await store.load(keys, into) == len(sizes)
-    assert all(kit.holds(b, key, framed=False) for b, key in zip(into, keys, strict=True))
+    assert await load(store, kit, keys, sizes) == len(sizes)
 
 
 @pytest.mark.parametrize("nbytes", [100, SPLIT])
@@ -138,7 +114,7 @@ async def test_blocks_are_gone_after_their_time(make_store, kit, redis_server, p
     await asyncio.sleep(0.005)
     assert await store.lookup([key]) == 0
     assert await store.children(None) == []
-    assert not await is_whole(store, kit, key, nbytes)
+    assert not await load(store, kit, [key], nbytes)
 
 
 async def test_writer_that_dies_before_the_end_leaves_no_block_and_nothing_for_ever(
@@ -161,7 +137,7 @@ async def test_writer_that_dies_before_the_end_leaves_no_block_and_nothing_for_e
     assert len(left) == 4
     assert all(0 < redis_server.admin.ttl(name) <= 600 for name in left)
     assert await other.save([kit.block(key, nbytes=SPLIT)]) == 1
-    assert await is_whole(other, kit, key, SPLIT)
+    assert await load(other, kit, [key], SPLIT)
 
 
 async def test_faster_writer_wins_and_the_other_leaves_no_parts(
@@ -180,7 +156,7 @@ async def test_faster_writer_wins_and_the_other_leaves_no_parts(
     slow._parts.router.run = after_the_fast
     assert await slow.save([kit.block(key, nbytes=SPLIT)]) == 1
     assert len(redis_server.names(prefix)) == 5
-    assert await is_whole(slow, kit, key, SPLIT)
+    assert await load(slow, kit, [key], SPLIT)
 
 
 @pytest.mark.parametrize(("part", "loaded"), [(1, True), (4, True), (2, False)])
@@ -198,7 +174,7 @@ async def test_block_without_one_of_its_parts_is_a_miss_and_can_be_saved_again(
         assert kit.holds(into[0], before, framed=False)
         assert redis_server.names(f"{prefix}b:{key.hex()}") == []
     assert await store.save([kit.block(key, nbytes=SPLIT)]) == 1
-    assert await is_whole(store, kit, key, SPLIT)
+    assert await load(store, kit, [key], SPLIT)
     assert len(redis_server.names(prefix)) == 10
 
 
@@ -230,10 +206,10 @@ async def test_damaged_value_is_never_a_hit_and_replaced(
     assert await store.lookup([key]) == 0
     for name in ("garbage", "a list"):  # saved without a load before
         assert await store.save([kit.block(key, nbytes=nbytes)]) == 1
-        assert await is_whole(store, kit, key, nbytes)
+        assert await load(store, kit, [key], nbytes)
         DAMAGE[name](redis_server.admin, f"{prefix}b:{key.hex()}")
     assert await store.save([kit.block(key, nbytes=nbytes)]) == 1
-    assert await is_whole(store, kit, key, nbytes)
+    assert await load(store, kit, [key], nbytes)
 
 
 async def test_full_server_stores_what_fits_and_goes_on_when_there_is_room(kit, own_redis):
@@ -245,7 +221,7 @@ async def test_full_server_stores_what_fits_and_goes_on_when_there_is_room(kit, 
         saved = await store.save(parted)
         assert 0 < saved < 4
         assert len(own_redis.names("kvconnect:")) == 5 * saved  # no parts of the others
-        assert await is_whole(store, kit, parted[0].key, SPLIT)
+        assert await load(store, kit, [parted[0].key], SPLIT)
         await store.delete([block.key for block in parted])
         keys = kit.keys("full", count=40)
         blocks = [kit.block(key, nbytes=MIB) for key in keys]
@@ -253,7 +229,7 @@ async def test_full_server_stores_what_fits_and_goes_on_when_there_is_room(kit, 
         assert 5 < saved < 25
         assert (await store.stats())["maxmemory"] == 20 * MIB
         assert await store.lookup(keys) >= saved
-        assert all([await is_whole(store, kit, key, MIB) for key in keys[:saved]])
+        assert all([await load(store, kit, [key], MIB) for key in keys[:saved]])
         refused = metrics.snapshot()["redis.refused"]
         received = own_redis.admin.info()["total_net_input_bytes"]
         assert await store.save(blocks[saved:]) == 0

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from redis.asyncio.cluster import NodesManager
 from redis.crc import key_slot
-from redis_faults import answered
+from redis_faults import answered, load
 from redis_server import RedisGroup
 
 from kvconnect.backends import open_backend
@@ -18,24 +18,11 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def prefix(tmp_path):
-    return f"{tmp_path.name}-{id(tmp_path)}:"
-
-
-@pytest.fixture
 async def store(redis_cluster, prefix):
     made = open_backend(f"{redis_cluster.url}?prefix={prefix}&timeout=60s").inner
     await made.open([])
     yield made
     await made.close()
-
-
-async def load(store, kit, keys, sizes):
-    into = [kit.buffer(nbytes) for nbytes in sizes]
-    loaded = await store.load(keys, into)
-    assert all(kit.holds(b, key, framed=False) for b, key in zip(into[:loaded], keys, strict=False))
-    assert all(kit.untouched(b) for b in into[loaded:])
-    return loaded
 
 
 async def test_blocks_and_their_parts_are_on_all_nodes(store, kit, redis_cluster, prefix):
@@ -57,10 +44,9 @@ async def test_blocks_and_their_parts_are_on_all_nodes(store, kit, redis_cluster
 
 async def test_counts_are_of_leading_blocks_whatever_node_they_are_on(store, kit):
     keys = kit.keys("leading", count=12)
-    sizes = [MIB] * 12
     await store.save([kit.block(key, nbytes=MIB) for key in (*keys[:5], *keys[6:])])
     assert await store.lookup(keys) == 5
-    assert await load(store, kit, keys, sizes) == 5  # and touches no buffer behind
+    assert await load(store, kit, keys, MIB) == 5  # and touches no buffer behind
 
 
 async def test_one_node_is_enough_to_find_the_others(redis_cluster, kit, prefix):
@@ -102,37 +88,36 @@ async def test_slot_that_moves_is_followed(store, kit, redis_cluster, prefix):
     name = f"{prefix}b:{key.hex()}"
     await store.save([kit.block(key, nbytes=MIB)])
     with moving(redis_cluster, name) as (_, target, migrate):
-        assert await load(store, kit, [key], [MIB]) == 1  # not moved yet
+        assert await load(store, kit, [key], MIB) == 1  # not moved yet
         migrate()
-        assert await load(store, kit, [key], [MIB]) == 1  # ASK
+        assert await load(store, kit, [key], MIB) == 1  # ASK
         assert await store.lookup([key]) == 1
         await store.delete([key])
         assert await store.save([kit.block(key, nbytes=MIB)]) == 1
         assert target.names(f"{prefix}b:") == [name]
         redis_cluster.give(key_slot(name.encode()), target)
-        assert await load(store, kit, [key], [MIB]) == 1  # MOVED
+        assert await load(store, kit, [key], MIB) == 1  # MOVED
         assert store._parts.router.topology.address_of(name.encode()).port == target.port
         assert len(store._parts.router.topology.servers) == 3
         await store.delete([key])
         assert await store.save([kit.block(key, nbytes=MIB)]) == 1
         assert target.names(f"{prefix}b:") == [name]
         await store.delete([key])
-        assert await load(store, kit, [key], [MIB]) == 0
+        assert await load(store, kit, [key], MIB) == 0
 
 
 async def test_blocks_behind_one_that_moves_are_loaded_too(store, kit, redis_cluster, prefix):
     keys = kit.keys("behind", count=15)
     names = [f"{prefix}b:{key.hex()}" for key in keys]
-    sizes = [1000] * len(keys)
     await store.save([kit.block(key, nbytes=1000) for key in keys])
     with moving(redis_cluster, names[2]) as (source, _, migrate):
         theirs = [k for k, n in zip(keys, names, strict=True) if redis_cluster.node_of(n) is source]
         migrate()
-        assert await load(store, kit, keys, sizes) == len(keys)
-        assert await load(store, kit, theirs, sizes[: len(theirs)]) == len(theirs)
+        assert await load(store, kit, keys, 1000) == len(keys)
+        assert await load(store, kit, theirs, 1000) == len(theirs)
         await store.delete([keys[2]])
         at = theirs.index(keys[2])
-        assert await load(store, kit, theirs, sizes[: len(theirs)]) == at  # and nothing behind
+        assert await load(store, kit, theirs, 1000) == at  # and nothing behind
 
 
 async def test_opening_that_is_cancelled_leaves_no_connection(redis_cluster, monkeypatch):
@@ -170,7 +155,7 @@ async def test_frozen_node_holds_up_nobody_but_who_needs_it(store, kit, redis_cl
         start = loop.time()
         for _ in range(3):
             assert await store.lookup(others) == len(others)
-            assert await load(store, kit, others, [1000] * len(others)) == len(others)
+            assert await load(store, kit, others, 1000) == len(others)
         assert loop.time() - start < 30  # half of what a call may take
         assert not waiting.done()
     assert await waiting == 1
@@ -233,7 +218,7 @@ async def test_node_that_is_gone_is_an_error_for_its_keys(redis_cluster, kit, pr
             await store.load(keys, [kit.buffer(1000) for _ in keys])
     finally:
         gone.thaw()
-    assert await answered(lambda: load(store, kit, keys, [1000] * 9)) == 9
+    assert await answered(lambda: load(store, kit, keys, 1000)) == 9
     await store.close()
 
 
@@ -264,7 +249,7 @@ async def test_sentinels_lead_to_the_master_and_to_the_next_one(group, kit):
             except BackendUnavailable:
                 lost += 1
             await asyncio.sleep(0.05)
-    assert await load(store, kit, keys, [MIB] * 3) == 3
+    assert await load(store, kit, keys, MIB) == 3
     assert f"kvconnect:b:{kit.key('after', lost).hex()}" in group.replica.names("kvconnect:")
     await store.close()
 

@@ -9,10 +9,9 @@ import threading
 import time
 
 import pytest
-from redis_faults import Relay, Script, answered
+from redis_faults import Relay, Script, answered, load
 from redis_server import until
 
-from kvconnect.backends import open_backend
 from kvconnect.backends.redis.format import Head
 from kvconnect.errors import BackendUnavailable
 
@@ -20,40 +19,10 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def prefix(tmp_path):
-    return f"{tmp_path.name}-{id(tmp_path)}:"
-
-
-@pytest.fixture
-async def make_store(prefix):
-    """Opens bare stores at a port."""
-    stores = []
-
-    async def make(port, **options):
-        options = {"timeout": "60s", "prefix": prefix, **options}
-        query = "&".join(f"{name}={value}" for name, value in options.items())
-        stores.append(open_backend(f"redis://127.0.0.1:{port}?{query}").inner)
-        await answered(lambda: stores[-1].open([]))
-        return stores[-1]
-
-    yield make
-    for store in stores:
-        await store.close()
-
-
-@pytest.fixture
 def relay(redis_server):
     made = Relay(redis_server.port)
     yield made
     made.close()
-
-
-async def load(store, kit, keys, nbytes):
-    into = [kit.buffer(nbytes) for _ in keys]
-    loaded = await store.load(keys, into)
-    assert all(kit.holds(b, key, framed=False) for b, key in zip(into[:loaded], keys, strict=False))
-    assert all(kit.untouched(b) for b in into[loaded:])
-    return loaded
 
 
 def own_threads():
@@ -70,8 +39,8 @@ OPERATIONS = {
 }
 
 
-async def test_frozen_server_is_given_up_and_works_when_it_thaws(make_store, kit, own_redis):
-    store = await make_store(own_redis.port, timeout="300ms")
+async def test_frozen_server_is_given_up_and_works_when_it_thaws(make_redis, kit, own_redis):
+    store = await make_redis(own_redis, timeout="300ms")
     keys = kit.keys("frozen", count=3)
     blocks = [kit.block(key, nbytes=MIB) for key in keys]
     assert await answered(lambda: store.save(blocks)) == 3
@@ -85,8 +54,8 @@ async def test_frozen_server_is_given_up_and_works_when_it_thaws(make_store, kit
     assert await answered(lambda: store.lookup(keys)) == 3
 
 
-async def test_cancelled_load_ends_only_when_nothing_touches_its_buffers(kit, relay, make_store):
-    store = await make_store(relay.port, timeout="20s")
+async def test_cancelled_load_ends_only_when_nothing_touches_its_buffers(kit, relay, make_redis):
+    store = await make_redis(relay, timeout="20s")
     key = kit.key("cancelled")
     await store.save([kit.block(key, nbytes=2 * MIB)])
     arriving, go_on = asyncio.Event(), threading.Event()
@@ -112,8 +81,8 @@ async def test_cancelled_load_ends_only_when_nothing_touches_its_buffers(kit, re
     assert bool((buffer == 7).all())
 
 
-async def test_closing_ends_calls_in_flight_and_every_thread(kit, own_redis, make_store):
-    store = await make_store(own_redis.port, timeout="120s")
+async def test_closing_ends_calls_in_flight_and_every_thread(kit, own_redis, make_redis):
+    store = await make_redis(own_redis, timeout="120s")
     keys = kit.keys("closing", count=8)
     await store.save([kit.block(key, nbytes=MIB) for key in keys])
     own_redis.freeze()
@@ -136,13 +105,13 @@ async def test_closing_ends_calls_in_flight_and_every_thread(kit, own_redis, mak
 
 
 async def test_server_killed_while_blocks_are_saved_has_whole_ones_or_none(
-    kit, own_redis, make_store
+    kit, own_redis, make_redis
 ):
     own_redis.stop()
     # With everysec a server answers before it has written, while the disk is busy.
     own_redis.command += ["--appendonly", "yes", "--appendfsync", "no"]
     own_redis.start()
-    store = await make_store(own_redis.port)
+    store = await make_redis(own_redis)
     acknowledged, enough = [], asyncio.Event()
 
     async def save_until_it_dies():
@@ -166,8 +135,8 @@ async def test_server_killed_while_blocks_are_saved_has_whole_ones_or_none(
 
 
 @pytest.mark.parametrize("after", [0, 40, 5 * MIB])
-async def test_connection_cut_within_an_answer(kit, relay, make_store, after):
-    store = await make_store(relay.port, connections=1)
+async def test_connection_cut_within_an_answer(kit, relay, make_redis, after):
+    store = await make_redis(relay, connections=1)
     keys = kit.keys("cut", after, count=3)
     await store.save([kit.block(key, nbytes=2 * MIB) for key in keys])
     so_far = 0
@@ -187,9 +156,9 @@ async def test_connection_cut_within_an_answer(kit, relay, make_store, after):
 
 @pytest.mark.parametrize("at", [0, 12, 2 * MIB + 5])
 async def test_garbled_answer_is_an_error_or_told_by_the_content_and_never_the_next_ones(
-    kit, relay, make_store, at
+    kit, relay, make_redis, at
 ):
-    store = await make_store(relay.port, connections=1)
+    store = await make_redis(relay, connections=1)
     keys = kit.keys("garbled", at, count=3)
     await store.save([kit.block(key, nbytes=2 * MIB) for key in keys])
     so_far = 0
@@ -212,8 +181,8 @@ async def test_garbled_answer_is_an_error_or_told_by_the_content_and_never_the_n
     assert sum(found) >= 2  # a garbled head is a damaged block, which is dropped
 
 
-async def test_connection_that_died_idle_costs_nothing(kit, relay, make_store):
-    store = await make_store(relay.port)
+async def test_connection_that_died_idle_costs_nothing(kit, relay, make_redis):
+    store = await make_redis(relay)
     key = kit.key("idle")
     await store.save([kit.block(key, nbytes=MIB)])
     assert await store.lookup([key]) == 1
@@ -223,8 +192,8 @@ async def test_connection_that_died_idle_costs_nothing(kit, relay, make_store):
     assert await load(store, kit, [key], MIB) == 1
 
 
-async def test_trickle_is_given_up_although_it_never_stops(kit, relay, make_store):
-    store = await make_store(relay.port, timeout="300ms")
+async def test_trickle_is_given_up_although_it_never_stops(kit, relay, make_redis):
+    store = await make_redis(relay, timeout="300ms")
     keys = kit.keys("trickle", count=30)
     blocks = [kit.block(key, nbytes=5000) for key in keys]
     assert await answered(lambda: store.save(blocks)) == 30
@@ -240,8 +209,8 @@ async def test_trickle_is_given_up_although_it_never_stops(kit, relay, make_stor
     assert await answered(lambda: store.lookup(keys)) == 30
 
 
-async def test_server_that_reads_slowly_is_given_up(kit, relay, make_store):
-    store = await make_store(relay.port, timeout="300ms")
+async def test_server_that_reads_slowly_is_given_up(kit, relay, make_redis):
+    store = await make_redis(relay, timeout="300ms")
     relay.reads = 1000
     start = time.monotonic()
     with pytest.raises(BackendUnavailable, match="less than 16 KiB"):
@@ -250,9 +219,9 @@ async def test_server_that_reads_slowly_is_given_up(kit, relay, make_store):
 
 
 async def test_server_that_cannot_persist_or_became_a_replica_takes_no_blocks(
-    kit, own_redis, make_store
+    kit, own_redis, make_redis
 ):
-    store = await make_store(own_redis.port)
+    store = await make_redis(own_redis)
     keys, admin = kit.keys("refused", count=3), own_redis.admin
     admin.config_set("save", "3600 1")
     (own_redis.folder / "dump.rdb").mkdir()  # there is no way to write it
@@ -278,8 +247,8 @@ def scripted():
     server.close()
 
 
-async def test_errors_are_errors_and_no_misses(kit, scripted, make_store):
-    store = await make_store(scripted.port)
+async def test_errors_are_errors_and_no_misses(kit, scripted, make_redis):
+    store = await make_redis(scripted)
     for error in ("LOADING Redis is loading", "MASTERDOWN Link is down", "BUSY script", "ERR what"):
         scripted.answer = lambda _, error=error: f"-{error}\r\n".encode()
         for operation in OPERATIONS.values():
@@ -287,15 +256,15 @@ async def test_errors_are_errors_and_no_misses(kit, scripted, make_store):
                 await operation(store, kit, [kit.key(1)])
 
 
-async def test_server_that_sends_its_client_in_a_circle(kit, scripted, make_store):
-    store = await make_store(scripted.port)
+async def test_server_that_sends_its_client_in_a_circle(kit, scripted, make_redis):
+    store = await make_redis(scripted)
     scripted.answer = lambda _: b"-MOVED 1 127.0.0.1:%d\r\n" % scripted.port
     with pytest.raises(BackendUnavailable, match="without end"):
         await store.lookup([kit.key(1)])
 
 
-async def test_server_that_sends_its_client_everywhere_makes_no_threads(kit, scripted, make_store):
-    store = await make_store(scripted.port)
+async def test_server_that_sends_its_client_everywhere_makes_no_threads(kit, scripted, make_redis):
+    store = await make_redis(scripted)
     ports = itertools.count(1)
     scripted.answer = lambda _: b"-MOVED 1 127.0.0.1:%d\r\n" % next(ports)
     before = set(own_threads())
@@ -304,8 +273,8 @@ async def test_server_that_sends_its_client_everywhere_makes_no_threads(kit, scr
     assert set(own_threads()) <= before
 
 
-async def test_answers_of_another_kind_are_errors(kit, scripted, make_store):
-    store = await make_store(scripted.port)
+async def test_answers_of_another_kind_are_errors(kit, scripted, make_redis):
+    store = await make_redis(scripted)
     for answer in (b":1\r\n", b"*0\r\n", b"$-1\r\n", b"+what\r\n"):
         scripted.answer = lambda _, answer=answer: answer
         for name in ("lookup", "children", "stats"):
@@ -316,8 +285,8 @@ async def test_answers_of_another_kind_are_errors(kit, scripted, make_store):
             assert found in (0, [], ())
 
 
-async def test_two_answers_to_one_question_are_noticed_before_the_next(kit, scripted, make_store):
-    store = await make_store(scripted.port)
+async def test_two_answers_to_one_question_are_noticed_before_the_next(kit, scripted, make_redis):
+    store = await make_redis(scripted)
     key = kit.key(1)
     value = Head(0, 4, 4, b"nonce678", 1.0).pack() + b"evil"
     scripted.answer = lambda _: b"$%d\r\n%s\r\n" % (len(value), value) * 2

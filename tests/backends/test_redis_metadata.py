@@ -17,8 +17,8 @@ PARTED = (5 << 20) + 17  # of several values
 
 
 @pytest.fixture
-def url(redis_server, tmp_path):
-    return f"{redis_server.url}?prefix={tmp_path.name}-{id(tmp_path)}:"
+def url(redis_server, prefix):
+    return f"{redis_server.url}?prefix={prefix}"
 
 
 @asynccontextmanager
@@ -51,11 +51,10 @@ async def test_describe_tells_all_that_was_saved(kit, url, nbytes, tokens):
         assert before - 2 <= entry.used_at <= time.time() + 1
 
 
-async def test_describe_knows_nothing_of_junk(kit, url, redis_server, tmp_path):
+async def test_describe_knows_nothing_of_junk(kit, url, redis_server, prefix):
     keys = kit.keys("junk", count=3)
     async with opened(url) as store:
         await store.save([kit.block(key, nbytes=9) for key in keys])
-        prefix = store.inner._settings.prefix
         redis_server.admin.setrange(f"{prefix}b:{keys[0].hex()}", 0, "junk")
         redis_server.admin.delete(f"{prefix}b:{keys[1].hex()}")
         redis_server.admin.lpush(f"{prefix}b:{keys[1].hex()}", "another kind")
@@ -64,11 +63,11 @@ async def test_describe_knows_nothing_of_junk(kit, url, redis_server, tmp_path):
         assert [entry.key async for entry in store.scan()] == [keys[2]]
 
 
-async def test_listing_tells_the_last_use_and_is_none(kit, url, redis_server):
+async def test_listing_tells_the_last_use_and_is_none(kit, url, redis_server, prefix):
     key = kit.key("idle")
     async with opened(url) as store:
         await store.save([kit.block(key, nbytes=100)])
-        name = f"{store.inner._settings.prefix}b:{key.hex()}"
+        name = f"{prefix}b:{key.hex()}"
         dumped = redis_server.admin.dump(name)
         redis_server.admin.restore(name, 0, dumped, replace=True, idletime=1000)
         for _ in range(2 if leaves_no_trace(redis_server.admin) else 1):
@@ -112,10 +111,9 @@ async def test_index_of_tails_of_another_type_is_dropped_and_rebuilt(kit, url, r
         assert [child.key for child in await store.children(parent)] == [tail]
 
 
-async def test_listing_without_end_ends(kit, redis_server, tmp_path, monkeypatch):
+async def test_listing_without_end_ends(kit, url, redis_server, prefix, monkeypatch):
     """What fills pages and is no block is passed over, but not for ever."""
-    prefix = f"{tmp_path.name}-endless:"
-    async with opened(f"{redis_server.url}?prefix={prefix}") as store:
+    async with opened(url) as store:
         redis_server.admin.mset({f"{prefix}b:junk{number}": b"" for number in range(5000)})
         assert [entry async for entry in store.scan()] == []
         monkeypatch.setattr("kvconnect.backends.redis.find._MOST_BARREN_S", 0.0)

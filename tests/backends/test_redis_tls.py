@@ -10,7 +10,7 @@ import threading
 
 import pytest
 from certificates import certificate
-from redis_faults import Relay, answered
+from redis_faults import Relay, answered, load
 from redis_server import RedisServer, executable, free_port, until
 
 from kvconnect.backends import open_backend
@@ -48,17 +48,15 @@ async def opened(relay, *, path="", **options):
 
 
 @pytest.mark.parametrize("verified", [True, False])
-async def test_blocks_of_any_size_come_back_over_tls(relay, kit, server_files, tmp_path, verified):
+async def test_blocks_of_any_size_come_back_over_tls(relay, kit, server_files, prefix, verified):
     trust = {"tls_ca": server_files[0]} if verified else {"tls_verify": "no"}
-    store = await opened(relay, prefix=f"{tmp_path.name}:", **trust)
+    store = await opened(relay, prefix=prefix, **trust)
     sizes = [0, 1, 16384, 16385, 4 << 20, (9 << 20) + 1]
     keys = kit.keys("tls", verified, count=len(sizes))
     blocks = [kit.block(key, nbytes=n, tokens=[1]) for key, n in zip(keys, sizes, strict=True)]
     assert await store.save(blocks) == len(sizes)
     assert await store.lookup(keys) == len(sizes)
-    into = [kit.buffer(n) for n in sizes]
-    assert await store.load(keys, into) == len(sizes)
-    assert all(kit.holds(b, key, framed=False) for b, key in zip(into, keys, strict=True))
+    assert await load(store, kit, keys, sizes) == len(sizes)
     assert len(await store.children(None)) == len(sizes)
     await store.delete(keys)
     await store.close()
@@ -120,9 +118,9 @@ async def test_no_tls_where_it_is_wanted(relay):
 @pytest.mark.parametrize("after", [100, 70_000, 1 << 20])
 @pytest.mark.parametrize("silent", [False, True])
 async def test_connection_cut_or_silent_within_a_value(
-    relay, kit, server_files, tmp_path, after, silent
+    relay, kit, server_files, prefix, after, silent
 ):
-    options = {"prefix": f"{tmp_path.name}:", "tls_ca": server_files[0]}
+    options = {"prefix": prefix, "tls_ca": server_files[0]}
     store = await opened(relay, timeout="300ms" if silent else "60s", **options)
     key = kit.key("cut")
     await answered(lambda: store.save([kit.block(key, nbytes=2 << 20)]))
