@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from kvconnect.digest.doubts import Doubt
-from kvconnect.prometheus.metric import Metric, Sample
-from kvconnect.prometheus.snapshot import Snapshot
+from kvconnect.prometheus.snapshot import Metric, Sample, Snapshot
 
 __all__ = ["METRICS"]
 
