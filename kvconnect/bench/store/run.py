@@ -62,12 +62,14 @@ class _Rounds:
 
     `rates` are in bytes or keys per second, the other lists in seconds. A round of `floors` has one
     number for each way of the floor. A round of `extra` has the checksum's time, which is added to
-    the floor, on one thread and on two.
+    the floor, on one thread and on two. `hashed` has the floor's rounds in which the thread that
+    moves a value hashes it.
     """
 
     rates: list[float] = field(default_factory=list)
     floors: list[Sequence[float]] = field(default_factory=list)
     extra: list[Sequence[float]] = field(default_factory=list)
+    hashed: list[Sequence[float]] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
 
     def floor_rates(self, amount: int) -> list[float]:
@@ -83,7 +85,6 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
     floor: Floor | None = None
     ways = {_BARE: store.inner, _GUARDED: store}
     found = {(how, what): _Rounds() for how in ways for what in _OPERATIONS}
-    hashed: dict[str, list[list[float]]] = {"put": [], "get": []}
     try:
         floor = _floor(url, store.inner, payloads, tell)
         # Each is first by turns: a disk after a pause, or memory that was just read, is faster.
@@ -91,8 +92,7 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
         for number in range(plan.rounds + 1):
             # The first round touches memory and allocates files, so it does not count.
             rounds = found if number else {key: _Rounds() for key in found}
-            apart = hashed if number else {what: [] for what in hashed}
-            await _one_round(ways, floor, plan, payloads, rounds, apart, turns)
+            await _one_round(ways, floor, plan, payloads, rounds, turns)
             turns.rotate()
     except _Fewer as error:
         raise ConfigurationError(
@@ -110,13 +110,12 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
         _figure(name, how, what, plan, payloads, rounds, floor)
         for (how, what), rounds in found.items()
     ]
-    for what, seconds in hashed.items():
-        if any(seconds):
-            rates = [payloads.total / one for one in fastest(seconds)]
-            floors = found[_BARE, what].floor_rates(payloads.total)
+    for (_, what), rounds in found.items():
+        if floor is not None and any(rounds.hashed):
+            rates = [payloads.total / one for one in fastest(rounds.hashed)]
+            floors = rounds.floor_rates(payloads.total)
             named = (name, what, _HASHED, payloads.nbytes)
-            floor_name = "" if floor is None else floor.name
-            figures.append(StoreFigure.of(named, rates, floors=floors, floor_name=floor_name))
+            figures.append(StoreFigure.of(named, rates, floors=floors, floor_name=floor.name))
     return figures
 
 
@@ -136,7 +135,6 @@ async def _one_round(
     plan: StorePlan,
     payloads: Payloads,
     found: dict[tuple[str, str], _Rounds],
-    hashed: dict[str, list[list[float]]],
     turns: Iterable[str],
 ) -> None:
     """Measures the floor and each of `ways`, in the order of `turns`."""
@@ -146,8 +144,8 @@ async def _one_round(
             await _round(ways[turn], plan, payloads, rounds)
         elif floor is not None:
             _measure_floor(floor, plan, payloads, found)
-            hashed["put"].append(floor.hashed_put())
-            hashed["get"].append(floor.hashed_get())
+            found[_BARE, "put"].hashed.append(floor.hashed_put())
+            found[_BARE, "get"].hashed.append(floor.hashed_get())
 
 
 async def _round(
