@@ -134,53 +134,6 @@ async def test_server_killed_while_blocks_are_saved_has_whole_ones_or_none(
     await load(store, kit, [kit.key("dying", len(acknowledged))], 5 * MIB)
 
 
-@pytest.mark.parametrize("after", [0, 40, 5 * MIB])
-async def test_connection_cut_within_an_answer(kit, relay, make_redis, after):
-    store = await make_redis(relay, connections=1)
-    keys = kit.keys("cut", after, count=3)
-    await store.save([kit.block(key, nbytes=2 * MIB) for key in keys])
-    so_far = 0
-
-    def cut(data, _):
-        nonlocal so_far
-        so_far += len(data)
-        return data if so_far <= after else None
-
-    relay.change = cut
-    with pytest.raises(BackendUnavailable):
-        await store.load(keys, [kit.buffer(2 * MIB) for _ in keys])
-    relay.change = lambda data, _: data
-    assert await load(store, kit, keys, 2 * MIB) == 3
-    assert await store.lookup(keys) == 3
-
-
-@pytest.mark.parametrize("at", [0, 12, 2 * MIB + 5])
-async def test_garbled_answer_is_an_error_or_told_by_the_content_and_never_the_next_ones(
-    kit, relay, make_redis, at
-):
-    store = await make_redis(relay, connections=1)
-    keys = kit.keys("garbled", at, count=3)
-    await store.save([kit.block(key, nbytes=2 * MIB) for key in keys])
-    so_far = 0
-
-    def garble(data, _):
-        nonlocal so_far
-        start, so_far = so_far, so_far + len(data)
-        if start <= at < so_far:
-            data = bytearray(data)
-            data[at - start] ^= 0xFF
-        return bytes(data)
-
-    relay.change = garble
-    into = [kit.buffer(2 * MIB) for _ in keys]
-    with contextlib.suppress(BackendUnavailable):
-        assert await store.load(keys, into) in {0, 1, 3}
-    assert all(kit.margins_whole(buffer) for buffer in into)
-    relay.change = lambda data, _: data
-    found = [await load(store, kit, [key], 2 * MIB) for key in keys]
-    assert sum(found) >= 2  # a garbled head is a damaged block, which is dropped
-
-
 async def test_connection_that_died_idle_costs_nothing(kit, relay, make_redis):
     store = await make_redis(relay)
     key = kit.key("idle")
