@@ -204,12 +204,16 @@ async def test_damaged_value_is_never_a_hit_and_replaced(
     assert await store.load([key], [buffer]) == 0
     assert kit.untouched(buffer)
     assert await store.lookup([key]) == 0
-    for name in ("garbage", "a list"):  # saved without a load before
-        assert await store.save([kit.block(key, nbytes=nbytes)]) == 1
-        assert await load(store, kit, [key], nbytes)
-        DAMAGE[name](redis_server.admin, f"{prefix}b:{key.hex()}")
     assert await store.save([kit.block(key, nbytes=nbytes)]) == 1
     assert await load(store, kit, [key], nbytes)
+
+
+async def test_saving_replaces_what_is_no_block(store, kit, redis_server, prefix):
+    key = kit.key("replaced")
+    for name in ("garbage", "a list"):
+        DAMAGE[name](redis_server.admin, f"{prefix}b:{key.hex()}")
+        assert await store.save([kit.block(key, nbytes=4000)]) == 1
+        assert await load(store, kit, [key], 4000)
 
 
 async def test_full_server_stores_what_fits_and_goes_on_when_there_is_room(kit, own_redis):

@@ -115,8 +115,9 @@ async def test_no_tls_where_it_is_wanted(relay):
     await store.close()
 
 
-@pytest.mark.parametrize("after", [100, 70_000, 1 << 20])
-@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize(
+    ("after", "silent"), [(100, False), (70_000, False), (1 << 20, False), (70_000, True)]
+)
 async def test_connection_cut_or_silent_within_a_value(
     relay, kit, server_files, prefix, after, silent
 ):

@@ -87,7 +87,7 @@ async def test_moto_is_served_over_boto3s_connections_where_it_must_be(moto, s3_
 # ---------------------------------------------------------------------- finding
 
 
-@pytest.mark.parametrize("prefix", ["", "a/b", "with space/é+%~", "x" * 200])
+@pytest.mark.parametrize("prefix", ["", "with space/é+%~", "x" * 200])
 async def test_any_prefix_is_signed_right(make_s3, kit, prefix):
     keys = kit.keys("prefix", count=3)
     async with kit.opened(make_s3(prefix=prefix)) as store:
@@ -127,7 +127,7 @@ async def test_block_that_is_alone_is_one_object(store, kit, s3_server):
     assert s3_server.counts() == {"GET k": 2}
 
 
-@pytest.mark.parametrize("offset", range(8))
+@pytest.mark.parametrize("offset", [0, 1, 5])
 async def test_lookup_after_a_restart_asks_for_one_key_of_each_object(
     make_s3, kit, s3_server, offset
 ):
