@@ -110,10 +110,10 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
         _figure(name, how, what, plan, payloads, rounds, floor)
         for (how, what), rounds in found.items()
     ]
-    for (_, what), rounds in found.items():
-        if floor is not None and any(rounds.hashed):
-            rates = [payloads.total / one for one in fastest(rounds.hashed)]
-            floors = rounds.floor_rates(payloads.total)
+    for (_, what), one in found.items():
+        if floor is not None and any(one.hashed):
+            rates = [payloads.total / seconds for seconds in fastest(one.hashed)]
+            floors = one.floor_rates(payloads.total)
             named = (name, what, _HASHED, payloads.nbytes)
             figures.append(StoreFigure.of(named, rates, floors=floors, floor_name=floor.name))
     return figures
