@@ -22,7 +22,7 @@ from kvconnect.backends.redis.commands import (
 from kvconnect.backends.redis.find import RedisFinder, leading_heads
 from kvconnect.backends.redis.format import HEAD_NBYTES, Head
 from kvconnect.backends.redis.router import RedisRouter
-from kvconnect.backends.redis.settings import Address
+from kvconnect.backends.redis.settings import Address, Mode
 from kvconnect.backends.redis.wire import Wire
 from kvconnect.errors import BackendUnavailable
 from kvconnect.frame import FrameChecksum
@@ -53,8 +53,8 @@ class RedisReader:
         """
         views = [buffer.numpy().data for buffer in into]
         wanted = [self._router.names.block(key) for key in keys]
-        if self._router.spread(wanted):
-            # Servers do not know of each other's misses.
+        if self._router.settings.mode is Mode.CLUSTER and len(wanted) > 1:
+            # Servers do not know of each other's misses, and slots may move.
             heads = await self._finder.leading(keys)
             while heads and heads[-1].frame_nbytes > len(views[len(heads) - 1]):
                 heads.pop()

@@ -13,7 +13,7 @@ from kvconnect.backends.redis.commands import Ask, Put, Redirect, Want, ask, loo
 from kvconnect.backends.redis.errors import explained
 from kvconnect.backends.redis.format import Names
 from kvconnect.backends.redis.server import check_server
-from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
+from kvconnect.backends.redis.settings import Address, RedisSettings
 from kvconnect.backends.redis.topology import topology_of
 from kvconnect.backends.redis.wire import Reply, Wire
 from kvconnect.errors import BackendUnavailable, ConfigurationError
@@ -52,10 +52,6 @@ class RedisRouter:
         self.topology = topology_of(settings)
         self._nodes: dict[Address, RedisNode] = {}
         self._closed = self._was_open = False
-
-    def spread(self, names: Sequence[bytes]) -> bool:
-        """Returns whether more than one server may hold `names`, if only while slots move."""
-        return self.settings.mode is Mode.CLUSTER and len(names) > 1
 
     async def open(self) -> None:
         """Finds the servers, and checks that each of them accepts the commands of this store.
