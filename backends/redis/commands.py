@@ -211,9 +211,7 @@ def state_of(reply: Reply) -> Head | Outcome:
     raise BackendUnavailable(f"the server says {sound(reply)!r} where bytes were due")
 
 
-def ask(
-    wire: Wire, asks: Sequence[Ask], server: Address, *, asking: bool = False
-) -> list[Reply | Redirect]:
+def ask(wire: Wire, asks: Sequence[Ask], *, asking: bool = False) -> list[Reply | Redirect]:
     """Returns the answers to `asks`; errors are answers. Blocks."""
     found: list[Reply | Redirect] = []
     for start in range(0, len(asks), _ASK_WINDOW):
@@ -221,18 +219,16 @@ def ask(
         wire.send([b"".join((ASKING if asking else b"") + one.packed for one in part)])
         replies = wire.replies(len(part) * (1 + asking))
         found += [
-            reply if type(reply) is bytes else redirected(reply, server)
+            reply if type(reply) is bytes else redirected(reply, wire.server)
             for reply in replies[asking :: 1 + asking]
         ]
     return found
 
 
-def look(
-    wire: Wire, asks: Sequence[Ask], server: Address, *, asking: bool = False
-) -> list[Reply | Redirect]:
+def look(wire: Wire, asks: Sequence[Ask], *, asking: bool = False) -> list[Reply | Redirect]:
     """Returns the answers as `ask` does, without marking the values as used (Redis 7.2)."""
     call(wire, b"CLIENT", b"NO-TOUCH", b"ON")
-    found = ask(wire, asks, server, asking=asking)
+    found = ask(wire, asks, asking=asking)
     call(wire, b"CLIENT", b"NO-TOUCH", b"OFF")
     return found
 

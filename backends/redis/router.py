@@ -137,18 +137,14 @@ class RedisRouter:
         self, work: Callable[..., R], items: Sequence[Item], target: _Target, kind: Kind
     ) -> R:
         address, asking = target
-        return await self.on(
-            address, lambda wire, server: work(wire, items, server, asking=asking), kind
-        )
+        return await self.on(address, lambda wire: work(wire, items, asking=asking), kind)
 
     def _follow(self, redirect: Redirect) -> _Target:
         if not redirect.asking:
             self.topology.moved(redirect.slot, redirect.address)
         return redirect.address, redirect.asking
 
-    async def on(
-        self, address: Address, work: Callable[[Wire, Address], R], kind: Kind = "ask"
-    ) -> R:
+    async def on(self, address: Address, work: Callable[[Wire], R], kind: Kind = "ask") -> R:
         """Returns the result of `work` on a connection to one server."""
         if self._closed:
             raise BackendUnavailable(f"{self.settings}: is closed")
@@ -157,7 +153,7 @@ class RedisRouter:
             node = self._nodes[address] = RedisNode(address, self.settings)
         try:
             with explained(self.settings, address):
-                return await node.run(lambda wire: work(wire, address), kind)
+                return await node.run(work, kind)
         except BackendUnavailable:
             self.topology.suspect()
             raise
@@ -166,7 +162,7 @@ class RedisRouter:
                 raise BackendUnavailable(str(error)) from error
             raise
 
-    async def everywhere(self, work: Callable[[Wire, Address], R]) -> list[R]:
+    async def everywhere(self, work: Callable[[Wire], R]) -> list[R]:
         """Returns the results of `work` on all servers. Raises only once all have ended."""
         return await all_ended([self.on(server, work) for server in self.topology.servers])
 

@@ -231,13 +231,11 @@ class RedisWriter:
         return results
 
 
-def put(wire: Wire, puts: Sequence[Put], server: Address, *, asking: bool = False) -> list[Stored]:
+def put(wire: Wire, puts: Sequence[Put], *, asking: bool = False) -> list[Stored]:
     """Stores `puts`, in order; stops after the first that is refused. Blocks."""
     found: list[Stored] = [Outcome.NOT_TRIED] * len(puts)
     looked_for = [number for number, one in enumerate(puts) if one.look_first]
-    heads = ask(
-        wire, [head_command(puts[number].name) for number in looked_for], server, asking=asking
-    )
+    heads = ask(wire, [head_command(puts[number].name) for number in looked_for], asking=asking)
     for number, reply in zip(looked_for, heads, strict=True):
         found[number] = _found_there(reply)
     waiting: deque[int] = deque()
@@ -247,7 +245,7 @@ def put(wire: Wire, puts: Sequence[Put], server: Address, *, asking: bool = Fals
     def settle() -> None:
         nonlocal under_way, refused
         number = waiting.popleft()
-        found[number] = _stored(wire, server, asking=asking)
+        found[number] = _stored(wire, asking=asking)
         under_way -= puts[number].nbytes
         refused = refused or isinstance(found[number], Refused)
 
@@ -277,11 +275,11 @@ def _found_there(reply: Reply | Redirect) -> Stored:
     return Outcome.BROKEN if state is Outcome.BROKEN else Outcome.NOT_TRIED
 
 
-def _stored(wire: Wire, server: Address, *, asking: bool) -> Stored:
+def _stored(wire: Wire, *, asking: bool) -> Stored:
     reply = wire.replies(1 + asking)[-1]
-    answer = redirected(reply, server)
+    answer = redirected(reply, wire.server)
     if isinstance(answer, Redirect):
         return answer
     if isinstance(reply, hiredis.ReplyError) and str(reply).startswith(REFUSALS):
-        return Refused(str(reply), server)
+        return Refused(str(reply), wire.server)
     return Outcome.THERE if sound(reply) is None else Outcome.DONE

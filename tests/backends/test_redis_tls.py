@@ -73,8 +73,11 @@ async def test_answer_nobody_asked_for_is_noticed_where_it_is_decrypted_already(
         # The length is torn: with its beginning, all but two bytes of the second record have room.
         server.send(b"$1")
         server.send(b"6374\r\n" + bytes(16374) + b"\r\n" + b"+O")
-        wire, want = Wire(client, 5.0), Want(b"n", memoryview(bytearray(16374)), headed=False)
-        assert fetch(wire, [want], Address("here", 6379)) == [Outcome.DONE]
+        wire, want = (
+            Wire(client, Address("here", 6379), 5.0),
+            Want(b"n", memoryview(bytearray(16374)), headed=False),
+        )
+        assert fetch(wire, [want]) == [Outcome.DONE]
         with pytest.raises(BackendUnavailable, match="more than was asked"):
             wire.done()
 
