@@ -169,7 +169,12 @@ class RedisNode:
             if link is None:
                 connection.connect()  # type: ignore[no-untyped-call]
                 hold.attach(connection)  # it may have been aborted when there was no socket to end
-                wire = Wire(_socket_of(connection), self._settings.timeout, self._fetches_alone)
+                wire = Wire(
+                    _socket_of(connection),
+                    self.address,
+                    self._settings.timeout,
+                    self._fetches_alone,
+                )
                 link = _Link(connection, wire)
         except BaseException:
             hold.detach()

@@ -26,6 +26,7 @@ __all__ = [
     "Refused",
     "Stored",
     "Want",
+    "about",
     "ask",
     "call",
     "command",
@@ -165,6 +166,11 @@ def command(*words: bytes | int | str) -> bytes:
     return packed
 
 
+def about(verb: bytes, name: bytes, *words: bytes | int | str) -> Ask:
+    """Returns the small command `verb` about the key `name`."""
+    return Ask(name, command(verb, name, *words))
+
+
 def call(wire: Wire, *words: bytes | int | str) -> Reply:
     """Sends one command and returns its answer, which may be an error. Blocks."""
     wire.send([command(*words)])
@@ -205,9 +211,7 @@ def state_of(reply: Reply) -> Head | Outcome:
     raise BackendUnavailable(f"the server says {sound(reply)!r} where bytes were due")
 
 
-def ask(
-    wire: Wire, asks: Sequence[Ask], server: Address, *, asking: bool = False
-) -> list[Reply | Redirect]:
+def ask(wire: Wire, asks: Sequence[Ask], *, asking: bool = False) -> list[Reply | Redirect]:
     """Returns the answers to `asks`; errors are answers. Blocks."""
     found: list[Reply | Redirect] = []
     for start in range(0, len(asks), _ASK_WINDOW):
@@ -215,18 +219,16 @@ def ask(
         wire.send([b"".join((ASKING if asking else b"") + one.packed for one in part)])
         replies = wire.replies(len(part) * (1 + asking))
         found += [
-            reply if type(reply) is bytes else redirected(reply, server)
+            reply if type(reply) is bytes else redirected(reply, wire.server)
             for reply in replies[asking :: 1 + asking]
         ]
     return found
 
 
-def look(
-    wire: Wire, asks: Sequence[Ask], server: Address, *, asking: bool = False
-) -> list[Reply | Redirect]:
+def look(wire: Wire, asks: Sequence[Ask], *, asking: bool = False) -> list[Reply | Redirect]:
     """Returns the answers as `ask` does, without marking the values as used (Redis 7.2)."""
     call(wire, b"CLIENT", b"NO-TOUCH", b"ON")
-    found = ask(wire, asks, server, asking=asking)
+    found = ask(wire, asks, asking=asking)
     call(wire, b"CLIENT", b"NO-TOUCH", b"OFF")
     return found
 

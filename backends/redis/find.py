@@ -15,16 +15,16 @@ from kvconnect.backends.entries import BlockMetadata, child_from_bytes, child_to
 from kvconnect.backends.redis.commands import (
     Ask,
     Outcome,
+    about,
     command,
     head_command,
     of_another_type,
     sound,
     state_of,
 )
-from kvconnect.backends.redis.format import HEAD_NBYTES, Head, Names
+from kvconnect.backends.redis.format import HEAD_NBYTES, Head
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.server import scan_page, survey
-from kvconnect.backends.redis.settings import RedisSettings
 from kvconnect.backends.redis.wire import Reply
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
@@ -48,14 +48,14 @@ State: TypeAlias = Head | Outcome
 class RedisFinder:
     """The finder: finds, describes and deletes blocks. Belongs to the event loop."""
 
-    def __init__(self, settings: RedisSettings, router: RedisRouter) -> None:
+    def __init__(self, router: RedisRouter) -> None:
         self._router = router
-        self.names = Names(settings.prefix.encode())
+        self._names = router.names
 
     async def states(self, keys: Sequence[BlockKey]) -> list[State]:
         """Returns the state of every one of `keys`; those found count as used."""
         heads, parts = await self._heads(keys)
-        touched = await self._router.ask([Ask(name, command(b"TOUCH", name)) for _, name in parts])
+        touched = await self._router.ask([about(b"TOUCH", name) for _, name in parts])
         for (number, _), reply in zip(parts, touched, strict=True):
             if sound(reply) != 1:
                 heads[number] = Outcome.BROKEN
@@ -76,11 +76,11 @@ class RedisFinder:
         heads, parts = await self._heads(keys)
         await self.unlink([name for _, name in parts])
         there = zip(keys, heads, strict=True)
-        await self.unlink([self.names.block(key) for key, h in there if h is not Outcome.ABSENT])
+        await self.unlink([self._names.block(key) for key, h in there if h is not Outcome.ABSENT])
 
     async def unlink(self, names: Sequence[bytes]) -> None:
         """Deletes values by their names."""
-        for reply in await self._router.ask([Ask(n, command(b"UNLINK", n)) for n in names]):
+        for reply in await self._router.ask([about(b"UNLINK", n) for n in names]):
             sound(reply)
 
     async def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
@@ -88,7 +88,7 @@ class RedisFinder:
 
         Counts as use only with servers that know no other way to read: Redis before 7.2.
         """
-        stored = [self.names.block(key) for key in keys]
+        stored = [self._names.block(key) for key in keys]
         # First how long it was not used: with such servers reading ends that.
         idle = [Ask(name, command(b"OBJECT", b"IDLETIME", name)) for name in stored]
         replies = await self._router.look(
@@ -110,12 +110,12 @@ class RedisFinder:
         """Lists all blocks; see `RedisBackend.scan`."""
         await self._router.refresh()
         seen: set[BlockKey] = set()  # servers may list a key twice
-        for server in self._router.servers:
+        for server in self._router.topology.servers:
             cursor = -1  # before the first page
             given: set[int] = set()  # since the last new key
             fruitful_at = time.monotonic()
             while cursor != 0:
-                step = partial(scan_page, self.names, max(cursor, 0))
+                step = partial(scan_page, self._names, max(cursor, 0))
                 cursor, listed = await self._router.on(server, step)
                 keys = [key for key in dict.fromkeys(listed) if key not in seen]
                 seen.update(keys)
@@ -132,7 +132,7 @@ class RedisFinder:
     async def totals(self) -> dict[str, float]:
         """Returns numbers of all servers; see `RedisBackend.stats`."""
         await self._router.refresh()
-        surveys = await self._router.everywhere(partial(survey, self.names))
+        surveys = await self._router.everywhere(partial(survey, self._names))
         numbers: dict[str, float] = {name: sum(one[name] for one in surveys) for name in surveys[0]}
         if not all(one["maxmemory"] for one in surveys):
             del numbers["maxmemory"]
@@ -143,13 +143,13 @@ class RedisFinder:
 
         Each name comes with the index of its key.
         """
-        asks = [head_command(self.names.block(key)) for key in keys]
+        asks = [head_command(self._names.block(key)) for key in keys]
         heads = [state_of(reply) for reply in await self._router.ask(asks)]
         parts = [
             (number, name)
             for number, head in enumerate(heads)
             if isinstance(head, Head)
-            for name in self.names.parts(keys[number], head)
+            for name in self._names.parts(keys[number], head)
         ]
         return heads, parts
 
@@ -165,7 +165,7 @@ def leading_heads(results: Sequence[object]) -> list[Head]:
 
 
 def _start(name: bytes, nbytes: int) -> Ask:
-    return Ask(name, command(b"GETRANGE", name, 0, nbytes - 1))
+    return about(b"GETRANGE", name, 0, nbytes - 1)
 
 
 def _entry(key: BlockKey, head: Head | None, start: Reply, idle: Reply) -> StoredEntry | None:
@@ -187,10 +187,11 @@ class RedisChildren:
     index that was evicted comes back as blocks are saved again.
     """
 
-    def __init__(self, settings: RedisSettings, router: RedisRouter, finder: RedisFinder) -> None:
+    def __init__(self, router: RedisRouter, finder: RedisFinder) -> None:
         self._router = router
         self._finder = finder
-        ttl_s = _INDEX_TTL_S if settings.ttl is None else settings.ttl + _INDEX_SLACK_S
+        ttl = router.settings.ttl
+        ttl_s = _INDEX_TTL_S if ttl is None else ttl + _INDEX_SLACK_S
         self._ttl_ms = round(1e3 * ttl_s)
 
     async def add(self, blocks: Sequence[StoredBlock]) -> None:
@@ -199,12 +200,12 @@ class RedisChildren:
         for block in blocks:
             if block.tokens is None:
                 continue
-            name = self._finder.names.children(block.parent)
+            name = self._router.names.children(block.parent)
             member = child_to_bytes(Child(block.key, block.tokens))
             asks += [
-                Ask(name, command(b"ZADD", name, repr(time.time()), member)),
-                Ask(name, command(b"ZREMRANGEBYRANK", name, 0, -MAX_CHILDREN - 1)),
-                Ask(name, command(b"PEXPIRE", name, self._ttl_ms)),
+                about(b"ZADD", name, repr(time.time()), member),
+                about(b"ZREMRANGEBYRANK", name, 0, -MAX_CHILDREN - 1),
+                about(b"PEXPIRE", name, self._ttl_ms),
             ]
         try:
             replies = await self._router.ask(asks)
@@ -218,8 +219,8 @@ class RedisChildren:
 
     async def get(self, parent: BlockKey | None) -> list[Child]:
         """Returns the listed blocks that are there, newest first."""
-        name = self._finder.names.children(parent)
-        found = Ask(name, command(b"ZREVRANGE", name, 0, MAX_CHILDREN - 1))
+        name = self._router.names.children(parent)
+        found = about(b"ZREVRANGE", name, 0, MAX_CHILDREN - 1)
         replies = await self._router.ask([found])
         if await self._drop_junk([found], replies):
             return []
@@ -231,7 +232,7 @@ class RedisChildren:
         pairs = list(zip(listed, states, strict=True))
         gone = [member for (member, _), state in pairs if not isinstance(state, Head)]
         if gone:
-            await self._router.ask([Ask(name, command(b"ZREM", name, *gone))])
+            await self._router.ask([about(b"ZREM", name, *gone)])
         return [child for (_, child), state in pairs if isinstance(state, Head)]
 
     async def _drop_junk(self, asks: Sequence[Ask], replies: Sequence[Reply]) -> bool:

@@ -22,7 +22,7 @@ from kvconnect.backends.redis.commands import (
 from kvconnect.backends.redis.find import RedisFinder, leading_heads
 from kvconnect.backends.redis.format import HEAD_NBYTES, Head
 from kvconnect.backends.redis.router import RedisRouter
-from kvconnect.backends.redis.settings import Address
+from kvconnect.backends.redis.settings import Mode
 from kvconnect.backends.redis.wire import Wire
 from kvconnect.errors import BackendUnavailable
 from kvconnect.frame import FrameChecksum
@@ -52,9 +52,9 @@ class RedisReader:
         If there are `checksums`, each hashes the first part of its frame.
         """
         views = [buffer.numpy().data for buffer in into]
-        wanted = [self._finder.names.block(key) for key in keys]
-        if self._router.spread(wanted):
-            # Servers do not know of each other's misses.
+        wanted = [self._router.names.block(key) for key in keys]
+        if self._router.settings.mode is Mode.CLUSTER and len(wanted) > 1:
+            # Servers do not know of each other's misses, and slots may move.
             heads = await self._finder.leading(keys)
             while heads and heads[-1].frame_nbytes > len(views[len(heads) - 1]):
                 heads.pop()
@@ -73,7 +73,7 @@ class RedisReader:
         parts = [
             (number, Want(name, views[number][head.part(part)], headed=False))
             for number, head in enumerate(heads)
-            for part, name in enumerate(self._finder.names.parts(keys[number], head), 1)
+            for part, name in enumerate(self._router.names.parts(keys[number], head), 1)
         ]
         good = len(heads)
         if parts:
@@ -90,11 +90,9 @@ class RedisReader:
         return good
 
 
-def fetch(
-    wire: Wire, wants: Sequence[Want], server: Address, *, asking: bool = False
-) -> list[Fetched]:
+def fetch(wire: Wire, wants: Sequence[Want], *, asking: bool = False) -> list[Fetched]:
     """Fetches `wants`, in order; fills no buffer after the first absent value. Blocks."""
-    return _Fetch(wire, wants, server, asking=asking).run()
+    return _Fetch(wire, wants, asking=asking).run()
 
 
 class _Fetch:
@@ -107,10 +105,9 @@ class _Fetch:
     value once it has four at a time.
     """
 
-    def __init__(self, wire: Wire, wants: Sequence[Want], server: Address, *, asking: bool) -> None:
+    def __init__(self, wire: Wire, wants: Sequence[Want], *, asking: bool) -> None:
         self._wire = wire
         self._wants = wants
-        self._server = server
         self._asking = asking
         self._sent = 0
         self._under_way = 0  # bytes asked for and not begun, as far as buffers tell their number
@@ -153,7 +150,7 @@ class _Fetch:
         if nbytes is None:
             return Outcome.ABSENT
         if isinstance(nbytes, hiredis.ReplyError):
-            answer = redirected(nbytes, self._server)
+            answer = redirected(nbytes, self._wire.server)
             if isinstance(answer, Redirect):
                 return answer
             if of_another_type(nbytes):

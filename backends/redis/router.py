@@ -13,7 +13,7 @@ from kvconnect.backends.redis.commands import Ask, Put, Redirect, Want, ask, loo
 from kvconnect.backends.redis.errors import explained
 from kvconnect.backends.redis.format import Names
 from kvconnect.backends.redis.server import check_server
-from kvconnect.backends.redis.settings import Address, Mode, RedisSettings
+from kvconnect.backends.redis.settings import Address, RedisSettings
 from kvconnect.backends.redis.topology import topology_of
 from kvconnect.backends.redis.wire import Reply, Wire
 from kvconnect.errors import BackendUnavailable, ConfigurationError
@@ -38,22 +38,20 @@ _Target: TypeAlias = tuple[Address, bool]
 
 
 class RedisRouter:
-    """The servers of one store. Belongs to the event loop."""
+    """The servers of one store. Belongs to the event loop.
+
+    Attributes:
+        settings: the settings of the store.
+        names: the names of blocks.
+        topology: the servers that hold keys.
+    """
 
     def __init__(self, settings: RedisSettings) -> None:
-        self._settings = settings
-        self._topology = topology_of(settings)
+        self.settings = settings
+        self.names = Names(settings.prefix.encode())
+        self.topology = topology_of(settings)
         self._nodes: dict[Address, RedisNode] = {}
         self._closed = self._was_open = False
-
-    @property
-    def servers(self) -> tuple[Address, ...]:
-        """The servers that hold keys."""
-        return self._topology.servers
-
-    def spread(self, names: Sequence[bytes]) -> bool:
-        """Returns whether more than one server may hold `names`, if only while slots move."""
-        return self._settings.mode is Mode.CLUSTER and len(names) > 1
 
     async def open(self) -> None:
         """Finds the servers, and checks that each of them accepts the commands of this store.
@@ -64,10 +62,9 @@ class RedisRouter:
             ConfigurationError: they were reached, and the settings are wrong for them.
             BackendUnavailable: they were not reached. Nothing is left open.
         """
-        names = Names(self._settings.prefix.encode())
         try:
-            await self._topology.open()
-            await self.everywhere(partial(check_server, self._settings, names))
+            await self.topology.open()
+            await self.everywhere(partial(check_server, self.settings, self.names))
         except BaseException:
             await self.close()
             raise
@@ -75,8 +72,8 @@ class RedisRouter:
 
     async def refresh(self) -> None:
         """Finds out which server holds which keys, if in doubt; closes those that hold none."""
-        await self._topology.refresh()
-        for address in set(self._nodes) - set(self.servers):
+        await self.topology.refresh()
+        for address in set(self._nodes) - set(self.topology.servers):
             if self._nodes[address].idle:
                 await self._nodes.pop(address).close()
 
@@ -124,70 +121,62 @@ class RedisRouter:
             if not groups:
                 return answers
             if len(groups) > _MAX_REDIRECTED_TO:
-                raise BackendUnavailable(f"{self._settings}: sent to {len(groups)} others at once")
-        raise BackendUnavailable(f"{self._settings}: sent from one server to another without end")
+                raise BackendUnavailable(f"{self.settings}: sent to {len(groups)} others at once")
+        raise BackendUnavailable(f"{self.settings}: sent from one server to another without end")
 
     def _group(self, items: Sequence[Item]) -> dict[_Target, list[int]]:
-        servers = self.servers
+        servers = self.topology.servers
         if len(servers) == 1:
             return {(servers[0], False): list(range(len(items)))}
         groups: dict[_Target, list[int]] = {}
         for number, item in enumerate(items):
-            groups.setdefault((self._topology.address_of(item.name), False), []).append(number)
+            groups.setdefault((self.topology.address_of(item.name), False), []).append(number)
         return groups
 
     async def _do(
         self, work: Callable[..., R], items: Sequence[Item], target: _Target, kind: Kind
     ) -> R:
         address, asking = target
-        return await self.on(
-            address, lambda wire, server: work(wire, items, server, asking=asking), kind
-        )
+        return await self.on(address, lambda wire: work(wire, items, asking=asking), kind)
 
     def _follow(self, redirect: Redirect) -> _Target:
         if not redirect.asking:
-            self._topology.moved(redirect.slot, redirect.address)
+            self.topology.moved(redirect.slot, redirect.address)
         return redirect.address, redirect.asking
 
-    async def on(
-        self, address: Address, work: Callable[[Wire, Address], R], kind: Kind = "ask"
-    ) -> R:
+    async def on(self, address: Address, work: Callable[[Wire], R], kind: Kind = "ask") -> R:
         """Returns the result of `work` on a connection to one server."""
         if self._closed:
-            raise BackendUnavailable(f"{self._settings}: is closed")
+            raise BackendUnavailable(f"{self.settings}: is closed")
         node = self._nodes.get(address)
         if node is None:
-            node = self._nodes[address] = RedisNode(address, self._settings)
+            node = self._nodes[address] = RedisNode(address, self.settings)
         try:
-            with explained(self._settings, address):
-                return await node.run(lambda wire: work(wire, address), kind)
+            with explained(self.settings, address):
+                return await node.run(work, kind)
         except BackendUnavailable:
-            self._topology.suspect()
+            self.topology.suspect()
             raise
         except ConfigurationError as error:
             if self._was_open:
                 raise BackendUnavailable(str(error)) from error
             raise
 
-    async def everywhere(self, work: Callable[[Wire, Address], R]) -> list[R]:
+    async def everywhere(self, work: Callable[[Wire], R]) -> list[R]:
         """Returns the results of `work` on all servers. Raises only once all have ended."""
-        return await all_ended([self.on(server, work) for server in self.servers])
+        return await all_ended([self.on(server, work) for server in self.topology.servers])
 
     async def close(self) -> None:
         """Ends all connections; calls in flight fail."""
         self._closed = True
         nodes = list(self._nodes.values())
         self._nodes.clear()
-        await asyncio.gather(self._topology.close(), *(node.close() for node in nodes))
-
-    def suspect(self) -> None:
-        """Makes the next call find out again which server holds which keys: one of them failed."""
-        self._topology.suspect()
+        await asyncio.gather(self.topology.close(), *(node.close() for node in nodes))
 
     def _stripes(self, items: Sequence[Item], numbers: list[int]) -> list[list[int]]:
         moved = (items[number] for number in numbers)
         nbytes = sum(0 if isinstance(item, Ask) else item.nbytes for item in moved)
-        count = max(1, min(self._settings.connections, nbytes // _STRIPE_NBYTES, len(numbers)))
+        count = max(1, min(self.settings.connections, nbytes // _STRIPE_NBYTES, len(numbers)))
         size = -(-len(numbers) // count)
         return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 

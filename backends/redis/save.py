@@ -16,14 +16,13 @@ from kvconnect.backends.entries import BlockMetadata
 from kvconnect.backends.redis.commands import (
     ASKING,
     REFUSALS,
-    Ask,
     Outcome,
     Put,
     Redirect,
     Refused,
     Stored,
+    about,
     ask,
-    command,
     head_command,
     redirected,
     sound,
@@ -33,7 +32,7 @@ from kvconnect.backends.redis.find import RedisChildren, RedisFinder
 from kvconnect.backends.redis.format import NONCE_NBYTES, Head
 from kvconnect.backends.redis.router import RedisRouter, all_ended
 from kvconnect.backends.redis.server import takes_writes
-from kvconnect.backends.redis.settings import Address, RedisSettings
+from kvconnect.backends.redis.settings import Address
 from kvconnect.backends.redis.wire import Reply, Wire
 from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
@@ -71,17 +70,12 @@ class RedisWriter:
     one warning. Until it accepts writes again, it is probed before blocks are sent to it.
     """
 
-    def __init__(
-        self,
-        settings: RedisSettings,
-        router: RedisRouter,
-        finder: RedisFinder,
-        children: RedisChildren,
-    ) -> None:
+    def __init__(self, router: RedisRouter, finder: RedisFinder, children: RedisChildren) -> None:
         self._router = router
         self._finder = finder
         self._children = children
-        self._ttl_ms = None if settings.ttl is None else max(1, round(settings.ttl * 1e3))
+        ttl = router.settings.ttl
+        self._ttl_ms = None if ttl is None else round(ttl * 1e3)
         self._refused: dict[Address, str] = {}
 
     async def save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
@@ -116,7 +110,7 @@ class RedisWriter:
         return next((n for n, block in enumerate(blocks) if block.key not in stored), len(blocks))
 
     def _writing(self, block: StoredBlock, checksum: FrameChecksum | None) -> _Writing:
-        names, view = self._finder.names, block.data.numpy().data
+        names, view = self._router.names, block.data.numpy().data
         metadata = BlockMetadata.of(block).to_bytes()
         head = Head.of(len(view), len(metadata), secrets.token_bytes(NONCE_NBYTES))
         ttl_ms = _ORPHAN_TTL_MS if self._ttl_ms is None else self._ttl_ms + _PART_SLACK_MS
@@ -198,7 +192,7 @@ class RedisWriter:
         if self._ttl_ms is not None:
             return list(writings)
         names = [(at, part.name) for at, one in enumerate(writings) for part in one.parts]
-        asks = [Ask(name, command(b"PERSIST", name)) for _, name in names]
+        asks = [about(b"PERSIST", name) for _, name in names]
         pairs = zip(names, await self._router.ask(asks), strict=True)
         gone = {at for (at, _), reply in pairs if sound(reply) != 1}
         return [one for at, one in enumerate(writings) if at not in gone]
@@ -211,13 +205,13 @@ class RedisWriter:
         if not self._refused:
             return True
         await self._router.refresh()
-        for server in self._refused.keys() - set(self._router.servers):
+        for server in self._refused.keys() - set(self._router.topology.servers):
             self._refused.pop(server, None)  # another one has taken its place
         for server, reason in list(self._refused.items()):
-            if await self._router.on(server, partial(takes_writes, self._finder.names, nbytes)):
+            if await self._router.on(server, partial(takes_writes, self._router.names, nbytes)):
                 self._refused.pop(server, None)
             elif reason.startswith("READONLY"):
-                self._router.suspect()  # until the next master is named
+                self._router.topology.suspect()  # until the next master is named
         if self._refused:
             count("redis.refused")
         return not self._refused
@@ -233,17 +227,15 @@ class RedisWriter:
             warn_once(f"redis.refused {server}", f"Redis at {server} stores nothing now: {reason}")
             self._refused[server] = reason
             if reason.startswith("READONLY"):
-                self._router.suspect()
+                self._router.topology.suspect()
         return results
 
 
-def put(wire: Wire, puts: Sequence[Put], server: Address, *, asking: bool = False) -> list[Stored]:
+def put(wire: Wire, puts: Sequence[Put], *, asking: bool = False) -> list[Stored]:
     """Stores `puts`, in order; stops after the first that is refused. Blocks."""
     found: list[Stored] = [Outcome.NOT_TRIED] * len(puts)
     looked_for = [number for number, one in enumerate(puts) if one.look_first]
-    heads = ask(
-        wire, [head_command(puts[number].name) for number in looked_for], server, asking=asking
-    )
+    heads = ask(wire, [head_command(puts[number].name) for number in looked_for], asking=asking)
     for number, reply in zip(looked_for, heads, strict=True):
         found[number] = _found_there(reply)
     waiting: deque[int] = deque()
@@ -253,7 +245,7 @@ def put(wire: Wire, puts: Sequence[Put], server: Address, *, asking: bool = Fals
     def settle() -> None:
         nonlocal under_way, refused
         number = waiting.popleft()
-        found[number] = _stored(wire, server, asking=asking)
+        found[number] = _stored(wire, asking=asking)
         under_way -= puts[number].nbytes
         refused = refused or isinstance(found[number], Refused)
 
@@ -283,11 +275,11 @@ def _found_there(reply: Reply | Redirect) -> Stored:
     return Outcome.BROKEN if state is Outcome.BROKEN else Outcome.NOT_TRIED
 
 
-def _stored(wire: Wire, server: Address, *, asking: bool) -> Stored:
+def _stored(wire: Wire, *, asking: bool) -> Stored:
     reply = wire.replies(1 + asking)[-1]
-    answer = redirected(reply, server)
+    answer = redirected(reply, wire.server)
     if isinstance(answer, Redirect):
         return answer
     if isinstance(reply, hiredis.ReplyError) and str(reply).startswith(REFUSALS):
-        return Refused(str(reply), server)
+        return Refused(str(reply), wire.server)
     return Outcome.THERE if sound(reply) is None else Outcome.DONE

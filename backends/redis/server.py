@@ -24,7 +24,7 @@ _SURVEYED = 200_000
 _MOST_EMPTY_PAGES = 10_000
 
 
-def check_server(settings: RedisSettings, names: Names, wire: Wire, server: Address) -> None:
+def check_server(settings: RedisSettings, names: Names, wire: Wire) -> None:
     """Tries the commands of this store.
 
     Raises:
@@ -32,7 +32,7 @@ def check_server(settings: RedisSettings, names: Names, wire: Wire, server: Addr
         BackendUnavailable: it does not serve now.
     """
     _send_and_check(wire, [command(b"PING")], settings)
-    _check_kind(_info(wire, "server"), server, settings)
+    _check_kind(_info(wire, "server"), wire.server, settings)
     # A node of a cluster may redirect to another one: it has checked the user's rights before.
     tried = [
         command(b"GETRANGE", names.probe, 0, 0),
@@ -45,13 +45,13 @@ def check_server(settings: RedisSettings, names: Names, wire: Wire, server: Addr
     memory = _info(wire, "memory")
     if memory.get("maxmemory", "0") != "0" and memory.get("maxmemory_policy") == "noeviction":
         warn_once(
-            f"redis.noeviction {server}",
-            f"Redis at {server}: maxmemory-policy is noeviction: once its maxmemory is used up it "
-            "stores no more blocks; allkeys-lru drops old ones instead",
+            f"redis.noeviction {wire.server}",
+            f"Redis at {wire.server}: maxmemory-policy is noeviction: once its maxmemory is used "
+            "up it stores no more blocks; allkeys-lru drops old ones instead",
         )
 
 
-def takes_writes(names: Names, nbytes: int, wire: Wire, server: Address) -> bool:
+def takes_writes(names: Names, nbytes: int, wire: Wire) -> bool:
     """Returns whether a server that refused to store a value would store one of `nbytes` now.
 
     This is an estimate: servers that evict old keys may do so, and so may those of a cluster.
@@ -66,13 +66,13 @@ def takes_writes(names: Names, nbytes: int, wire: Wire, server: Address) -> bool
     return not limit or memory.get("maxmemory_policy") != "noeviction" or room > 0
 
 
-def scan_page(names: Names, cursor: int, wire: Wire, server: Address) -> tuple[int, list[BlockKey]]:
+def scan_page(names: Names, cursor: int, wire: Wire) -> tuple[int, list[BlockKey]]:
     """Returns the cursor of the next step of SCAN, 0 after the last, and this one's blocks."""
     after, found = _step(wire, names.prefix + b"b:", cursor)
     return after, [key for name in found if (key := names.key(name)) is not None]
 
 
-def survey(names: Names, wire: Wire, server: Address) -> dict[str, int]:
+def survey(names: Names, wire: Wire) -> dict[str, int]:
     """Returns ``blocks`` and ``bytes`` of this store, ``used_memory`` and ``maxmemory`` of all.
 
     The first two are estimated from `_SURVEYED` keys where there are more; no limit is 0.
@@ -83,7 +83,7 @@ def survey(names: Names, wire: Wire, server: Address) -> dict[str, int]:
         cursor, found = _step(wire, b"", cursor)
         empty = 0 if found else empty + 1
         if empty > _MOST_EMPTY_PAGES:
-            raise BackendUnavailable(f"Redis at {server}: its listing does not end")
+            raise BackendUnavailable(f"Redis at {wire.server}: its listing does not end")
         ours = [n for n in found if n.startswith((names.prefix + b"b:", names.prefix + b"p:"))]
         wire.send([command(b"STRLEN", name) for name in ours])
         lengths = wire.replies(len(ours))

@@ -71,17 +71,16 @@ class RedisBackend(Backend):
             ConfigurationError: credentials, database, TLS, kind of server or rights are wrong.
             BackendUnavailable: a server cannot be reached, or does not serve now.
         """
-        settings = self._settings
-        router = RedisRouter(settings)
+        router = RedisRouter(self._settings)
         await router.open()
-        finder = RedisFinder(settings, router)
-        children = RedisChildren(settings, router, finder)
+        finder = RedisFinder(router)
+        children = RedisChildren(router, finder)
         self._parts = _Parts(
             router,
             finder,
             children,
             RedisReader(router, finder),
-            RedisWriter(settings, router, finder, children),
+            RedisWriter(router, finder, children),
         )
 
     async def close(self) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any
 
 import redis.asyncio
@@ -30,8 +29,11 @@ _REFRESH_S = 1.0
 _MAX_WAIT_S = 0.25
 
 
-class Topology(ABC):
-    """The last known map from keys to servers. Belongs to the event loop."""
+class Topology:
+    """The last known map from keys to servers: here a single server has all of them.
+
+    Belongs to the event loop. `servers`, `address_of` and `discover` are what differs elsewhere.
+    """
 
     def __init__(self, settings: RedisSettings) -> None:
         self._settings = settings
@@ -40,16 +42,15 @@ class Topology(ABC):
         self._asking: asyncio.Task[None] | None = None
         self._closed = False
 
-    @abstractmethod
     def address_of(self, name: bytes) -> Address:
         """Returns the server that holds the key `name`."""
+        return self._settings.hosts[0]
 
     @property
-    @abstractmethod
     def servers(self) -> tuple[Address, ...]:
         """The servers that hold keys."""
+        return self._settings.hosts
 
-    @abstractmethod
     async def discover(self) -> None:
         """Finds out which server holds which keys."""
 
@@ -106,18 +107,6 @@ class Topology(ABC):
         finally:
             self._due_at = time.monotonic() + _REFRESH_S
             self._asking = None
-
-
-class _Single(Topology):
-    def address_of(self, name: bytes) -> Address:
-        return self._settings.hosts[0]
-
-    @property
-    def servers(self) -> tuple[Address, ...]:
-        return self._settings.hosts
-
-    async def discover(self) -> None:
-        return
 
 
 class _Sentinels(Topology):
@@ -242,9 +231,8 @@ class _Cluster(Topology):
 
 def topology_of(settings: RedisSettings) -> Topology:
     """Returns the topology for the mode of `settings`; nothing is asked yet."""
-    kinds: dict[Mode, Callable[[RedisSettings], Topology]]
-    kinds = {Mode.SINGLE: _Single, Mode.SENTINEL: _Sentinels, Mode.CLUSTER: _Cluster}
-    return kinds[settings.mode](settings)
+    kinds = {Mode.SENTINEL: _Sentinels, Mode.CLUSTER: _Cluster}
+    return kinds.get(settings.mode, Topology)(settings)
 
 
 async def _ended(task: asyncio.Task[None] | None) -> None:

@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import hiredis
 
+from kvconnect.backends.redis.settings import Address
 from kvconnect.errors import BackendUnavailable
 
 __all__ = ["Bytes", "Reply", "Wire"]
@@ -48,16 +49,22 @@ class Wire:
     Args:
         sock: connected, nothing unread on it. Plain sockets are made blocking, with `timeout` left
             to the system: so that one call reads a whole value.
+        server: where `sock` leads.
         timeout: seconds; if less than `_SLOWEST_NBYTES` pass in so long, the connection has failed.
         alone: whether no other connection to the server fetches values now.
 
     Attributes:
-        alone: as given.
+        server, alone: as given.
     """
 
     def __init__(
-        self, sock: socket.socket, timeout: float, alone: Callable[[], bool] = lambda: True
+        self,
+        sock: socket.socket,
+        server: Address,
+        timeout: float,
+        alone: Callable[[], bool] = lambda: True,
     ) -> None:
+        self.server = server
         self.alone = alone
         self._sock = sock
         self._timeout = timeout

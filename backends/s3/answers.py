@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 
 from kvconnect.backends.s3.bucket import Fetched, S3Bucket
 from kvconnect.backends.s3.format import BadRecord, Member, Record, record_nbytes
-from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.keys import BlockKey
 
 __all__ = ["Absent", "AnswerCache", "Found", "fetch_entry", "has_bytes"]
@@ -52,12 +51,13 @@ class Absent:
     damaged: bool = False
 
 
-def fetch_entry(bucket: S3Bucket, settings: S3Settings, key: BlockKey) -> Found | Absent:
+def fetch_entry(bucket: S3Bucket, key: BlockKey) -> Found | Absent:
     """Reads the state of a block from the object of `key`. Blocks.
 
     Raises:
         BackendUnavailable: the object cannot be read.
     """
+    settings = bucket.settings
     name = settings.name("k", key.hex())
     limit = 1024 + 768 * settings.blocks_per_object
     fetched = bucket.fetch(name, limit)
@@ -70,24 +70,24 @@ def fetch_entry(bucket: S3Bucket, settings: S3Settings, key: BlockKey) -> Found 
             if longer is None or longer.etag != fetched.etag:
                 return Absent()
             fetched = longer
-        return _entry(fetched, nbytes, settings, key)
+        return _entry(fetched, nbytes, settings.ttl_s, key)
     except BadRecord:
         return Absent(fetched.etag, damaged=True)
 
 
-def _entry(fetched: Fetched, nbytes: int, settings: S3Settings, key: BlockKey) -> Found | Absent:
+def _entry(fetched: Fetched, nbytes: int, ttl_s: float, key: BlockKey) -> Found | Absent:
     record = Record.decode(fetched.data)
     member = record.find(key)
     start = 0 if record.payload is not None else nbytes
     if member is None or (start and start + member.nbytes != fetched.nbytes):
         return Absent(fetched.etag, damaged=True)
-    left = float("inf") if settings.ttl_s is None else settings.ttl_s - fetched.age_s
+    left = ttl_s - fetched.age_s
     if left <= 0:
         return Absent(fetched.etag)
     return Found(record, member, start, fetched.etag, time.monotonic() + left)
 
 
-def has_bytes(bucket: S3Bucket, settings: S3Settings, found: Found) -> bool:
+def has_bytes(bucket: S3Bucket, found: Found) -> bool:
     """Returns whether the payload that `found` points to is there. Blocks.
 
     It may be absent: a lifecycle rule removes objects one by one, and a service that for a while
@@ -98,7 +98,7 @@ def has_bytes(bucket: S3Bucket, settings: S3Settings, found: Found) -> bool:
     """
     if found.record.payload is None:
         return True  # the bytes are in the object that was read
-    fetched = bucket.fetch(settings.name("g", found.record.payload), 1)
+    fetched = bucket.fetch(bucket.settings.name("g", found.record.payload), 1)
     return fetched is not None and fetched.nbytes >= found.member.offset + found.member.nbytes
 
 

@@ -63,7 +63,7 @@ class Listed:
 class S3Bucket:
     """The objects of one bucket. Thread-safe; every method blocks.
 
-    Args:
+    Attributes:
         settings: the store's settings.
 
     Raises:
@@ -71,7 +71,7 @@ class S3Bucket:
     """
 
     def __init__(self, settings: S3Settings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._writing = {
             name: value
             for name, value in (
@@ -101,8 +101,8 @@ class S3Bucket:
             ConfigurationError: no such bucket, no credentials, or they are refused.
             BackendUnavailable: the service cannot be reached, or fails.
         """
-        with failures_at_open(self._settings):
-            self.client.look(self._settings.bucket, self._settings.name("k", "absent"))
+        with failures_at_open(self.settings):
+            self.client.look(self.settings.bucket, self.settings.name("k", "absent"))
 
     def fetch(self, name: str, limit: int) -> Fetched | None:
         """Returns the first `limit` bytes of an object, or all of it; ``None`` if there is none.
@@ -120,7 +120,7 @@ class S3Bucket:
                 raise IncompleteReadError(actual_bytes=len(data), expected_bytes=last + 1)
             return Fetched(data, response.headers["etag"], total, _age(response.headers))
 
-        with failures(self._settings, "reading"):
+        with failures(self.settings, "reading"):
             try:
                 return self.client.ask("GET", name, take, headers={"Range": f"bytes=0-{limit - 1}"})
             except ClientError as error:
@@ -172,7 +172,7 @@ class S3Bucket:
             if filled != end - start:
                 raise IncompleteReadError(actual_bytes=filled, expected_bytes=end - start)
 
-        with failures(self._settings, "reading"):
+        with failures(self.settings, "reading"):
             try:
                 self.client.ask("GET", name, take, headers={"Range": f"bytes={start}-{end - 1}"})
             except ClientError as error:
@@ -199,7 +199,7 @@ class S3Bucket:
         if replaces is not None and self._has_conditions:
             condition = {"If-Match": replaces} if replaces else {"If-None-Match": "*"}
         headers = {**condition, **self._writing}
-        with failures(self._settings, "writing"):
+        with failures(self.settings, "writing"):
             try:
                 etag = self.client.ask("PUT", name, _receipt, headers=headers, views=views)
             except ClientError as error:
@@ -212,7 +212,7 @@ class S3Bucket:
                     raise
             else:
                 if not etag:
-                    raise BackendUnavailable(f"{self._settings}: writing {name}: no receipt")
+                    raise BackendUnavailable(f"{self.settings}: writing {name}: no receipt")
                 return etag
         # A service without conditional writes: the last writer wins, of equal content.
         self._has_conditions = False
@@ -220,20 +220,20 @@ class S3Bucket:
 
     def remove(self, name: str) -> None:
         """Deletes an object; an absent one is no error."""
-        with failures(self._settings, "deleting"):
+        with failures(self.settings, "deleting"):
             self.client.ask("DELETE", name, _receipt)
 
     def pages(self, prefix: str) -> Iterator[list[Listed]]:
         """Yields all objects whose name begins with `prefix`, up to 1,000 at a time."""
         pages = iter(
             self.client.boto3.get_paginator("list_objects_v2").paginate(
-                Bucket=self._settings.bucket, Prefix=prefix
+                Bucket=self.settings.bucket, Prefix=prefix
             )
         )
         last: list[str] = []
         barren = 0
         while True:
-            with failures(self._settings, "listing"):
+            with failures(self.settings, "listing"):
                 page = next(pages, None)
             if page is None:
                 return
@@ -244,7 +244,7 @@ class S3Bucket:
             names = [one.name for one in listed]
             barren = barren + 1 if not names or names == last else 0
             if barren > _MOST_BARREN_PAGES:
-                raise BackendUnavailable(f"{self._settings}: its listing does not end")
+                raise BackendUnavailable(f"{self.settings}: its listing does not end")
             last = names
             yield listed
 
@@ -261,7 +261,7 @@ class S3Bucket:
         encoding = response.headers.get("content-encoding", "identity")
         if encoding not in {"", "identity", "aws-chunked"}:
             raise BackendUnavailable(
-                f"{self._settings}: the service answered with content-encoding '{encoding}', "
+                f"{self.settings}: the service answered with content-encoding '{encoding}', "
                 "which was not asked for"
             )
         return first, last, total
@@ -269,7 +269,7 @@ class S3Bucket:
     def _wrong_range(self, response: AWSResponse) -> BackendUnavailable:
         headers, status = response.headers, response.status_code
         return BackendUnavailable(
-            f"{self._settings}: asked for a range, the service answered {status} with range "
+            f"{self.settings}: asked for a range, the service answered {status} with range "
             f"'{headers.get('content-range', 'none')}' of {headers.get('content-length')} bytes"
         )
 

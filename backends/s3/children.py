@@ -21,7 +21,6 @@ from kvconnect.backends.lanes import Lanes, results_of, settled
 from kvconnect.backends.s3.answers import AnswerCache
 from kvconnect.backends.s3.bucket import Conflict, S3Bucket
 from kvconnect.backends.s3.format import DAMAGED, BadRecord, Member, pack, unpack
-from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once
@@ -40,8 +39,7 @@ _Change: TypeAlias = Callable[[list[Child]], list[Child]]
 class S3Children:
     """The lists of children. Belongs to one event loop."""
 
-    def __init__(self, settings: S3Settings, bucket: S3Bucket, lanes: Lanes) -> None:
-        self._settings = settings
+    def __init__(self, bucket: S3Bucket, lanes: Lanes) -> None:
         self._bucket = bucket
         self._lane = lanes["requests"]
         self._cache: AnswerCache[BlockKey | None, list[Child]] = AnswerCache(_MOST_CACHED)
@@ -62,7 +60,9 @@ class S3Children:
         changes = self._changes
         children, _ = await self._lane.run(lambda: self._read(parent))
         if changes == self._changes:
-            ttl = self._settings.lookup_ttl_s if children else self._settings.miss_ttl_s
+            ttl = (
+                self._bucket.settings.lookup_ttl_s if children else self._bucket.settings.miss_ttl_s
+            )
             self._cache.put(parent, children, ttl)
         return children
 
@@ -136,7 +136,7 @@ class S3Children:
                 return
             except Conflict:
                 time.sleep(random.uniform(0, _PAUSE_S * 2**attempt))
-        warn_once("s3.children", f"{self._settings}: too many writers of one list of tails")
+        warn_once("s3.children", f"{self._bucket.settings}: too many writers of one list of tails")
 
     def _read(self, parent: BlockKey | None) -> tuple[list[Child], str]:
         fetched = self._bucket.fetch(self._name(parent), _MOST_NBYTES)
@@ -148,7 +148,7 @@ class S3Children:
             return [], fetched.etag
 
     def _name(self, parent: BlockKey | None) -> str:
-        return self._settings.name("c", "none" if parent is None else parent.hex())
+        return self._bucket.settings.name("c", "none" if parent is None else parent.hex())
 
 
 async def _ended(changes: Sequence[Coroutine[Any, Any, None]]) -> None:

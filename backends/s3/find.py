@@ -19,7 +19,6 @@ from kvconnect.backends.lanes import Lanes, results_of, settled
 from kvconnect.backends.s3.answers import Absent, AnswerCache, Found, fetch_entry
 from kvconnect.backends.s3.bucket import Listed, S3Bucket
 from kvconnect.backends.s3.format import Record
-from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.keys import BlockKey
 
 __all__ = ["S3Finder", "S3Listing"]
@@ -37,8 +36,7 @@ _MOST_PAGES = 10
 class S3Finder:
     """The finder: requests the state of blocks and caches it. Belongs to one event loop."""
 
-    def __init__(self, settings: S3Settings, bucket: S3Bucket, lanes: Lanes) -> None:
-        self._settings = settings
+    def __init__(self, bucket: S3Bucket, lanes: Lanes) -> None:
         self._bucket = bucket
         self._lane = lanes["requests"]
         self._cache: AnswerCache[BlockKey, Found | Absent] = AnswerCache(_MOST_CACHED)
@@ -75,7 +73,7 @@ class S3Finder:
         answers: dict[BlockKey, Found | Absent] = dict.fromkeys(keys[len(found) :][:1], Absent())
         rest = keys[len(found) + 1 :]
         self._remembered(rest, answers)
-        for step in (self._settings.blocks_per_object, 1):
+        for step in (self._bucket.settings.blocks_per_object, 1):
             await self._ask([key for key in rest[::step] if key not in answers], answers)
             if not any(isinstance(answer, Found) for answer in answers.values()):
                 break
@@ -123,7 +121,7 @@ class S3Finder:
         """Caches blocks that were written just now."""
         self._changes += 1
         for one in found:
-            self._cache.put(one.member.key, one, self._settings.lookup_ttl_s)
+            self._cache.put(one.member.key, one, self._bucket.settings.lookup_ttl_s)
 
     def gone(self, keys: Collection[BlockKey]) -> None:
         """Removes `keys`, absent or deleted, and the others of their records from the cache."""
@@ -146,7 +144,7 @@ class S3Finder:
 
     def _steps(self, num_keys: int) -> Iterator[int]:
         """Yields for each round the distance between requested keys; 0: the distance doubles."""
-        step = self._settings.blocks_per_object
+        step = self._bucket.settings.blocks_per_object
         if num_keys > _PROBES_AT_ONCE * step:
             yield 0
         yield step
@@ -173,7 +171,7 @@ class S3Finder:
 
     async def _answer(self, key: BlockKey) -> Found | Absent:
         changes = self._changes
-        answer = await self._lane.run(lambda: fetch_entry(self._bucket, self._settings, key))
+        answer = await self._lane.run(lambda: fetch_entry(self._bucket, key))
         # An answer that was on its way while something changed may be an old one.
         if changes == self._changes:
             self._remember(key, answer)
@@ -181,12 +179,12 @@ class S3Finder:
 
     def _remember(self, key: BlockKey, answer: Found | Absent) -> None:
         if isinstance(answer, Absent):
-            self._cache.put(key, answer, self._settings.miss_ttl_s)
+            self._cache.put(key, answer, self._bucket.settings.miss_ttl_s)
             return
         for found in _neighbours(answer):
             # The newer answer is right, but one that was read itself tells more than a neighbour's.
             if found.etag is not None or not isinstance(self._cache.get(found.member.key), Found):
-                self._cache.put(found.member.key, found, self._settings.lookup_ttl_s)
+                self._cache.put(found.member.key, found, self._bucket.settings.lookup_ttl_s)
 
 
 def _probes(
@@ -220,11 +218,10 @@ def _neighbours(found: Found) -> list[Found]:
 class S3Listing:
     """The listing of a bucket, never used by a request. Belongs to one event loop."""
 
-    def __init__(self, settings: S3Settings, bucket: S3Bucket, lanes: Lanes) -> None:
-        self._settings = settings
+    def __init__(self, bucket: S3Bucket, lanes: Lanes) -> None:
         self._bucket = bucket
         self._lane = lanes["requests"]
-        self._prefix = settings.name("k", "")
+        self._prefix = bucket.settings.name("k", "")
 
     async def entries(self) -> AsyncIterator[list[StoredEntry]]:
         """Yields the entries of all blocks, some at a time.
@@ -244,7 +241,7 @@ class S3Listing:
 
     def _count(self) -> dict[str, float]:
         blocks = nbytes = 0
-        pages = self._bucket.pages(self._settings.name("", "").rstrip("/") + "/")
+        pages = self._bucket.pages(self._bucket.settings.name("", "").rstrip("/") + "/")
         for number, page in enumerate(pages):
             if number == _MOST_PAGES:
                 return {}
@@ -257,7 +254,7 @@ class S3Listing:
     ) -> list[StoredEntry]:
         listed = {key: one for one in page if (key := self._key(one)) is not None}
         unknown = [key for key in listed if key not in records]
-        asked = [partial(fetch_entry, self._bucket, self._settings, key) for key in unknown]
+        asked = [partial(fetch_entry, self._bucket, key) for key in unknown]
         for result in results_of(await self._lane.run_all(asked)):
             if isinstance(result, Found):
                 records.update((member.key, result.record) for member in result.record.members)

@@ -11,7 +11,6 @@ from kvconnect.backends.lanes import Lanes, results_of
 from kvconnect.backends.s3.answers import Found, fetch_entry
 from kvconnect.backends.s3.bucket import Gone, S3Bucket
 from kvconnect.backends.s3.find import S3Finder
-from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
 
@@ -45,10 +44,7 @@ class _Part:
 class S3Reader:
     """The reader of blocks that an `S3Finder` finds. Belongs to one event loop."""
 
-    def __init__(
-        self, settings: S3Settings, bucket: S3Bucket, lanes: Lanes, *, finder: S3Finder
-    ) -> None:
-        self._settings = settings
+    def __init__(self, bucket: S3Bucket, lanes: Lanes, finder: S3Finder) -> None:
         self._bucket = bucket
         self._lane = lanes["transfers"]
         self._finder = finder
@@ -81,7 +77,7 @@ class S3Reader:
 
     def _parts(self, found: Sequence[Found], into: Sequence[Tensor]) -> list[_Part]:
         parts: list[_Part] = []
-        most = self._settings.part_nbytes
+        most = self._bucket.settings.part_nbytes
         for number, (one, buffer) in enumerate(zip(found, into, strict=False)):
             name = self.object_name(one)
             start = one.data_start + one.member.offset
@@ -108,8 +104,8 @@ class S3Reader:
     def object_name(self, found: Found) -> str:
         """Returns the name of the object that holds the bytes of `found`."""
         if found.record.payload is None:
-            return self._settings.name("k", found.member.key.hex())
-        return self._settings.name("g", found.record.payload)
+            return self._bucket.settings.name("k", found.member.key.hex())
+        return self._bucket.settings.name("g", found.record.payload)
 
     async def _forget(self, gone: Sequence[Found]) -> None:
         """Removes the objects that point to payloads which are gone.
@@ -132,6 +128,6 @@ class S3Reader:
                 raise result
 
     def _unpoint(self, key: BlockKey, payload: str) -> None:
-        entry = fetch_entry(self._bucket, self._settings, key)
+        entry = fetch_entry(self._bucket, key)
         if isinstance(entry, Found) and entry.record.payload == payload:
-            self._bucket.remove(self._settings.name("k", key.hex()))
+            self._bucket.remove(self._bucket.settings.name("k", key.hex()))

@@ -10,7 +10,6 @@ object: record and payload together.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from kvconnect.backends.s3.bucket import Conflict, S3Bucket
 from kvconnect.backends.s3.children import S3Children
 from kvconnect.backends.s3.find import S3Finder
 from kvconnect.backends.s3.format import Member, Record
-from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
 
@@ -39,15 +37,8 @@ class S3Writer:
     """The writer: saves and deletes blocks. Belongs to one event loop."""
 
     def __init__(
-        self,
-        settings: S3Settings,
-        bucket: S3Bucket,
-        lanes: Lanes,
-        *,
-        finder: S3Finder,
-        children: S3Children,
+        self, bucket: S3Bucket, lanes: Lanes, finder: S3Finder, children: S3Children
     ) -> None:
-        self._settings = settings
         self._bucket = bucket
         self._lane = lanes["transfers"]
         self._finder = finder
@@ -93,7 +84,7 @@ class S3Writer:
         """Returns those of `keys` that are stored with their bytes; may miss some."""
         found = await self._finder.standing(keys)
         payloads = {one.record.payload: one for one in found}
-        asked = [partial(has_bytes, self._bucket, self._settings, one) for one in payloads.values()]
+        asked = [partial(has_bytes, self._bucket, one) for one in payloads.values()]
         there = dict(zip(payloads, results_of(await self._lane.run_all(asked)), strict=True))
         return [one for one in found if there[one.record.payload]]
 
@@ -103,7 +94,7 @@ class S3Writer:
         nbytes = 0
         for block in sorted(blocks, key=lambda block: block.group):
             if current and (
-                len(current) >= self._settings.blocks_per_object
+                len(current) >= self._bucket.settings.blocks_per_object
                 or nbytes + block.data.numel() > _MOST_OBJECT_NBYTES
                 or block.group != current[-1].group
                 or block.parent not in {None, current[-1].key}
@@ -123,7 +114,7 @@ class S3Writer:
         head = record.encode()
         if payload is None:
             return await self._point(record, [head, *views])
-        name = self._settings.name("g", payload)
+        name = self._bucket.settings.name("g", payload)
         await self._lane.run(lambda: self._bucket.put(name, views, replaces=None))
         found = await self._point(record, [head])
         lost = {one.member.key for one in found if one.record is not record}
@@ -142,25 +133,25 @@ class S3Writer:
     def _write_entry(
         self, record: Record, member: Member, views: Sequence[memoryview | bytes]
     ) -> Found:
-        name = self._settings.name("k", member.key.hex())
+        name = self._bucket.settings.name("k", member.key.hex())
         etag = ""
         for _ in range(_TRIES):
             try:
                 written = self._bucket.put(name, views, replaces=etag)
             except Conflict:
-                entry = fetch_entry(self._bucket, self._settings, member.key)
+                entry = fetch_entry(self._bucket, member.key)
                 if isinstance(entry, Found):
                     # Our own: the answer to the first attempt got lost.
                     if entry.record.payload is not None and entry.record.payload == record.payload:
                         return replace(entry, record=record, member=member)
-                    if has_bytes(self._bucket, self._settings, entry):
+                    if has_bytes(self._bucket, entry):
                         return entry
                 etag = entry.etag or ""
             else:
                 start = 0 if record.payload is not None else len(views[0])
-                ttl = math.inf if self._settings.ttl_s is None else self._settings.ttl_s
-                return Found(record, member, start, written, time.monotonic() + ttl)
-        raise BackendUnavailable(f"{self._settings}: others keep changing {name}")
+                until = time.monotonic() + self._bucket.settings.ttl_s
+                return Found(record, member, start, written, until)
+        raise BackendUnavailable(f"{self._bucket.settings}: others keep changing {name}")
 
     # ------------------------------------------------------------------ deleting
 
@@ -172,7 +163,7 @@ class S3Writer:
         """
         unique = list(dict.fromkeys(keys))
         try:
-            asked = [partial(fetch_entry, self._bucket, self._settings, key) for key in unique]
+            asked = [partial(fetch_entry, self._bucket, key) for key in unique]
             entries: list[Found | Absent] = results_of(await self._lane.run_all(asked))
             there = [
                 key
@@ -180,7 +171,8 @@ class S3Writer:
                 if isinstance(entry, Found) or entry.etag
             ]
             removals = [
-                partial(self._bucket.remove, self._settings.name("k", key.hex())) for key in there
+                partial(self._bucket.remove, self._bucket.settings.name("k", key.hex()))
+                for key in there
             ]
             results_of(await self._lane.run_all(removals))
             found = [entry for entry in entries if isinstance(entry, Found)]
@@ -199,14 +191,14 @@ class S3Writer:
             left = [member.key for member in record.members if member.key not in gone]
             shrunk = [partial(self._shrink_entry, key, payload, gone) for key in left]
             if not any(results_of(await self._lane.run_all(shrunk))):
-                name = self._settings.name("g", payload)
+                name = self._bucket.settings.name("g", payload)
                 await self._lane.run(partial(self._bucket.remove, name))
 
     def _shrink_entry(self, key: BlockKey, payload: str, gone: Collection[BlockKey]) -> bool:
         """Removes `gone` from the record of `key`; returns whether it still points to `payload`."""
-        name = self._settings.name("k", key.hex())
+        name = self._bucket.settings.name("k", key.hex())
         for _ in range(_TRIES):
-            entry = fetch_entry(self._bucket, self._settings, key)
+            entry = fetch_entry(self._bucket, key)
             if isinstance(entry, Absent):
                 # An answer that makes no sense is no reason to drop what others may still need.
                 return entry.damaged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -48,7 +49,7 @@ class S3Settings:
         concurrency: requests at the same time.
         timeout_s: seconds without a byte after which a connection fails.
         storage_class, sse, sse_kms_key_id: of the objects written.
-        ttl_s: blocks older than so many seconds are not found.
+        ttl_s: blocks older than so many seconds are not found; ``inf``: there is no limit.
         lookup_ttl_s, miss_ttl_s: seconds for which the answer "stored", or "absent", is cached.
     """
 
@@ -67,7 +68,7 @@ class S3Settings:
     storage_class: str | None = None
     sse: str | None = None
     sse_kms_key_id: str | None = None
-    ttl_s: float | None = None
+    ttl_s: float = math.inf
     lookup_ttl_s: float = _LOOKUP_TTL_S
     miss_ttl_s: float = _MISS_TTL_S
 
@@ -124,7 +125,7 @@ class S3Settings:
             storage_class=text("storage_class"),
             sse=text("sse"),
             sse_kms_key_id=text("sse_kms_key_id"),
-            ttl_s=url.duration("ttl"),
+            ttl_s=url.duration("ttl") or math.inf,
             lookup_ttl_s=_seconds(url, "lookup_ttl", _LOOKUP_TTL_S),
             miss_ttl_s=_seconds(url, "miss_ttl", _MISS_TTL_S),
         )

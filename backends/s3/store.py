@@ -70,7 +70,7 @@ class S3Backend(Backend):
         except BaseException:
             await lanes.close()
             raise
-        self._parts = _Parts(settings, bucket, lanes)
+        self._parts = _Parts(bucket, lanes)
         self._watch_requests()
         try:
             await lanes["requests"].run(bucket.check)
@@ -166,11 +166,11 @@ class S3Backend(Backend):
 class _Parts:
     """The parts of an open store."""
 
-    def __init__(self, settings: S3Settings, bucket: S3Bucket, lanes: Lanes) -> None:
+    def __init__(self, bucket: S3Bucket, lanes: Lanes) -> None:
         self.bucket = bucket
         self.lanes = lanes
-        self.finder = finder = S3Finder(settings, bucket, lanes)
-        self.children = children = S3Children(settings, bucket, lanes)
-        self.reader = S3Reader(settings, bucket, lanes, finder=finder)
-        self.writer = S3Writer(settings, bucket, lanes, finder=finder, children=children)
-        self.listing = S3Listing(settings, bucket, lanes)
+        self.finder = finder = S3Finder(bucket, lanes)
+        self.children = children = S3Children(bucket, lanes)
+        self.reader = S3Reader(bucket, lanes, finder)
+        self.writer = S3Writer(bucket, lanes, finder, children)
+        self.listing = S3Listing(bucket, lanes)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from kvconnect.bench.report import Figure
+from kvconnect.bench.store.floor import seconds_of
 from kvconnect.connector.ranks.communicator import Communicator, Instructions, Report, agreed
 from kvconnect.connector.ranks.distributed import DistributedCommunicator
 
@@ -67,20 +66,11 @@ def _measure(rank: int, meeting: Path, repeats: int) -> tuple[list[float], list[
     trips: list[float] = []
     with DistributedCommunicator() as communicator:
         for _ in range(1 + _ROUNDS):
-            exchanges += _timed(lambda: _step(communicator), repeats)
-            trips += _timed(lambda: _round_trip(rank), repeats)
+            exchanges += [seconds_of(lambda: _step(communicator)) for _ in range(repeats)]
+            trips += [seconds_of(lambda: _round_trip(rank)) for _ in range(repeats)]
         communicator.allgather(None)  # no rank leaves before the other is done
     dist.destroy_process_group()
     return exchanges[repeats:], trips[repeats:]  # without the first round
-
-
-def _timed(do: Callable[[], None], repeats: int) -> list[float]:
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        do()
-        seconds.append(time.perf_counter() - start)
-    return seconds
 
 
 def _step(communicator: Communicator) -> None:

@@ -22,6 +22,7 @@ import torch
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.backends.disk.files.direct_io import open_direct
 from kvconnect.bench.report import Figure, median_ratio
+from kvconnect.bench.store.floor import seconds_of
 from kvconnect.bench.workload import random_prompt
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.tokens import TokenArray
@@ -188,6 +189,4 @@ def first_pass_seconds(nbytes: int) -> float:
     """
     source = torch.ones(nbytes, dtype=torch.uint8)
     target = torch.from_numpy(np.zeros(nbytes, np.uint8))  # mapped, not yet there
-    start = time.perf_counter()
-    target.copy_(source)
-    return time.perf_counter() - start
+    return seconds_of(lambda: target.copy_(source))

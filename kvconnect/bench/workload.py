@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from kvconnect.tokens import TokenArray
 
-__all__ = ["bench_model", "random_prompt"]
+__all__ = ["bench_model", "model_and_scratch", "random_prompt"]
 
 
 def bench_model(directory: Path | None, scratch: Path) -> Path:
@@ -20,6 +23,13 @@ def bench_model(directory: Path | None, scratch: Path) -> Path:
     target = scratch / "model"
     make_model(target, "llama", preset="demo")
     return target
+
+
+@contextmanager
+def model_and_scratch(model: Path | None, directory: Path | None) -> Iterator[tuple[Path, Path]]:
+    """Yields `bench_model`, and a folder in `directory` that is deleted at the end."""
+    with tempfile.TemporaryDirectory(dir=directory) as name:
+        yield bench_model(model, Path(name)), Path(name)
 
 
 def random_prompt(num_tokens: int, seed: int) -> TokenArray:

@@ -10,9 +10,8 @@ Imports the vocabulary. Begin with `table`, which lists every metric, as read fr
 
 from __future__ import annotations
 
-from kvconnect.prometheus.metric import Metric
 from kvconnect.prometheus.server import Collector, MetricsServer, serve
-from kvconnect.prometheus.snapshot import Snapshot
+from kvconnect.prometheus.snapshot import Metric, Snapshot
 from kvconnect.prometheus.table import METRICS
 
 __all__ = ["METRICS", "Collector", "Metric", "MetricsServer", "Snapshot", "serve"]

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from kvconnect.errors import ConfigurationError, MissingExtra
-from kvconnect.prometheus.metric import Metric
-from kvconnect.prometheus.snapshot import Snapshot
+from kvconnect.prometheus.snapshot import Metric, Snapshot
 from kvconnect.prometheus.table import METRICS
 
 if TYPE_CHECKING:

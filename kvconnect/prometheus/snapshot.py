@@ -1,14 +1,14 @@
-"""The counters and gauges of `kvconnect.trace` at one moment."""
+"""The counters and gauges of `kvconnect.trace` at one moment, and metrics, read from them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 from kvconnect.trace import Gauge, Labels, metrics
 
-__all__ = ["Snapshot"]
+__all__ = ["Metric", "Sample", "Snapshot"]
 
 Store: TypeAlias = tuple[str, str]
 """The labels ``store`` and ``place`` of a store."""
@@ -59,3 +59,25 @@ class Snapshot:
                 store = _store(gauge.labels)
                 found[store] = found.get(store, 0) + gauge.value
         return found
+
+
+Sample: TypeAlias = tuple[tuple[str, ...], float]
+"""Values of a metric's labels, in its order, and its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric: its name, its description, how it is read from a `Snapshot`, and its labels.
+
+    As in Prometheus, counters are those whose name ends in ``_total``.
+    """
+
+    name: str
+    help: str
+    read: Callable[[Snapshot], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Literal["counter", "gauge"]:
+        """The type in Prometheus."""
+        return "counter" if self.name.endswith("_total") else "gauge"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import TypeAlias
 
 from kvconnect.digest.doubts import Doubt
-from kvconnect.prometheus.metric import Metric, Sample
-from kvconnect.prometheus.snapshot import Snapshot
+from kvconnect.prometheus.snapshot import Metric, Sample, Snapshot
 
 __all__ = ["METRICS"]
 
@@ -21,21 +21,25 @@ _LEASE_EVENTS = (
 _CONTROL_FAULTS = (
     *("refused", "not_opened", "pushed_out", "not_connected", "silent", "bad_message", "not_taken"),
 )
-_DAMAGED = {
-    "messages": "transfer.control.damaged",
-    "requests": "transfer.tcp.malformed",
-    "pieces": "transfer.pull.corrupt",
-    "digests": "transfer.bad_digests",
+_DAMAGED: _Names = {
+    ("messages",): "transfer.control.damaged",
+    ("requests",): "transfer.tcp.malformed",
+    ("pieces",): "transfer.pull.corrupt",
+    ("digests",): "transfer.bad_digests",
 }
 _NIXL_FAULTS = ("late", "bad_digest", "avoided", "rebuilds")
 _STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
 _ROLES = ("prefill", "decode")
-_STATES = ("up", "down")
 
 # ---------------------------------------------------------------------- how each is read
 
 _Names: TypeAlias = Mapping[tuple[str, ...], str]
 """The name in `kvconnect.trace` of each part of a metric, by the values of its labels."""
+
+
+def _each(pattern: str, *values: Sequence[object]) -> _Names:
+    """Returns the names that `pattern` makes of the values of each label, in every combination."""
+    return {tuple(map(str, one)): pattern.format(*one) for one in product(*values)}
 
 
 def _totals(names: _Names) -> Callable[[Snapshot], Iterable[Sample]]:
@@ -103,43 +107,32 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "kvconnect_live_requests",
         "Requests in the engine: waiting, loading, running, or kept until they are saved.",
-        _sizes(
-            {
-                (state,): f"engine.requests.{state}"
-                for state in ("waiting", "loading", "running", "saving")
-            }
-        ),
+        _sizes(_each("engine.requests.{}", ("waiting", "loading", "running", "saving"))),
         ("state",),
     ),
     Metric(
         "kvconnect_http_answers_total",
         "Answers over HTTP by status; 499: the client left before there was one.",
-        _totals({(str(status),): f"server.answer.{status}" for status in _STATUSES}),
+        _totals(_each("server.answer.{}", _STATUSES)),
         ("status",),
     ),
     Metric(
         "kvconnect_route_answers_total",
         "What servers behind `kvconnect route` were asked, by role and outcome: ok, busy, failed, "
         "late; all but the first go to another one.",
-        _totals(
-            {
-                (role, outcome): f"route.{role}.{outcome}"
-                for role in _ROLES
-                for outcome in ("ok", "busy", "failed", "late")
-            }
-        ),
+        _totals(_each("route.{}.{}", _ROLES, ("ok", "busy", "failed", "late"))),
         ("role", "outcome"),
     ),
     Metric(
         "kvconnect_route_prompt_pieces_total",
         "Pieces of 256 characters or 64 tokens of the prompts that a server was chosen for.",
-        _totals({(role,): f"route.{role}.chosen.pieces" for role in _ROLES}),
+        _totals(_each("route.{}.chosen.pieces", _ROLES)),
         ("role",),
     ),
     Metric(
         "kvconnect_route_held_pieces_total",
         "Those of them that it had computed before.",
-        _totals({(role,): f"route.{role}.chosen.held_pieces" for role in _ROLES}),
+        _totals(_each("route.{}.chosen.held_pieces", _ROLES)),
         ("role",),
     ),
     Metric(
@@ -150,13 +143,13 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "kvconnect_route_servers",
         "Servers by role: up, or down.",
-        _sizes({(role, state): f"route.{role}.{state}" for role in _ROLES for state in _STATES}),
+        _sizes(_each("route.{}.{}", _ROLES, ("up", "down"))),
         ("role", "state"),
     ),
     Metric(
         "kvconnect_route_running_requests",
         "Requests under way on servers, by role.",
-        _sizes({(role,): f"route.{role}.running" for role in _ROLES}),
+        _sizes(_each("route.{}.running", _ROLES)),
         ("role",),
     ),
     Metric(
@@ -167,19 +160,19 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "kvconnect_hit_tokens_total",
         "Prompt tokens that were not computed, by where their KV came from: device, host or store.",
-        _totals({(tier,): f"engine.request.{tier}_tokens" for tier in ("device", "host", "store")}),
+        _totals(_each("engine.request.{}_tokens", ("device", "host", "store"))),
         ("tier",),
     ),
     Metric(
         "kvconnect_device_blocks",
         "KV blocks on the device: used by requests, or free (perhaps cached).",
-        _sizes({(state,): f"engine.blocks.{state}" for state in ("used", "free")}),
+        _sizes(_each("engine.blocks.{}", ("used", "free"))),
         ("state",),
     ),
     Metric(
         "kvconnect_host_blocks_total",
         "Blocks moved to the host tier (offload) and back (onboard).",
-        _totals({(way,): f"cache.{way}.blocks" for way in ("offload", "onboard")}),
+        _totals(_each("cache.{}.blocks", ("offload", "onboard"))),
         ("direction",),
     ),
     Metric(
@@ -191,36 +184,36 @@ METRICS: tuple[Metric, ...] = (
         "kvconnect_transfers_total",
         "Loads and saves of requests, by how they ended.",
         _totals(
-            {
-                (direction, state): f"connector.{direction}.{state}"
-                for direction in ("load", "save")
-                for state in ("completed", "failed", "cancelled", "timed_out")
-            }
+            _each(
+                "connector.{}.{}",
+                ("load", "save"),
+                ("completed", "failed", "cancelled", "timed_out"),
+            )
         ),
         ("direction", "state"),
     ),
     Metric(
         "kvconnect_unsaved_blocks_total",
         "Blocks that were not saved: no room to stage them (dropped), or the store failed (lost).",
-        _totals({(why,): f"connector.save.{why}.blocks" for why in ("dropped", "lost")}),
+        _totals(_each("connector.save.{}.blocks", ("dropped", "lost"))),
         ("reason",),
     ),
     Metric(
         "kvconnect_staging_bytes",
         "Host memory for blocks on their way: taken by loads, by saves, or free.",
-        _sizes({(use,): f"connector.staging.{use}" for use in ("load", "save", "free")}),
+        _sizes(_each("connector.staging.{}", ("load", "save", "free"))),
         ("use",),
     ),
     Metric(
         "kvconnect_store_calls_total",
         "Calls to a store, whatever came of them; refused ones too.",
-        _of_calls({(operation,): f"store.{operation}" for operation in _OPERATIONS}),
+        _of_calls(_each("store.{}", _OPERATIONS)),
         _CALL,
     ),
     Metric(
         "kvconnect_store_seconds_total",
         "Time that they took.",
-        _of_calls({(operation,): f"store.{operation}.seconds" for operation in _OPERATIONS}),
+        _of_calls(_each("store.{}.seconds", _OPERATIONS)),
         _CALL,
     ),
     Metric(
@@ -245,7 +238,7 @@ METRICS: tuple[Metric, ...] = (
         "kvconnect_store_failures_total",
         "What went wrong: failure (the store's error), timeout, refused (by the open breaker), "
         "bad_frame (damaged, dropped), other_codec (sound, of no use here).",
-        _of_stores({(kind,): f"store.{kind}" for kind in _FAILURES}),
+        _of_stores(_each("store.{}", _FAILURES)),
         (*_STORE, "kind"),
     ),
     Metric(
@@ -281,7 +274,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "kvconnect_transfer_tokens_total",
         "Prompt tokens that were to come from another engine: fetched, or computed_instead.",
-        _totals({(how,): f"transfer.{how}.tokens" for how in ("fetched", "computed_instead")}),
+        _totals(_each("transfer.{}.tokens", ("fetched", "computed_instead"))),
         ("outcome",),
     ),
     Metric(
@@ -304,7 +297,7 @@ METRICS: tuple[Metric, ...] = (
         "Those that failed: peer (it died, was disconnected or broke the protocol), corrupt (other "
         "bytes came than those that it sent), refused (no such memory), deadline, abandoned, "
         "closed (by this side, for all).",
-        _totals({(why,): f"transfer.pull.{why}" for why in _PULL_FAILURES}),
+        _totals(_each("transfer.pull.{}", _PULL_FAILURES)),
         ("reason",),
     ),
     Metric(
@@ -317,7 +310,7 @@ METRICS: tuple[Metric, ...] = (
         "Prompts offered, or for which there was no_room; claims granted, or claims_refused (too "
         "many waited); how leases ended: released, aborted or expired; and late_messages, which "
         "came by a connection that another has replaced.",
-        _totals({(event,): f"transfer.lease.{event}" for event in _LEASE_EVENTS}),
+        _totals(_each("transfer.lease.{}", _LEASE_EVENTS)),
         ("event",),
     ),
     Metric(
@@ -338,7 +331,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "kvconnect_transfer_peers",
         "Connected engines: readers fetch from this one, from sources it fetches.",
-        _sizes({(role,): f"transfer.peers.{role}" for role in ("readers", "sources")}),
+        _sizes(_each("transfer.peers.{}", ("readers", "sources"))),
         ("role",),
     ),
     Metric(
@@ -346,27 +339,27 @@ METRICS: tuple[Metric, ...] = (
         "Control connections that did not come about (refused, not_opened, not_connected), gave "
         "their place to another one (pushed_out), or ended by a fault (silent, bad_message, "
         "not_taken).",
-        _totals({(why,): f"transfer.control.{why}" for why in _CONTROL_FAULTS}),
+        _totals(_each("transfer.control.{}", _CONTROL_FAULTS)),
         ("reason",),
     ),
     Metric(
         "kvconnect_transfer_damaged_total",
         "Messages of the control channel, requests and pieces of blocks over TCP, and digests that "
         "were not as the other side made them. Each ended its connection, or its load.",
-        _totals({(what,): name for what, name in _DAMAGED.items()}),
+        _totals(_DAMAGED),
         ("what",),
     ),
     Metric(
         "kvconnect_transfer_errors_total",
         "Errors that no code is known to raise, by the thread that went on after them: nixl, fetch"
         ". Each is logged.",
-        _totals({(thread,): f"transfer.{thread}.error" for thread in ("nixl", "fetch")}),
+        _totals(_each("transfer.{}.error", ("nixl", "fetch"))),
         ("thread",),
     ),
     Metric(
         "kvconnect_nixl_blocks_total",
         "Blocks of `nixl:` stores: granted to peers, fetched from them.",
-        _totals({(event,): f"store.nixl.{event}.blocks" for event in ("granted", "fetched")}),
+        _totals(_each("store.nixl.{}.blocks", ("granted", "fetched"))),
         ("event",),
     ),
     Metric(
@@ -378,7 +371,7 @@ METRICS: tuple[Metric, ...] = (
         "kvconnect_nixl_faults_total",
         "What went wrong between `nixl:` stores: answers that were late, blocks of a bad_digest, "
         "peers that were avoided for a while, rebuilds of the transport.",
-        _totals({(why,): f"store.nixl.{why}" for why in _NIXL_FAULTS}),
+        _totals(_each("store.nixl.{}", _NIXL_FAULTS)),
         ("reason",),
     ),
 )

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from redis_server import own_redis, redis_cluster, redis_server  # noqa: F401  fixtures
+from redis_server import make_redis, own_redis, prefix, redis_cluster, redis_server  # noqa: F401  fixtures
 from s3_server import BUCKET, S3Server
 
 from kvconnect.backend import Access, Backend

@@ -26,11 +26,64 @@ async def answered(call: Callable[[], Awaitable[T]]) -> T:
                 await asyncio.sleep(0.01)
 
 
-class Relay:
-    """Passes bytes to and from a server, changed by `change`; a thread per direction.
+async def load(store, kit, keys, sizes):
+    """How many of `keys` are loaded into buffers of `sizes`, or of one size; they are right."""
+    sizes = [sizes] * len(keys) if isinstance(sizes, int) else sizes
+    into = [kit.buffer(nbytes) for nbytes in sizes]
+    loaded = await store.load(keys, into)
+    assert all(kit.holds(b, key, framed=False) for b, key in zip(into[:loaded], keys, strict=False))
+    assert all(kit.untouched(b) for b in into[loaded:])
+    return loaded
+
+
+class _Listener:
+    """Serves each connection on a thread of its own, until `close`.
 
     Attributes:
         port: to connect to.
+    """
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._open: set[socket.socket] = {self._listener}
+        self._threads: list[threading.Thread] = []
+        self._run(self._accept)
+
+    def cut(self) -> None:
+        """End all connections there are."""
+        for sock in self._open - {self._listener}:
+            self._end(sock)
+
+    def close(self) -> None:
+        for sock in list(self._open):
+            self._end(sock)
+        for thread in self._threads:
+            thread.join(60)
+
+    def _run(self, work: Callable[..., None], *arguments: object) -> threading.Thread:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
+    def _accept(self) -> None:
+        with self._listener, contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                self._open.add(client)
+                self._run(self._serve, client)
+
+    def _end(self, sock: socket.socket) -> None:
+        self._open.discard(sock)
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+class Relay(_Listener):
+    """Passes bytes to and from a server, changed by `change`; a thread per direction.
+
+    Attributes:
         change: gets what the server says, and how much it had said before on this connection;
             returns what is passed on, or ``None`` to cut the connection.
         step: bytes that are passed on at once.
@@ -45,36 +98,9 @@ class Relay:
         self.reads = 1 << 60
         self._target = target
         self._tls = tls
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._open: set[socket.socket] = {self._listener}
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
-
-    def cut(self) -> None:
-        """End all connections there are."""
-        for sock in self._open - {self._listener}:
-            self._end(sock)
-
-    def close(self) -> None:
-        for sock in list(self._open):
-            self._end(sock)
-        for thread in self._threads:
-            thread.join(60)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                self._listener.close()
-                return
-            thread = threading.Thread(target=self._serve, args=(client,), daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        super().__init__()
 
     def _serve(self, client: socket.socket) -> None:
-        self._open.add(client)
         try:
             if self._tls is not None:
                 self._open.discard(client)
@@ -86,8 +112,7 @@ class Relay:
             client.close()
             return
         self._open.add(server)
-        up = threading.Thread(target=self._pass, args=(client, server, None), daemon=True)
-        up.start()
+        up = self._run(self._pass, client, server, None)
         self._pass(server, client, self.change)
         up.join()
         # Not before: the other thread's call might reach a new socket with the same descriptor.
@@ -112,48 +137,20 @@ class Relay:
         self._end(source)
         self._end(target)
 
-    def _end(self, sock: socket.socket) -> None:
-        self._open.discard(sock)
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
-
-class Script:
+class Script(_Listener):
     """A server that answers each command as `answer` says; ``None``: not at all."""
 
     def __init__(self, answer: Callable[[list[bytes]], bytes | None]) -> None:
         self.answer = answer
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._open = [self._listener]
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
-
-    def close(self) -> None:
-        for sock in self._open:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
-        for thread in self._threads:
-            thread.join(60)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            self._open.append(client)
-            self._threads.append(threading.Thread(target=self._serve, args=(client,), daemon=True))
-            self._threads[-1].start()
+        super().__init__()
 
     def _serve(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with client, contextlib.suppress(OSError, ValueError):
             for command in _commands(client.makefile("rb")):
                 answer = self.answer(command)
                 if answer is not None:
                     client.sendall(answer)
-        client.close()
 
 
 def _commands(stream) -> Iterator[list[bytes]]:

@@ -15,12 +15,16 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Self
 
 import pytest
 import redis
+from redis_faults import Relay, Script, answered
+
+from kvconnect.backend import Backend
+from kvconnect.backends import open_backend
 
 PROGRAM = "KVCONNECT_TEST_REDIS"
 _START_S = 60.0
@@ -277,3 +281,26 @@ def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisClu
         yield cluster.start()
     finally:
         cluster.stop()
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    """Of the keys of one test."""
+    return f"{tmp_path.name}-{id(tmp_path)}:"
+
+
+@pytest.fixture
+async def make_redis(prefix: str) -> AsyncIterator[Callable[..., Awaitable[Backend]]]:
+    """Opens bare stores of a server, all on the same blocks."""
+    stores = []
+
+    async def make(server: RedisServer | Relay | Script, **options: object) -> Backend:
+        given = {"timeout": "60s", "prefix": prefix, **options}
+        query = "&".join(f"{name}={value}" for name, value in given.items())
+        stores.append(open_backend(f"redis://127.0.0.1:{server.port}?{query}").inner)
+        await answered(lambda: stores[-1].open([]))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        await store.close()

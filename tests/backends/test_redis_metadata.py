@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from redis_faults import Script
 
@@ -19,56 +17,44 @@ PARTED = (5 << 20) + 17  # of several values
 
 
 @pytest.fixture
-def url(redis_server, tmp_path):
-    return f"{redis_server.url}?prefix={tmp_path.name}-{id(tmp_path)}:"
+def url(redis_server, prefix):
+    return f"{redis_server.url}?prefix={prefix}"
 
 
 @asynccontextmanager
-async def opened(url, layouts=()):
-    store = open_backend(url, raw=not layouts)
-    await store.open(layouts)
+async def opened(url):
+    store = open_backend(url, raw=True)
+    await store.open([])
     try:
         yield store
     finally:
         await store.close()
 
 
-def known(block, tokens=5):
-    """`block` with all that a store can be told of it."""
-    return replace(
-        block,
-        tokens=np.arange(tokens, dtype=np.int32),
-        priority=71,
-        namespace=b"n" * 32,
-        model=b"m" * 32,
-        group=3,
-    )
-
-
-def check(entry, key, parent, nbytes, tokens=5):
-    assert (entry.key, entry.parent, entry.nbytes, entry.priority) == (key, parent, nbytes, 71)
-    assert (entry.namespace, entry.model, entry.group) == (b"n" * 32, b"m" * 32, 3)
-    assert entry.tokens.tolist() == list(range(tokens))
-
-
 @pytest.mark.parametrize("nbytes", [100, PARTED])
 @pytest.mark.parametrize("tokens", [5, 2000])  # those are more than what is read at first
 async def test_describe_tells_all_that_was_saved(kit, url, nbytes, tokens):
     key, parent = kit.keys("known", nbytes, tokens, count=2)
+    told = {"priority": 71, "namespace": b"n" * 32, "model": b"m" * 32, "group": 3}
+    before = time.time()
     async with opened(url) as store:
-        await store.save([known(kit.block(key, parent, nbytes=nbytes), tokens)])
+        block = kit.block(key, parent, nbytes=nbytes, tokens=range(tokens))
+        await store.save([replace(block, **told)])
         described = await store.describe([kit.key("absent"), key, kit.key("absent"), key])
         scanned = [entry async for entry in store.scan()]
     assert described[0] is described[2] is None
     for entry in (described[1], described[3], *scanned):
-        check(entry, key, parent, nbytes, tokens)
+        assert (entry.key, entry.parent, entry.nbytes) == (key, parent, nbytes)
+        assert {name: getattr(entry, name) for name in told} == told
+        assert entry.tokens.tolist() == list(range(tokens))
+        assert before - 1 <= entry.created_at <= time.time() + 1
+        assert before - 2 <= entry.used_at <= time.time() + 1
 
 
-async def test_describe_knows_nothing_of_junk(kit, url, redis_server, tmp_path):
+async def test_describe_knows_nothing_of_junk(kit, url, redis_server, prefix):
     keys = kit.keys("junk", count=3)
     async with opened(url) as store:
-        await store.save([known(kit.block(key, nbytes=9)) for key in keys])
-        prefix = store.inner._settings.prefix
+        await store.save([kit.block(key, nbytes=9) for key in keys])
         redis_server.admin.setrange(f"{prefix}b:{keys[0].hex()}", 0, "junk")
         redis_server.admin.delete(f"{prefix}b:{keys[1].hex()}")
         redis_server.admin.lpush(f"{prefix}b:{keys[1].hex()}", "another kind")
@@ -77,25 +63,11 @@ async def test_describe_knows_nothing_of_junk(kit, url, redis_server, tmp_path):
         assert [entry.key async for entry in store.scan()] == [keys[2]]
 
 
-async def test_blocks_of_a_cluster_are_described_by_the_node_that_has_each(
-    kit, redis_cluster, tmp_path
-):
-    keys = kit.keys("nodes", count=30)
-    async with opened(f"{redis_cluster.url}?prefix={tmp_path.name}-{id(tmp_path)}:") as store:
-        await store.save([known(kit.block(key, nbytes=100)) for key in keys])
-        described = await store.describe(keys)
-        scanned = {entry.key: entry async for entry in store.scan()}
-    assert scanned.keys() == set(keys)
-    for key, entry in zip(keys, described, strict=True):
-        check(entry, key, None, 100)
-        check(scanned[key], key, None, 100)
-
-
-async def test_listing_tells_the_last_use_and_is_none(kit, url, redis_server):
+async def test_listing_tells_the_last_use_and_is_none(kit, url, redis_server, prefix):
     key = kit.key("idle")
     async with opened(url) as store:
         await store.save([kit.block(key, nbytes=100)])
-        name = f"{store.inner._settings.prefix}b:{key.hex()}"
+        name = f"{prefix}b:{key.hex()}"
         dumped = redis_server.admin.dump(name)
         redis_server.admin.restore(name, 0, dumped, replace=True, idletime=1000)
         for _ in range(2 if leaves_no_trace(redis_server.admin) else 1):
@@ -115,26 +87,6 @@ def leaves_no_trace(admin):
     return tuple(map(int, version.split(".")[:2])) >= (7, 2)
 
 
-async def test_promotion_from_redis_to_memory_keeps_all_that_is_known(kit, url):
-    keys = kit.keys("promoted", count=3)
-    parents = [None, *keys]
-    blocks = [known(kit.block(*pair)) for pair in zip(keys, parents, strict=False)]
-    layouts = [kit.layout] * 4
-    async with opened(url, layouts) as store:
-        assert await store.save(blocks) == 3
-    both = f"tiered:?tiers=memory:?capacity=1MiB,{url}&patience=60s"
-    async with opened(both, layouts) as tiers:
-        memory = tiers.inner.tiers[0].guard.inner
-        assert await memory.describe(keys) == [None] * 3
-        assert await tiers.load(keys, kit.buffers(3)) == 3
-        async with asyncio.timeout(60):
-            while await memory.lookup(keys) < 3:  # noqa: ASYNC110 - no event tells of it
-                await asyncio.sleep(0)
-        for key, parent, entry in zip(keys, parents, await memory.describe(keys), strict=False):
-            check(entry, key, parent, kit.frame_nbytes)
-        assert [child.key for child in await memory.children(keys[0])] == [keys[1]]
-
-
 # ------------------------------------------------------------------------- what stands in the way
 
 
@@ -144,7 +96,7 @@ async def test_index_of_tails_of_another_type_is_dropped_and_rebuilt(kit, url, r
     blocks = [kit.block(parent), kit.block(tail, parent, tokens=[1, 2])]
     async with opened(url) as store:
         await store.save(blocks)
-        name = store.inner._opened().finder.names.children(parent)
+        name = store.inner._opened().router.names.children(parent)
         redis_server.admin.delete(name)
         plant = {
             "string": lambda: redis_server.admin.set(name, b"junk"),
@@ -159,10 +111,9 @@ async def test_index_of_tails_of_another_type_is_dropped_and_rebuilt(kit, url, r
         assert [child.key for child in await store.children(parent)] == [tail]
 
 
-async def test_listing_without_end_ends(kit, redis_server, tmp_path, monkeypatch):
+async def test_listing_without_end_ends(kit, url, redis_server, prefix, monkeypatch):
     """What fills pages and is no block is passed over, but not for ever."""
-    prefix = f"{tmp_path.name}-endless:"
-    async with opened(f"{redis_server.url}?prefix={prefix}") as store:
+    async with opened(url) as store:
         redis_server.admin.mset({f"{prefix}b:junk{number}": b"" for number in range(5000)})
         assert [entry async for entry in store.scan()] == []
         monkeypatch.setattr("kvconnect.backends.redis.find._MOST_BARREN_S", 0.0)
@@ -171,42 +122,41 @@ async def test_listing_without_end_ends(kit, redis_server, tmp_path, monkeypatch
         await store.save([kit.block(kit.key("one"))])
 
 
+@pytest.fixture
+def scripted():
+    """Gives the URL of a server that answers SCAN as told, and lists how often it was asked."""
+    asked, servers = [], []
+
+    def make(scan):
+        def answer(words):
+            if words[0] == b"SCAN":
+                asked.append(words)
+                return scan()
+            return b"+PONG\r\n" if words[0] == b"PING" else b"$0\r\n\r\n"
+
+        servers.append(Script(answer))
+        return f"redis://127.0.0.1:{servers[0].port}?prefix=p:", asked
+
+    yield make
+    servers[0].close()
+
+
 @pytest.mark.parametrize("lists_one_key", [False, True])
-async def test_listing_whose_cursor_comes_again_ends_at_once(lists_one_key):
+async def test_listing_whose_cursor_comes_again_ends_at_once(scripted, lists_one_key):
     """Also where each page has a key, if it was listed before."""
     key = b"p:b:" + bytes(range(32))
     page = b"*1\r\n$%d\r\n%s\r\n" % (len(key), key) if lists_one_key else b"*0\r\n"
     cursors = itertools.cycle([b"5", b"6", b"7"])
-    asked = 0
-
-    def answer(words):
-        nonlocal asked
-        if words[0] == b"SCAN":
-            asked += 1
-            return b"*2\r\n$1\r\n%s\r\n%s" % (next(cursors), page)
-        return b"+PONG\r\n" if words[0] == b"PING" else b"$0\r\n\r\n"
-
-    server = Script(answer)
-    try:
-        async with opened(f"redis://127.0.0.1:{server.port}?prefix=p:") as store:
-            with pytest.raises(BackendUnavailable, match="its listing does not end"):
-                _ = [entry async for entry in store.scan()]
-    finally:
-        server.close()
-    assert asked <= 5
+    url, asked = scripted(lambda: b"*2\r\n$1\r\n%s\r\n%s" % (next(cursors), page))
+    async with opened(url) as store:
+        with pytest.raises(BackendUnavailable, match="its listing does not end"):
+            _ = [entry async for entry in store.scan()]
+    assert len(asked) <= 5
 
 
-async def test_survey_of_a_server_that_lists_nothing_for_ever_ends(monkeypatch):
-    def answer(words):
-        if words[0] == b"SCAN":
-            return b"*2\r\n$1\r\n7\r\n*0\r\n"
-        return b"+PONG\r\n" if words[0] == b"PING" else b"$0\r\n\r\n"
-
-    server = Script(answer)
+async def test_survey_of_a_server_that_lists_nothing_for_ever_ends(scripted, monkeypatch):
     monkeypatch.setattr("kvconnect.backends.redis.server._MOST_EMPTY_PAGES", 50)
-    try:
-        async with opened(f"redis://127.0.0.1:{server.port}?prefix=p:") as store:
-            with pytest.raises(BackendUnavailable, match="its listing does not end"):
-                await store.stats()
-    finally:
-        server.close()
+    url, _ = scripted(lambda: b"*2\r\n$1\r\n7\r\n*0\r\n")
+    async with opened(url) as store:
+        with pytest.raises(BackendUnavailable, match="its listing does not end"):
+            await store.stats()

@@ -13,7 +13,6 @@ from kvconnect.backends import open_backend
 from kvconnect.backends.redis import client as redis_client
 from kvconnect.backends.redis.client import Kind, RedisNode
 from kvconnect.backends.redis.settings import Address, RedisSettings
-from kvconnect.errors import BackendUnavailable
 
 
 @pytest.fixture
@@ -57,22 +56,6 @@ async def test_close_that_is_given_up_has_closed_what_is_idle(own_redis, node_of
     no_client_is_left(own_redis)
     go_on.set()
     await asyncio.wait({running})
-
-
-async def test_calls_that_wait_for_a_thread_end_as_the_node_is_closed(own_redis, node_of):
-    node, go_on = node_of(own_redis), threading.Event()
-    running = [await held(node, go_on) for _ in range(2)]
-    begun: list[object] = []
-    waiting = asyncio.ensure_future(node.run(begun.append, "fetch"))
-    await asyncio.sleep(0)
-    closing = asyncio.ensure_future(node.close())
-    with pytest.raises(BackendUnavailable, match=r"^is closed$"):
-        await waiting
-    with pytest.raises(BackendUnavailable, match=r"^is closed$"):
-        await node.run(begun.append, "fetch")
-    go_on.set()
-    await asyncio.wait([closing, *running])
-    assert not begun
 
 
 async def test_work_that_ends_well_as_the_node_is_closed_leaves_no_connection(

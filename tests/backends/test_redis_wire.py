@@ -67,7 +67,7 @@ def wire():
 
     def make(answer, cuts=()):
         tapes.append(Tape(answer, cuts))
-        return Wire(tapes[-1], 5.0)
+        return Wire(tapes[-1], SERVER, 5.0)
 
     yield make
     for tape in tapes:
@@ -94,7 +94,7 @@ def fetched(wire, answer, sizes, cuts=(), **options):
         for whole, size in zip(wholes, sizes, strict=True)
     ]
     one = wire(answer, cuts)
-    results = fetch(one, wants, SERVER, **options)
+    results = fetch(one, wants, **options)
     one.done()
     for whole in wholes:
         assert whole[:32] == whole[-32:] == bytes([CANARY]) * 32
@@ -121,7 +121,7 @@ def test_values_come_whole_wherever_the_answer_is_torn(wire):
 def test_any_values_in_any_pieces(contents, cuts, room):
     with Tape(b"".join(map(value, contents)), cuts) as tape:
         wholes = [memoryview(bytearray([CANARY]) * (len(c) + room)) for c in contents]
-        results = fetch(Wire(tape, 5.0), [Want(b"n", whole) for whole in wholes], SERVER)
+        results = fetch(Wire(tape, SERVER, 5.0), [Want(b"n", whole) for whole in wholes])
     assert [head.frame_nbytes for head in results] == [len(c) for c in contents]
     for whole, content in zip(wholes, contents, strict=True):
         assert bytes(whole) == content + bytes([CANARY]) * room
@@ -131,9 +131,9 @@ def test_any_values_in_any_pieces(contents, cuts, room):
 def test_garbage_is_an_error_or_a_miss_and_stays_within_its_buffer(data, cuts):
     whole = bytearray([CANARY]) * 96
     with Tape(data, cuts) as tape:
-        wire = Wire(tape, 5.0)
+        wire = Wire(tape, SERVER, 5.0)
         try:
-            results = fetch(wire, [Want(b"n", memoryview(whole)[32:64])] * 2, SERVER)
+            results = fetch(wire, [Want(b"n", memoryview(whole)[32:64])] * 2)
         except BackendUnavailable:
             results = []
     assert not any(isinstance(result, Head) for result in results)
@@ -191,7 +191,7 @@ def test_part_of_another_length_is_broken(wire, cut):
     buffer = memoryview(bytearray(5))
     one = wire(bulk(b"12345") + bulk(b"1234"), [cut])
     wants = [Want(b"n", buffer, headed=False), Want(b"m", memoryview(bytearray(5)), headed=False)]
-    assert fetch(one, wants, SERVER) == [Outcome.DONE, Outcome.BROKEN]
+    assert fetch(one, wants) == [Outcome.DONE, Outcome.BROKEN]
     assert bytes(buffer) == b"12345"
 
 
@@ -221,7 +221,7 @@ def test_small_values_are_asked_for_ahead_and_large_ones_when_the_one_before_beg
 
     one.into = into
     wants = [Want(b"n", memoryview(bytearray(size))) for _ in range(9)]
-    assert all(isinstance(result, Head) for result in fetch(one, wants, SERVER))
+    assert all(isinstance(result, Head) for result in fetch(one, wants))
     assert asked == [min(9, number + ahead) for number in range(9)]
 
 
@@ -229,7 +229,7 @@ def test_behind_a_value_that_is_absent_nothing_more_is_asked_for(wire):
     size = 2 << 20
     one = wire(value(bytes(size)) + b"$-1\r\n")
     wants = [Want(b"n", memoryview(bytearray(size))) for _ in range(4)]
-    results = fetch(one, wants, SERVER)
+    results = fetch(one, wants)
     assert results[1:] == [Outcome.ABSENT, Outcome.NOT_TRIED, Outcome.NOT_TRIED]
     assert one._sock.sent.count(b"GET") == 2
     one.done()
@@ -254,7 +254,7 @@ def test_frames_are_hashed_as_they_arrive(sizes, cuts, damaged):
     with Tape(b"".join(value(data.numpy().tobytes()) for data in frames), cuts) as tape:
         pairs = zip(into, taken, strict=True)
         wants = [Want(b"n", data.numpy().data, checksum=checksum) for data, checksum in pairs]
-        fetch(Wire(tape, 5.0), wants, SERVER)
+        fetch(Wire(tape, SERVER, 5.0), wants)
     for number, (data, one, checksum) in enumerate(zip(into, header, taken, strict=True)):
         if number == 0 and damaged is not None:
             with pytest.raises(BadFrame):
@@ -270,7 +270,7 @@ REPLIES = b"+OK\r\n:42\r\n-ERR no\r\n$3\r\na\r\n\r\n$-1\r\n*2\r\n$1\r\n0\r\n*1\r
 def test_small_answers_come_whole_wherever_they_are_torn(wire):
     for cut in range(len(REPLIES)):
         one = wire(REPLIES, [cut])
-        ok, number, error, data, nothing, listed = ask(one, [Ask(b"k", b"PING\r\n")] * 6, SERVER)
+        ok, number, error, data, nothing, listed = ask(one, [Ask(b"k", b"PING\r\n")] * 6)
         one.done()
         assert (ok, number, data, nothing, listed) == (b"OK", 42, b"a\r\n", None, [b"0", [b"k"]])
         assert isinstance(error, hiredis.ReplyError)
@@ -282,15 +282,15 @@ def test_small_answers_come_whole_wherever_they_are_torn(wire):
 )
 def test_small_answers_that_make_no_sense_are_an_error(wire, answer):
     with pytest.raises(BackendUnavailable):
-        ask(wire(answer), [Ask(b"k", b"PING\r\n")], SERVER)
+        ask(wire(answer), [Ask(b"k", b"PING\r\n")])
 
 
 def test_small_answer_without_end_is_given_up_before_it_fills_the_memory(wire, monkeypatch):
     monkeypatch.setattr(redis_wire, "_MAX_REPLIES_NBYTES", 100_000)
-    assert ask(wire(bulk(bytes(99_000))), [Ask(b"k", b"x")], SERVER) == [bytes(99_000)]
+    assert ask(wire(bulk(bytes(99_000))), [Ask(b"k", b"x")]) == [bytes(99_000)]
     for answer in (b"$99999999\r\n" + bytes(200_000), b"*999999\r\n" + b":1\r\n" * 50_000):
         with pytest.raises(BackendUnavailable, match="small answers without end"):
-            ask(wire(answer), [Ask(b"k", b"x")], SERVER)
+            ask(wire(answer), [Ask(b"k", b"x")])
 
 
 @pytest.mark.parametrize("kind", [b"*", b"%", b"~", b">", b"|"])
@@ -298,16 +298,16 @@ def test_list_of_millions_is_given_up_before_there_is_room_for_it(wire, kind):
     huge = b"+OK\r\n*2\r\n:1\r\n" + kind + b"4000000000\r\n"
     for cuts in [[], *([n] for n in range(len(huge))), range(len(huge))]:
         with pytest.raises(BackendUnavailable, match="a list of millions"):
-            ask(wire(huge, cuts), [Ask(b"k", b"x")] * 2, SERVER)
+            ask(wire(huge, cuts), [Ask(b"k", b"x")] * 2)
     one = wire(b"+OK\r\n" + kind + b"4000000000\r\n", [7])  # it begins in the answer before
-    ask(one, [Ask(b"k", b"x")], SERVER)
+    ask(one, [Ask(b"k", b"x")])
     with pytest.raises(BackendUnavailable, match="a list of millions"):
-        ask(one, [Ask(b"k", b"x")], SERVER)
+        ask(one, [Ask(b"k", b"x")])
 
 
 def test_answer_nobody_asked_for_is_noticed(wire):
     one = wire(b"+OK\r\n+OK\r\n")
-    ask(one, [Ask(b"k", b"PING\r\n")], SERVER)
+    ask(one, [Ask(b"k", b"PING\r\n")])
     with pytest.raises(BackendUnavailable, match="more than was asked"):
         one.done()
 
@@ -321,8 +321,8 @@ def test_answer_nobody_asked_for_is_noticed(wire):
     ],
 )
 def test_redirects_name_the_server(wire, error, redirect):
-    assert ask(wire(error), [Ask(b"k", b"x")], SERVER) == [redirect]
-    assert put(wire(error), [Put(b"k", (b"x",))], SERVER) == [redirect]
+    assert ask(wire(error), [Ask(b"k", b"x")]) == [redirect]
+    assert put(wire(error), [Put(b"k", (b"x",))]) == [redirect]
     assert fetched(wire, error, [4])[0] == [redirect]
 
 
@@ -331,7 +331,7 @@ def test_redirects_name_the_server(wire, error, redirect):
     [b"MOVED", b"MOVED 1", b"MOVED 1 here", b"ASK 1 h:%d" % 10**5, b"MOVED %s h:1" % (b"9" * 5000)],
 )
 def test_redirect_to_nowhere_is_an_error(wire, words):
-    (answer,) = ask(wire(b"-%s\r\n" % words), [Ask(b"k", b"x")], SERVER)
+    (answer,) = ask(wire(b"-%s\r\n" % words), [Ask(b"k", b"x")])
     assert isinstance(answer, hiredis.ReplyError)
     with pytest.raises(BackendUnavailable, match="the server says"):
         fetched(wire, b"-%s\r\n" % words, [4])
@@ -339,26 +339,26 @@ def test_redirect_to_nowhere_is_an_error(wire, words):
 
 def test_asking_precedes_each_command_where_a_slot_is_on_its_way(wire):
     one = wire(b"+OK\r\n" + value(b"1234"))
-    results = fetch(one, [Want(b"n", memoryview(bytearray(4)))], SERVER, asking=True)
+    results = fetch(one, [Want(b"n", memoryview(bytearray(4)))], asking=True)
     assert isinstance(results[0], Head)
     assert one._sock.sent.startswith(command(b"ASKING"))
     one = wire(b"+OK\r\n+OK\r\n" * 2)
-    assert put(one, [Put(b"k", (b"x",))] * 2, SERVER, asking=True) == [Outcome.DONE] * 2
-    assert ask(wire(b"+OK\r\n:1\r\n"), [Ask(b"k", b"x")], SERVER, asking=True) == [1]
+    assert put(one, [Put(b"k", (b"x",))] * 2, asking=True) == [Outcome.DONE] * 2
+    assert ask(wire(b"+OK\r\n:1\r\n"), [Ask(b"k", b"x")], asking=True) == [1]
 
 
 def test_value_is_sent_in_one_piece_with_its_options(wire):
     one = wire(b"+OK\r\n")
     data = bytes(range(256)) * 10
     kept = Put(b"name", (b"head", memoryview(data)), ttl_ms=1500, replace=False)
-    assert put(one, [kept], SERVER) == [Outcome.DONE]
+    assert put(one, [kept]) == [Outcome.DONE]
     assert one._sock.sent == command(b"SET", b"name", b"head" + data, b"NX", b"PX", b"1500")
 
 
 def test_nothing_more_is_sent_after_a_refusal_was_heard(wire):
     big = bytes(5 << 20)
     one = wire(b"-OOM command not allowed\r\n")
-    results = put(one, [Put(b"a", (big,)), Put(b"b", (big,)), Put(b"c", (big,))], SERVER)
+    results = put(one, [Put(b"a", (big,)), Put(b"b", (big,)), Put(b"c", (big,))])
     assert results == [
         Refused("OOM command not allowed", SERVER),
         Outcome.NOT_TRIED,
@@ -372,7 +372,7 @@ def test_block_that_is_there_is_not_sent(wire):
     parted = Head(0, 5 << 20, 2 << 20, b"nonce678", 1.0).pack()
     one = wire(bulk(there) + bulk(b"") + bulk(b"junk") + bulk(parted) + b"+OK\r\n")
     puts = [Put(b"%d" % n, (b"x",), look_first=True) for n in range(4)]
-    assert put(one, puts, SERVER) == [
+    assert put(one, puts) == [
         Outcome.THERE, Outcome.DONE, Outcome.BROKEN, Outcome.BROKEN,
     ]  # fmt: skip
     assert one._sock.sent.count(b"SET") == 1

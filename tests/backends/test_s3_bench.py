@@ -22,7 +22,7 @@ def url(s3_server):
     return f"s3://{BUCKET}/kv?endpoint_url={s3_server.endpoint}"
 
 
-def test_put_and_get_stand_beside_the_same_objects_over_plain_http(url, s3_server):
+def test_put_and_get_stand_beside_the_same_objects_over_plain_http_and_boto3(url, s3_server):
     figures = bench_store(url, PLAN, lambda _: None)
     floors = {(one.operation, one.how): one.floor_name for one in figures}
     assert floors == {
@@ -33,25 +33,18 @@ def test_put_and_get_stand_beside_the_same_objects_over_plain_http(url, s3_serve
         ("lookup", "bare"): "dict",
         ("lookup", "guarded"): "dict",
     }
-    assert all(one.floor and one.ratio for one in figures)
     by_hand = [r for r in s3_server.requests if "/bench/" in r.name and r.method != "DELETE"]
     # 1, 2 and 4 connections; a round that counts and one that does not; two objects of 8 values.
     assert len(by_hand) == 2 * 3 * 2 * 2
     assert {int(r.headers.get("content-length", 0)) for r in by_hand} == {0, 8 * (64 << 10)}
-    assert not [name for name in s3_server.objects if "/c/" not in name]
-
-
-def test_boto3_stands_beside_the_same_floor_and_leaves_nothing(url, s3_server):
-    figures = bench_store(url, PLAN, lambda _: None)
-    figures += bench_peer(url, PLAN, None, lambda _: None)
-    ways = {(one.operation, one.how) for one in figures if one.how.startswith("boto3")}
-    assert ways == {
+    others = bench_peer(url, PLAN, None, lambda _: None)
+    assert {(one.operation, one.how) for one in others} == {
         (what, how)
         for what in ("put", "get")
         for how in ("boto3, objects of 8 values", "boto3, one object per value")
     }
-    assert all(one.ratio for one in figures)
-    assert len(compare(figures)) == 2
+    assert all(one.floor and one.ratio for one in [*figures, *others])
+    assert len(compare([*figures, *others])) == 2
     assert not [name for name in s3_server.objects if "/c/" not in name]
 
 

@@ -57,13 +57,13 @@ def test_bucket_alone_is_enough():
         ("s3:", "bucket"),
         ("s3:///prefix", "bucket"),
         ("s3://b u/x", "bucket"),
-        ("s3://key:secret@bucket/x", "AWS_ACCESS_KEY_ID"),
+        ("s3://key:geheim@bucket/x", "AWS_ACCESS_KEY_ID"),
         ("s3://bucket?endpoint=http://x", "did you mean 'endpoint_url'"),
         ("s3://bucket?endpoint_url=minio:9000", "endpoint_url=minio:9000"),
         ("s3://bucket?endpoint_url=http://", "endpoint_url=http://"),
         ("s3://bucket?endpoint_url=http://x:99999", "endpoint_url"),
         ("s3://bucket?endpoint_url=http://me:x@h", "http://me:***@h: credentials are not taken"),
-        ("s3://key:secret", "s3 store: credentials are not taken from the URL; set AWS_ACCESS"),
+        ("s3://key:geheim", "s3 store: credentials are not taken from the URL; set AWS_ACCESS"),
         ("s3://bucket?addressing_style=host", "addressing_style=host"),
         ("s3://bucket?sign_payload=maybe", "sign_payload=maybe"),
         ("s3://bucket?blocks_per_object=0", "blocks_per_object=0"),
@@ -79,11 +79,6 @@ def test_wrong_url_is_refused_with_what_is_right(url, told):
     with pytest.raises(ConfigurationError) as error:
         open_backend(url)
     assert told in str(error.value)
-
-
-def test_secret_in_a_url_is_not_repeated():
-    with pytest.raises(ConfigurationError) as error:
-        open_backend("s3://key:geheim@bucket/x")
     assert "geheim" not in str(error.value)
 
 

@@ -7,15 +7,11 @@ import ssl
 import threading
 import time
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime, timedelta
 
 import pytest
 from botocore.awsrequest import AWSRequest
 from botocore.exceptions import ReadTimeoutError
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from certificates import certificate
 from s3_server import S3Server
 
 from kvconnect.backends.s3.connections import Connections
@@ -167,27 +163,7 @@ def test_body_that_goes_on_slowly_is_read_to_its_end(transport):
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory):
     """A server's context, and the file of certificates that trusts it."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    place = tmp_path_factory.mktemp("tls")
-    trusted, private = place / "trusted.pem", place / "key.pem"
-    trusted.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    private.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
+    trusted, private = certificate(tmp_path_factory.mktemp("tls"), "localhost")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(trusted, private)
     return context, str(trusted)

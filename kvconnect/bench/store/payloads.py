@@ -92,6 +92,10 @@ class Payloads:
         """The keys of all blocks."""
         return [block.key for block in self.blocks]
 
+    def asked(self, count: int) -> list[BlockKey]:
+        """Returns `count` keys for a lookup, the same ones again and again if there are fewer."""
+        return (self.keys * count)[:count]
+
     def batches(self, nbytes: int) -> Iterator[slice]:
         """Yields the slice of the values of each call of about `nbytes`."""
         step = max(1, nbytes // self.nbytes)

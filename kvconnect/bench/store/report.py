@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvconnect.bench.report import as_json_object, machine
+from kvconnect.bench.report import as_json_object, machine, median_ratio
 
 __all__ = ["StoreFigure", "percentile", "render"]
 
@@ -36,6 +37,38 @@ class StoreFigure:
     floor: float | None = None
     floor_name: str = ""
     ratio: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        named: tuple[str, str, str, int],
+        rates: Sequence[float],
+        *,
+        floors: Sequence[float] = (),
+        floor_name: str = "",
+        latencies: Sequence[float] = (),
+    ) -> StoreFigure:
+        """Returns the figure of what was measured in each round.
+
+        Args:
+            named: store, operation, how and bytes of each value.
+            rates: of each round.
+            floors: the floor's rates; empty: there is no floor.
+            floor_name: the floor's name.
+            latencies: seconds of single calls; empty: they were not measured.
+        """
+        p50, p99 = (
+            percentile(latencies, percent) * 1e3 if latencies else None for percent in (50, 99)
+        )
+        return cls(
+            *named,
+            statistics.median(rates),
+            p50,
+            p99,
+            statistics.median(floors) if floors else None,
+            floor_name,
+            median_ratio(rates, floors) if floors else None,
+        )
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -10,18 +10,16 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from kvconnect.backend import Backend
 from kvconnect.backends.registry import open_backend
 from kvconnect.backends.url import StoreUrl
 from kvconnect.bench.checkout import from_checkout, has_checkout
-from kvconnect.bench.report import median_ratio
 from kvconnect.bench.store.floor import Floor, checksum_seconds, fastest
 from kvconnect.bench.store.payloads import Payloads, StorePlan
-from kvconnect.bench.store.report import StoreFigure, percentile
+from kvconnect.bench.store.report import StoreFigure
 from kvconnect.errors import ConfigurationError
 
 __all__ = ["StorePlan", "bench_store"]
@@ -29,7 +27,8 @@ __all__ = ["StorePlan", "bench_store"]
 Tell = Callable[[str], None]
 
 _FLOOR, _BARE, _GUARDED = "floor", "bare", "guarded"
-_HASHED = "floor, hashed"
+_HASHED, _CHECKSUM = "floor, hashed", "checksum"
+_LOOKUP_FLOORS = {"memcpy": "dict", "O_DIRECT slots": "one query", "plain HTTP": "dict"}
 _OPERATIONS = ("put", "get", "lookup")
 _DEADLINE_S = 120.0
 
@@ -57,43 +56,19 @@ def bench_store(url: str, plan: StorePlan, tell: Tell) -> list[StoreFigure]:
     return figures
 
 
-@dataclass(slots=True)
-class _Rounds:
-    """The measurements of one operation done one way, round by round.
-
-    `rates` are in bytes or keys per second, the other lists in seconds. A round of `floors` has one
-    number for each way of the floor. A round of `extra` has the checksum's time, which is added to
-    the floor, on one thread and on two.
-    """
-
-    rates: list[float] = field(default_factory=list)
-    floors: list[Sequence[float]] = field(default_factory=list)
-    extra: list[Sequence[float]] = field(default_factory=list)
-    latencies: list[float] = field(default_factory=list)
-
-    def floor_rates(self, amount: int) -> list[float]:
-        """Returns the floor's rate in each round, for `amount` bytes or keys."""
-        seconds = fastest(self.floors)
-        extra = fastest(self.extra) if self.extra else [0.0] * len(seconds)
-        return [amount / sum(both) for both in zip(seconds, extra, strict=True)]
-
-
 async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) -> list[StoreFigure]:
     store = open_backend(url, deadline_s=_DEADLINE_S)
     await store.open([payloads.layout])
     floor: Floor | None = None
-    ways = {_BARE: store.inner, _GUARDED: store}
-    found = {(how, what): _Rounds() for how in ways for what in _OPERATIONS}
-    hashed: dict[str, list[list[float]]] = {"put": [], "get": []}
     try:
         floor = _floor(url, store.inner, payloads, tell)
+        trial = _Trial({_BARE: store.inner, _GUARDED: store}, floor, plan, payloads)
         # Each is first by turns: a disk after a pause, or memory that was just read, is faster.
-        turns = deque([_FLOOR, *ways])
+        turns = deque([_FLOOR, _BARE, _GUARDED])
         for number in range(plan.rounds + 1):
-            # The first round touches memory and allocates files, so it does not count.
-            rounds = found if number else {key: _Rounds() for key in found}
-            apart = hashed if number else {what: [] for what in hashed}
-            await _one_round(ways, floor, plan, payloads, rounds, apart, turns)
+            if number == 1:
+                trial.clear()  # the first round touches memory and allocates files
+            await trial.run(turns)
             turns.rotate()
     except _Fewer as error:
         raise ConfigurationError(
@@ -106,28 +81,7 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
         await store.close()
         if floor is not None:
             floor.close()
-    name = StoreUrl.parse(url).scheme
-    figures = [
-        _figure(name, how, what, plan, payloads, rounds, floor)
-        for (how, what), rounds in found.items()
-    ]
-    for what, seconds in hashed.items():
-        if any(seconds):
-            rates = [payloads.total / one for one in fastest(seconds)]
-            floors = found[_BARE, what].floor_rates(payloads.total)
-            figures.append(
-                StoreFigure(
-                    name,
-                    what,
-                    _HASHED,
-                    payloads.nbytes,
-                    statistics.median(rates),
-                    floor=statistics.median(floors),
-                    floor_name="" if floor is None else floor.name,
-                    ratio=median_ratio(rates, floors),
-                )
-            )
-    return figures
+    return trial.figures(StoreUrl.parse(url).scheme)
 
 
 def _floor(url: str, store: Backend, payloads: Payloads, tell: Tell) -> Floor | None:
@@ -140,98 +94,113 @@ def _floor(url: str, store: Backend, payloads: Payloads, tell: Tell) -> Floor | 
     return floor
 
 
-async def _one_round(
-    ways: Mapping[str, Backend],
-    floor: Floor | None,
-    plan: StorePlan,
-    payloads: Payloads,
-    found: dict[tuple[str, str], _Rounds],
-    hashed: dict[str, list[list[float]]],
-    turns: Iterable[str],
-) -> None:
-    """Measures the floor and each of `ways`, in the order of `turns`."""
-    for turn in turns:
-        if turn in ways:
-            rounds = {what: found[turn, what] for what in _OPERATIONS}
-            await _round(ways[turn], plan, payloads, rounds)
-        elif floor is not None:
-            _measure_floor(floor, plan, payloads, found)
-            hashed["put"].append(floor.hashed_put())
-            hashed["get"].append(floor.hashed_get())
+class _Trial:
+    """A store, used in several ways, and its floor, measured round by round."""
 
+    def __init__(
+        self, ways: Mapping[str, Backend], floor: Floor | None, plan: StorePlan, payloads: Payloads
+    ) -> None:
+        self._ways = ways
+        self._floor = floor
+        self._plan = plan
+        self._payloads = payloads
+        self.clear()
 
-async def _round(
-    store: Backend, plan: StorePlan, payloads: Payloads, found: dict[str, _Rounds]
-) -> None:
-    """Puts, looks up and gets all values once, then times calls with one value."""
-    await store.delete(payloads.keys)
-    batches = list(payloads.batches(plan.batch_nbytes))
+    def clear(self) -> None:
+        """Forgets all rounds."""
+        # By way and operation: bytes or keys per second of each round, and seconds of single calls.
+        self._rates: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+        self._latencies: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+        # Of each round: the seconds of each way of the floor.
+        self._floors: defaultdict[str, list[Sequence[float]]] = defaultdict(list)
 
-    async def put(part: slice) -> None:
-        _expect(await store.save(payloads.blocks[part]), part, "stored")
+    async def run(self, turns: Iterable[str]) -> None:
+        """Measures the floor and each way once, in the order of `turns`."""
+        for turn in turns:
+            if turn in self._ways:
+                await self._use(turn)
+            elif self._floor is not None:
+                self._measure_floor(self._floor)
 
-    async def get(part: slice) -> None:
-        keys = payloads.keys[part]
-        _expect(await store.load(keys, payloads.into[part]), part, "loaded")
+    async def _use(self, how: str) -> None:
+        """Puts, looks up and gets all values once, then times calls with one value."""
+        store, plan, payloads = self._ways[how], self._plan, self._payloads
+        await store.delete(payloads.keys)
+        batches = list(payloads.batches(plan.batch_nbytes))
 
-    found["put"].rates.append(payloads.total / await _all(map(put, batches), plan.puts_in_flight))
-    payloads.spoil()
-    found["get"].rates.append(payloads.total / await _all(map(get, batches), plan.gets_in_flight))
-    payloads.check()
-    asked = (payloads.keys * plan.lookup_keys)[: plan.lookup_keys]
-    lookups = [await _timed(store.lookup(asked)) for _ in range(4 * plan.latencies)]
-    found["lookup"].latencies += lookups
-    found["lookup"].rates.append(plan.lookup_keys / statistics.median(lookups))
-    ones = [slice(at, at + 1) for at in range(min(plan.latencies, payloads.count))]
-    found["get"].latencies += [await _timed(get(one)) for one in ones]
-    await store.delete(payloads.keys[: len(ones)])
-    found["put"].latencies += [await _timed(put(one)) for one in ones]
+        async def put(part: slice) -> None:
+            _expect(await store.save(payloads.blocks[part]), part, "stored")
 
+        async def get(part: slice) -> None:
+            keys = payloads.keys[part]
+            _expect(await store.load(keys, payloads.into[part]), part, "loaded")
 
-def _measure_floor(
-    floor: Floor, plan: StorePlan, payloads: Payloads, found: dict[tuple[str, str], _Rounds]
-) -> None:
-    seconds: dict[str, Sequence[float]] = {"put": floor.put(), "get": floor.get()}
-    if (lookup := floor.lookup(plan.lookup_keys)) is not None:
-        seconds["lookup"] = [lookup]
-    checksum = None if floor.overlaps else checksum_seconds(payloads)
-    for (how, what), rounds in found.items():
-        if what in seconds:
-            rounds.floors.append(seconds[what])
-        if checksum is not None and how == _GUARDED and what != "lookup":
-            rounds.extra.append(checksum)
+        seconds = await _all(map(put, batches), plan.puts_in_flight)
+        self._rates[how, "put"].append(payloads.total / seconds)
+        payloads.spoil()
+        seconds = await _all(map(get, batches), plan.gets_in_flight)
+        self._rates[how, "get"].append(payloads.total / seconds)
+        payloads.check()
+        asked = payloads.asked(plan.lookup_keys)
+        lookups = [await _timed(store.lookup(asked)) for _ in range(4 * plan.latencies)]
+        self._latencies[how, "lookup"] += lookups
+        self._rates[how, "lookup"].append(plan.lookup_keys / statistics.median(lookups))
+        ones = [slice(at, at + 1) for at in range(min(plan.latencies, payloads.count))]
+        self._latencies[how, "get"] += [await _timed(get(one)) for one in ones]
+        await store.delete(payloads.keys[: len(ones)])
+        self._latencies[how, "put"] += [await _timed(put(one)) for one in ones]
 
+    def _measure_floor(self, floor: Floor) -> None:
+        self._floors["put"].append(floor.put())
+        self._floors["get"].append(floor.get())
+        if (lookup := floor.lookup(self._plan.lookup_keys)) is not None:
+            self._floors["lookup"].append([lookup])
+        if not floor.overlaps:
+            self._floors[_CHECKSUM].append(checksum_seconds(self._payloads))
+        for what, hashed in (("put", floor.hashed_put()), ("get", floor.hashed_get())):
+            if hashed:
+                self._floors[f"{what}, hashed"].append(hashed)
 
-def _figure(
-    store: str,
-    how: str,
-    what: str,
-    plan: StorePlan,
-    payloads: Payloads,
-    rounds: _Rounds,
-    floor: Floor | None,
-) -> StoreFigure:
-    amount = plan.lookup_keys if what == "lookup" else payloads.total
-    floors = rounds.floor_rates(amount) if rounds.floors else []
-    name = "" if floor is None else floor.name
-    if how == _GUARDED and floor is not None and not floor.overlaps and what != "lookup":
-        name += " + checksum"
-    if what == "lookup":
-        name = {"memcpy": "dict", "O_DIRECT slots": "one query", "plain HTTP": "dict"}.get(
-            name, name
+    def figures(self, store: str) -> list[StoreFigure]:
+        """Returns the figures of all ways, then those of a floor that hashes as it moves."""
+        figures = [self._figure(store, how, what) for how in self._ways for what in _OPERATIONS]
+        nbytes, total = self._payloads.nbytes, self._payloads.total
+        for what in _OPERATIONS:
+            if rates := self._floor_rates(f"{what}, hashed", total):
+                named = (store, what, _HASHED, nbytes)
+                floors = self._floor_rates(what, total)
+                figures.append(
+                    StoreFigure.of(named, rates, floors=floors, floor_name=self._floor_name)
+                )
+        return figures
+
+    def _figure(self, store: str, how: str, what: str) -> StoreFigure:
+        lookup = what == "lookup"
+        amount = self._plan.lookup_keys if lookup else self._payloads.total
+        checksum = how == _GUARDED and not lookup and bool(self._floors[_CHECKSUM])
+        name = self._floor_name + (" + checksum" if checksum else "")
+        return StoreFigure.of(
+            (store, what, how, self._payloads.nbytes),
+            self._rates[how, what],
+            floors=self._floor_rates(what, amount, checksum=checksum),
+            floor_name=_LOOKUP_FLOORS.get(name, name) if lookup else name,
+            latencies=self._latencies[how, what],
         )
-    return StoreFigure(
-        store,
-        what,
-        how,
-        payloads.nbytes,
-        statistics.median(rounds.rates),
-        percentile(rounds.latencies, 50) * 1e3,
-        percentile(rounds.latencies, 99) * 1e3,
-        statistics.median(floors) if floors else None,
-        name,
-        median_ratio(rounds.rates, floors) if floors else None,
-    )
+
+    @property
+    def _floor_name(self) -> str:
+        return "" if self._floor is None else self._floor.name
+
+    def _floor_rates(self, what: str, amount: int, *, checksum: bool = False) -> list[float]:
+        """Returns the floor's rate in each round, for `amount` bytes or keys; empty: it has none.
+
+        The time of a `checksum` pass is added to the floor's.
+        """
+        if not self._floors[what]:
+            return []
+        seconds = fastest(self._floors[what])
+        more = fastest(self._floors[_CHECKSUM]) if checksum else [0.0] * len(seconds)
+        return [amount / sum(both) for both in zip(seconds, more, strict=True)]
 
 
 async def _all(calls: Iterable[Awaitable[None]], in_flight: int) -> float:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+from kvconnect.bench.report import Figure, render
+from kvconnect.bench.workload import model_and_scratch
 from kvconnect.cli.command import (
     Subparsers,
     add_number,
@@ -15,10 +19,8 @@ from kvconnect.cli.command import (
     tell,
 )
 from kvconnect.cli.options.bench_options import add_model_options, add_run
-from kvconnect_bench.options.engines import add_engines_options, run_engines
-from kvconnect_bench.options.identity import add_identity_options, run_identity
-from kvconnect_bench.options.serve import add_serve_options, run_serve
-from kvconnect_bench.options.transfer import add_transfer_options, run_transfer
+from kvconnect.errors import ConfigurationError
+from kvconnect_bench.options import engines, identity, serve, transfer
 from kvconnect_bench.peer_python import add_peer_python
 
 __all__ = ["add_benchmarks"]
@@ -26,10 +28,24 @@ __all__ = ["add_benchmarks"]
 
 def add_benchmarks(benchmarks: Subparsers) -> None:
     """Adds the subcommands of all benchmarks of this package."""
-    engine = benchmarks.add_parser(
-        "engine",
-        help="many requests at once against one, a long prompt; and vLLM's engine beside it",
-    )
+    for name, (add_options, measure, about) in _BENCHMARKS.items():
+        parser = benchmarks.add_parser(name, help=about)
+        add_options(parser)
+        add_run(parser, partial(_run, name, measure))
+
+
+def _run(
+    name: str,
+    measure: Callable[[argparse.Namespace], Sequence[Figure]],
+    arguments: argparse.Namespace,
+) -> None:
+    figures = measure(arguments)
+    if not figures:
+        raise ConfigurationError(f"bench {name}: nothing of what was asked for can be measured")
+    print(render(name, figures, as_json=arguments.json))
+
+
+def _add_engine(engine: argparse.ArgumentParser) -> None:
     add_model_options(engine)
     add_number(engine, "--requests", default=16)
     add_number(engine, "--prompt-tokens", default=64)
@@ -37,45 +53,23 @@ def add_benchmarks(benchmarks: Subparsers) -> None:
     add_number(engine, "--prefill-tokens", "of the long prompt", default=6000)
     add_number(engine, "--repeats", "medians of so many", default=3)
     add_peer_python(engine, "vLLM for the CPU")
-    add_run(engine, run_engine)
-    serve = benchmarks.add_parser(
-        "serve",
-        help="what clients of a server wait for: shared prefixes, chats of several turns",
-    )
-    add_serve_options(serve)
-    add_run(serve, run_serve)
-    transfer = benchmarks.add_parser(
-        "transfer",
-        help="reads from a peer's memory against the machine's own; prefill to decode",
-    )
-    add_transfer_options(transfer)
-    add_run(transfer, run_transfer)
-    engines = benchmarks.add_parser(
-        "engines",
-        help="what connectors cost vLLM, idle and after a restart from disk, beside each other",
-    )
-    add_engines_options(engines)
-    add_run(engines, run_engines)
-    identity = benchmarks.add_parser(
-        "identity",
-        help="what it costs to know what computed a block: names, canary, checksums, vLLM's steps",
-    )
-    add_identity_options(identity)
-    add_run(identity, run_identity)
-    _add_blocks(benchmarks)
-    _add_dead(benchmarks)
-    _add_kernels(benchmarks)
 
 
-def _add_dead(benchmarks: Subparsers) -> None:
-    dead = benchmarks.add_parser(
-        "dead",
-        help="what a store that dies costs requests, and how soon it is used again",
-        description="""\
+def _measure_engine(arguments: argparse.Namespace) -> Sequence[Figure]:
+    from kvconnect_bench.throughput import ThroughputPlan, throughput
+
+    numbers = ("requests", "prompt_tokens", "max_tokens", "prefill_tokens", "repeats")
+    require_at_least_one(arguments, *numbers)
+    plan = ThroughputPlan(**picked(arguments, *numbers))
+    with model_and_scratch(arguments.model, arguments.directory) as (model, _):
+        return throughput(model, plan, arguments.peer_python)
+
+
+def _add_dead(dead: argparse.ArgumentParser) -> None:
+    dead.description = """\
 Let a redis-server and a plain S3 server die under an engine: connections refused, packets
 black-holed, the process frozen. Measure how much later than without a store the first token comes,
-and how long after its recovery the store is used again. Takes some minutes.""",
-    )
+and how long after its recovery the store is used again. Takes some minutes."""
     dead.add_argument(
         "--model", type=Path, metavar="DIR", help="default: a random Llama, as small as can be"
     )
@@ -87,80 +81,9 @@ and how long after its recovery the store is used again. Takes some minutes.""",
     )
     add_number(dead, "--lookup-timeout-ms", default=20.0, type=float, metavar="MS")
     dead.add_argument("--directory", type=Path, metavar="DIR", help="for scratch files")
-    add_run(dead, run_dead)
 
 
-def _add_kernels(benchmarks: Subparsers) -> None:
-    kernels = benchmarks.add_parser(
-        "kernels",
-        help="copies of KV blocks against what memory and links can do",
-        description="""\
-Measure the copies of KV blocks as shares of one copy of the same bytes without gaps, in the same
-run: in host memory against memcpy, with one thread each; on a CUDA device and over its link, if
-there is one.""",
-    )
-    add_number(kernels, "--mib", "copied in one measurement on the host", default=64)
-    add_number(kernels, "--repeats", "medians of so many", default=9)
-    add_run(kernels, run_kernels)
-
-
-def _add_blocks(benchmarks: Subparsers) -> None:
-    blocks = benchmarks.add_parser(
-        "blocks",
-        help="the block manager against vLLM's and SGLang's, and how its cost grows",
-        description="""\
-Measure the block manager alone, without a model: prompts that are cached as a whole, prompts that
-are new, mixed traffic, block keys, growth and memory. vLLM and SGLang serve the same traffic in the
-interpreters given, in turns with kvconnect.""",
-    )
-    about = "vLLM or SGLang; may be given several times"
-    add_peer_python(blocks, about, action="append", default=[])
-    add_number(blocks, "--tokens", "of long prompts", default=131_072)
-    add_number(blocks, "--requests", "of the mixed traffic", default=10_000)
-    add_number(blocks, "--cached-blocks", "of the largest pool", default=1_000_000)
-    add_number(blocks, "--rounds", "medians of so many", default=5)
-    add_run(blocks, run_blocks)
-
-
-def run_engine(arguments: argparse.Namespace) -> None:
-    """Measures the engine's throughput."""
-    from kvconnect.bench.report import render
-    from kvconnect.bench.workload import bench_model
-    from kvconnect_bench.throughput import ThroughputPlan, throughput
-
-    numbers = ("requests", "prompt_tokens", "max_tokens", "prefill_tokens", "repeats")
-    require_at_least_one(arguments, *numbers)
-    plan = ThroughputPlan(**picked(arguments, *numbers))
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
-        model = bench_model(arguments.model, Path(name))
-        figures = throughput(model, plan, arguments.peer_python)
-    print(render("engine", figures, as_json=arguments.json))
-
-
-def run_blocks(arguments: argparse.Namespace) -> None:
-    """Measures the block manager beside its peers."""
-    from kvconnect.bench.report import render
-    from kvconnect_bench.blocks.comparison import compare, growth, memory
-    from kvconnect_bench.blocks.peers import OWN, open_field
-    from kvconnect_bench.blocks.plan import BlocksPlan
-
-    plan = BlocksPlan(**picked(arguments, "tokens", "requests", "cached_blocks", "rounds"))
-    with open_field(arguments.peer_python) as field:
-        for sentence in field.left_out:
-            tell(sentence)
-        figures = compare(field, plan, tell)
-        figures += growth(field.parties[OWN], plan, tell)
-    figures += memory(plan, tell)
-    print(render("blocks", figures, as_json=arguments.json))
-
-
-def run_dead(arguments: argparse.Namespace) -> None:
-    """Measures what dead stores cost.
-
-    Raises:
-        ConfigurationError: an option is wrong; the message names it and what is right.
-    """
-    from kvconnect.bench.report import render
+def _measure_dead(arguments: argparse.Namespace) -> Sequence[Figure]:
     from kvconnect_bench.dead.run import DeadPlan, dead_stores
     from kvconnect_bench.servers.mortal import SERVERS
 
@@ -171,15 +94,91 @@ def run_dead(arguments: argparse.Namespace) -> None:
         **picked(arguments, "prompt_tokens", "requests", "dead_s"),
     )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
-        figures = dead_stores(arguments.model, Path(name), stores, plan, tell)
-    print(render("dead", figures, as_json=arguments.json))
+        return dead_stores(arguments.model, Path(name), stores, plan, tell)
 
 
-def run_kernels(arguments: argparse.Namespace) -> None:
-    """Measures the copies of blocks."""
-    from kvconnect.bench.report import render
+def _add_kernels(kernels: argparse.ArgumentParser) -> None:
+    kernels.description = """\
+Measure the copies of KV blocks as shares of one copy of the same bytes without gaps, in the same
+run: in host memory against memcpy, with one thread each; on a CUDA device and over its link, if
+there is one."""
+    add_number(kernels, "--mib", "copied in one measurement on the host", default=64)
+    add_number(kernels, "--repeats", "medians of so many", default=9)
+
+
+def _measure_kernels(arguments: argparse.Namespace) -> Sequence[Figure]:
     from kvconnect_bench.kernels.run import kernels
 
     require_at_least_one(arguments, "mib", "repeats")
-    figures = kernels(nbytes=arguments.mib << 20, repeats=arguments.repeats, tell=tell)
-    print(render("kernels", figures, as_json=arguments.json))
+    return kernels(nbytes=arguments.mib << 20, repeats=arguments.repeats, tell=tell)
+
+
+def _add_blocks(blocks: argparse.ArgumentParser) -> None:
+    blocks.description = """\
+Measure the block manager alone, without a model: prompts that are cached as a whole, prompts that
+are new, mixed traffic, block keys, growth and memory. vLLM and SGLang serve the same traffic in the
+interpreters given, in turns with kvconnect."""
+    about = "vLLM or SGLang; may be given several times"
+    add_peer_python(blocks, about, action="append", default=[])
+    add_number(blocks, "--tokens", "of long prompts", default=131_072)
+    add_number(blocks, "--requests", "of the mixed traffic", default=10_000)
+    add_number(blocks, "--cached-blocks", "of the largest pool", default=1_000_000)
+    add_number(blocks, "--rounds", "medians of so many", default=5)
+
+
+def _measure_blocks(arguments: argparse.Namespace) -> Sequence[Figure]:
+    from kvconnect_bench.blocks.comparison import compare, growth, memory
+    from kvconnect_bench.blocks.peers import OWN, open_field
+    from kvconnect_bench.blocks.plan import BlocksPlan
+
+    plan = BlocksPlan(**picked(arguments, "tokens", "requests", "cached_blocks", "rounds"))
+    with open_field(arguments.peer_python) as field:
+        for sentence in field.left_out:
+            tell(sentence)
+        figures = compare(field, plan, tell)
+        figures += growth(field.parties[OWN], plan, tell)
+    return figures + memory(plan, tell)
+
+
+_BENCHMARKS = {
+    "engine": (
+        _add_engine,
+        _measure_engine,
+        "many requests at once against one, a long prompt; and vLLM's engine beside it",
+    ),
+    "serve": (
+        serve.add_options,
+        serve.measure,
+        "what clients of a server wait for: shared prefixes, chats of several turns",
+    ),
+    "transfer": (
+        transfer.add_options,
+        transfer.measure,
+        "reads from a peer's memory against the machine's own; prefill to decode",
+    ),
+    "engines": (
+        engines.add_options,
+        engines.measure,
+        "what connectors cost vLLM, idle and after a restart from disk, beside each other",
+    ),
+    "identity": (
+        identity.add_options,
+        identity.measure,
+        "what it costs to know what computed a block: names, canary, checksums, vLLM's steps",
+    ),
+    "blocks": (
+        _add_blocks,
+        _measure_blocks,
+        "the block manager against vLLM's and SGLang's, and how its cost grows",
+    ),
+    "dead": (
+        _add_dead,
+        _measure_dead,
+        "what a store that dies costs requests, and how soon it is used again",
+    ),
+    "kernels": (
+        _add_kernels,
+        _measure_kernels,
+        "copies of KV blocks against what memory and links can do",
+    ),
+}

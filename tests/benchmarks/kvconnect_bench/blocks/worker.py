@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from kvconnect_bench.blocks.traffic import BLOCK, Cache, cached, fresh, mixed
 
-__all__ = ["MakeCache", "serve", "take_stdout", "workloads"]
+__all__ = ["MakeCache", "methods", "serve", "take_stdout", "workloads"]
 
 MakeCache = Callable[[int], Cache]
 """Makes an empty cache of so many blocks."""
@@ -32,6 +32,12 @@ def workloads(make: MakeCache) -> dict[str, Workload]:
         return mixed(make(blocks), **traffic)
 
     return {"cached": run_cached, "fresh": run_fresh, "mixed": run_mixed}
+
+
+def methods(party: object) -> dict[str, Workload]:
+    """Returns the public methods of `party`, by name: they are the workloads of its process."""
+    names = [name for name in vars(type(party)) if not name.startswith("_")]
+    return {name: getattr(party, name) for name in names}
 
 
 def take_stdout() -> TextIO:

@@ -52,6 +52,14 @@ class _Measured:
     wrong: int = 0
     tokens: list[int] = field(default_factory=list)
 
+    def restart(self, party: Party, prompt: list[int]) -> None:
+        """Adds the answer of an engine that was started again."""
+        said = party.ask("answer", prompt=prompt, max_tokens=2)
+        party.ask("stop")
+        self.restored.append(said["first"])
+        self.cached.append(said["cached"])
+        self.wrong += said["tokens"] != self.tokens
+
 
 def bench_engines(
     model: Path, scratch: Path, plan: EnginesPlan, python: Path, tell: Callable[[str], object]
@@ -73,12 +81,17 @@ def bench_engines(
     """
     require_peer_python(python)
     prompt = random_prompt(plan.prompt_tokens, seed=1).tolist()
+
+    def started(name: str) -> Party:
+        return started_engine(model, scratch / name, name, plan.longest, python)
+
     measured: dict[str, _Measured] = {}
     for name in plan.connectors:
         tell(f"{name}: cold, then idle")
         (scratch / name).mkdir()
         try:
-            measured[name] = _cold(model, scratch / name, name, plan, python, prompt)
+            with started(name) as party:
+                measured[name] = _cold(party, name, plan, prompt)
         except PartyFailed as failed:
             tell(f"{name}: is left out: {failed}")
     if not measured:
@@ -94,51 +107,32 @@ def bench_engines(
             if name != "none":
                 tell(f"{name}: after a restart")
                 forget_files(scratch / name)
-                _restart(model, scratch / name, name, plan, python, prompt, one)
+                with started(name) as party:
+                    one.restart(party, prompt)
     return _figures(measured, plan, reads, copies, nbytes)
 
 
-def _cold(
-    model: Path, directory: Path, name: str, plan: EnginesPlan, python: Path, prompt: list[int]
-) -> _Measured:
+def _cold(party: Party, name: str, plan: EnginesPlan, prompt: list[int]) -> _Measured:
     """Measures an engine's first life: it saves the prompt, then the connector is idle."""
     found = _Measured()
-    with started_engine(model, directory, name, plan.longest, python) as party:
-        said = party.ask("answer", prompt=prompt, max_tokens=2)
-        found.cold, found.tokens = said["first"], said["tokens"]
-        part = "tier" if name in TIERS else "connector"
-        found.scheduler.append(said[part])
+    said = party.ask("answer", prompt=prompt, max_tokens=2)
+    found.cold, found.tokens = said["first"], said["tokens"]
+    part = "tier" if name in TIERS else "connector"
+    found.scheduler.append(said[part])
+    party.ask("settle")
+    for number in range(1, plan.repeats):
+        new = random_prompt(plan.prompt_tokens, seed=3 + number).tolist()
+        found.scheduler.append(party.ask("answer", prompt=new, max_tokens=2)[part])
         party.ask("settle")
-        for number in range(1, plan.repeats):
-            new = random_prompt(plan.prompt_tokens, seed=3 + number).tolist()
-            found.scheduler.append(party.ask("answer", prompt=new, max_tokens=2)[part])
-            party.ask("settle")
-        short = random_prompt(_WARM_UP, seed=3).tolist()
-        steps = party.ask("answer", prompt=short, max_tokens=plan.steps + 20)["steps"][10:-5]
-        whole, connector, tier, _ = (statistics.median(some) for some in zip(*steps, strict=True))
-        found.step, found.around = whole, connector
-        found.inside = tier if name in TIERS else connector
-        for _ in range(plan.repeats):
-            found.device.append(party.ask("answer", prompt=prompt, max_tokens=2)["first"])
-        party.ask("stop")
+    short = random_prompt(_WARM_UP, seed=3).tolist()
+    steps = party.ask("answer", prompt=short, max_tokens=plan.steps + 20)["steps"][10:-5]
+    whole, connector, tier, _ = (statistics.median(some) for some in zip(*steps, strict=True))
+    found.step, found.around = whole, connector
+    found.inside = tier if name in TIERS else connector
+    for _ in range(plan.repeats):
+        found.device.append(party.ask("answer", prompt=prompt, max_tokens=2)["first"])
+    party.ask("stop")
     return found
-
-
-def _restart(
-    model: Path,
-    directory: Path,
-    name: str,
-    plan: EnginesPlan,
-    python: Path,
-    prompt: list[int],
-    found: _Measured,
-) -> None:
-    with started_engine(model, directory, name, plan.longest, python) as party:
-        said = party.ask("answer", prompt=prompt, max_tokens=2)
-        party.ask("stop")
-    found.restored.append(said["first"])
-    found.cached.append(said["cached"])
-    found.wrong += said["tokens"] != found.tokens
 
 
 def started_engine(model: Path, directory: Path, name: str, longest: int, python: Path) -> Party:

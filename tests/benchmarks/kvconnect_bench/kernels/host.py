@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvconnect.bench.report import Figure, binary_size
+from kvconnect.bench.store.floor import seconds_of
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks
 from kvconnect.kernels.host.reference import LIMITS
@@ -48,7 +48,7 @@ def host_figures(*, nbytes: int, repeats: int) -> list[Figure]:
 
 def _ceiling(nbytes: int, repeats: int) -> Figure:
     copy = _Memcpy(nbytes)
-    seconds = statistics.median(_seconds(copy) for _ in range(repeats))
+    seconds = statistics.median(seconds_of(copy) for _ in range(repeats))
     return Figure("memcpy", nbytes / seconds / 1e9, "GB/s", "ceiling")
 
 
@@ -140,8 +140,8 @@ def _share(
     copy = _Memcpy(nbytes)
     shares = []
     for _ in range(repeats):
-        ceiling = _seconds(copy)
-        shares.append(ceiling / _seconds(job))
+        ceiling = seconds_of(copy)
+        shares.append(ceiling / seconds_of(job))
     return Figure(name, 100 * statistics.median(shares), "%", target)
 
 
@@ -156,22 +156,14 @@ class _Memcpy:
         ctypes.memmove(self._target.data_ptr(), self._source.data_ptr(), nbytes)
 
 
-def _seconds(job: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    job()
-    return time.perf_counter() - start
-
-
 def _call_seconds(job: Callable[[], object]) -> float:
     """Returns the least mean of several rounds, as other load only adds to it."""
 
-    def mean() -> float:
-        start = time.perf_counter()
+    def calls() -> None:
         for _ in range(_CALLS):
             job()
-        return (time.perf_counter() - start) / _CALLS
 
-    return min(mean() for _ in range(5))
+    return min(seconds_of(calls) for _ in range(5)) / _CALLS
 
 
 def _cache(num_blocks: int, block_nbytes: int) -> PagedKv:

@@ -1,19 +1,21 @@
-"""The options of ``kvconnect bench engines``, and the plan that is made from them."""
+"""The command ``kvconnect bench engines``."""
 
 from __future__ import annotations
 
 import argparse
-import tempfile
-from pathlib import Path
+from collections.abc import Sequence
 
+from kvconnect.bench.report import Figure
+from kvconnect.bench.workload import model_and_scratch
 from kvconnect.cli.command import add_number, chosen, picked, require_at_least_one, tell
+from kvconnect.cli.options.bench_options import add_model_options
 from kvconnect_bench.engines.plan import CONNECTORS, EnginesPlan
 from kvconnect_bench.peer_python import add_peer_python
 
-__all__ = ["add_engines_options", "run_engines"]
+__all__ = ["add_options", "measure"]
 
 
-def add_engines_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``bench engines``."""
     parser.description = """\
 Run vLLM with nothing, with kvconnect's connector and tier, and with others' beside them: what each
@@ -26,30 +28,20 @@ takes, against the floor of the same run."""
     add_number(parser, "--prompt-tokens", "(default: 4096)", default=4096)
     add_number(parser, "--steps", "of decoding (default: 200)", default=200)
     add_number(parser, "--repeats", "restarts (default: 3)", default=3)
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="default: a random Llama of 46 million parameters"
-    )
-    parser.add_argument(
-        "--directory", type=Path, metavar="DIR", help="for scratch files, on the disk to measure"
-    )
+    add_model_options(parser)
 
 
-def run_engines(arguments: argparse.Namespace) -> None:
-    """Measures connectors.
+def measure(arguments: argparse.Namespace) -> Sequence[Figure]:
+    """Returns the figures of ``bench engines``.
 
     Raises:
         ConfigurationError: an option is wrong; the message names it and what is right.
     """
-    from kvconnect.bench.report import render
-    from kvconnect.bench.workload import bench_model
     from kvconnect_bench.engines.run import bench_engines
 
     numbers = ("prompt_tokens", "steps", "repeats")
     require_at_least_one(arguments, *numbers)
     connectors = chosen("--connectors", arguments.connectors, CONNECTORS)
     plan = EnginesPlan(connectors=connectors, **picked(arguments, *numbers))
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
-        scratch = Path(name)
-        model = bench_model(arguments.model, scratch)
-        figures = bench_engines(model, scratch, plan, arguments.peer_python, tell)
-    print(render("engines", figures, as_json=arguments.json))
+    with model_and_scratch(arguments.model, arguments.directory) as (model, scratch):
+        return bench_engines(model, scratch, plan, arguments.peer_python, tell)

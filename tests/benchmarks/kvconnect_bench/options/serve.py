@@ -1,27 +1,29 @@
-"""The options of ``kvconnect bench serve``, and the workload that is made from them."""
+"""The command ``kvconnect bench serve``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvconnect.bench.report import Figure
+from kvconnect.bench.workload import model_and_scratch
 from kvconnect.cli.command import add_number, picked, require_at_least_one
 from kvconnect.errors import ConfigurationError, MissingExtra
 
 if TYPE_CHECKING:
     from kvconnect_bench.serve.workload import Workload
 
-__all__ = ["add_serve_options", "run_serve"]
+__all__ = ["add_options", "measure"]
 
 _COUNTS = ("requests", "prefixes", "chats", "turns", "suffix_tokens", "max_tokens", "concurrency")
 
 
-def add_serve_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``bench serve``."""
     server = parser.add_argument_group("server")
     server.add_argument("--model", type=Path, metavar="DIR", help="default: a random Llama")
@@ -56,21 +58,18 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_serve(arguments: argparse.Namespace) -> None:
-    """Measures a server.
+def measure(arguments: argparse.Namespace) -> Sequence[Figure]:
+    """Returns the figures of ``bench serve``.
 
     Raises:
         ConfigurationError: an option is wrong; the message names it and what is right.
     """
-    from kvconnect.bench.report import render
-
     try:
-        from kvconnect_bench.serve.run import Target, measure
+        from kvconnect_bench.serve import run
     except ModuleNotFoundError as error:
         if error.name != "httpx2":
             raise
         raise MissingExtra("bench serve", "serve") from error
-    from kvconnect.bench.workload import bench_model
     from kvconnect_bench.serve.server import MODEL_NAME, started_server
 
     require_at_least_one(arguments, *_COUNTS)
@@ -79,18 +78,16 @@ def run_serve(arguments: argparse.Namespace) -> None:
         _write_prompts(arguments.write_prompts, workload)
     with ExitStack() as stack:
         if arguments.url is None:
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.directory))
-            model = bench_model(arguments.model, Path(scratch))
+            model, _ = stack.enter_context(model_and_scratch(arguments.model, arguments.directory))
             store = () if arguments.store is None else ("--store", arguments.store)
             url = stack.enter_context(started_server(model, store))
-            target = Target(url, MODEL_NAME, os.environ.get("KVCONNECT_API_KEY"))
+            target = run.Target(url, MODEL_NAME, os.environ.get("KVCONNECT_API_KEY"))
         elif arguments.served_model_name is None:
             raise ConfigurationError("--url: give --served-model-name, too")
         else:
             key = os.environ.get("KVCONNECT_API_KEY")
-            target = Target(arguments.url.rstrip("/"), arguments.served_model_name, key)
-        figures = measure(target, workload, arguments.concurrency)
-    print(render("serve", figures, as_json=arguments.json))
+            target = run.Target(arguments.url.rstrip("/"), arguments.served_model_name, key)
+        return run.measure(target, workload, arguments.concurrency)
 
 
 def _workload(arguments: argparse.Namespace) -> Workload:

@@ -1,21 +1,23 @@
-"""The options of ``kvconnect bench transfer``, and the plan that is made from them."""
+"""The command ``kvconnect bench transfer``."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvconnect.backends.url import parse_size
+from kvconnect.bench.report import Figure
 from kvconnect.cli.command import add_number, chosen, picked, require_at_least_one, tell
 from kvconnect.errors import ConfigurationError
 from kvconnect_bench.transfer.plan import PARTS, TRANSPORTS, TransferPlan
 
-__all__ = ["add_transfer_options", "run_transfer"]
+__all__ = ["add_options", "measure"]
 
 
-def add_transfer_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``bench transfer``."""
     parser.description = """\
 Measure reads from the memory of another process: on one host against process_vm_readv, over the
@@ -48,13 +50,12 @@ token, and what two connected engines cost while they are idle."""
     )
 
 
-def run_transfer(arguments: argparse.Namespace) -> None:
-    """Measures transfers.
+def measure(arguments: argparse.Namespace) -> Sequence[Figure]:
+    """Returns the figures of ``bench transfer``.
 
     Raises:
         ConfigurationError: an option is wrong; the message names it and what is right.
     """
-    from kvconnect.bench.report import render
     from kvconnect_bench.transfer.run import bench_transfer
 
     require_at_least_one(arguments, "rounds", "prompt_tokens", "requests")
@@ -76,10 +77,7 @@ def run_transfer(arguments: argparse.Namespace) -> None:
         **picked(arguments, "rounds", "prompt_tokens", "requests", "idle_s"),
     )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
-        figures = bench_transfer(arguments.model, Path(name), plan, tell)
-    if not figures:
-        raise ConfigurationError("bench transfer: nothing of what was asked for can be measured")
-    print(render("transfer", figures, as_json=arguments.json))
+        return bench_transfer(arguments.model, Path(name), plan, tell)
 
 
 def _rates(given: str) -> tuple[float, ...]:

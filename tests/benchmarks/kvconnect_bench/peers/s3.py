@@ -10,14 +10,12 @@ of each.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.url import StoreUrl, parse_size
-from kvconnect.bench.report import median_ratio
 from kvconnect.bench.store.floor import Floor, fastest
 from kvconnect.bench.store.payloads import Payloads, StorePlan
 from kvconnect.bench.store.report import StoreFigure, render
@@ -75,28 +73,16 @@ def _figures(boto3: Boto3, plan: StorePlan, floor: Floor | None) -> list[StoreFi
                     floors[what] += least
     finally:
         boto3.close()
-    return [_figure(boto3, what, seconds[what], floors[what], floor) for what in ways]
-
-
-def _figure(
-    boto3: Boto3,
-    what: str,
-    seconds: Sequence[float],
-    floors: Sequence[Sequence[float]],
-    floor: Floor | None,
-) -> StoreFigure:
-    rates = [boto3.payloads.total / one for one in seconds]
-    least = [boto3.payloads.total / one for one in fastest(floors)] if floors else []
-    return StoreFigure(
-        "s3",
-        what,
-        boto3.how,
-        boto3.payloads.nbytes,
-        statistics.median(rates),
-        floor=statistics.median(least) if least else None,
-        floor_name="" if floor is None else floor.name,
-        ratio=median_ratio(rates, least) if least else None,
-    )
+    total = boto3.payloads.total
+    return [
+        StoreFigure.of(
+            ("s3", what, boto3.how, boto3.payloads.nbytes),
+            [total / one for one in seconds[what]],
+            floors=[total / one for one in fastest(floors[what])] if floor is not None else [],
+            floor_name="" if floor is None else floor.name,
+        )
+        for what in ways
+    ]
 
 
 def compare(figures: Sequence[StoreFigure]) -> list[str]:

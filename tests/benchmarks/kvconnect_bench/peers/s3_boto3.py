@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import boto3
 
 from kvconnect.backends.s3.settings import S3Settings
+from kvconnect.bench.store.floor import seconds_on_threads
 from kvconnect.bench.store.payloads import Payloads
 
 __all__ = ["Boto3"]
@@ -58,17 +56,11 @@ class Boto3:
 
     def get_all(self, at_once: int) -> float:
         """Returns the seconds to read all objects, so many at once."""
-        return self._all(self.get, at_once)
+        return seconds_on_threads(at_once, self.get, self.names)
 
     def put_all(self, at_once: int) -> float:
         """Returns the seconds to write all objects, so many at once."""
-        return self._all(self.put, at_once)
-
-    def _all(self, way: Callable[[str], None], at_once: int) -> float:
-        with ThreadPoolExecutor(at_once) as pool:
-            start = time.perf_counter()
-            list(pool.map(way, self.names))
-            return time.perf_counter() - start
+        return seconds_on_threads(at_once, self.put, self.names)
 
     def close(self) -> None:
         """Deletes the objects."""

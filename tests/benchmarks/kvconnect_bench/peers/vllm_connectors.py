@@ -18,8 +18,9 @@ from inspect import getattr_static, isfunction
 from pathlib import Path
 from typing import Any
 
-from kvconnect_bench.blocks.worker import serve, take_stdout
+from kvconnect_bench.blocks.worker import methods, serve, take_stdout
 from kvconnect_bench.engines.plan import OURS, TIERS
+from kvconnect_bench.peers.vllm_engine import set_up_vllm
 
 __all__ = ["main"]
 
@@ -298,14 +299,9 @@ class ConnectedEngine:
 def main() -> None:
     """Serves until standard input ends."""
     answers = take_stdout()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    set_up_vllm()
     engine = ConnectedEngine()
-    versions = {"version": import_module("vllm.version").__version__}
-    names = ("start", "answer", "settle", "stop", "watch")
-    serve(answers, versions, {name: getattr(engine, name) for name in names})
+    serve(answers, {"version": import_module("vllm.version").__version__}, methods(engine))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from kvconnect_bench.blocks.worker import serve, take_stdout
+from kvconnect_bench.blocks.worker import methods, serve, take_stdout
 
-__all__ = ["main"]
+__all__ = ["main", "set_up_vllm"]
 
 
 class VllmEngine:
@@ -40,17 +40,21 @@ class VllmEngine:
         return {"seconds": seconds, "tokens": [list(one.outputs[0].token_ids) for one in outputs]}
 
 
+def set_up_vllm() -> None:
+    """Sets vLLM up for one process, which ends with the party, and a small cache on the CPU."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # By default vLLM leaves all cores but one idle.
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+
+
 def main() -> None:
     """Serves until standard input ends."""
     answers = take_stdout()
-    # One process, which ends with the party, and a cache that holds these requests.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    # By default vLLM leaves all cores but one idle.
-    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    engine = VllmEngine()
+    set_up_vllm()
     version: str = import_module("vllm.version").__version__
-    serve(answers, {"version": version}, {"start": engine.start, "generate": engine.generate})
+    serve(answers, {"version": version}, methods(VllmEngine()))
 
 
 if __name__ == "__main__":

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import random
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from kvconnect.errors import RankLost
-from kvconnect.testing.check import Violation, demand
+from kvconnect.testing.check import demand
 from kvconnect.testing.checks.end_to_end import model
 from kvconnect.testing.faults.tcp_fault import TcpFault, garbage
 from kvconnect.testing.faults.tcp_proxy import TcpProxy
-from kvconnect.testing.processes.usage import descriptors, resident_nbytes
 from kvconnect.testing.subject import Address, Subject
-from kvconnect_bench.soaks.soak import SoakReport, expect_no_leak
+from kvconnect_bench.soaks.soak import Soak, SoakReport
 
 if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
@@ -63,58 +59,35 @@ def soak_ranks(
             message names the round's fault and the seed.
         Unsupported: other processes cannot open the store.
     """
-    subject.seed = seed
     return _RankSoak(subject, seed).run(seconds, told)
 
 
-class _RankSoak:
+class _RankSoak(Soak):
     def __init__(self, subject: Subject, seed: int) -> None:
-        self._subject = subject
-        self._seed = seed
-        self._random = random.Random(seed)
-        self._counts: Counter[str] = Counter()
-        self._fault = "none"
+        super().__init__(subject, seed)
         self._prompts = self._made_prompts()
         self._expected = self._answers_of_one_rank()
 
-    def run(self, seconds: float, told: Callable[[float], None] | None) -> SoakReport:
-        start = last = time.monotonic()
-        rounds = 0
-        used: list[tuple[int, int]] = []
-        try:
-            while time.monotonic() - start < seconds:
-                rounds += self._opening(start + seconds)
-                gc.collect()  # the error of a lost rank refers to its engine
-                used.append((descriptors(), resident_nbytes()))
-                if told is not None:
-                    told(time.monotonic() - last)
-                    last = time.monotonic()
-        except Exception as error:
-            what = str(error) if isinstance(error, Violation) else repr(error)
-            raise Violation(f"seed {self._seed}, fault {self._fault}: {what}") from error
-        expect_no_leak(used)
-        return SoakReport(self._seed, time.monotonic() - start, rounds, dict(self._counts))
-
     # ------------------------------------------------------------------ one engine
 
-    def _opening(self, end: float) -> int:
+    def opening(self, end: float) -> int:
         rounds = 0
         with ExitStack() as tools:
             proxy = None
-            url = self._subject.store_url()
-            if (address := self._subject.address) is not None:
+            url = self.subject.store_url()
+            if (address := self.subject.address) is not None:
                 proxy = tools.enter_context(TcpProxy(address.host, address.port))
-                url = self._subject.store_url_via(Address(proxy.host, proxy.port))
-            self._fault = "none"
-            llm = tools.enter_context(_engine(url, self._subject.ranks))
+                url = self.subject.store_url_via(Address(proxy.host, proxy.port))
+            self.fault = "none"
+            llm = tools.enter_context(_engine(url, self.subject.ranks))
             pids = llm.process_ids[1:]
-            self._counts["engines"] += 1
+            self.counts["engines"] += 1
             alive = True
             while alive and rounds < _ROUNDS_PER_OPENING and time.monotonic() < end:
                 rounds += 1
                 alive = self._round(llm, proxy)
             if alive:
-                self._fault = "none"
+                self.fault = "none"
                 self._recovers(llm)
         until = time.monotonic() + _LOST_S
         while left := [pid for pid in pids if _runs(pid)]:
@@ -125,11 +98,11 @@ class _RankSoak:
     def _round(self, llm: LLM, proxy: TcpProxy | None) -> bool:
         """Checks answers during a fault and after it; returns whether the engine still runs."""
         kinds = ["nothing", "stopped", "killed", *["nothing" if proxy is None else "network"] * 3]
-        kind = self._random.choice(kinds)
-        self._fault = f"a rank is {kind}" if kind in {"stopped", "killed"} else kind
+        kind = self.random.choice(kinds)
+        self.fault = f"a rank is {kind}" if kind in {"stopped", "killed"} else kind
         if kind == "network" and proxy is not None:
             fault = self._network_fault()
-            self._fault = repr(fault)
+            self.fault = repr(fault)
             proxy.set(fault)
             self._answers(llm)
             proxy.heal()
@@ -137,28 +110,28 @@ class _RankSoak:
             self._kill(llm)
             return False
         elif kind == "stopped":
-            pid, seconds = self._random.choice(llm.process_ids[1:]), self._random.uniform(0.1, 1.5)
+            pid, seconds = self.random.choice(llm.process_ids[1:]), self.random.uniform(0.1, 1.5)
             with _stopped(pid, seconds):
                 self._answers(llm)
         self._answers(llm)
         return True
 
     def _network_fault(self) -> TcpFault:
-        return self._random.choice(
+        return self.random.choice(
             [
                 TcpFault(refused=True),
                 TcpFault(black_hole=True),
                 TcpFault(frozen=True),
                 TcpFault(half_open=True),
-                TcpFault(reset_after=self._random.randrange(1, 50_000)),
+                TcpFault(reset_after=self.random.randrange(1, 50_000)),
                 TcpFault(delay_s=0.3),
-                TcpFault(rewrite=garbage(self._random.randrange(1 << 30))),
+                TcpFault(rewrite=garbage(self.random.randrange(1 << 30))),
             ]
         )
 
     def _kill(self, llm: LLM) -> None:
         handles = [llm.submit(one) for one in self._prompts[:3]]
-        pid = self._random.choice(llm.process_ids[1:])
+        pid = self.random.choice(llm.process_ids[1:])
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
         for handle in handles:
@@ -166,13 +139,13 @@ class _RankSoak:
                 handle.result(_ANSWER_S)
         took = time.monotonic() - killed
         demand(took < _LOST_S, f"requests ended {took:.1f} s after a rank was killed")
-        self._counts["ranks killed"] += 1
+        self.counts["ranks killed"] += 1
 
     # ------------------------------------------------------------------ answers
 
     def _answers(self, llm: LLM) -> int:
         """Checks some answers; returns how many of their tokens came from the store."""
-        chosen = self._random.sample(range(_PROMPTS), 6)
+        chosen = self.random.sample(range(_PROMPTS), 6)
         began = time.monotonic()
         handles = [llm.submit(self._prompts[one], _greedy()) for one in chosen]
         reused = 0
@@ -181,26 +154,26 @@ class _RankSoak:
             right = list(output.output_token_ids) == self._expected[one]
             demand(right, f"prompt {one} has other tokens than without a store")
             reused += output.reused_store_tokens
-            self._counts["answers"] += 1
+            self.counts["answers"] += 1
         took = time.monotonic() - began
         demand(took < _ANSWER_S, f"six answers took {took:.0f} s")
-        self._counts["tokens from the store"] += reused
+        self.counts["tokens from the store"] += reused
         return reused
 
     def _recovers(self, llm: LLM) -> None:
         until = time.monotonic() + _RECOVERY_S
         while not self._answers(llm):
             demand(time.monotonic() < until, "nothing is loaded any more, though all is well")
-        self._counts["recoveries"] += 1
+        self.counts["recoveries"] += 1
 
     def _made_prompts(self) -> list[list[int]]:
         """Makes prompts of which some share prefixes; together they exceed the cache."""
         prompts: list[list[int]] = []
         for number in range(_PROMPTS):
-            shared = prompts[self._random.randrange(number)] if number > 4 else []
-            kept = shared[: self._random.randrange(len(shared) + 1)]
-            more = self._random.randrange(20, 60)
-            prompts.append([*kept, *(self._random.randrange(1, 250) for _ in range(more))][:150])
+            shared = prompts[self.random.randrange(number)] if number > 4 else []
+            kept = shared[: self.random.randrange(len(shared) + 1)]
+            more = self.random.randrange(20, 60)
+            prompts.append([*kept, *(self.random.randrange(1, 250) for _ in range(more))][:150])
         return prompts
 
     def _answers_of_one_rank(self) -> list[list[int]]:

@@ -7,6 +7,7 @@ import errno
 import gc
 import random
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,7 +30,7 @@ from kvconnect.testing.faults.tcp_proxy import TcpProxy
 from kvconnect.testing.processes.usage import descriptors, resident_nbytes
 from kvconnect.testing.subject import Address, Subject
 
-__all__ = ["SoakReport", "expect_no_leak", "soak"]
+__all__ = ["Soak", "SoakReport", "soak"]
 
 _DEADLINE_S = 1.0
 _CLIENTS = 4
@@ -79,42 +80,66 @@ def soak(
         Violation: a block was wrong, a call took too long, the store was not usable again, or
             memory or file descriptors leak. The message names the round's fault and the seed.
     """
-    return run_to_end(_Soak(subject, seed).run(seconds, told))
+    return _StoreSoak(subject, seed).run(seconds, told)
 
 
-class _Soak:
+class Soak(ABC):
+    """A soak of what `opening` opens: random faults in one opening after the other.
+
+    Attributes:
+        subject: the store.
+        random: chooses faults and work.
+        counts: of the work, for the report.
+        fault: the present fault, for the message of a violation.
+    """
+
     def __init__(self, subject: Subject, seed: int) -> None:
-        subject.seed = seed
-        self._subject = subject
-        self._seed = seed
-        self._random = random.Random(seed)
-        self._counts: Counter[str] = Counter()
-        self._fault = "none"
-        self._blocks = subject.blocks("soak")
-        self._keys = self._blocks.keys(count=_KEYS)
+        subject.seed = self._seed = seed
+        self.subject = subject
+        self.random = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.fault = "none"
 
-    async def run(self, seconds: float, told: Callable[[float], None] | None) -> SoakReport:
+    @abstractmethod
+    def opening(self, end: float) -> int:
+        """Opens the store, sets and heals faults, and closes it; returns the number of rounds.
+
+        Args:
+            end: the monotonic time after which no round begins.
+        """
+
+    def run(self, seconds: float, told: Callable[[float], None] | None) -> SoakReport:
+        """Runs openings for so many seconds; see `soak`."""
         start = last = time.monotonic()
-        rounds, openings = 0, 0
+        rounds = 0
         used: list[tuple[int, int]] = []
         try:
             while time.monotonic() - start < seconds:
-                with ExitStack() as tools:
-                    rounds += await self._opening(tools, start + seconds)
-                openings += 1
-                gc.collect()
+                rounds += self.opening(start + seconds)
+                gc.collect()  # the error of a lost rank refers to its engine
                 used.append((descriptors(), resident_nbytes()))
                 if told is not None:
                     told(time.monotonic() - last)
                     last = time.monotonic()
         except Exception as error:
             what = str(error) if isinstance(error, Violation) else repr(error)
-            raise Violation(f"seed {self._seed}, fault {self._fault}: {what}") from error
-        expect_no_leak(used)
-        return SoakReport(self._seed, time.monotonic() - start, rounds, dict(self._counts))
+            raise Violation(f"seed {self._seed}, fault {self.fault}: {what}") from error
+        _expect_no_leak(used)
+        return SoakReport(self._seed, time.monotonic() - start, rounds, dict(self.counts))
+
+
+class _StoreSoak(Soak):
+    def __init__(self, subject: Subject, seed: int) -> None:
+        super().__init__(subject, seed)
+        self._blocks = subject.blocks("soak")
+        self._keys = self._blocks.keys(count=_KEYS)
+
+    def opening(self, end: float) -> int:
+        with ExitStack() as tools:
+            return run_to_end(self._opening(tools, end))
 
     async def _opening(self, tools: ExitStack, end: float) -> int:
-        subject, proxy, files = self._subject, None, None
+        subject, proxy, files = self.subject, None, None
         made: Backend
         if subject.address is not None:
             proxy = tools.enter_context(TcpProxy(subject.address.host, subject.address.port))
@@ -124,14 +149,14 @@ class _Soak:
         if subject.directory is not None:
             files = tools.enter_context(FaultyFilesystem(subject.directory))
         faulty = FaultyBackend(
-            subject.bare(made), seed=self._random.randrange(1 << 30), delay_s=1.5 * _DEADLINE_S
+            subject.bare(made), seed=self.random.randrange(1 << 30), delay_s=1.5 * _DEADLINE_S
         )
         rounds = 0
         async with subject.guarded(_DEADLINE_S, faulty) as store:
             while rounds < _ROUNDS_PER_OPENING and time.monotonic() < end:
                 rounds += 1
                 self._break(faulty, proxy, files)
-                await self._traffic(store, self._random.uniform(0.2, 2.0))
+                await self._traffic(store, self.random.uniform(0.2, 2.0))
                 faulty.heal()
                 if proxy is not None:
                     proxy.heal()
@@ -144,7 +169,7 @@ class _Soak:
     def _break(
         self, faulty: FaultyBackend, proxy: TcpProxy | None, files: FaultyFilesystem | None
     ) -> None:
-        chance = self._random
+        chance = self.random
         kinds = [
             "backend",
             *(["network"] * (proxy is not None)),
@@ -167,25 +192,25 @@ class _Soak:
                     TcpFault(rewrite=longer(at, 3)),
                 ]
             )
-            self._fault = repr(fault)
+            self.fault = repr(fault)
             proxy.set(fault)
         elif kind == "files" and files is not None:
             number = chance.choice((errno.EIO, errno.ENOSPC, errno.EINTR, errno.EMFILE))
             if chance.random() < 0.25:
                 files.short("write")
                 files.short("read")
-                self._fault = "short reads and writes"
+                self.fault = "short reads and writes"
             else:
                 operation: FileOperation = chance.choice(FILE_OPERATIONS)
                 files.fail(operation, number, times=chance.choice((-1, 1, 3)))
-                self._fault = f"{operation} fails with {errno.errorcode[number]}"
+                self.fault = f"{operation} fails with {errno.errorcode[number]}"
         else:
-            self._fault = fault_of_store = chance.choice(BACKEND_FAULTS)
+            self.fault = fault_of_store = chance.choice(BACKEND_FAULTS)
             faulty.set(fault_of_store)
 
     async def _traffic(self, store: GuardedBackend, seconds: float) -> None:
         end = time.monotonic() + seconds
-        seeds = [self._random.randrange(1 << 30) for _ in range(_CLIENTS)]
+        seeds = [self.random.randrange(1 << 30) for _ in range(_CLIENTS)]
         await asyncio.gather(*(self._client(store, random.Random(s), end) for s in seeds))
 
     async def _client(self, store: GuardedBackend, chance: random.Random, end: float) -> None:
@@ -193,9 +218,9 @@ class _Soak:
             first = chance.randrange(_KEYS)
             keys = self._keys[first : first + chance.randrange(1, 9)]
             name = chance.choice(("lookup", "load", "load", "save", "save", "delete"))
-            self._counts[f"{name}s"] += 1
+            self.counts[f"{name}s"] += 1
             done = await self._call(store, name, keys)
-            self._counts["calls that failed"] += done is None
+            self.counts["calls that failed"] += done is None
             if done is None:
                 await asyncio.sleep(0.01)  # while the circuit is open calls fail in microseconds
 
@@ -211,11 +236,11 @@ class _Soak:
         into = blocks.buffers(len(keys))
         loaded = await answer(store.load(keys, into), _DEADLINE_S, what)
         demand(all(map(blocks.holds, into, keys[: loaded or 0])), "a wrong block was a hit")
-        self._counts["blocks loaded"] += loaded or 0
+        self.counts["blocks loaded"] += loaded or 0
         return loaded
 
 
-def expect_no_leak(used: Sequence[tuple[int, int]]) -> None:
+def _expect_no_leak(used: Sequence[tuple[int, int]]) -> None:
     """Checks that this process does not grow with the openings of a store.
 
     Args:

@@ -7,13 +7,12 @@ import os
 import sqlite3
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
 
 from kvconnect.backends.disk.files.direct_io import open_direct, view
-from kvconnect.bench.store.floor import Floor, median_seconds, seconds_of
+from kvconnect.bench.store.floor import Floor, median_seconds, seconds_on_threads
 from kvconnect.bench.store.payloads import Payloads
 from kvconnect.errors import ConfigurationError
 
@@ -52,43 +51,37 @@ class DiskFloor(Floor):
         self._db.execute("CREATE TABLE keys(key BLOB PRIMARY KEY, slot INTEGER) WITHOUT ROWID")
         rows = [(key, number) for number, key in enumerate(payloads.keys)]
         self._db.executemany("INSERT INTO keys VALUES(?, ?)", rows)
-        self._pools = [ThreadPoolExecutor(threads) for threads in _THREADS]
-        for pool in self._pools:
-            self._write(pool)  # the first write to space that was only allocated takes longer
+        self._write(1)  # the first write to space that was only allocated takes longer
 
     def put(self) -> list[float]:
         """Writes all slots with each number of threads; returns the seconds of each."""
-        return [self._write(pool) for pool in self._pools]
+        return [self._write(threads) for threads in _THREADS]
 
     def get(self) -> list[float]:
         """Reads all slots with each number of threads; returns the seconds of each."""
-        return [self._read(pool) for pool in self._pools]
+        return [self._read(threads) for threads in _THREADS]
 
     def hashed_put(self) -> list[float]:
         """Writes all slots, each hashed first; returns the seconds with each number of threads."""
-        return [self._write(pool, xxhash.xxh3_128_digest) for pool in self._pools]
+        return [self._write(threads, xxhash.xxh3_128_digest) for threads in _THREADS]
 
     def hashed_get(self) -> list[float]:
         """Reads all slots and hashes each; returns the seconds with each number of threads."""
-        return [self._read(pool, xxhash.xxh3_128_digest) for pool in self._pools]
+        return [self._read(threads, xxhash.xxh3_128_digest) for threads in _THREADS]
 
     def lookup(self, keys: int) -> float:
         """Returns the seconds of one query."""
-        asked = (self.payloads.keys * keys)[:keys]
+        asked = self.payloads.asked(keys)
         query = f"SELECT key FROM keys WHERE key IN ({','.join('?' * keys)})"
         return median_seconds(lambda: self._db.execute(query, asked).fetchall())
 
     def close(self) -> None:
         """Deletes the file."""
-        for pool in self._pools:
-            pool.shutdown()
         self._db.close()
         os.close(self._file)
         self._scratch.cleanup()
 
-    def _write(
-        self, pool: ThreadPoolExecutor, before: Callable[[memoryview], object] = len
-    ) -> float:
+    def _write(self, threads: int, before: Callable[[memoryview], object] = len) -> float:
         size = self.payloads.nbytes
         sources = [view(block.data) for block in self.payloads.blocks]
 
@@ -96,9 +89,9 @@ class DiskFloor(Floor):
             before(sources[number])
             return os.pwrite(self._file, sources[number], number * size)
 
-        return seconds_of(lambda: list(pool.map(write, range(len(sources)))))
+        return seconds_on_threads(threads, write, range(len(sources)))
 
-    def _read(self, pool: ThreadPoolExecutor, then: Callable[[memoryview], object] = len) -> float:
+    def _read(self, threads: int, then: Callable[[memoryview], object] = len) -> float:
         size = self.payloads.nbytes
         targets = [view(data) for data in self.payloads.into]
         with contextlib.suppress(OSError):  # where there is no direct I/O
@@ -108,4 +101,4 @@ class DiskFloor(Floor):
             os.preadv(self._file, [targets[number]], number * size)
             then(targets[number])
 
-        return seconds_of(lambda: list(pool.map(read, range(len(targets)))))
+        return seconds_on_threads(threads, read, range(len(targets)))

@@ -9,7 +9,7 @@ import numpy as np
 from kvconnect.bench.store.floor import Floor, median_seconds, seconds_on_threads
 from kvconnect.bench.store.payloads import Payloads
 
-__all__ = ["MemoryFloor"]
+__all__ = ["MemoryFloor", "dict_lookup_seconds"]
 
 
 class MemoryFloor(Floor):
@@ -21,7 +21,6 @@ class MemoryFloor(Floor):
         super().__init__(payloads)
         whole = np.ones(payloads.total, np.uint8)
         self._kept = list(whole.reshape(payloads.count, payloads.nbytes))
-        self._index = {key: number for number, key in enumerate(payloads.keys)}
 
     def put(self) -> list[float]:
         """Copies all values; returns the seconds on one thread and on two."""
@@ -34,8 +33,7 @@ class MemoryFloor(Floor):
 
     def lookup(self, keys: int) -> float:
         """Returns the seconds to find the keys in a dict."""
-        asked = (self.payloads.keys * keys)[:keys]
-        return median_seconds(lambda: [self._index.get(key) for key in asked])
+        return dict_lookup_seconds(self.payloads, keys)
 
     @staticmethod
     def _copy(
@@ -45,3 +43,10 @@ class MemoryFloor(Floor):
         return [
             seconds_on_threads(threads, lambda pair: np.copyto(*pair), pairs) for threads in (1, 2)
         ]
+
+
+def dict_lookup_seconds(payloads: Payloads, keys: int) -> float:
+    """Returns the seconds to find so many keys in a dict; blocks."""
+    index = {key: number for number, key in enumerate(payloads.keys)}
+    asked = payloads.asked(keys)
+    return median_seconds(lambda: [index.get(key) for key in asked])

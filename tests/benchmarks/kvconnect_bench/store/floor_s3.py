@@ -10,8 +10,6 @@ import re
 import secrets
 import socket
 import ssl
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
@@ -21,14 +19,14 @@ from kvconnect.backends.disk.files.direct_io import view
 from kvconnect.backends.s3.bucket import S3Bucket
 from kvconnect.backends.s3.settings import S3Settings
 from kvconnect.backends.url import StoreUrl
-from kvconnect.bench.store.floor import Floor
+from kvconnect.bench.store.floor import Floor, seconds_on_threads
 from kvconnect.bench.store.payloads import Payloads, StorePlan
 from kvconnect.errors import BackendUnavailable
+from kvconnect_bench.store.floor_memory import dict_lookup_seconds
 
 __all__ = ["S3Floor", "open_floor", "values_per_object"]
 
 _CONNECTIONS = (1, 2, 4)
-_REPEATS = 16
 _HEAD_NBYTES = 64 << 10
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 
@@ -109,12 +107,7 @@ class S3Floor(Floor):
 
     def lookup(self, keys: int) -> float:
         """Returns the seconds to find the keys in a dict."""
-        index = {key: number for number, key in enumerate(self.payloads.keys)}
-        asked = (self.payloads.keys * keys)[:keys]
-        start = time.perf_counter()
-        for _ in range(_REPEATS):
-            all(map(index.__contains__, asked))
-        return (time.perf_counter() - start) / _REPEATS
+        return dict_lookup_seconds(self.payloads, keys)
 
     def close(self) -> None:
         """Deletes the objects, and closes the connections."""
@@ -135,11 +128,7 @@ class S3Floor(Floor):
                 else:
                     _get(connection, request, one.targets)
 
-        with ThreadPoolExecutor(number) as pool:
-            list(pool.map(id, range(number)))  # the threads run before the time starts
-            start = time.perf_counter()
-            list(pool.map(work, range(number)))
-            return time.perf_counter() - start
+        return seconds_on_threads(number, work, range(number))
 
     def _connect(self) -> socket.socket:
         url = urlsplit(self._bucket.client.signed("GET", "").url)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -79,10 +78,10 @@ def _measure(
     store = StoreUrl.parse(url).scheme
     figures = []
     for what in ("put", "get", "lookup"):
-        seconds = statistics.median(one[what] for one in rounds)
         amount = 1 if what == "lookup" else count * size
         how = name.replace("LMCache", f"LMCache {version}")
-        figures.append(StoreFigure(store, what, how, size, amount / seconds))
+        rates = [amount / one[what] for one in rounds]
+        figures.append(StoreFigure.of((store, what, how, size), rates))
     return figures
 
 

@@ -19,7 +19,7 @@ from kvconnect import LLM, KvCacheConfig, SamplingParams
 from kvconnect.config import KvCacheConnectorConfig, TransferConfig
 from kvconnect.engine.request.output import StreamChunk
 from kvconnect.trace import Event, metrics
-from kvconnect_bench.blocks.worker import serve, take_stdout
+from kvconnect_bench.blocks.worker import methods, serve, take_stdout
 
 __all__ = ["EngineParty"]
 
@@ -114,9 +114,7 @@ class EngineParty:
 def main() -> None:
     """Answers until standard input ends."""
     answers = take_stdout()
-    party = EngineParty()
-    names = ("start", "prefill", "submit", "answer", "cpu_seconds")
-    serve(answers, {"torch": torch.__version__}, {name: getattr(party, name) for name in names})
+    serve(answers, {"torch": torch.__version__}, methods(EngineParty()))
 
 
 if __name__ == "__main__":

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import base64
 import socket
-import time
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvconnect.bench.store.floor import seconds_of
 from kvconnect.transfer.tcp import peer, source
 from kvconnect.transfer.transport import PeerHandle, Reads, Transport
-from kvconnect_bench.blocks.worker import serve, take_stdout
+from kvconnect_bench.blocks.worker import methods, serve, take_stdout
 from kvconnect_bench.transfer.floors import (
     BareStream,
     NotAllowed,
@@ -65,10 +65,12 @@ class PullParty:
         """Returns the seconds to read so many pieces of `nbytes`, in random order there."""
         remote, local = _order(self._memory.numel(), pieces, nbytes)
         reads = Reads(0, remote, 0, local, nbytes)
-        start = time.perf_counter()
-        pull = self._transports[name].pull(self._peers[name], reads, deadline_s=_DEADLINE_S)
-        pull.done.result()
-        return time.perf_counter() - start
+
+        def pull() -> None:
+            pulled = self._transports[name].pull(self._peers[name], reads, deadline_s=_DEADLINE_S)
+            pulled.done.result()
+
+        return seconds_of(pull)
 
     def refusal(self, pid: int, address: int) -> str:
         """Returns why this process may not read the memory of `pid`, or an empty string."""
@@ -83,17 +85,14 @@ class PullParty:
         """Returns the seconds to read the pieces of `pull` with ``process_vm_readv``."""
         remote, local = _order(self._memory.numel(), pieces, nbytes)
         remote, local = remote + address, local + self._memory.data_ptr()
-        start = time.perf_counter()
-        process_read(pid, remote, local, nbytes)
-        return time.perf_counter() - start
+        return seconds_of(lambda: process_read(pid, remote, local, nbytes))
 
     def plain_read(self, host: str, port: int) -> float:
         """Returns the seconds to read all of the other side's memory over one plain socket."""
         if (host, port) not in self._plain:
             self._plain[host, port] = socket.create_connection((host, port))
-        start = time.perf_counter()
-        plain_read(self._plain[host, port], self._memory.numpy().data)
-        return time.perf_counter() - start
+        connection, memory = self._plain[host, port], self._memory.numpy().data
+        return seconds_of(lambda: plain_read(connection, memory))
 
     def forget(self) -> None:
         """Clears this side's memory, so that `has_read` shows what was read since."""
@@ -134,9 +133,7 @@ def _transport(name: str, settings: dict[str, Any]) -> Transport:
 def main() -> None:
     """Answers until standard input ends."""
     answers = take_stdout()
-    party = PullParty()
-    workloads = {name: getattr(party, name) for name in vars(PullParty) if not name.startswith("_")}
-    serve(answers, {"torch": torch.__version__}, workloads)
+    serve(answers, {"torch": torch.__version__}, methods(PullParty()))
 
 
 if __name__ == "__main__":
