@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvconnect.digest.cache import DigestCache
+from kvconnect.digest.cache import DigestCache, user_directory
 from kvconnect.digest.content import Content, content_digests
 from kvconnect.digest.files import ModelFiles
 from kvconnect.digest.identity import FileIdentity
 from kvconnect.digest.weight_files import WEIGHTS
 from kvconnect.errors import ConfigurationError
-from kvconnect.user_cache import cache_directory
 
 __all__ = ["check_revision", "digest_of", "model_digest"]
 
@@ -64,7 +63,7 @@ def digest_of(
         names = ", ".join(WEIGHTS)
         raise ConfigurationError(f"model: '{files.directory}' has no weight files ({names})")
     settings = json.dumps(_settings(files), sort_keys=True).encode()
-    cache = DigestCache(_default_directory() if cache_dir is None else Path(cache_dir))
+    cache = DigestCache(user_directory() if cache_dir is None else Path(cache_dir))
     if revision is not None:
         state = hashlib.blake2b(settings, digest_size=32, person=b"kvc-revision")
         state.update(revision.encode("utf-8", "surrogatepass"))
@@ -87,13 +86,6 @@ def check_revision(revision: object) -> None:
             f"model_revision: {revision!r} must be a non-empty string, for example "
             "'org/name@commit', or None"
         )
-
-
-def _default_directory() -> Path | None:
-    try:
-        return cache_directory()
-    except RuntimeError:  # a user without a home directory
-        return None
 
 
 def _settings(files: ModelFiles) -> dict[str, object]:

@@ -121,7 +121,7 @@ def test_a_user_without_a_home_has_no_cache(model: Path, digest_of, monkeypatch)
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(digest, "cache_directory", homeless)
+    monkeypatch.setattr("kvconnect.digest.cache.cache_directory", homeless)
     assert model_digest(model) == digest_of(model)
 
 
