@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvconnect.digest.doubts import Doubt
 
-__all__ = ["ForwardPass", "Placement", "parameters_of", "placement"]
+__all__ = ["Placement", "placement"]
 
 # These change no key and no value, or are checked by themselves.
 _HARMLESS = frozenset(
@@ -19,18 +18,6 @@ _HARMLESS = frozenset(
     | {"inputs_embeds", "use_cache", "return_dict", "logits_to_keep", "labels"}
     | {"output_attentions", "output_hidden_states", "output_router_logits"}
 )
-
-
-class ForwardPass(NamedTuple):
-    """The arguments of a model's ``forward``.
-
-    Attributes:
-        input_ids: ``[batch, tokens]``; ``None``: it was given embeddings.
-        named: all arguments by name.
-    """
-
-    input_ids: Tensor | None
-    named: Mapping[str, Any]
 
 
 class Placement(NamedTuple):
@@ -45,36 +32,31 @@ class Placement(NamedTuple):
     conditions: tuple[Tensor, ...] = ()
 
 
-def parameters_of(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names that positional arguments of the model's ``forward`` stand for."""
-    return tuple(inspect.signature(model.forward).parameters)
-
-
-def placement(given: ForwardPass, start: int, offsets: Sequence[int]) -> Placement:
+def placement(given: Mapping[str, Any], start: int, offsets: Sequence[int]) -> Placement:
     """Returns whether `given` is a plain causal pass after the first `start` tokens.
 
     A plain pass has ids. Its mask is 2-D and hides only the padding on the left. Its positions
     count from the first token of each row. If rows are padded, mask and positions must be given.
 
     Args:
-        given: the pass.
+        given: the arguments of the model's ``forward``, by name.
         start: tokens in the cache when it begins, padding included.
         offsets: padding of each row.
     """
-    ids = given.input_ids
-    if ids is None or given.named.get("inputs_embeds") is not None:
+    ids: Tensor | None = given.get("input_ids")
+    if ids is None or given.get("inputs_embeds") is not None:
         return Placement(Doubt.EMBEDDINGS)
-    if any(name not in _HARMLESS and _shapes(value) for name, value in given.named.items()):
+    if any(name not in _HARMLESS and _shapes(value) for name, value in given.items()):
         return Placement(Doubt.OTHER_INPUTS)
     end = start + ids.shape[1]
     padding = torch.tensor(offsets, device=ids.device)[:, None] if any(offsets) else None
-    mask = _mask(given.named.get("attention_mask"), end, padding)
+    mask = _mask(given.get("attention_mask"), end, padding)
     if mask.doubt is not None:
         return mask
-    positions = _positions(given.named.get("position_ids"), range(start, end), padding)
+    positions = _positions(given.get("position_ids"), range(start, end), padding)
     if positions.doubt is not None:
         return positions
-    numbers = given.named.get("cache_position")
+    numbers = given.get("cache_position")
     counted = Placement(None) if numbers is None else _positions(numbers, range(start, end), None)
     return Placement(counted.doubt, (*mask.conditions, *positions.conditions, *counted.conditions))
 

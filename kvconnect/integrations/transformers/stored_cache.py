@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import UsageError
 from kvconnect.integrations.transformers.cached_row import CachedRow
-from kvconnect.integrations.transformers.passes import ForwardPass, placement
+from kvconnect.integrations.transformers.passes import placement
 from kvconnect.integrations.transformers.restoring import Restored
 from kvconnect.integrations.transformers.saving import SavingTo, save_full_blocks, save_tails
 from kvconnect.integrations.transformers.structure import Change
@@ -102,8 +102,8 @@ class StoredCache(DynamicCache):
         whole = input_ids.shape[1] >= self._prompt_end
         return self._num_loaded if whole and self.get_seq_length() == self._num_loaded else 0
 
-    def forward_begins(self, given: ForwardPass) -> None:
-        """Records the pass that computes next.
+    def forward_begins(self, given: Mapping[str, Any]) -> None:
+        """Records the pass that computes next; `given` are its arguments by name.
 
         Raises:
             UsageError: it does not continue the loaded tokens: another prompt, another number of
@@ -115,7 +115,7 @@ class StoredCache(DynamicCache):
                 self._end_or_raise(self._disowned)
             if not self._followed:
                 return
-            ids = given.input_ids
+            ids = given.get("input_ids")
             if ids is not None and ids.shape[0] != len(self._rows):
                 raise UsageError(
                     f"past_key_values: prefill() was given {len(self._rows)} prompts, and "
@@ -129,12 +129,12 @@ class StoredCache(DynamicCache):
             else:
                 self._computing = found
 
-    def _begin(self, given: ForwardPass) -> _Computed | Change:
+    def _begin(self, given: Mapping[str, Any]) -> _Computed | Change:
         start = self.get_seq_length()
         if start != self._num_computed or self._is_foreign():
             return Change(Doubt.FOREIGN_PASS, "")
         placed = placement(given, start, [row.offset for row in self._rows])
-        ids = given.input_ids
+        ids = given.get("input_ids")
         if placed.doubt is not None or ids is None:
             return Change(placed.doubt or Doubt.EMBEDDINGS, "")
         if not self._goes_on(ids, start):
