@@ -153,7 +153,7 @@ def test_a_request_that_is_asked_for_again_before_it_runs(classes, configured, t
             assert runtime.scheduler.get_num_new_matched_tokens(again, 0) == (32, False)
         assert runtime.run(again, 1) == 8
         attachment = runtime.worker._attachment
-        assert (attachment._fetched, attachment._room) == ({}, 1 << 20)
+        assert attachment._fetched == {}
 
 
 def test_fewer_blocks_than_tokens_that_were_taken_stop_the_engine(classes, configured, tiny):
@@ -179,7 +179,7 @@ def test_many_requests_leave_nothing(classes, configured, tiny):
             runtime.run(trt.Request(number, prompt), 3, abort_after=1 + number % 3)
         attachment = runtime.worker._attachment
         assert (runtime.scheduler._requests, runtime.scheduler._loads) == ({}, {})
-        assert (attachment._fetched, attachment._room, attachment.dropped) == ({}, 1 << 20, {})
+        assert (attachment._fetched, attachment.dropped) == ({}, {})
     from kvconnect.integrations.trtllm.attachment import Attachment
 
     gc.collect()

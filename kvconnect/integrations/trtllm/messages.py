@@ -1,26 +1,13 @@
-"""The messages of the scheduler to the worker in a step. Picklable."""
+"""The message of the scheduler to the worker in a step. Picklable."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvconnect.connector.io.orders import SaveOrder
 
-__all__ = ["CopyIn", "StepOrders"]
-
-
-@dataclass(frozen=True, slots=True)
-class CopyIn:
-    """The fetched and checked blocks of a request, to be copied from host memory to the pool.
-
-    Attributes:
-        request_id: the request of the blocks.
-        block_ids: where they go, in order; -1: the pool has no block for that one, which a window
-            has passed.
-    """
-
-    request_id: int
-    block_ids: tuple[int, ...]
+__all__ = ["StepOrders"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +15,10 @@ class StepOrders:
     """The loads and saves around a forward pass.
 
     Attributes:
-        loads: run before the pass.
+        loads: run before the pass: by request, where its fetched and checked blocks go in the pool,
+            in order; -1: the pool has no block for that one, which a window has passed.
         saves: run after the pass.
     """
 
-    loads: tuple[CopyIn, ...] = ()
-    saves: tuple[SaveOrder, ...] = ()
+    loads: Mapping[int, tuple[int, ...]]
+    saves: tuple[SaveOrder, ...]

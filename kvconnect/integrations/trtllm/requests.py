@@ -30,6 +30,7 @@ class TrackedRequest:
 
     Attributes:
         request: the pair's request, with tokens and keys.
+        plan: its blocks that still have to reach the store.
         first: number of the first block that was fetched for its next admission.
         promised: the number of these blocks.
         reported: whether the blocks of its admission are known.
@@ -40,19 +41,7 @@ class TrackedRequest:
         self.first = 0
         self.promised = 0
         self.reported = False
-        self._plan = SavePlan(request)
-
-    def note_stored(self, num_blocks: int) -> None:
-        """Records that the store has `num_blocks` leading blocks of the request."""
-        self._plan.note_stored((num_blocks,))
-
-    def note_gone(self, block: int) -> None:
-        """Records that a found block could not be loaded, so that it is saved again."""
-        self._plan.note_missing(block)
-
-    def note_missing(self, block: int) -> None:
-        """Records that a block could not be staged; later ones are not saved, as none is found."""
-        self._plan.note_missing(block, until_end=True)
+        self.plan = SavePlan(request)
 
     def restart(self) -> None:
         """Forgets the blocks of the request, which are replaced; the next report names all of them.
@@ -61,7 +50,7 @@ class TrackedRequest:
         """
         self.first = self.promised = 0
         self.reported = False
-        self._plan.forget_blocks()
+        self.plan.forget_blocks()
 
     def begins_with(self, tokens: npt.NDArray[np.int32]) -> bool:
         """Returns whether a whole report, `tokens`, continues the known tokens of the request."""
@@ -83,13 +72,13 @@ class TrackedRequest:
         self.reported = True
         ids = [first_id + one if one >= 0 else -1 for one in data.new_block_ids]
         priorities = getattr(data, "priorities", None) or [PRIORITY] * len(ids)
-        self._plan.extend((ids,), list(priorities)[: len(ids)])
+        self.plan.extend((ids,), list(priorities)[: len(ids)])
 
     def order(self, num_computed: int, num_scheduled: int) -> SaveOrder | None:
         """Returns the saves for a pass over `num_scheduled` tokens after `num_computed`."""
         end = min(num_computed + num_scheduled, self.request.num_tokens)
         num_full = end // self.request.key_chain.tokens_per_block
-        return self._plan.order(num_full, num_computed) if self._plan.is_due(num_full) else None
+        return self.plan.order(num_full, num_computed) if self.plan.is_due(num_full) else None
 
 
 def tracked(request: Any, maker: RequestMaker) -> TrackedRequest | None:
