@@ -1,4 +1,4 @@
-"""What earlier processes found out of files and models, kept for the next one."""
+"""The digests and comparisons of earlier processes, kept for the next one."""
 
 from __future__ import annotations
 
