@@ -99,13 +99,13 @@ FILE_PLANTS = (
 )
 
 
-def file_plants(column: str) -> list[Any]:
-    """Returns the table as cases of a test that plants them in `column`; each is another key."""
+def file_plants(column: str, outcome: str) -> list[Any]:
+    """Returns the table as cases of a test that plants them in `column`."""
     return [
         pytest.param(
             plant,
             id=f"{plant.row}-{plant.changed}",
-            marks=pytest.mark.planted(plant.row, column, "key"),
+            marks=pytest.mark.planted(plant.row, column, outcome),
         )
         for plant in FILE_PLANTS
     ]

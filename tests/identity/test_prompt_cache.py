@@ -194,8 +194,7 @@ def test_one_byte_of_a_file(llama_directory, filled, tmp_path):
     assert finds(load(place), filled) == 0
 
 
-@pytest.mark.planted("config-changed", "prompt_cache", "key")
-@pytest.mark.planted("other-window", "prompt_cache", "key")
+@pytest.mark.planted("config-changed", "other-window", "prompt_cache", "key")
 @pytest.mark.parametrize(
     ("arch", "settings"), [("llama", {"rms_norm_eps": 1e-2}), ("mistral", {"sliding_window": 9})]
 )
@@ -281,10 +280,9 @@ def test_weights_that_a_loader_took_from_a_file_beside_the_usual_ones(
     assert finds(load(place), store) == ALL
 
 
-@pytest.mark.planted("variant", "prompt_cache", "key")
-@pytest.mark.planted("subfolder", "prompt_cache", "key")
-@pytest.mark.planted("transformers-weights", "prompt_cache", "key")
-@pytest.mark.planted("bin-beside-safetensors", "prompt_cache", "key")
+@pytest.mark.planted(
+    "variant", "subfolder", "transformers-weights", "bin-beside-safetensors", "prompt_cache", "key"
+)
 @pytest.mark.parametrize("how", ["variant", "subfolder", "transformers_weights", "bin"])
 def test_weights_that_transformers_is_told_to_load_instead(
     llama_directory, other_directory, store, tmp_path, how
@@ -314,9 +312,9 @@ def test_weights_that_transformers_is_told_to_load_instead(
         assert finds(told, store) == count
 
 
-@pytest.mark.planted("params-json", "prompt_cache", "equal")
-@pytest.mark.planted("quantize-config", "prompt_cache", "equal")
-@pytest.mark.planted("adapter-in-directory", "prompt_cache", "equal")
+@pytest.mark.planted(
+    "params-json", "quantize-config", "adapter-in-directory", "prompt_cache", "equal"
+)
 @pytest.mark.parametrize("name", ["params.json", "quantize_config.json", "adapter_config.json"])
 def test_files_that_transformers_does_not_read(llama_directory, store, tmp_path, name):
     """`finds` compares the tokens. With peft, an adapter would be attached, which is refused."""
@@ -329,8 +327,7 @@ def test_files_that_transformers_does_not_read(llama_directory, store, tmp_path,
         finds(load(place), store)
 
 
-@pytest.mark.planted("switched-while-loading", "prompt_cache", "key")
-@pytest.mark.planted("replaced-after-loading", "prompt_cache", "key")
+@pytest.mark.planted("switched-while-loading", "replaced-after-loading", "prompt_cache", "key")
 @pytest.mark.parametrize("by", ["link", "files"])
 def test_a_directory_that_is_replaced_once_the_model_is_loaded(
     llama_directory, other_directory, store, tmp_path, by
@@ -498,12 +495,16 @@ CODE = {"hook-added", "forward-patched", "class-replaced", "adapter-attached"} |
 }
 
 
-@pytest.mark.planted("merged-adapter", "prompt_cache", "key")
-@pytest.mark.planted("cast-to-and-fro", "prompt_cache", "key")
-@pytest.mark.planted("quantization", "prompt_cache", "key")
-@pytest.mark.planted("buffer-changed", "prompt_cache", "key")
-@pytest.mark.planted("setting-changed", "prompt_cache", "key")
-@pytest.mark.planted("embeddings-resized", "prompt_cache", "key")
+@pytest.mark.planted(
+    "merged-adapter",
+    "cast-to-and-fro",
+    "quantization",
+    "buffer-changed",
+    "setting-changed",
+    "embeddings-resized",
+    "prompt_cache",
+    "key",
+)
 @pytest.mark.parametrize("row", thinned(CHANGES.keys() - CODE, "cast-to-and-fro"))
 def test_what_changed_before_the_cache_was_made_has_a_name_of_its_own(
     llama_directory, model, filled, row
@@ -514,10 +515,14 @@ def test_what_changed_before_the_cache_was_made_has_a_name_of_its_own(
     as_before(llama_directory, filled)
 
 
-@pytest.mark.planted("hook-added", "prompt_cache", "refused")
-@pytest.mark.planted("forward-patched", "prompt_cache", "refused")
-@pytest.mark.planted("adapter-switched", "prompt_cache", "refused")
-@pytest.mark.planted("quantised-in-memory", "prompt_cache", "refused")
+@pytest.mark.planted(
+    "hook-added",
+    "forward-patched",
+    "adapter-switched",
+    "quantised-in-memory",
+    "prompt_cache",
+    "refused",
+)
 @pytest.mark.parametrize("row", thinned(CODE, "forward-patched"))
 def test_code_that_no_digest_covers_needs_a_name(llama_directory, model, filled, row):
     CHANGES[row](model)
@@ -609,10 +614,14 @@ def counted_by_reason() -> Iterator[None]:
     assert uncached() != before
 
 
-@pytest.mark.planted("fused-optimizer", "prompt_cache", "refused")
-@pytest.mark.planted("uncounted-write", "prompt_cache", "refused")
-@pytest.mark.planted("storage-replaced", "prompt_cache", "refused")
-@pytest.mark.planted("changed-between-generates", "prompt_cache", "refused")
+@pytest.mark.planted(
+    "fused-optimizer",
+    "uncounted-write",
+    "storage-replaced",
+    "changed-between-generates",
+    "prompt_cache",
+    "refused",
+)
 @pytest.mark.parametrize("row", thinned(CHANGES, "one-number", "storage-replaced"))
 def test_what_changes_between_two_generates_ends_the_cache(llama_directory, model, store, row):
     other = prompt(seed=2)
@@ -721,8 +730,7 @@ def test_training_mode(llama_directory, store):
     assert finds(model, store) == ALL
 
 
-@pytest.mark.planted("weights-updated", "prompt_cache", "refused")
-@pytest.mark.planted("weights-reloaded", "prompt_cache", "refused")
+@pytest.mark.planted("weights-updated", "weights-reloaded", "prompt_cache", "refused")
 @pytest.mark.parametrize("assign", [False, True])
 def test_another_model_s_weights_in_this_one(llama_directory, other_directory, store, assign):
     model = load(llama_directory)
@@ -767,8 +775,7 @@ def test_a_switch_for_the_time_of_one_generate_is_noticed(model, store):
         assert loaded(model, prompts) == 0
 
 
-@pytest.mark.planted("other-adapter", "prompt_cache", "key")
-@pytest.mark.planted("no-adapter", "prompt_cache", "key")
+@pytest.mark.planted("other-adapter", "no-adapter", "prompt_cache", "key")
 def test_adapters_are_apart_by_the_names_that_they_were_given(llama_directory, model, filled):
     assert finds(model, filled) == ALL
     for number in (1, 2):
@@ -838,10 +845,14 @@ def under_autocast(model: PreTrainedModel, past: object, ids: Tensor) -> None:
         full(model, past, ids)
 
 
-@pytest.mark.planted("inner-model-called", "prompt_cache", "refused")
-@pytest.mark.planted("mask-4d", "prompt_cache", "refused")
-@pytest.mark.planted("embeddings-given", "prompt_cache", "refused")
-@pytest.mark.planted("prompt-embeddings", "prompt_cache", "refused")
+@pytest.mark.planted(
+    "inner-model-called",
+    "mask-4d",
+    "embeddings-given",
+    "prompt-embeddings",
+    "prompt_cache",
+    "refused",
+)
 @pytest.mark.parametrize(
     "compute",
     [
@@ -880,8 +891,7 @@ def later_pass(compute, model, past, ids):
         compute(model, past, ids)
 
 
-@pytest.mark.planted("mask-of-later-pass", "prompt_cache", "refused")
-@pytest.mark.planted("positions-of-later-pass", "prompt_cache", "refused")
+@pytest.mark.planted("mask-of-later-pass", "positions-of-later-pass", "prompt_cache", "refused")
 @pytest.mark.parametrize("how", ["mask", "positions"])
 def test_later_steps_with_masks_and_positions_of_their_own(model, store, how):
     ids = prompt(5 * T, seed=4)
@@ -972,10 +982,14 @@ SETTINGS = {
 }
 
 
-@pytest.mark.planted("bidirectional", "prompt_cache", "refused")
-@pytest.mark.planted("encoder-as-decoder", "prompt_cache", "refused")
-@pytest.mark.planted("window-not-passed", "prompt_cache", "refused")
-@pytest.mark.planted("alibi-by-length", "prompt_cache", "refused")
+@pytest.mark.planted(
+    "bidirectional",
+    "encoder-as-decoder",
+    "window-not-passed",
+    "alibi-by-length",
+    "prompt_cache",
+    "refused",
+)
 @pytest.mark.parametrize(
     ("name", "declared", "computed"),
     [*CHANGED, ("MptForCausalLM", "length of the cache", None)],
@@ -997,8 +1011,7 @@ def test_models_that_pass_their_window_on_are_served(name, store):
         assert finds(model, store) == count
 
 
-@pytest.mark.planted("dynamic-rope", "prompt_cache", "refused")
-@pytest.mark.planted("long-factors", "prompt_cache", "refused")
+@pytest.mark.planted("dynamic-rope", "long-factors", "prompt_cache", "refused")
 @pytest.mark.parametrize(("kind", "longest"), [("dynamic", 63), ("longrope", 64)])
 def test_prompts_of_the_length_where_rope_turns(llama_directory, store, kind, longest):
     rope: dict[str, object] = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
@@ -1024,9 +1037,9 @@ def test_prompts_of_the_length_where_rope_turns(llama_directory, store, kind, lo
 # ---------------------------------------------------------------------- what comes with a prompt
 
 
-@pytest.mark.planted("other-picture", "prompt_cache", "refused")
-@pytest.mark.planted("picture-settings", "prompt_cache", "refused")
-@pytest.mark.planted("sound-or-video", "prompt_cache", "refused")
+@pytest.mark.planted(
+    "other-picture", "picture-settings", "sound-or-video", "prompt_cache", "refused"
+)
 @pytest.mark.parametrize("name", ["pixel_values", "input_features", "inputs_embeds"])
 def test_inputs_beside_tokens(model, store, name):
     with opened(model, store) as prompts, counted_by_reason():
@@ -1034,8 +1047,7 @@ def test_inputs_beside_tokens(model, store, name):
     assert name in past.not_cached
 
 
-@pytest.mark.planted("other-salt", "prompt_cache", "key")
-@pytest.mark.planted("long-salt", "prompt_cache", "key")
+@pytest.mark.planted("other-salt", "long-salt", "prompt_cache", "key")
 def test_salts_that_begin_alike(model, store):
     salts = ["a", "b", "a" * 1000, "a" * 999 + "b"]
     with opened(model, store) as prompts:

@@ -19,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
 
 from file_plants import file_plants, flip_byte, put
+from rows import cells
 from sglang_pools import StandInPool, fill, hashes, indices, storage_config
 from sglang_server import WAYS, Server, serving
 
@@ -111,7 +112,7 @@ def stored(tmp_path: Path) -> Iterator[Stored]:
 # ------------------------------------------------------------------ the directory's files
 
 
-@pytest.mark.parametrize("plant", file_plants("sglang"))
+@pytest.mark.parametrize("plant", file_plants("sglang", "key"))
 def test_every_file_that_a_loader_may_read_is_in_the_keys(stored, directory, plant):
     plant.prepare(directory)
     stored.save(directory)
@@ -177,54 +178,30 @@ def test_a_link_that_was_switched_since_the_server_started_is_refused(
 # ------------------------------------------------------------------ settings of the server
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        pytest.param(
-            {"json_model_override_args": '{"rope_theta": 1e6}'},
-            marks=pytest.mark.planted("overridden-configuration", "sglang", "key"),
-            id="override",
-        ),
-        pytest.param(
-            {"resolved": {"hf_config": {"rope_parameters": {"rope_theta": 7.0}}}},
-            marks=pytest.mark.planted("overridden-configuration", "sglang", "key"),
-            id="resolved",
-        ),
-        pytest.param(
-            {"resolved": {"hf_config": {"num_hidden_layers": 2, "max_position_embeddings": 64}}},
-            marks=pytest.mark.planted("other-window", "sglang", "key"),
-            id="window",
-        ),
-        pytest.param(
-            {"dtype": "float16"},
-            marks=pytest.mark.planted("computes-in-other-dtype", "sglang", "key"),
-            id="dtype",
-        ),
-        pytest.param(
-            {"resolved": {"dtype": torch.float16}},
-            marks=pytest.mark.planted("computes-in-other-dtype", "sglang", "key"),
-            id="compute-dtype",
-        ),
-        pytest.param(
-            {"quantization": "fp8"},
-            marks=pytest.mark.planted("quantization", "sglang", "key"),
-            id="fp8",
-        ),
-        pytest.param(
-            {"quantize_and_serve": True},
-            marks=pytest.mark.planted("quantised-in-memory", "sglang", "key"),
-            id="quantize_and_serve",
-        ),
-        pytest.param(
-            {"forward_hooks": [{"name": "steer"}]},
-            marks=pytest.mark.planted("hook-added", "sglang", "key"),
-            id="hook",
-        ),
-    ],
+def resolved(**settings: Any) -> dict[str, Any]:
+    """A server whose configuration, as it was resolved, has these settings."""
+    return {"resolved": {"hf_config": settings}}
+
+
+OTHERS = cells(
+    "sglang",
+    "key",
+    {
+        "overridden-configuration": {"json_model_override_args": '{"rope_theta": 1e6}'},
+        "overridden-configuration: resolved": resolved(rope_parameters={"rope_theta": 7.0}),
+        "other-window": resolved(num_hidden_layers=2, max_position_embeddings=64),
+        "computes-in-other-dtype": {"dtype": "float16"},
+        "computes-in-other-dtype: resolved": {"resolved": {"dtype": torch.float16}},
+        "quantization": {"quantization": "fp8"},
+        "quantised-in-memory": {"quantize_and_serve": True},
+        "hook-added": {"forward_hooks": [{"name": "steer"}]},
+    },
 )
+
+
+@pytest.mark.parametrize("other", OTHERS)
 def test_settings_that_change_keys_and_values_are_in_the_keys(stored, directory, other):
-    resolved = {"rope_parameters": {"rope_theta": 10000.0, "type": "x"}, "num_hidden_layers": 2}
-    plain = {"resolved": {"hf_config": resolved}}
+    plain = resolved(rope_parameters={"rope_theta": 10000.0, "type": "x"}, num_hidden_layers=2)
     stored.save(directory, **plain)
     assert stored.found(directory, **plain) == PAGES
     assert stored.found(directory, **{**plain, **other}) == 0
@@ -245,8 +222,7 @@ def test_a_revision_promises_weights_and_no_settings(stored, directory):
         assert stored.open(directory, server, **named).batch_exists(hashes(PAGES)) == 0
 
 
-@pytest.mark.planted("cache-dtype", "sglang", "key")
-@pytest.mark.planted("other-block-size", "sglang", "key")
+@pytest.mark.planted("cache-dtype", "other-block-size", "sglang", "key")
 def test_dtype_and_size_of_pages_are_in_the_keys(stored, directory):
     stored.save(directory)
     assert stored.found(directory, StandInPool("page_first", dtype=torch.bfloat16)) == 0
@@ -298,20 +274,28 @@ def test_a_model_s_class_of_another_package_is_refused(stored, directory):
         stored.open(directory, server, model_revision="org/name@1")
 
 
-@pytest.mark.planted("other-adapter", "sglang", "refused")
-@pytest.mark.planted("no-adapter", "sglang", "refused")
-@pytest.mark.planted("adapter-switched", "sglang", "refused")
-@pytest.mark.planted("adapter-weights-changed", "sglang", "refused")
+@pytest.mark.planted(
+    "other-adapter",
+    "no-adapter",
+    "adapter-switched",
+    "adapter-weights-changed",
+    "sglang",
+    "refused",
+)
 def test_servers_with_adapters_are_refused(stored, directory):
     refuse(stored, directory, "enable-lora", enable_lora=True)
     refuse(stored, directory, "enable-lora", lora_paths=["a=/adapters/a"])
 
 
-@pytest.mark.planted("other-picture", "sglang", "refused")
-@pytest.mark.planted("picture-settings", "sglang", "refused")
-@pytest.mark.planted("picture-uuid", "sglang", "refused")
-@pytest.mark.planted("picture-uuid-like-hash", "sglang", "refused")
-@pytest.mark.planted("sound-or-video", "sglang", "refused")
+@pytest.mark.planted(
+    "other-picture",
+    "picture-settings",
+    "picture-uuid",
+    "picture-uuid-like-hash",
+    "sound-or-video",
+    "sglang",
+    "refused",
+)
 def test_servers_that_take_pictures_are_refused(stored, directory):
     refuse(stored, directory, "language-model-only", resolved={"is_multimodal": True})
     assert stored.found(directory, resolved={"is_multimodal": False}) == 0  # opens
@@ -327,8 +311,7 @@ def test_servers_that_save_prompts_given_as_embeddings_are_refused(stored, direc
     )
 
 
-@pytest.mark.planted("bidirectional", "sglang", "refused")
-@pytest.mark.planted("encoder-as-decoder", "sglang", "refused")
+@pytest.mark.planted("bidirectional", "encoder-as-decoder", "sglang", "refused")
 def test_attention_that_looks_ahead_is_refused(stored, directory):
     ahead = "looks ahead"
     for config in ({"is_causal": False}, {"text_config": {"use_bidirectional_attention": True}}):
@@ -362,19 +345,8 @@ def uncached() -> float:
     return metrics.by_labels().get(labels, {}).get("engine.request.uncached", 0)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(
-            "update_weights_from_disk",
-            marks=pytest.mark.planted("weights-reloaded", "sglang", "refused"),
-        ),
-        *(
-            pytest.param(way, marks=pytest.mark.planted("weights-updated", "sglang", "refused"))
-            for way in WAYS[1:]
-        ),
-    ],
-)
+@pytest.mark.planted("weights-reloaded", "weights-updated", "sglang", "refused")
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("settings", [{}, {"enable_eplb": True}], ids=["watched", "moving"])
 def test_replaced_weights_end_the_storage(stored, directory, way, settings):
     """Also where SGLang moves weights about, so that they are not watched."""
