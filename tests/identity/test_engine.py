@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from file_plants import alter
 from rows import cells
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -39,22 +40,17 @@ def digest(directory: Path, **how: Any) -> bytes:
     return load_model(directory, dtype="float64", device="cpu", **how).digest
 
 
-def answer(directory: Path, store: Path, *, dtype: str = "float64", **cache: Any) -> Any:
+def answer(directory: Path, store: Path, *, computes: str = "float64", **cache: Any) -> Any:
     """The first output for `PROMPT`, of an engine of its own on `store`."""
     config = KvCacheConfig(**{"max_tokens": 512, "tokens_per_block": 16} | cache)
     connector = KvCacheConnectorConfig(
         url=f"disk://{store}?capacity=64MiB", lookup_timeout_ms=60_000
     )
-    with LLM(directory, kv_cache=config, connector=connector, dtype=dtype, device="cpu") as llm:
+    with LLM(directory, kv_cache=config, connector=connector, dtype=computes, device="cpu") as llm:
         return llm.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))[0]
 
 
 # ------------------------------------------------------------------------------------- files
-
-
-def set_config(model: Path, **settings: object) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | settings))
 
 
 def write(name: str) -> Callable[[Path, int], None]:
@@ -100,7 +96,7 @@ def named_weights(model: Path, number: int) -> None:
         if not (model / f"mine{each}.safetensors").exists():
             made = {name: tensor + each for name, tensor in tensors.items()}
             save_file(made, model / f"mine{each}.safetensors", metadata={"format": "pt"})
-    set_config(model, transformers_weights=f"mine{number}.safetensors")
+    alter(model, "config.json", {"transformers_weights": f"mine{number}.safetensors"})
 
 
 def index_of_other_shards(model: Path, number: int) -> None:
@@ -136,7 +132,7 @@ PLANTS = cells(
         "quantize-config": write("quantize_config.json"),
         "adapter-in-directory": write("adapter/adapter_model.safetensors"),
         "index-changed": index_of_other_shards,
-        "config-changed": lambda model, number: set_config(model, rope_theta=10_000.0 + number),
+        "config-changed": lambda model, number: alter(model, "config.json", {"rope_theta": number}),
     },
 )
 
@@ -163,7 +159,7 @@ def test_files_that_no_loader_takes_weights_from_lose_no_store(model, tmp_path):
 @pytest.mark.planted("same-revision", "engine", "key")
 def test_a_revision_names_weights_and_no_settings(model):
     named = digest(model, revision="org/name@1")
-    set_config(model, rope_theta=20_000.0)
+    alter(model, "config.json", {"rope_theta": 20_000.0})
     assert digest(model, revision="org/name@1") != named
 
 
@@ -192,31 +188,15 @@ def test_settings_of_the_engine_that_shape_kv_make_another_key(plain, tmp_path):
     store = tmp_path / "kv"
     assert answer(plain, store).reused_store_tokens == 0
     others: list[dict[str, Any]] = [
-        {"dtype": "float32"},
-        {"dtype": "fp8"},
+        {"computes": "float32"},
+        {"dtype": "fp8"},  # of the cache
+        {"computes": "float32", "dtype": "fp8"},
         {"tokens_per_block": 32},
         {"max_attention_window": [32]},
     ]
     for other in others:
-        if other == {"dtype": "fp8"}:  # of the cache
-            config = KvCacheConfig(max_tokens=512, tokens_per_block=16, dtype="fp8")
-            connector = KvCacheConnectorConfig(
-                url=f"disk://{store}?capacity=64MiB", lookup_timeout_ms=60_000
-            )
-            with LLM(plain, kv_cache=config, connector=connector, dtype="float64") as llm:
-                assert llm.generate(PROMPT)[0].reused_store_tokens == 0
-        else:
-            assert answer(plain, store, **other).reused_store_tokens == 0, other
+        assert answer(plain, store, **other).reused_store_tokens == 0, other
     assert answer(plain, store).reused_store_tokens == FULL
-
-
-@pytest.mark.planted("computes-in-other-dtype", "cache-dtype", "engine", "key")
-def test_caches_in_fp8_are_apart_by_the_dtype_that_computes(plain, tmp_path):
-    config = KvCacheConfig(max_tokens=512, tokens_per_block=16, dtype="fp8")
-    store = {"url": f"disk://{tmp_path}/kv?capacity=64MiB", "lookup_timeout_ms": 60_000}
-    for dtype, reused in (("float64", 0), ("float32", 0), ("float64", FULL)):
-        with LLM(plain, kv_cache=config, connector=store, dtype=dtype) as llm:
-            assert llm.generate(PROMPT)[0].reused_store_tokens == reused, dtype
 
 
 @pytest.mark.planted("other-adapter", "no-adapter", "engine", "key")

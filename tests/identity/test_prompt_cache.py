@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import random
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from file_plants import alter, flip_byte
+from model_changes import (
+    Change,
+    add_hook,
+    attach,
+    cast_to_and_fro,
+    change_buffer,
+    change_setting,
+    fused_step,
+    merge,
+    patch_forward,
+    replace_memory,
+    write_uncounted,
+)
 from model_directories import tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -29,8 +43,6 @@ from kvconnect.trace import metrics
 T = 16
 LENGTH = 40
 ALL = LENGTH - 1  # the last token is computed
-
-Change = Callable[[PreTrainedModel], object]
 
 
 def load(directory: Path, **more: object) -> PreTrainedModel:
@@ -91,6 +103,12 @@ def other_directory(llama_directory: Path, tmp_path_factory: pytest.TempPathFact
     return with_weights(llama_directory, tmp_path_factory.mktemp("other") / "model", other_weights)
 
 
+@pytest.fixture
+def place(llama_directory: Path, tmp_path: Path) -> Path:
+    """A copy of the directory, to be changed."""
+    return shutil.copytree(llama_directory, tmp_path / "model")
+
+
 def other_weights(found: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.flip(0).contiguous() for name, tensor in found.items()}
 
@@ -123,6 +141,18 @@ def as_before(directory: Path, store: str) -> None:
     assert finds(load(directory), store) == ALL
 
 
+QUICK = {"fused-optimizer", "buffer-changed", "setting-changed", "hook-added", "adapter-attached"}
+QUICK |= {"transformers_weights", "bin", "adapter_config.json", "consolidated.safetensors"}
+
+
+def thinned(rows: Iterable[str], *quick: str) -> list[object]:
+    """`rows` as parameters; all but `QUICK` ones and `quick` are long forms."""
+    kept = QUICK.union(quick)
+    return [
+        pytest.param(row, marks=() if row in kept else pytest.mark.slow) for row in sorted(rows)
+    ]
+
+
 # ---------------------------------------------------------------------- the files of a directory
 
 
@@ -146,12 +176,8 @@ def test_an_unchanged_model_has_the_name_of_its_directory(model_of, arch, dtype)
 
 @pytest.mark.planted("files-alone", "prompt_cache", "hit")
 @pytest.mark.parametrize("shards", [1, 2])
-def test_files_that_pytorch_pickled_name_the_model_that_equals_them(
-    llama_directory, tmp_path, shards
-):
+def test_files_that_pytorch_pickled_name_the_model_that_equals_them(place, shards):
     """``tests/digest`` has what their digest was in earlier releases."""
-    place = tmp_path / "model"
-    shutil.copytree(llama_directory, place)
     found = load_file(place / "model.safetensors")
     (place / "model.safetensors").unlink()
     whole = ["pytorch_model.bin"]
@@ -171,9 +197,7 @@ def test_files_that_pytorch_pickled_name_the_model_that_equals_them(
 
 
 @pytest.mark.planted("other-model", "prompt_cache", "key")
-def test_another_model_in_the_same_place(llama_directory, other_directory, store, tmp_path):
-    place = tmp_path / "model"
-    shutil.copytree(llama_directory, place)
+def test_another_model_in_the_same_place(llama_directory, other_directory, store, place):
     assert finds(load(place), store) == 0
     shutil.rmtree(place)
     shutil.copytree(other_directory, place)
@@ -182,28 +206,23 @@ def test_another_model_in_the_same_place(llama_directory, other_directory, store
 
 
 @pytest.mark.planted("weight-byte", "prompt_cache", "key")
-def test_one_byte_of_a_file(llama_directory, filled, tmp_path):
-    place = tmp_path / "model"
-    shutil.copytree(llama_directory, place)
-    file = place / "model.safetensors"
-    before = file.stat()
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 1
-    file.write_bytes(content)
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+def test_one_byte_of_a_file(filled, place):
+    flip_byte(place / "model.safetensors")
     assert finds(load(place), filled) == 0
 
 
 @pytest.mark.planted("config-changed", "other-window", "prompt_cache", "key")
 @pytest.mark.parametrize(
-    ("arch", "settings"), [("llama", {"rms_norm_eps": 1e-2}), ("mistral", {"sliding_window": 9})]
+    ("arch", "settings"),
+    [
+        ("llama", {"rms_norm_eps": 1e-2}),
+        pytest.param("mistral", {"sliding_window": 9}, marks=pytest.mark.slow),
+    ],
 )
 def test_another_setting_of_the_directory(model_of, store, tmp_path, arch, settings):
-    place = tmp_path / "model"
-    shutil.copytree(model_of(arch), place)
+    place = shutil.copytree(model_of(arch), tmp_path / "model")
     assert finds(load(place), store) == 0
-    config = json.loads((place / "config.json").read_text())
-    (place / "config.json").write_text(json.dumps(config | settings))
+    alter(place, "config.json", settings)
     assert finds(load(place), store) == 0
     as_before(model_of(arch), store)
 
@@ -222,9 +241,7 @@ def test_another_dtype(llama_directory, filled):
 
 
 @pytest.mark.planted("index-changed", "prompt_cache", "key")
-def test_an_index_that_names_other_files(llama_directory, store, tmp_path):
-    place = tmp_path / "model"
-    shutil.copytree(llama_directory, place)
+def test_an_index_that_names_other_files(store, place):
     found = load_file(place / "model.safetensors")
     save_file(found, place / "one.safetensors", {"format": "pt"})
     save_file(other_weights(found), place / "two.safetensors", {"format": "pt"})
@@ -240,37 +257,26 @@ def test_an_index_that_names_other_files(llama_directory, store, tmp_path):
     assert counts == [0, 0, ALL, ALL]
 
 
-BESIDE = [
-    pytest.param(
-        "model-00001-of-00001.safetensors",
-        marks=pytest.mark.planted("file-beside-index", "prompt_cache", "key"),
-    ),
-    pytest.param(
-        "consolidated.safetensors",
-        marks=pytest.mark.planted("consolidated-beside-hf", "prompt_cache", "key"),
-    ),
-    pytest.param(
-        "model.pt",
-        marks=[pytest.mark.planted("pt-beside", "prompt_cache", "key"), pytest.mark.slow],
-    ),
-    pytest.param(
-        "model.gguf",
-        marks=[pytest.mark.planted("gguf-beside", "prompt_cache", "key"), pytest.mark.slow],
-    ),
-    pytest.param(
-        "weights.npz",
-        marks=[pytest.mark.planted("npz-beside", "prompt_cache", "key"), pytest.mark.slow],
-    ),
-]
+BESIDE = (
+    *("model-00001-of-00001.safetensors", "consolidated.safetensors"),
+    *("model.pt", "model.gguf", "weights.npz"),
+)
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.planted(
+    "file-beside-index",
+    "consolidated-beside-hf",
+    "pt-beside",
+    "gguf-beside",
+    "npz-beside",
+    "prompt_cache",
+    "key",
+)
+@pytest.mark.parametrize("name", thinned(BESIDE))
 def test_weights_that_a_loader_took_from_a_file_beside_the_usual_ones(
-    llama_directory, other_directory, store, tmp_path, name
+    other_directory, store, place, name
 ):
     """Whichever loader it was: memory is not what the usual files hold."""
-    place = tmp_path / "model"
-    shutil.copytree(llama_directory, place)
     shutil.copy(other_directory / "model.safetensors", place / name)
     assert finds(load(place), store) == 0
     taken = load(place)
@@ -283,12 +289,9 @@ def test_weights_that_a_loader_took_from_a_file_beside_the_usual_ones(
 @pytest.mark.planted(
     "variant", "subfolder", "transformers-weights", "bin-beside-safetensors", "prompt_cache", "key"
 )
-@pytest.mark.parametrize("how", ["variant", "subfolder", "transformers_weights", "bin"])
-def test_weights_that_transformers_is_told_to_load_instead(
-    llama_directory, other_directory, store, tmp_path, how
-):
-    place, other = tmp_path / "model", other_directory / "model.safetensors"
-    shutil.copytree(llama_directory, place)
+@pytest.mark.parametrize("how", thinned(["variant", "subfolder", "transformers_weights", "bin"]))
+def test_weights_that_transformers_is_told_to_load_instead(other_directory, store, place, how):
+    other = other_directory / "model.safetensors"
     more: dict[str, object] = {}
     if how == "variant":
         shutil.copy(other, place / "model.fp64.safetensors")
@@ -303,9 +306,7 @@ def test_weights_that_transformers_is_told_to_load_instead(
         more = {"use_safetensors": False}
     assert finds(load(place), store) == 0
     if how == "transformers_weights":
-        config = json.loads((place / "config.json").read_text())
-        config["transformers_weights"] = "mine.safetensors"
-        (place / "config.json").write_text(json.dumps(config))
+        alter(place, "config.json", {"transformers_weights": "mine.safetensors"})
     told = load(place, **more)
     assert generate(told, prompt()) == generate(load(other_directory), prompt())
     for count in (0, ALL):
@@ -315,11 +316,11 @@ def test_weights_that_transformers_is_told_to_load_instead(
 @pytest.mark.planted(
     "params-json", "quantize-config", "adapter-in-directory", "prompt_cache", "equal"
 )
-@pytest.mark.parametrize("name", ["params.json", "quantize_config.json", "adapter_config.json"])
-def test_files_that_transformers_does_not_read(llama_directory, store, tmp_path, name):
+@pytest.mark.parametrize(
+    "name", thinned(["params.json", "quantize_config.json", "adapter_config.json"])
+)
+def test_files_that_transformers_does_not_read(store, place, name):
     """`finds` compares the tokens. With peft, an adapter would be attached, which is refused."""
-    place = tmp_path / "model"
-    shutil.copytree(llama_directory, place)
     for dim in (1, 2):
         (place / name).write_text(json.dumps({"lora_alpha": dim}))
         if name.startswith("adapter"):
@@ -328,18 +329,17 @@ def test_files_that_transformers_does_not_read(llama_directory, store, tmp_path,
 
 
 @pytest.mark.planted("switched-while-loading", "replaced-after-loading", "prompt_cache", "key")
-@pytest.mark.parametrize("by", ["link", "files"])
+@pytest.mark.parametrize("by", [pytest.param("link", marks=pytest.mark.slow), "files"])
 def test_a_directory_that_is_replaced_once_the_model_is_loaded(
-    llama_directory, other_directory, store, tmp_path, by
+    llama_directory, other_directory, store, place, tmp_path, by
 ):
-    place = tmp_path / "model"
     if by == "link":
+        place = tmp_path / "link"
         place.symlink_to(llama_directory)
         model = load(place)
         place.unlink()
         place.symlink_to(other_directory)
     else:
-        shutil.copytree(llama_directory, place)
         model = load(place)
         # The old file stays mapped by the model.
         (place / "model.safetensors").unlink()
@@ -352,47 +352,12 @@ def test_a_directory_that_is_replaced_once_the_model_is_loaded(
 # ---------------------------------------------------------------------- what is in memory
 
 
-class Adapted(nn.Module):
-    """A linear layer with a low-rank part beside it, as adapters are attached."""
-
-    def __init__(self, base: nn.Linear, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        shape = base.out_features, base.in_features
-        self.base = base
-        self.added = nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
-        self.on = True
-
-    def forward(self, given: Tensor) -> Tensor:
-        found = self.base(given)
-        return found + nn.functional.linear(given, self.added) if self.on else found
+def change_number(model: PreTrainedModel, rng: random.Random) -> None:
+    """Only a canary sees it."""
+    model.model.layers[0].self_attn.k_proj.weight.data[3, 5] += 0.5
 
 
-def attach(model: PreTrainedModel, seed: int = 1) -> Adapted:
-    attention = model.model.layers[0].self_attn
-    attention.v_proj = Adapted(attention.v_proj, seed)
-    return attention.v_proj
-
-
-def key_weight(model: PreTrainedModel) -> nn.Parameter:
-    return model.model.layers[0].self_attn.k_proj.weight
-
-
-def halve(module: object, _: object, output: Tensor) -> Tensor:
-    return output / 2
-
-
-def add_hook(model: PreTrainedModel) -> None:
-    model.model.layers[0].mlp.register_forward_hook(halve)
-
-
-def patch_forward(model: PreTrainedModel) -> None:
-    mlp = model.model.layers[0].mlp
-    plain = mlp.forward
-    mlp.forward = lambda hidden: plain(hidden) / 2
-
-
-def replace_class(model: PreTrainedModel) -> None:
+def replace_class(model: PreTrainedModel, rng: random.Random) -> None:
     class Halved(type(model.model.layers[0].mlp)):
         def forward(self, hidden: Tensor) -> Tensor:
             return super().forward(hidden) / 2
@@ -400,33 +365,14 @@ def replace_class(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp.__class__ = Halved
 
 
-def merge(model: PreTrainedModel) -> None:
-    weight = key_weight(model)
-    with torch.no_grad():
-        weight.add_(torch.ones(weight.shape[0], 1) @ torch.ones(1, weight.shape[1]) / 8)
-
-
-def fused_step(model: PreTrainedModel) -> None:
-    """Trainer's default optimizer, which writes past PyTorch's version counter."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
-    for one in model.parameters():
-        one.grad = torch.ones_like(one)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def cast_to_and_fro(model: PreTrainedModel) -> None:
-    model.bfloat16().double()
-
-
-def round_weights(model: PreTrainedModel) -> None:
+def round_weights(model: PreTrainedModel, rng: random.Random) -> None:
     """As quantisation does, without its package."""
     with torch.no_grad():
         for one in model.parameters():
             one.copy_((one * 8).round() / 8)
 
 
-def quantise(model: PreTrainedModel) -> None:
+def quantise(model: PreTrainedModel, rng: random.Random) -> None:
     class QuantLinear(nn.Linear):
         def forward(self, given: Tensor) -> Tensor:
             return nn.functional.linear(given, (self.weight * 4).round() / 4)
@@ -434,64 +380,41 @@ def quantise(model: PreTrainedModel) -> None:
     model.model.layers[0].self_attn.q_proj.__class__ = QuantLinear
 
 
-def change_inv_freq(model: PreTrainedModel) -> None:
-    model.model.rotary_emb.inv_freq.data.mul_(0.5)
-
-
-def change_setting(model: PreTrainedModel) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.scaling = layer.self_attn.scaling * 2
+def change_configuration(model: PreTrainedModel, rng: random.Random) -> None:
+    change_setting(model, rng)
     model.config.attention_bias = True
 
 
-def resize(model: PreTrainedModel) -> None:
+def resize(model: PreTrainedModel, rng: random.Random) -> None:
     torch.manual_seed(5)
     model.resize_token_embeddings(model.config.vocab_size + 8)
 
 
-def write_uncounted(model: PreTrainedModel) -> None:
-    key_weight(model).data.mul_(1.5)
-
-
-def write_one_number(model: PreTrainedModel) -> None:
-    key_weight(model).data[3, 5] += 0.5
-
-
-def replace_storage(model: PreTrainedModel) -> None:
-    weight = key_weight(model)
-    weight.data = weight.data * 1.5
-
-
-CHANGES = {
+CHANGES: dict[str, Change] = {
     "merged-adapter": merge,
     "cast-to-and-fro": cast_to_and_fro,
     "quantization": round_weights,
-    "buffer-changed": change_inv_freq,
-    "setting-changed": change_setting,
+    "buffer-changed": change_buffer,
+    "setting-changed": change_configuration,
     "embeddings-resized": resize,
     "fused-optimizer": fused_step,
     "uncounted-write": write_uncounted,
-    "one-number": write_one_number,
-    "storage-replaced": replace_storage,
+    "one-number": change_number,
+    "storage-replaced": replace_memory,
     "hook-added": add_hook,
     "forward-patched": patch_forward,
     "class-replaced": replace_class,
     "adapter-attached": attach,
     "quantised-in-memory": quantise,
 }
-QUICK = {"fused-optimizer", "buffer-changed", "setting-changed", "hook-added", "adapter-attached"}
 
 
-def thinned(rows: Iterable[str], *quick: str) -> list[object]:
-    """`rows` as parameters; all but `QUICK` ones and `quick` are long forms."""
-    kept = QUICK.union(quick)
-    return [
-        pytest.param(row, marks=() if row in kept else pytest.mark.slow) for row in sorted(rows)
-    ]
+def change(model: PreTrainedModel, row: str) -> None:
+    CHANGES[row](model, random.Random(row))
 
 
-CODE = {"hook-added", "forward-patched", "class-replaced", "adapter-attached"} | {
-    "quantised-in-memory"
+CODE = {
+    row for row in CHANGES if row.startswith(("hook", "forward", "class", "adapter", "quantised"))
 }
 
 
@@ -509,7 +432,7 @@ CODE = {"hook-added", "forward-patched", "class-replaced", "adapter-attached"} |
 def test_what_changed_before_the_cache_was_made_has_a_name_of_its_own(
     llama_directory, model, filled, row
 ):
-    CHANGES[row](model)
+    change(model, row)
     for count in (0, ALL):
         assert finds(model, filled) == count
     as_before(llama_directory, filled)
@@ -525,7 +448,7 @@ def test_what_changed_before_the_cache_was_made_has_a_name_of_its_own(
 )
 @pytest.mark.parametrize("row", thinned(CODE, "forward-patched"))
 def test_code_that_no_digest_covers_needs_a_name(llama_directory, model, filled, row):
-    CHANGES[row](model)
+    change(model, row)
     with pytest.raises(UnsupportedModel, match="give model_revision"):
         opened(model, filled)
     for count in (0, ALL):
@@ -533,17 +456,14 @@ def test_code_that_no_digest_covers_needs_a_name(llama_directory, model, filled,
 
 
 @pytest.mark.planted("forward-patched", "prompt_cache", "refused")
-def test_code_in_the_model_s_directory_needs_a_name(llama_directory, store, tmp_path, monkeypatch):
+def test_code_in_the_model_s_directory_needs_a_name(store, place, tmp_path, monkeypatch):
     """A class of its own may compute anything, also with the forward of transformers' class."""
-    place = shutil.copytree(llama_directory, tmp_path / "remote")
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     (place / "modeling_mine.py").write_text(
         "from transformers import LlamaForCausalLM\nclass Mine(LlamaForCausalLM): pass\n"
     )
-    config = json.loads((place / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "modeling_mine.Mine"}
-    (place / "config.json").write_text(json.dumps(config))
+    alter(place, "config.json", {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}})
     model = load(place, trust_remote_code=True)
     with pytest.raises(UnsupportedModel, match=r"the model is a transformers_modules\..*Mine"):
         opened(model, store)
@@ -574,15 +494,13 @@ def test_layers_that_the_files_lack_are_named_by_what_they_were_initialised_with
 
 
 @pytest.mark.planted("same-revision", "prompt_cache", "key")
-@pytest.mark.parametrize("how", ["given", "set", "buffer"])
+@pytest.mark.parametrize("how", ["given", "setting-changed", "buffer-changed"])
 def test_settings_beside_a_promised_revision(llama_directory, model, store, how):
     assert finds(model, store, model_revision="mine@1") == 0
     rope = {"rope_type": "default", "rope_theta": 77.0}
-    if how == "given":
-        other = load(llama_directory, rope_parameters=rope)
-    else:
-        other = load(llama_directory)
-        (change_setting if how == "set" else change_inv_freq)(other)
+    other = load(llama_directory, **{"rope_parameters": rope} if how == "given" else {})
+    if how != "given":
+        change(other, how)
     for count in (0, ALL):
         assert finds(other, store, model_revision="mine@1") == count
     assert finds(load(llama_directory), store, model_revision="mine@1") == ALL
@@ -628,7 +546,7 @@ def test_what_changes_between_two_generates_ends_the_cache(llama_directory, mode
     with opened(model, store) as prompts:
         assert loaded(model, prompts) == 0
         assert prompts.flush()
-        CHANGES[row](model)
+        change(model, row)
         with counted_by_reason():
             past = prompts.prefill(given(prompt()))
         assert past.not_cached
@@ -640,8 +558,14 @@ def test_what_changes_between_two_generates_ends_the_cache(llama_directory, mode
 
 
 @pytest.mark.planted("changed-before-generate", "prompt_cache", "refused")
-@pytest.mark.parametrize("row", thinned(CHANGES.keys() - {"embeddings-resized", "one-number"}))
-@pytest.mark.parametrize("restored", [True, False])
+@pytest.mark.parametrize(
+    ("row", "restored"),
+    [
+        pytest.param(row, restored, marks=() if row in quick else pytest.mark.slow)
+        for restored, quick in ((True, QUICK), (False, {"hook-added"}))
+        for row in sorted(CHANGES.keys() - {"embeddings-resized", "one-number"})
+    ],
+)
 def test_what_changes_between_prefill_and_generate(llama_directory, model, store, row, restored):
     """What was loaded is not used, and what is computed is not saved."""
     ids = prompt()
@@ -650,7 +574,7 @@ def test_what_changes_between_prefill_and_generate(llama_directory, model, store
     with opened(model, store) as prompts:
         past = prompts.prefill(given(ids))
         assert past.loaded_tokens == (ALL * restored,)
-        CHANGES[row](model)
+        change(model, row)
         if restored:
             with pytest.raises(UsageError, match=r"call prefill\(\)"):
                 generate(model, ids, past_key_values=past)
@@ -661,7 +585,9 @@ def test_what_changes_between_prefill_and_generate(llama_directory, model, store
     assert finds(load(llama_directory), store) == ALL * restored
 
 
-@pytest.mark.parametrize("row", ["fused-optimizer", "hook-added", "buffer-changed"])
+@pytest.mark.parametrize(
+    "row", ["fused-optimizer", pytest.param("hook-added", marks=pytest.mark.slow)]
+)
 def test_what_was_computed_before_a_change_was_noticed_is_not_saved(
     llama_directory, model, store, row
 ):
@@ -669,7 +595,7 @@ def test_what_was_computed_before_a_change_was_noticed_is_not_saved(
     with opened(model, store) as prompts:
         past = prompts.prefill(given(prompt()))
         generate(model, prompt(), past_key_values=past)
-        CHANGES[row](model)
+        change(model, row)
         del past
         with counted_by_reason():
             assert prompts.flush()
@@ -682,7 +608,7 @@ def test_what_was_loaded_before_a_change_was_noticed_is_not_used(llama_directory
     with opened(model, store) as prompts:
         past = prompts.prefill(given(prompt()))
         assert past.loaded_tokens == (ALL,)
-        write_one_number(model)
+        change(model, "one-number")
         assert "no longer computes" in prompts.prefill(given(prompt(seed=2))).not_cached
         with pytest.raises(UsageError, match=r"call prefill\(\)"):
             generate(model, prompt(), past_key_values=past)
@@ -707,7 +633,7 @@ def test_what_is_computed_once_a_check_has_begun_waits_for_the_next_one(model, s
         full(model, past, ids[:, 2 * T :])
         past.vouch()
         past.save(whole=True)
-        write_one_number(model)
+        change(model, "one-number")
         del past
         assert prompts.flush()
     model = load(Path(model.name_or_path))
@@ -731,7 +657,7 @@ def test_training_mode(llama_directory, store):
 
 
 @pytest.mark.planted("weights-updated", "weights-reloaded", "prompt_cache", "refused")
-@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("assign", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_another_model_s_weights_in_this_one(llama_directory, other_directory, store, assign):
     model = load(llama_directory)
     with opened(model, store) as prompts:
@@ -746,7 +672,7 @@ def test_another_model_s_weights_in_this_one(llama_directory, other_directory, s
 @pytest.mark.planted("adapter-weights-changed", "prompt_cache", "refused")
 @pytest.mark.parametrize("how", ["weights", "switched"])
 def test_an_adapter_under_a_promised_name(model, store, how):
-    adapter = attach(model)
+    adapter = attach(model, random.Random(1))
     with opened(model, store, model_revision="mine+adapter@1") as prompts:
         assert loaded(model, prompts) == 0
         assert prompts.flush()
@@ -764,7 +690,7 @@ def test_an_adapter_under_a_promised_name(model, store, how):
 
 def test_a_switch_for_the_time_of_one_generate_is_noticed(model, store):
     """No check sees it: before and after the model is what it was."""
-    adapter = attach(model)
+    adapter = attach(model, random.Random(1))
     with opened(model, store, model_revision="mine@1") as prompts:
         past = prompts.prefill(given(prompt()))
         adapter.on = False
@@ -780,7 +706,7 @@ def test_adapters_are_apart_by_the_names_that_they_were_given(llama_directory, m
     assert finds(model, filled) == ALL
     for number in (1, 2):
         adapted = load(llama_directory)
-        attach(adapted, seed=number)
+        attach(adapted, random.Random(number))
         for count in (0, ALL):
             assert finds(adapted, filled, model_revision=f"mine+adapter@{number}") == count
     assert finds(model, filled) == ALL

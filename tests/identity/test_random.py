@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,22 @@ from typing import Any
 import pytest
 import torch
 from engine_tries import NEW, Shelf, T, Tally, engine_try, plain, rank_try, transfer_try
+from model_changes import (
+    Change,
+    add_hook,
+    attention,
+    cast_to_and_fro,
+    change_buffer,
+    change_setting,
+    fused_step,
+    merge,
+    patch_forward,
+    plain_step,
+    replace_memory,
+    weight,
+    write,
+    write_uncounted,
+)
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -28,81 +44,22 @@ SIZE = {"hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "intermediate_size
 # ---------------------------------------------------------------------- changes of a loaded model
 
 
-def attention(model: PreTrainedModel, rng: random.Random) -> Any:
-    return rng.choice(model.model.layers).self_attn
-
-
-def some_weight(model: PreTrainedModel, rng: random.Random) -> tuple[nn.Module, nn.Parameter]:
-    module = rng.choice([attention(model, rng).k_proj, attention(model, rng).v_proj])
-    return module, module.weight
-
-
-@torch.no_grad()
-def write(model: PreTrainedModel, rng: random.Random) -> None:
-    some_weight(model, rng)[1].mul_(1.5)
-
-
-def write_uncounted(model: PreTrainedModel, rng: random.Random) -> None:
-    some_weight(model, rng)[1].data.mul_(1.5)
-
-
 def write_one_element(model: PreTrainedModel, rng: random.Random) -> None:
-    weight = some_weight(model, rng)[1].data.view(-1)
-    weight[rng.randrange(len(weight))] += 3.0
+    changed = weight(model, rng).data.view(-1)
+    changed[rng.randrange(len(changed))] += 3.0
 
 
 def replace_weight(model: PreTrainedModel, rng: random.Random) -> None:
-    module, weight = some_weight(model, rng)
-    module.weight = nn.Parameter(weight.detach() * 1.5)
-
-
-def replace_memory(model: PreTrainedModel, rng: random.Random) -> None:
-    _, weight = some_weight(model, rng)
-    weight.data = weight.data * 1.5
+    module = attention(model, rng).k_proj
+    module.weight = nn.Parameter(module.weight.detach() * 1.5)
 
 
 def load_other(model: PreTrainedModel, rng: random.Random) -> None:
     model.load_state_dict({name: 1.2 * one for name, one in model.state_dict().items()})
 
 
-def merge(model: PreTrainedModel, rng: random.Random) -> None:
-    weight = some_weight(model, rng)[1]
-    down, up = torch.ones(2, weight.shape[1]), torch.ones(weight.shape[0], 2)
-    with torch.no_grad():
-        weight += 0.3 * (up @ down).to(weight.dtype)
-
-
-def train(model: PreTrainedModel, rng: random.Random) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3, fused=rng.random() < 0.5)
-    model(input_ids=torch.arange(1, 9)[None]).logits.square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def change_buffer(model: PreTrainedModel, rng: random.Random) -> None:
-    model.model.rotary_emb.inv_freq.data.mul_(1.5)
-
-
-def change_setting(model: PreTrainedModel, rng: random.Random) -> None:
-    attention(model, rng).scaling *= 2.0
-    model.model.layers[-1].input_layernorm.variance_epsilon = 2.0
-
-
 def cast(model: PreTrainedModel, rng: random.Random) -> None:
-    if rng.random() < 0.3:
-        model.to(torch.float32)  # and stays
-    else:
-        model.to(torch.bfloat16).to(torch.float64)
-
-
-def hook(model: PreTrainedModel, rng: random.Random) -> None:
-    attention(model, rng).v_proj.register_forward_hook(lambda _m, _i, out: out * 1.5)
-
-
-def patch(model: PreTrainedModel, rng: random.Random) -> None:
-    module = attention(model, rng).k_proj
-    plain = module.forward
-    module.forward = lambda given: plain(given) * 1.5
+    model.to(torch.float32)  # and stays
 
 
 def replace_module(model: PreTrainedModel, rng: random.Random) -> None:
@@ -116,10 +73,10 @@ def nothing(model: PreTrainedModel, rng: random.Random) -> None:
     model.generate(torch.arange(1, 6)[None], max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
-CHANGES: tuple[Callable[[PreTrainedModel, random.Random], None], ...] = (
+CHANGES: tuple[Change, ...] = (
     *(write, write_uncounted, write_one_element, replace_weight, replace_memory, load_other),
-    *(merge, train, change_buffer, change_setting, cast, hook, patch, replace_module),
-    *(nothing, nothing),
+    *(merge, fused_step, plain_step, change_buffer, change_setting, cast, cast_to_and_fro),
+    *(add_hook, patch_forward, replace_module, nothing, nothing),
 )
 
 # ---------------------------------------------------------------------- passes of their own
