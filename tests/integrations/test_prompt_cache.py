@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvconnect import LLM, Backend, KvCacheConfig
 from kvconnect.backends.memory.store import MemoryBackend
+from kvconnect.connector.io.lookup import Hit
 from kvconnect.errors import ConfigurationError, UnsupportedModel, UsageError
 from kvconnect.integrations.transformers import PromptCache, StoredCache
 from kvconnect.integrations.transformers.cached_row import CachedRow
@@ -720,14 +721,14 @@ def test_a_block_that_was_rejected_is_saved_again_by_its_new_name():
         num_groups=1,
     )
     row.append(tokens[40:])
-    first = row.order(48, [7]).blocks
-    row.saved(48)
-    assert row.num_due(48) == 0
+    row.note_hit(Hit())
+    first = row.order([range(3)], 3).blocks
+    assert not row.is_due(3)
     row.truncate(44)
-    assert row.num_due(44) == 0
+    assert not row.is_due(2)
     row.append(tokens[:4])
-    assert row.num_due(48) == 1
-    again = row.order(48, [3]).blocks
+    assert row.is_due(3)
+    again = row.order([range(3)], 3).blocks
     assert [block.number for block in again] == [2]
     assert again[0].key != first[2].key
     assert again[0].parent == first[1].key

@@ -17,7 +17,7 @@ from kvconnect.errors import UsageError
 from kvconnect.integrations.transformers.cached_row import CachedRow
 from kvconnect.integrations.transformers.passes import placement
 from kvconnect.integrations.transformers.restoring import Restored
-from kvconnect.integrations.transformers.saving import SavingTo, save_full_blocks, save_tails
+from kvconnect.integrations.transformers.saving import SavingTo, save_rows
 from kvconnect.integrations.transformers.structure import Change
 from kvconnect.integrations.transformers.tensors import LayerTensors
 from kvconnect.tokens import TokenArray
@@ -277,10 +277,8 @@ class StoredCache(DynamicCache):
                 self._copied.synchronize()
             self._read_computed()
             end = min(self._num_checked, self._num_computed, self._known)
-            layers = self._tensors()
-            save_full_blocks(saving, self._rows, layers, end)
-            if whole and end == self._known:
-                save_tails(saving, self._rows, layers, end)
+            tails = whole and end == self._known
+            save_rows(saving, self._rows, self._tensors(), end, tails=tails)
             if whole:
                 self._num_saved = end
 
