@@ -133,14 +133,14 @@ class StoredCache(DynamicCache):
         start = self.get_seq_length()
         if start != self._num_computed or self._is_foreign():
             return Change(Doubt.FOREIGN_PASS, "")
-        placed = placement(given, start, [row.offset for row in self._rows])
-        ids = given.get("input_ids")
-        if placed.doubt is not None or ids is None:
-            return Change(placed.doubt or Doubt.EMBEDDINGS, "")
+        conditions = placement(given, start, [row.offset for row in self._rows])
+        if isinstance(conditions, Doubt):
+            return Change(conditions, "")
+        ids: Tensor = given["input_ids"]
         if not self._goes_on(ids, start):
             return Change(Doubt.OTHER_TOKENS, "")
         on_loaded = start == self._num_loaded > 0
-        if on_loaded and not all(map(bool, placed.conditions)):
+        if on_loaded and not all(map(bool, conditions)):
             return Change(Doubt.MASK, "attention_mask or position_ids are others than prefill()'s")
         end = start + ids.shape[1]
         unknown = end - max(start, self._known_soon())
@@ -154,7 +154,7 @@ class StoredCache(DynamicCache):
             if limit is not None and end - min(row.offset for row in self._rows) > limit:
                 # Keys of all rows are others from here on; those before are as they were.
                 self._followed = False
-        return _Computed(start, end, beyond, placed.conditions)
+        return _Computed(start, end, beyond, conditions)
 
     def forward_ended(self, *, succeeded: bool) -> None:
         """Records that the pass is over."""
