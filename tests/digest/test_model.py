@@ -67,7 +67,7 @@ def test_the_configuration_counts_but_not_who_wrote_it(model: Path, digest_of):
 
 def test_the_digest_of_contents_is_cached(model: Path, digest_of, settled, monkeypatch, tmp_path):
     """Also by another name, and of files that are not loaded."""
-    (model / "pytorch_model.bin").write_bytes(b"beside")
+    (model / "weights.npz").write_bytes(b"beside")
     before = digest_of(model)
     (tmp_path / "other").symlink_to(model)
     monkeypatch.setattr(digest, "content_digests", lambda _: pytest.fail("was read again"))

@@ -379,36 +379,36 @@ def test_weights_that_sglang_moves_by_itself_keep_the_storage(stored, directory,
         assert works(storage)
 
 
-@pytest.mark.planted("uncounted-write", "sglang", "refused")
-def test_weights_that_are_written_past_sglang_end_the_storage(stored, directory):
-    with serving(directory) as server:
-        storage = stored.open(directory, server)
-        assert save(storage)
-        assert works(storage)
-        server.worker.model_runner.model.load_weights()
-        assert not works(storage)
+def replace_parameter(server: Server) -> None:
+    inner = server.worker.model_runner.model.inner
+    inner.weight = torch.nn.Parameter(inner.weight.detach().clone())
+    gc.collect()
 
 
-@pytest.mark.planted("storage-replaced", "sglang", "refused")
-def test_a_parameter_with_other_memory_ends_the_storage(stored, directory):
-    with serving(directory) as server:
-        storage = stored.open(directory, server)
-        assert save(storage)
-        assert works(storage)
-        inner = server.worker.model_runner.model.inner
-        inner.weight = torch.nn.Parameter(inner.weight.detach().clone())
-        gc.collect()
-        assert not works(storage)
-
-
-@pytest.mark.parametrize(
-    "named", [{"weight_version": "2"}, {"model_path": "/elsewhere"}, {"load_format": "pt"}]
+CHANGES = cells(
+    "sglang",
+    "refused",
+    {
+        "uncounted-write": lambda server: server.worker.model_runner.model.load_weights(),
+        "storage-replaced": replace_parameter,
+        "weights-updated: version": lambda server: server.context.settings.update(
+            weight_version="2"
+        ),
+        "weights-updated: path": lambda server: server.context.settings.update(
+            model_path="/elsewhere"
+        ),
+        "weights-updated: format": lambda server: server.context.settings.update(load_format="pt"),
+    },
 )
-def test_settings_that_name_other_weights_end_the_storage(stored, directory, named):
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_weights_past_sglang_s_updates_ends_the_storage(stored, directory, change):
     with serving(directory, weight_version="default") as server:
         storage = stored.open(directory, server)
         assert save(storage)
-        server.context.settings |= named
+        assert works(storage)
+        change(server)
         assert not works(storage)
 
 
