@@ -28,6 +28,17 @@ from model_changes import (
     write_uncounted,
 )
 from model_directories import tensors
+from model_passes import (
+    inner_model,
+    inner_model_of_tokens,
+    under_autocast,
+    unhooked,
+    with_4d_mask,
+    with_embeddings,
+    with_hole,
+    with_other_tokens,
+    with_positions,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
@@ -732,45 +743,6 @@ def full(model: PreTrainedModel, past: object, ids: Tensor, **more: object) -> N
     model(ids, past_key_values=past, use_cache=True, **more)
 
 
-def inner(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    mask = torch.zeros(1, 1, ids.shape[1], ids.shape[1])
-    model.model(ids, past_key_values=past, use_cache=True, attention_mask=mask)
-
-
-def unhooked(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    model.forward(ids, past_key_values=past, use_cache=True)
-
-
-def with_4d_mask(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    length = ids.shape[1]
-    mask = torch.zeros(1, 1, length, length, dtype=torch.float64)
-    full(model, past, ids, attention_mask=mask)
-
-
-def with_positions(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    full(model, past, ids, position_ids=torch.arange(ids.shape[1])[None] * 2)
-
-
-def with_embeddings(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    embedded = model.get_input_embeddings()(ids) * 2
-    model(inputs_embeds=embedded, past_key_values=past, use_cache=True)
-
-
-def with_other_tokens(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    full(model, past, ids.flip(1))
-
-
-def with_hole(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    mask = torch.ones_like(ids)
-    mask[:, 5:9] = 0
-    full(model, past, ids, attention_mask=mask)
-
-
-def under_autocast(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        full(model, past, ids)
-
-
 @pytest.mark.planted(
     "inner-model-called",
     "mask-4d",
@@ -782,39 +754,22 @@ def under_autocast(model: PreTrainedModel, past: object, ids: Tensor) -> None:
 @pytest.mark.parametrize(
     "compute",
     [
-        *(inner, unhooked, with_4d_mask, with_positions, with_embeddings, with_other_tokens),
-        *(with_hole, under_autocast),
+        *(inner_model, inner_model_of_tokens, unhooked, with_4d_mask, with_positions),
+        *(with_embeddings, with_other_tokens, with_hole, under_autocast),
     ],
 )
 @pytest.mark.parametrize("later", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_other_passes_compute_is_not_saved(model, store, compute, later):
     """Of a second pass: what the first computed is saved, and nothing behind it."""
-    ids = prompt(5 * T, seed=3)[:, : 2 * T if later else None]
+    ids = prompt(5 * T, seed=3)
     with opened(model, store) as prompts:
-        past = prompts.prefill(given(prompt(5 * T, seed=3)))
+        past = prompts.prefill(given(ids))
         if later:
-            full(model, past, ids)
-            later_pass(compute, model, past, prompt(5 * T, seed=3)[:, 2 * T :])
-        else:
-            compute(model, past, ids)
+            full(model, past, ids[:, : 2 * T])
+        compute(model, ids, past)
         del past
         assert prompts.flush()
-        found = prompts.prefill(given(prompt(5 * T, seed=3)))
-        assert found.loaded_tokens == (2 * T if later else 0,)
-
-
-def later_pass(compute, model, past, ids):
-    if compute in {with_4d_mask, inner}:
-        length = ids.shape[1]
-        mask = torch.zeros(1, 1, length, 2 * T + length, dtype=torch.float64)
-        called = model if compute is with_4d_mask else model.model
-        called(ids, past_key_values=past, use_cache=True, attention_mask=mask)
-    elif compute is with_hole:
-        mask = torch.ones(1, 2 * T + ids.shape[1], dtype=torch.int64)
-        mask[:, 5:9] = 0
-        full(model, past, ids, attention_mask=mask)
-    else:
-        compute(model, past, ids)
+        assert prompts.prefill(given(ids)).loaded_tokens == (2 * T if later else 0,)
 
 
 @pytest.mark.planted("mask-of-later-pass", "positions-of-later-pass", "prompt_cache", "refused")

@@ -32,6 +32,8 @@ from model_changes import (
     write,
     write_uncounted,
 )
+from model_passes import inner_model, with_4d_mask, with_embeddings, with_hole, with_positions
+from model_passes import plain as plain_pass
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -82,49 +84,19 @@ CHANGES: tuple[Change, ...] = (
 # ---------------------------------------------------------------------- passes of their own
 
 
-def four_dimensional(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
-    """A mask by which tokens do not see the first ones."""
-    length = ids.shape[1]
-    mask = torch.tril(torch.ones(1, 1, length, length, dtype=torch.bool))
-    mask[..., length // 2 :, :2] = False
-    new = length - past.get_seq_length()
-    model(ids[:, -new:], attention_mask=mask[:, :, -new:], past_key_values=past)
-
-
-def other_positions(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
-    known = past.get_seq_length()
-    positions = torch.arange(known, ids.shape[1])[None] * 2 + 1
-    model(ids[:, known:], position_ids=positions, past_key_values=past)
-
-
-def embeddings(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
-    known = past.get_seq_length()
-    given = model.get_input_embeddings()(ids[:, known:]) * 1.5
-    model(inputs_embeds=given, past_key_values=past)
-
-
-def inner_model(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
-    known = past.get_seq_length()
-    given = model.get_input_embeddings()(ids[:, known:]) * 1.5
-    model.model(inputs_embeds=given, past_key_values=past, use_cache=True)
-
-
 def crop(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
-    known = past.get_seq_length()
-    model(ids[:, known:], past_key_values=past)
+    plain_pass(model, ids, past)
     past.crop(-(ids.shape[1] // 2))
-    model(torch.flip(ids, [1])[:, past.get_seq_length() :], past_key_values=past)
+    plain_pass(model, torch.flip(ids, [1]), past)
 
 
 def later_mask(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
-    known, length = past.get_seq_length(), ids.shape[1]
-    model(ids[:, known:-2], past_key_values=past) if known < length - 2 else None
-    mask = torch.ones(1, length, dtype=torch.int64)
-    mask[0, 3:6] = 0
-    model(ids[:, past.get_seq_length() :], attention_mask=mask, past_key_values=past)
+    if past.get_seq_length() < ids.shape[1] - 2:
+        plain_pass(model, ids[:, :-2], past)
+    with_hole(model, ids, past)
 
 
-PASSES = (four_dimensional, other_positions, embeddings, inner_model, crop, later_mask)
+PASSES = (with_4d_mask, with_positions, with_embeddings, inner_model, crop, later_mask)
 
 # ---------------------------------------------------------------------- tries
 
