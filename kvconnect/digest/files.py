@@ -121,7 +121,7 @@ class ModelFiles:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[int]:
-        """Opens a file of `beside` for reading; yields its descriptor.
+        """Opens a file of `weights` or `beside` for reading; yields its descriptor.
 
         Raises:
             ModelChanged: the file is another one than was found, or has changed.
@@ -129,7 +129,8 @@ class ModelFiles:
         """
         descriptor = self._descriptor(name)
         try:
-            if FileIdentity.of(os.fstat(descriptor)) != self.beside[name]:
+            found = self.files[name].identity if name in self.weights else self.beside[name]
+            if FileIdentity.of(os.fstat(descriptor)) != found:
                 raise _changed(self.directory, name)
             yield descriptor
         finally:
