@@ -1,7 +1,9 @@
-"""The requests of TensorRT-LLM with their keys and their saves."""
+"""The requests of TensorRT-LLM with their keys and saves, and the orders of a step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.requests import PRIORITY, RequestMaker
 from kvconnect.request import LlmRequest
 
-__all__ = ["TrackedRequest", "tracked"]
+__all__ = ["StepOrders", "TrackedRequest", "tracked"]
 
 # Fields of a request that change keys and values, and that no key distinguishes.
 _UNTOLD = (
@@ -23,6 +25,22 @@ _UNTOLD = (
     *("multimodal_embedding", "py_multimodal_data", "mrope_rotary_cos_sin"),
     *("encoder_tokens", "input_token_extra_ids", "position_ids", "prompt_adapter_id"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrders:
+    """The loads and saves around a forward pass, which the scheduler sends to the worker.
+
+    Picklable.
+
+    Attributes:
+        loads: run before the pass: by request, where its fetched and checked blocks go in the pool,
+            in order; -1: the pool has no block for that one, which a window has passed.
+        saves: run after the pass.
+    """
+
+    loads: Mapping[int, tuple[int, ...]]
+    saves: tuple[SaveOrder, ...]
 
 
 class TrackedRequest:

@@ -11,8 +11,7 @@ from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.trtllm.attachment import Attachment
 from kvconnect.integrations.trtllm.bases import connector_class
-from kvconnect.integrations.trtllm.messages import StepOrders
-from kvconnect.integrations.trtllm.requests import TrackedRequest, tracked
+from kvconnect.integrations.trtllm.requests import StepOrders, TrackedRequest, tracked
 from kvconnect.request import LlmRequest
 
 if TYPE_CHECKING:
@@ -51,8 +50,7 @@ class KvConnectScheduler(_Base):
         Never includes the last token. Blocks up to ``lookup_timeout_ms`` and ``load_timeout_s``.
         """
         maker = self._attachment.maker
-        self._attachment.forget(request.request_id)
-        self._loads.pop(request.request_id, None)
+        self._forget_loads(request)
         if maker is None:
             return 0, False
         known = tracked(request, maker)
@@ -170,17 +168,19 @@ class KvConnectScheduler(_Base):
 
         TensorRT-LLM asks for it again, or reports it as new again.
         """
-        self._attachment.forget(request.request_id)
-        self._loads.pop(request.request_id, None)
+        self._forget_loads(request)
         if (known := self._requests.get(request.request_id)) is not None:
             known.restart()
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         """Returns False: all saves of the request were staged in its steps."""
-        self._attachment.forget(request.request_id)
-        self._loads.pop(request.request_id, None)
+        self._forget_loads(request)
         self._requests.pop(request.request_id, None)
         return False
+
+    def _forget_loads(self, request: Any) -> None:
+        self._attachment.forget(request.request_id)
+        self._loads.pop(request.request_id, None)
 
 
 def _num_taken(request: Any) -> int | None:

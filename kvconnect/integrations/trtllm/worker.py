@@ -10,7 +10,7 @@ from torch import Tensor
 from kvconnect.integrations.trtllm.attachment import Attachment
 from kvconnect.integrations.trtllm.bases import connector_class
 from kvconnect.integrations.trtllm.layouts import single_pool
-from kvconnect.integrations.trtllm.messages import StepOrders
+from kvconnect.integrations.trtllm.requests import StepOrders
 
 if TYPE_CHECKING:
     from kvconnect.connector.worker import KvCacheConnectorWorker as _Base
