@@ -22,6 +22,7 @@ from model_changes import (
     change_buffer,
     change_setting,
     fused_step,
+    load_other,
     merge,
     patch_forward,
     replace_memory,
@@ -39,6 +40,7 @@ from model_passes import (
     with_other_tokens,
     with_positions,
 )
+from rows import cells
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
@@ -207,35 +209,39 @@ def test_files_that_pytorch_pickled_name_the_model_that_equals_them(place, shard
     assert "lm_head.weight differs from the file" in identify(model, None).own
 
 
-@pytest.mark.planted("other-model", "prompt_cache", "key")
-def test_another_model_in_the_same_place(llama_directory, other_directory, store, place):
+def name_weights(place: Path, other: Path) -> None:
+    shutil.copy(other / "model.safetensors", place / "mine.safetensors")
+    alter(place, "config.json", {"transformers_weights": "mine.safetensors"})
+
+
+PLANTS = cells(
+    "prompt_cache",
+    "key",
+    {
+        "other-model": lambda place, other: shutil.copy(other / "model.safetensors", place),
+        "weight-byte": lambda place, _: flip_byte(place / "model.safetensors"),
+        "config-changed": lambda place, _: alter(place, "config.json", {"rms_norm_eps": 1e-2}),
+        "transformers-weights": name_weights,
+    },
+)
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_directory_that_has_changed(llama_directory, other_directory, store, place, plant):
     assert finds(load(place), store) == 0
-    shutil.rmtree(place)
-    shutil.copytree(other_directory, place)
-    assert finds(load(place), store) == 0
+    plant(place, other_directory)
+    for count in (0, ALL):
+        assert finds(load(place), store) == count
     as_before(llama_directory, store)
 
 
-@pytest.mark.planted("weight-byte", "prompt_cache", "key")
-def test_one_byte_of_a_file(filled, place):
-    flip_byte(place / "model.safetensors")
-    assert finds(load(place), filled) == 0
-
-
-@pytest.mark.planted("config-changed", "other-window", "prompt_cache", "key")
-@pytest.mark.parametrize(
-    ("arch", "settings"),
-    [
-        ("llama", {"rms_norm_eps": 1e-2}),
-        pytest.param("mistral", {"sliding_window": 9}, marks=pytest.mark.slow),
-    ],
-)
-def test_another_setting_of_the_directory(model_of, store, tmp_path, arch, settings):
-    place = shutil.copytree(model_of(arch), tmp_path / "model")
+@pytest.mark.slow
+@pytest.mark.planted("other-window", "prompt_cache", "key")
+def test_another_window(model_of, store, tmp_path):
+    place = shutil.copytree(model_of("mistral"), tmp_path / "model")
     assert finds(load(place), store) == 0
-    alter(place, "config.json", settings)
+    alter(place, "config.json", {"sliding_window": 9})
     assert finds(load(place), store) == 0
-    as_before(model_of(arch), store)
 
 
 @pytest.mark.planted("overridden-configuration", "prompt_cache", "key")
@@ -297,28 +303,16 @@ def test_weights_that_a_loader_took_from_a_file_beside_the_usual_ones(
     assert finds(load(place), store) == ALL
 
 
-@pytest.mark.planted(
-    "variant", "subfolder", "transformers-weights", "bin-beside-safetensors", "prompt_cache", "key"
-)
-@pytest.mark.parametrize("how", thinned(["variant", "subfolder", "transformers_weights", "bin"]))
+@pytest.mark.planted("variant", "subfolder", "bin-beside-safetensors", "prompt_cache", "key")
+@pytest.mark.parametrize("how", thinned(["variant", "subfolder", "bin"]))
 def test_weights_that_transformers_is_told_to_load_instead(other_directory, store, place, how):
     other = other_directory / "model.safetensors"
-    more: dict[str, object] = {}
-    if how == "variant":
-        shutil.copy(other, place / "model.fp64.safetensors")
-        more = {"variant": "fp64"}
-    elif how == "subfolder":
-        shutil.copytree(other_directory, place / "sub")
-        more = {"subfolder": "sub"}
-    elif how == "transformers_weights":
-        shutil.copy(other, place / "mine.safetensors")
-    else:
-        torch.save(load_file(other), place / "pytorch_model.bin")
-        more = {"use_safetensors": False}
+    shutil.copy(other, place / "model.fp64.safetensors")
+    shutil.copytree(other_directory, place / "sub")
+    torch.save(load_file(other), place / "pytorch_model.bin")
     assert finds(load(place), store) == 0
-    if how == "transformers_weights":
-        alter(place, "config.json", {"transformers_weights": "mine.safetensors"})
-    told = load(place, **more)
+    told = {"variant": "fp64"} if how == "variant" else {"subfolder": "sub"}
+    told = load(place, **{"use_safetensors": False} if how == "bin" else told)
     assert generate(told, prompt()) == generate(load(other_directory), prompt())
     for count in (0, ALL):
         assert finds(told, store) == count
@@ -396,6 +390,10 @@ def change_configuration(model: PreTrainedModel, rng: random.Random) -> None:
     model.config.attention_bias = True
 
 
+def assign_other(model: PreTrainedModel, rng: random.Random) -> None:
+    model.load_state_dict({n: 1.2 * one for n, one in model.state_dict().items()}, assign=True)
+
+
 def resize(model: PreTrainedModel, rng: random.Random) -> None:
     torch.manual_seed(5)
     model.resize_token_embeddings(model.config.vocab_size + 8)
@@ -412,6 +410,8 @@ CHANGES: dict[str, Change] = {
     "uncounted-write": write_uncounted,
     "one-number": change_number,
     "storage-replaced": replace_memory,
+    "weights-updated": load_other,
+    "weights-reloaded": assign_other,
     "hook-added": add_hook,
     "forward-patched": patch_forward,
     "class-replaced": replace_class,
@@ -547,11 +547,15 @@ def counted_by_reason() -> Iterator[None]:
     "fused-optimizer",
     "uncounted-write",
     "storage-replaced",
+    "weights-updated",
+    "weights-reloaded",
     "changed-between-generates",
     "prompt_cache",
     "refused",
 )
-@pytest.mark.parametrize("row", thinned(CHANGES, "one-number", "storage-replaced"))
+@pytest.mark.parametrize(
+    "row", thinned(CHANGES, "one-number", "storage-replaced", "weights-updated")
+)
 def test_what_changes_between_two_generates_ends_the_cache(llama_directory, model, store, row):
     other = prompt(seed=2)
     with opened(model, store) as prompts:
@@ -665,19 +669,6 @@ def test_training_mode(llama_directory, store):
         model.eval()
         assert "another PromptCache" in prompts.prefill(given(prompt())).not_cached
     assert finds(model, store) == ALL
-
-
-@pytest.mark.planted("weights-updated", "weights-reloaded", "prompt_cache", "refused")
-@pytest.mark.parametrize("assign", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_another_model_s_weights_in_this_one(llama_directory, other_directory, store, assign):
-    model = load(llama_directory)
-    with opened(model, store) as prompts:
-        assert loaded(model, prompts) == 0
-        assert prompts.flush()
-        model.load_state_dict(load(other_directory).state_dict(), assign=assign)
-        assert "weights were changed" in prompts.prefill(given(prompt())).not_cached
-    assert finds(model, store) == 0
-    as_before(llama_directory, store)
 
 
 @pytest.mark.planted("adapter-weights-changed", "prompt_cache", "refused")

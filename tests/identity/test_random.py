@@ -24,6 +24,7 @@ from model_changes import (
     change_buffer,
     change_setting,
     fused_step,
+    load_other,
     merge,
     patch_forward,
     plain_step,
@@ -54,10 +55,6 @@ def write_one_element(model: PreTrainedModel, rng: random.Random) -> None:
 def replace_weight(model: PreTrainedModel, rng: random.Random) -> None:
     module = attention(model, rng).k_proj
     module.weight = nn.Parameter(module.weight.detach() * 1.5)
-
-
-def load_other(model: PreTrainedModel, rng: random.Random) -> None:
-    model.load_state_dict({name: 1.2 * one for name, one in model.state_dict().items()})
 
 
 def cast(model: PreTrainedModel, rng: random.Random) -> None:
