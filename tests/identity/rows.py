@@ -3,7 +3,8 @@
 A row is a way in which what computes, or what it is given, differs while its names stay. The
 columns are those who name what they computed. A cell is a test that plants the row in a column; it
 carries the marker ``planted(*rows, column, outcome)``, wherever it stands under ``tests/``, or is a
-case of `cells`. What cannot happen in a column stands in ``absent/<column>.toml``, with the reason.
+case of `cells`. One string may name several rows. What cannot happen in a column stands in
+``absent/<column>.toml``, with the reason.
 """
 
 from __future__ import annotations

@@ -176,10 +176,7 @@ def test_weights_that_the_files_lack_are_refused(model):
 
 
 @pytest.mark.planted(
-    "overridden-configuration",
-    "computes-in-other-dtype",
-    "cache-dtype",
-    "other-block-size",
+    "overridden-configuration computes-in-other-dtype cache-dtype other-block-size",
     "other-window",
     "engine",
     "key",

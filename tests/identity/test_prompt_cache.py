@@ -281,11 +281,7 @@ BESIDE = (
 
 
 @pytest.mark.planted(
-    "file-beside-index",
-    "consolidated-beside-hf",
-    "pt-beside",
-    "gguf-beside",
-    "npz-beside",
+    "file-beside-index consolidated-beside-hf pt-beside gguf-beside npz-beside",
     "prompt_cache",
     "key",
 )
@@ -318,9 +314,7 @@ def test_weights_that_transformers_is_told_to_load_instead(other_directory, stor
         assert finds(told, store) == count
 
 
-@pytest.mark.planted(
-    "params-json", "quantize-config", "adapter-in-directory", "prompt_cache", "equal"
-)
+@pytest.mark.planted("params-json quantize-config adapter-in-directory", "prompt_cache", "equal")
 @pytest.mark.parametrize(
     "name", thinned(["params.json", "quantize_config.json", "adapter_config.json"])
 )
@@ -430,11 +424,7 @@ CODE = {
 
 
 @pytest.mark.planted(
-    "merged-adapter",
-    "cast-to-and-fro",
-    "quantization",
-    "buffer-changed",
-    "setting-changed",
+    "merged-adapter cast-to-and-fro quantization buffer-changed setting-changed",
     "embeddings-resized",
     "prompt_cache",
     "key",
@@ -450,12 +440,7 @@ def test_what_changed_before_the_cache_was_made_has_a_name_of_its_own(
 
 
 @pytest.mark.planted(
-    "hook-added",
-    "forward-patched",
-    "adapter-switched",
-    "quantised-in-memory",
-    "prompt_cache",
-    "refused",
+    "hook-added forward-patched adapter-switched quantised-in-memory", "prompt_cache", "refused"
 )
 @pytest.mark.parametrize("row", thinned(CODE, "forward-patched"))
 def test_code_that_no_digest_covers_needs_a_name(llama_directory, model, filled, row):
@@ -544,11 +529,7 @@ def counted_by_reason() -> Iterator[None]:
 
 
 @pytest.mark.planted(
-    "fused-optimizer",
-    "uncounted-write",
-    "storage-replaced",
-    "weights-updated",
-    "weights-reloaded",
+    "fused-optimizer uncounted-write storage-replaced weights-updated weights-reloaded",
     "changed-between-generates",
     "prompt_cache",
     "refused",
@@ -735,12 +716,7 @@ def full(model: PreTrainedModel, past: object, ids: Tensor, **more: object) -> N
 
 
 @pytest.mark.planted(
-    "inner-model-called",
-    "mask-4d",
-    "embeddings-given",
-    "prompt-embeddings",
-    "prompt_cache",
-    "refused",
+    "inner-model-called mask-4d embeddings-given prompt-embeddings", "prompt_cache", "refused"
 )
 @pytest.mark.parametrize(
     "compute",
@@ -855,12 +831,7 @@ SETTINGS = {
 
 
 @pytest.mark.planted(
-    "bidirectional",
-    "encoder-as-decoder",
-    "window-not-passed",
-    "alibi-by-length",
-    "prompt_cache",
-    "refused",
+    "bidirectional encoder-as-decoder window-not-passed alibi-by-length", "prompt_cache", "refused"
 )
 @pytest.mark.parametrize(
     ("name", "declared", "computed"),
@@ -909,9 +880,7 @@ def test_prompts_of_the_length_where_rope_turns(llama_directory, store, kind, lo
 # ---------------------------------------------------------------------- what comes with a prompt
 
 
-@pytest.mark.planted(
-    "other-picture", "picture-settings", "sound-or-video", "prompt_cache", "refused"
-)
+@pytest.mark.planted("other-picture picture-settings sound-or-video", "prompt_cache", "refused")
 @pytest.mark.parametrize("name", ["pixel_values", "input_features", "inputs_embeds"])
 def test_inputs_beside_tokens(model, store, name):
     with opened(model, store) as prompts, counted_by_reason():

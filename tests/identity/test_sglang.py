@@ -245,15 +245,51 @@ def refuse(stored: Stored, directory: Path, complaint: str, **settings: Any) -> 
         stored.open(directory, server)
 
 
-@pytest.mark.planted("weights-from-elsewhere", "sglang", "refused")
-def test_weights_from_elsewhere_are_refused(stored, directory):
-    refuse(stored, directory, "load-format=dummy", load_format="dummy")
-    refuse(stored, directory, "load-format='remote'", load_format="remote")
-    refuse(stored, directory, "weights of '/base'", resolved={"model_path": "/base"})
-    extra = '{"qlora_adapter_name_or_path": "/adapter"}'
-    refuse(stored, directory, "another directory", model_loader_extra_config=extra)
-    parts = {"hf_config": {"text_model_id": "org/part"}}
-    refuse(stored, directory, "text_model_id=org/part", resolved=parts)
+REFUSED = cells(
+    "sglang",
+    "refused",
+    {
+        "weights-from-elsewhere": ({"load_format": "dummy"}, "load-format=dummy"),
+        "weights-from-elsewhere: remote": ({"load_format": "remote"}, "load-format='remote'"),
+        "weights-from-elsewhere: path": ({"resolved": {"model_path": "/b"}}, "weights of '/b'"),
+        "weights-from-elsewhere: part": (resolved(text_model_id="org/p"), "text_model_id=org/p"),
+        "weights-from-elsewhere: adapter": (
+            {"model_loader_extra_config": '{"qlora_adapter_name_or_path": "/adapter"}'},
+            "another directory",
+        ),
+        "other-adapter": ({"enable_lora": True}, "enable-lora"),
+        "no-adapter": ({"lora_paths": ["a=/adapters/a"]}, "enable-lora"),
+        "other-picture": ({"resolved": {"is_multimodal": True}}, "language-model-only"),
+        "prompt-embeddings": (
+            {"disaggregation_decode_enable_offload_kvcache": True},
+            "placeholder tokens",
+        ),
+        "bidirectional": (resolved(is_causal=False), "looks ahead"),
+        "bidirectional: text": (
+            resolved(text_config={"use_bidirectional_attention": True}),
+            "looks ahead",
+        ),
+        "encoder-as-decoder": ({"dllm_algorithm": "LowConfidence"}, "looks ahead"),
+    },
+)
+
+
+@pytest.mark.planted("adapter-switched adapter-weights-changed", "sglang", "refused")
+@pytest.mark.planted(
+    "picture-settings picture-uuid picture-uuid-like-hash sound-or-video", "sglang", "refused"
+)
+@pytest.mark.parametrize(("settings", "complaint"), REFUSED)
+def test_servers_that_compute_what_keys_do_not_name_are_refused(
+    stored, directory, settings, complaint
+):
+    refuse(stored, directory, complaint, **settings)
+
+
+def test_servers_that_could_take_pictures_and_take_none_are_served(stored, directory):
+    assert stored.found(directory, resolved={"is_multimodal": False}) == 0
+
+
+def test_code_and_weights_of_other_repositories_are_refused(stored, directory):
     put(directory, "config.json", CONFIG | {"auto_map": {"AutoModel": "org/x--modeling.Model"}})
     refuse(stored, directory, "auto_map: 'org/x--", trust_remote_code=True)
     put(directory, "config.json", CONFIG)
@@ -279,54 +315,13 @@ def test_a_model_s_class_of_another_package_is_refused(stored, directory):
         stored.open(directory, server, model_revision="org/name@1")
 
 
-@pytest.mark.planted(
-    "other-adapter",
-    "no-adapter",
-    "adapter-switched",
-    "adapter-weights-changed",
-    "sglang",
-    "refused",
-)
-def test_servers_with_adapters_are_refused(stored, directory):
-    refuse(stored, directory, "enable-lora", enable_lora=True)
-    refuse(stored, directory, "enable-lora", lora_paths=["a=/adapters/a"])
-
-
-@pytest.mark.planted(
-    "other-picture",
-    "picture-settings",
-    "picture-uuid",
-    "picture-uuid-like-hash",
-    "sound-or-video",
-    "sglang",
-    "refused",
-)
-def test_servers_that_take_pictures_are_refused(stored, directory):
-    refuse(stored, directory, "language-model-only", resolved={"is_multimodal": True})
-    assert stored.found(directory, resolved={"is_multimodal": False}) == 0  # opens
-
-
-@pytest.mark.planted("prompt-embeddings", "sglang", "refused")
-def test_servers_that_save_prompts_given_as_embeddings_are_refused(stored, directory):
-    refuse(
-        stored,
-        directory,
-        "placeholder tokens",
-        disaggregation_decode_enable_offload_kvcache=True,
-    )
-
-
-@pytest.mark.planted("bidirectional", "encoder-as-decoder", "sglang", "refused")
-def test_attention_that_looks_ahead_is_refused(stored, directory):
-    ahead = "looks ahead"
-    for config in ({"is_causal": False}, {"text_config": {"use_bidirectional_attention": True}}):
-        refuse(stored, directory, ahead, resolved={"hf_config": config})
-    refuse(stored, directory, ahead, dllm_algorithm="LowConfidence")
+def test_layers_of_an_encoder_are_refused(stored, directory):
     with serving(directory) as server:
-        server.worker.model_runner.model.inner.attn_type = SimpleNamespace(value="encoder_only")
-        with pytest.raises(UnsupportedModel, match=ahead):
+        inner = server.worker.model_runner.model.inner
+        inner.attn_type = SimpleNamespace(value="encoder_only")
+        with pytest.raises(UnsupportedModel, match="looks ahead"):
             stored.open(directory, server)
-        server.worker.model_runner.model.inner.attn_type = SimpleNamespace(value="decoder")
+        inner.attn_type = SimpleNamespace(value="decoder")
         stored.open(directory, server)
 
 

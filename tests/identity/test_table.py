@@ -47,7 +47,8 @@ def planted_by(call):
         column, outcome = (argument.value for argument in first)
         return [key.value.partition(":")[0] for key in last.keys], column, outcome
     *rows, column, outcome = (argument.value for argument in call.args)
-    return rows if name == "planted" else [plant.row for plant in FILE_PLANTS], column, outcome
+    planted = " ".join(rows).split() if name == "planted" else [one.row for one in FILE_PLANTS]
+    return planted, column, outcome
 
 
 def test_rows_have_names_of_their_own():

@@ -216,13 +216,7 @@ def test_weights_and_code_from_elsewhere_are_refused(stored, directory, argument
 
 
 @pytest.mark.planted(
-    "weights-reloaded",
-    "weights-updated",
-    "storage-replaced",
-    "uncounted-write",
-    "paused",
-    "trtllm",
-    "refused",
+    "weights-reloaded weights-updated storage-replaced uncounted-write paused", "trtllm", "refused"
 )
 @pytest.mark.parametrize("settings", [{}, {"model_revision": REVISION}])
 def test_what_can_replace_the_weights_of_a_running_engine_is_refused(stored, directory, settings):
