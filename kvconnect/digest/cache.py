@@ -1,72 +1,126 @@
-"""The digests of files that were hashed before, kept for the next process."""
+"""The digests and comparisons of earlier processes, kept for the next one."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
 from kvconnect.digest.identity import FileIdentity
-from kvconnect.user_cache import is_private, replace_file
+from kvconnect.user_cache import cache_directory, is_private, replace_file
 
-__all__ = ["DigestCache"]
+__all__ = ["DigestCache", "ProvenContents", "user_directory"]
 
-_NAME = "model-digests"
 _MAX_ENTRIES = 1024
 _MAX_NBYTES = 1 << 20
 _DIGEST_NBYTES = 32
 
 
-class DigestCache:
-    """The digests by identity: 1,024 at most, the oldest are dropped first.
+def user_directory() -> Path | None:
+    """Returns this user's directory of such files; ``None`` for a user without a home directory."""
+    try:
+        return cache_directory()
+    except RuntimeError:
+        return None
 
-    They are kept in one small file, a line for each, which is replaced as a whole. Several
-    processes may use it: one may lose what another adds, which costs time. A file that is damaged,
-    that cannot be read or written, or that other users may write costs time, too, and is ignored.
+
+class _KeptLines:
+    """A small file of this user's, whose lines carry a checksum each; replaced as a whole.
+
+    Keeps 1,024 lines; the oldest are dropped first. Several processes may use the file: one may
+    lose what another adds, which costs time. A damaged line is passed over. A file that cannot be
+    read or written, or that other users may write, is ignored.
 
     Args:
         directory: made when first written to, for this user alone; ``None``: nothing is kept.
+        name: of the file.
     """
 
-    def __init__(self, directory: Path | None) -> None:
-        self._path = None if directory is None else directory / _NAME
+    def __init__(self, directory: Path | None, name: str) -> None:
+        self._path = None if directory is None else directory / name
 
-    def read(self) -> dict[FileIdentity, bytes]:
-        """Returns all valid entries, the oldest first."""
+    def read(self) -> list[bytes]:
+        """Returns the texts of all whole lines, the oldest first."""
         if self._path is None:
-            return {}
+            return []
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with os.fdopen(descriptor, "rb") as file:
-                text = file.read(_MAX_NBYTES) if is_private(descriptor) else b""
+                content = file.read(_MAX_NBYTES) if is_private(descriptor) else b""
         except OSError:
-            return {}
-        entries = map(_entry, text.splitlines())
+            return []
+        lines = (line.rpartition(b" ") for line in content.splitlines())
+        return [text for text, _, check in lines if _checksum(text) == check]
+
+    def write(self, texts: Iterable[bytes]) -> None:
+        """Replaces all lines by the last 1,024 of `texts`; never raises."""
+        if self._path is not None:
+            lines = [b"%s %s\n" % (text, _checksum(text)) for text in texts]
+            with suppress(OSError):
+                replace_file(self._path, lines[-_MAX_ENTRIES:])
+
+
+class DigestCache:
+    """The digests of files by identity.
+
+    Args:
+        directory: see `_KeptLines`.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._lines = _KeptLines(directory, "model-digests")
+
+    def read(self) -> dict[FileIdentity, bytes]:
+        """Returns all valid entries, the oldest first."""
+        entries = map(_entry, self._lines.read())
         return dict(entry for entry in entries if entry is not None)
 
     def add(self, entries: Mapping[FileIdentity, bytes]) -> None:
         """Adds `entries`; never raises."""
-        if self._path is None or not entries:
+        if not entries:
             return
         kept = {key: value for key, value in self.read().items() if key not in entries}
-        lines = list(map(_line, (kept | dict(entries)).items()))[-_MAX_ENTRIES:]
-        with suppress(OSError):
-            replace_file(self._path, lines)
+        self._lines.write(
+            " ".join([*map(str, identity), digest.hex()]).encode()
+            for identity, digest in (kept | dict(entries)).items()
+        )
 
 
-def _line(entry: tuple[FileIdentity, bytes]) -> bytes:
-    identity, digest = entry
-    text = " ".join([*map(str, identity), digest.hex()]).encode()
-    return b"%s %s\n" % (text, xxhash.xxh3_64_hexdigest(text).encode())
+class ProvenContents:
+    """The pairs of digests, of a content in memory and its directory, of the same weights.
+
+    A comparison bit for bit has found that they are. A lost pair costs another comparison.
+
+    Args:
+        directory: see `_KeptLines`.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._lines = _KeptLines(directory, "model-contents")
+
+    def has(self, content: bytes, directory: bytes) -> bool:
+        """Returns whether the two digests were found to be of the same weights."""
+        return _pair(content, directory) in self._lines.read()
+
+    def add(self, content: bytes, directory: bytes) -> None:
+        """Keeps the pair; never raises."""
+        pair, known = _pair(content, directory), self._lines.read()
+        if pair not in known:
+            self._lines.write([*known, pair])
 
 
-def _entry(line: bytes) -> tuple[FileIdentity, bytes] | None:
-    text, _, check = line.rpartition(b" ")
-    if xxhash.xxh3_64_hexdigest(text).encode() != check:
-        return None
+def _checksum(text: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(text).encode()
+
+
+def _pair(content: bytes, directory: bytes) -> bytes:
+    return f"{content.hex()} {directory.hex()}".encode()
+
+
+def _entry(text: bytes) -> tuple[FileIdentity, bytes] | None:
     *numbers, digest = text.split(b" ")
     try:
         entry = FileIdentity(*map(int, numbers)), bytes.fromhex(digest.decode())

@@ -6,12 +6,12 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from typing import NamedTuple
 
 import xxhash
 
-from kvconnect.digest.progress import Progress
+from kvconnect.digest.progress import in_threads
 from kvconnect.errors import ModelChanged
 
 __all__ = ["Content", "content_digests"]
@@ -19,7 +19,6 @@ __all__ = ["Content", "content_digests"]
 _WHOLE = 256 << 20
 _LEAF = 16 << 20
 _PIECE = 1 << 20  # is hashed while it is in the processor's cache
-_MAX_THREADS = 16
 
 
 class Content(NamedTuple):
@@ -47,42 +46,39 @@ def content_digests(contents: Sequence[Content]) -> list[bytes]:
         ModelChanged: a file is shorter than its size.
         OSError: it cannot be read.
     """
-    pool = ThreadPoolExecutor(_num_threads(), "kvconnect-digest")
-    buffer = _Buffer()
-    progress = Progress(sum(content.size for content in contents))
-    try:
-        pending = [
-            [pool.submit(_hash, content, start, buffer) for start in _starts(content.size)]
-            for content in contents
-        ]
-        digests = []
-        for content, parts in zip(contents, pending, strict=True):
-            leaves = []
-            for part in parts:
-                leaves.append(part.result())
-                progress.advance(content.size // len(parts))
-            digests.append(leaves[0] if content.size <= _WHOLE else _root(content.size, leaves))
-        return digests
-    finally:
-        pool.shutdown(cancel_futures=True)
+    parts = [_parts(content) for content in contents]
+    hashed = in_threads(_hash, list(chain(*parts)), lambda part: len(part.span))
+    digests = []
+    for content, own in zip(contents, parts, strict=True):
+        leaves = list(islice(hashed, len(own)))
+        digests.append(leaves[0] if content.size <= _WHOLE else _root(content.size, leaves))
+    return digests
 
 
-def _num_threads() -> int:
-    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+class _Part(NamedTuple):
+    content: Content
+    span: range
 
 
-def _starts(size: int) -> range:
-    return range(1) if size <= _WHOLE else range(0, size, _LEAF)
+def _parts(content: Content) -> list[_Part]:
+    size = content.size
+    spans = (
+        [range(size)]
+        if size <= _WHOLE
+        else [range(start, min(start + _LEAF, size)) for start in range(0, size, _LEAF)]
+    )
+    return [_Part(content, span) for span in spans]
 
 
-def _hash(content: Content, start: int, buffer: _Buffer) -> bytes:
-    if content.size <= _WHOLE:
-        state = hashlib.blake2b(content.size.to_bytes(8, "little"), digest_size=32)
-        for piece in _pieces(content, range(content.size), buffer):
+def _hash(part: _Part) -> bytes:
+    size = part.content.size
+    if size <= _WHOLE:
+        state = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=32)
+        for piece in _pieces(part):
             state.update(piece)
         return state.digest()
     leaf = xxhash.xxh3_128()
-    for piece in _pieces(content, range(start, min(start + _LEAF, content.size)), buffer):
+    for piece in _pieces(part):
         leaf.update(piece)
     return leaf.digest()
 
@@ -95,10 +91,11 @@ def _root(size: int, leaves: Sequence[bytes]) -> bytes:
     return state.digest()
 
 
-def _pieces(content: Content, span: range, buffer: _Buffer) -> Iterator[memoryview]:
+def _pieces(part: _Part) -> Iterator[memoryview]:
+    content, span = part
     start = span.start
     while start < span.stop:
-        piece = buffer.view[: span.stop - start]
+        piece = _buffer.view[: span.stop - start]
         count = os.preadv(content.descriptor, [piece], start)
         if count == 0:
             raise ModelChanged(
@@ -114,3 +111,6 @@ class _Buffer(threading.local):
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(_PIECE))
+
+
+_buffer = _Buffer()

@@ -15,7 +15,7 @@ from typing import Self
 
 from kvconnect.digest.identity import FileIdentity
 from kvconnect.digest.shard_index import chooses, weight_map
-from kvconnect.digest.weight_files import WEIGHTS, WeightFiles, is_regular
+from kvconnect.digest.weight_files import WEIGHTS, WeightFiles, is_regular, regular_files
 from kvconnect.errors import ConfigurationError, ModelChanged
 
 __all__ = ["ModelFiles", "OpenFile"]
@@ -71,7 +71,7 @@ class ModelFiles:
             self._root = _open_directory(self.directory)
             stack.callback(os.close, self._root)
             self._opened: dict[str, OpenFile] = {}
-            for name in _regular(self._root, ".", _TEMPLATES):
+            for name in (*regular_files(self._root, "."), *regular_files(self._root, _TEMPLATES)):
                 if not name.endswith(WEIGHTS):
                     self._open(stack, name)
             self._found = WeightFiles.under(self._root)
@@ -121,7 +121,7 @@ class ModelFiles:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[int]:
-        """Opens a file of `beside` for reading; yields its descriptor.
+        """Opens a file of `weights` or `beside` for reading; yields its descriptor.
 
         Raises:
             ModelChanged: the file is another one than was found, or has changed.
@@ -129,7 +129,8 @@ class ModelFiles:
         """
         descriptor = self._descriptor(name)
         try:
-            if FileIdentity.of(os.fstat(descriptor)) != self.beside[name]:
+            found = self.files[name].identity if name in self.weights else self.beside[name]
+            if FileIdentity.of(os.fstat(descriptor)) != found:
                 raise _changed(self.directory, name)
             yield descriptor
         finally:
@@ -267,22 +268,6 @@ def _open_directory(directory: Path) -> int:
         raise ConfigurationError(
             f"model: '{directory}' cannot be read ({error.strerror})"
         ) from error
-
-
-def _regular(root: int, *folders: str) -> Iterator[str]:
-    """Yields the regular files in `folders`, relative to `root`, and links to such."""
-    for folder in folders:
-        try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
-        except OSError:
-            continue
-        try:
-            with os.scandir(descriptor) as entries:
-                names = [entry.name for entry in entries]
-        finally:
-            os.close(descriptor)
-        paths = (PurePosixPath(folder, name).as_posix() for name in names)
-        yield from (path for path in paths if is_regular(root, path))
 
 
 def _again(file: OpenFile) -> OpenFile:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
-from kvconnect.digest.progress import Progress
+from kvconnect.digest.progress import in_threads
 
 __all__ = [
     "NamedTensor",
@@ -29,7 +28,6 @@ NamedTensor: TypeAlias = tuple[str, Tensor]
 """A parameter or buffer by its full name."""
 
 _LEAF = 16 << 20
-_MAX_THREADS = 16
 
 # Ten times as fast as torch.equal; it lets other threads run.
 _memcmp = ctypes.CDLL(None).memcmp
@@ -115,23 +113,14 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _leaves(tensors: Sequence[Tensor]) -> list[list[bytes]]:
     """Returns the digests of each tensor's leaves."""
-    progress = Progress(sum(one.nbytes for one in tensors))
-    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    pool = ThreadPoolExecutor(threads, "kvconnect-digest")
-    try:
-        pending = [[pool.submit(_digests, one) for one in _cut(tensor)] for tensor in tensors]
-        found = []
-        for tensor, parts in zip(tensors, pending, strict=True):
-            found.append([leaf for part in parts for leaf in part.result()])
-            progress.advance(tensor.nbytes)
-        return found
-    finally:
-        pool.shutdown(cancel_futures=True)
+    parts = [_cut(tensor) for tensor in tensors]
+    hashed = in_threads(_digests, list(chain(*parts)), lambda part: part.nbytes)
+    return [list(chain(*islice(hashed, len(own)))) for own in parts]
 
 
-def _cut(tensor: Tensor) -> Iterator[Tensor]:
+def _cut(tensor: Tensor) -> list[Tensor]:
     """Splits a contiguous tensor; the thread that hashes another one makes it contiguous."""
-    return pieces(tensor) if tensor.is_contiguous() else iter((tensor.detach(),))
+    return list(pieces(tensor)) if tensor.is_contiguous() else [tensor.detach()]
 
 
 def _digests(part: Tensor) -> list[bytes]:

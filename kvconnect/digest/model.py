@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvconnect.digest.cache import DigestCache
+from kvconnect.digest.cache import DigestCache, user_directory
 from kvconnect.digest.content import Content, content_digests
 from kvconnect.digest.files import ModelFiles
 from kvconnect.digest.identity import FileIdentity
 from kvconnect.digest.weight_files import WEIGHTS
 from kvconnect.errors import ConfigurationError
-from kvconnect.user_cache import cache_directory
 
 __all__ = ["check_revision", "digest_of", "model_digest"]
 
@@ -24,7 +23,7 @@ __all__ = ["check_revision", "digest_of", "model_digest"]
 _VOLATILE = {"transformers_version", "_name_or_path"}
 # A file that changed so shortly before it was read may change again under the same times.
 _SETTLED_NS = 2 * 10**9
-_OPEN_AT_ONCE = 64  # files beside those that are loaded; a training run may have thousands
+_OPEN_AT_ONCE = 64  # a training run may have thousands of files
 
 
 def model_digest(
@@ -64,14 +63,15 @@ def digest_of(
         names = ", ".join(WEIGHTS)
         raise ConfigurationError(f"model: '{files.directory}' has no weight files ({names})")
     settings = json.dumps(_settings(files), sort_keys=True).encode()
-    cache = DigestCache(_default_directory() if cache_dir is None else Path(cache_dir))
+    cache = DigestCache(user_directory() if cache_dir is None else Path(cache_dir))
     if revision is not None:
         state = hashlib.blake2b(settings, digest_size=32, person=b"kvc-revision")
         state.update(revision.encode("utf-8", "surrogatepass"))
         named = [name for name in files.beside if _says_how_to_read(name)]
         return _with_files_beside(state.digest(), files, named, cache)
     state = hashlib.blake2b(settings, digest_size=32)
-    for name, content in zip(files.weights, _weight_digests(files, cache), strict=True):
+    weights = {name: files.files[name].identity for name in files.weights}
+    for name, content in zip(weights, _digests(files, weights, cache), strict=True):
         state.update(_counted(name) + content)
     return _with_files_beside(state.digest(), files, list(files.beside), cache)
 
@@ -87,13 +87,6 @@ def check_revision(revision: object) -> None:
             f"model_revision: {revision!r} must be a non-empty string, for example "
             "'org/name@commit', or None"
         )
-
-
-def _default_directory() -> Path | None:
-    try:
-        return cache_directory()
-    except RuntimeError:  # a user without a home directory
-        return None
 
 
 def _settings(files: ModelFiles) -> dict[str, object]:
@@ -124,53 +117,39 @@ def _with_files_beside(
     if not names and not files.aliases:
         return digest
     state = hashlib.blake2b(digest, digest_size=32, person=b"kvc-beside")
-    for name, content in zip(names, _digests_beside(files, names, cache), strict=True):
+    beside = {name: files.beside[name] for name in names}
+    for name, content in zip(beside, _digests(files, beside, cache), strict=True):
         state.update(_counted(name) + content)
     for link, folder in sorted(files.aliases.items()):
         state.update(b"alias" + _counted(link) + _counted(folder))
     return state.digest()
 
 
-def _weight_digests(files: ModelFiles, cache: DigestCache) -> list[bytes]:
-    weights = [files.files[name] for name in files.weights]
-    contents = {file.identity: file.descriptor for file in weights}
-    known = _hashed(files, contents, cache.read(), cache)
-    return [known[file.identity] for file in weights]
-
-
-def _digests_beside(files: ModelFiles, names: Sequence[str], cache: DigestCache) -> list[bytes]:
+def _digests(
+    files: ModelFiles, identities: Mapping[str, FileIdentity], cache: DigestCache
+) -> list[bytes]:
+    """Returns the digest of each file's content; those that are read are cached."""
     known = cache.read()
-    missing = [name for name in names if files.beside[name] not in known]
+    missing = [name for name, identity in identities.items() if identity not in known]
     for begin in range(0, len(missing), _OPEN_AT_ONCE):
+        started_ns = time.time_ns()
         with ExitStack() as stack:
             contents = {
-                files.beside[name]: stack.enter_context(files.opened(name))
+                identities[name]: Content(
+                    stack.enter_context(files.opened(name)), identities[name].size
+                )
                 for name in missing[begin : begin + _OPEN_AT_ONCE]
             }
-            known = _hashed(files, contents, known, cache)
-    return [known[files.beside[name]] for name in names]
-
-
-def _hashed(
-    files: ModelFiles,
-    contents: Mapping[FileIdentity, int],
-    known: dict[FileIdentity, bytes],
-    cache: DigestCache,
-) -> dict[FileIdentity, bytes]:
-    """Returns `known` with the digests of all `contents`, which are open; those read are cached."""
-    missing = {one: Content(file, one.size) for one, file in contents.items() if one not in known}
-    if not missing:
-        return known
-    started_ns = time.time_ns()
-    try:
-        made = dict(zip(missing, content_digests(list(missing.values())), strict=True))
-    except OSError as error:
-        raise ConfigurationError(
-            f"model: '{files.directory}' cannot be read ({error.strerror})"
-        ) from error
-    files.check()
-    cache.add({key: made[key] for key in made if _settled(key, started_ns)})
-    return known | made
+            try:
+                made = dict(zip(contents, content_digests(list(contents.values())), strict=True))
+            except OSError as error:
+                raise ConfigurationError(
+                    f"model: '{files.directory}' cannot be read ({error.strerror})"
+                ) from error
+        files.check()
+        cache.add({key: made[key] for key in made if _settled(key, started_ns)})
+        known |= made
+    return [known[identity] for identity in identities.values()]
 
 
 def _settled(identity: FileIdentity, started_ns: int) -> bool:

@@ -1,36 +1,56 @@
-"""Logs the progress of long digests."""
+"""Computes over many bytes on several threads, and logs the progress."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-__all__ = ["Progress"]
+__all__ = ["in_threads"]
 
 logger = logging.getLogger("kvconnect.digest")
 
 _SECONDS_BETWEEN_LINES = 5.0
+_MAX_THREADS = 16
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
-class Progress:
-    """Logs how far a digest is, every 5 seconds.
+def in_threads(
+    compute: Callable[[_Item], _Result],
+    items: Sequence[_Item],
+    nbytes: Callable[[_Item], int],
+    what: str = "weights",
+) -> Generator[_Result]:
+    """Yields the result of `compute` for each of `items`, in order; logs how far it is.
+
+    The thread that iterates logs a line every 5 seconds. Items that are not begun when the iterator
+    ends are left out.
 
     Args:
-        total: in bytes.
-        what: is hashed, such as "weights".
+        compute: called on up to 16 threads.
+        items: its arguments.
+        nbytes: returns how many bytes an item stands for.
+        what: the noun for all of them.
     """
-
-    def __init__(self, total: int, what: str = "weights") -> None:
-        self._total = total
-        self._what = what
-        self._done = 0
-        self._told_at = time.monotonic()
-
-    def advance(self, nbytes: int) -> None:
-        """Adds `nbytes` to the hashed bytes."""
-        self._done += nbytes
-        now = time.monotonic()
-        if now - self._told_at >= _SECONDS_BETWEEN_LINES:
-            self._told_at = now
-            done, total = self._done / 2**30, self._total / 2**30
-            logger.info("digest of the %s: %.1f of %.1f GiB read", self._what, done, total)
+    done, total = 0, sum(map(nbytes, items))
+    logged_at = time.monotonic()
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    pool = ThreadPoolExecutor(threads, "kvconnect-digest")
+    try:
+        pending = [pool.submit(compute, item) for item in items]
+        for item, future in zip(items, pending, strict=True):
+            result = future.result()
+            done += nbytes(item)
+            now = time.monotonic()
+            if now - logged_at >= _SECONDS_BETWEEN_LINES:
+                logged_at = now
+                gib = done / 2**30, total / 2**30
+                logger.info("digest of the %s: %.1f of %.1f GiB read", what, *gib)
+            yield result
+    finally:
+        pool.shutdown(cancel_futures=True)

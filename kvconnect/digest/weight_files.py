@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["WEIGHTS", "WeightFiles", "is_regular"]
+__all__ = ["WEIGHTS", "WeightFiles", "is_regular", "regular_files"]
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Endings of files with weights, as most loaders know them."""
@@ -140,6 +140,12 @@ def _listed(root: int, name: str) -> _Listed | None:
         return [(base / one).as_posix() for one in sorted(kinds) if kinds[one] == wanted]
 
     return _Listed((state.st_dev, state.st_ino), of("file"), of("folder"), of("link"))
+
+
+def regular_files(root: int, folder: str) -> list[str]:
+    """Returns the regular files in a folder of `root`, and links to such; none if unreadable."""
+    listed = _listed(root, folder)
+    return [] if listed is None else listed.files
 
 
 def _kind(folder: int, entry: os.DirEntry[str]) -> str:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from kvconnect.digest.cache import ProvenContents
 from kvconnect.digest.memory import content_of_tensors, module_tensors, pieces, same_bits
-from kvconnect.digest.proven import ProvenContents
 
 LEAF = 16 << 20
 

@@ -75,23 +75,16 @@ def test_the_script_runs(
 
 @pytest.mark.parametrize("max_num_tokens", [2048, 40])
 def test_a_new_engine_loads_every_full_block(ask, max_num_tokens):
+    """Blocks of the answer, too, and those of a beginning in common."""
     cold = ask(max_num_tokens=max_num_tokens)
     warm = ask(max_num_tokens=max_num_tokens)
     assert warm.output_token_ids == cold.output_token_ids == ask(attached=False).output_token_ids
     assert (cold.reused_store_tokens, warm.reused_store_tokens) == (0, FULL_BLOCKS * T)
     assert warm.computed_tokens == len(PROMPT) - FULL_BLOCKS * T
-
-
-def test_blocks_of_the_answer_are_stored_too(ask):
-    cold = ask()
     conversation = PROMPT + list(cold.output_token_ids)
     longer = ask([*conversation, 1, 2, 3])
     assert longer.reused_store_tokens == (len(conversation) - 1) // T * T
     assert longer.output_token_ids == ask([*conversation, 1, 2, 3], attached=False).output_token_ids
-
-
-def test_a_beginning_in_common_is_enough(ask):
-    ask()
     other = [*PROMPT[:70], *reversed(PROMPT)]
     found = ask(other)
     assert found.reused_store_tokens == 70 // T * T
@@ -116,16 +109,12 @@ def _truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def _empty(file: Path) -> None:
-    file.write_bytes(b"")
-
-
 def _replace(file: Path) -> None:
     other = next(each for each in sorted(file.parent.iterdir()) if each != file)
     file.write_bytes(other.read_bytes())
 
 
-@pytest.mark.parametrize("damage", [_flip, _truncate, _empty, _replace])
+@pytest.mark.parametrize("damage", [_flip, _truncate, _replace])
 def test_a_damaged_file_costs_time_and_nothing_else(ask, folder: Path, damage, example, capsys):
     cold = ask()
     # The file of the prompt's fourth block: what is before it is still good.

@@ -11,9 +11,26 @@ import pytest
 EXAMPLE = "persistent_prompt_cache"
 
 
-def test_two_processes_share_a_prompt(
-    example, model: Path, tmp_path: Path, repository_root: Path, monkeypatch, capsys
-):
+@pytest.fixture
+def here(example, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers in this process, with an engine each time, in place of new ones."""
+
+    def answer(model: Path, prompt: Path, store: str, max_tokens: int):
+        return example.answer(model, prompt.read_text(), store, max_tokens)
+
+    monkeypatch.setattr(example, "answer_in_new_process", answer)
+
+
+def test_two_engines_share_a_prompt(here, example, model, tmp_path, monkeypatch, capsys):
+    share_a_prompt(example, model, tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_prompt(example, model, tmp_path, monkeypatch, capsys):
+    share_a_prompt(example, model, tmp_path, monkeypatch, capsys)
+
+
+def share_a_prompt(example, model, tmp_path, monkeypatch, capsys):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("A text that is worth keeping. " * 10)
     store = f"disk://{tmp_path}/kv?capacity=9MiB"
@@ -47,19 +64,14 @@ def run(example):
     return example.Run(300, 299, 1, 5.0, [1, 2, 3], "abc")
 
 
-def test_it_fails_when_nothing_was_reused(example, model: Path, run):
+def test_it_fails_when_nothing_was_reused_or_the_answers_differ(
+    example, model: Path, run, monkeypatch, capsys
+):
     cold = dataclasses.replace(run, reused_store_tokens=0)
     assert example.verdict(model, "text", run, cold) == "the second process reused nothing"
-
-
-def test_it_fails_when_the_answers_differ(example, model: Path, run):
     other = dataclasses.replace(run, output_token_ids=[1, 2, 4])
     assert example.verdict(model, "text", run, other) == "the answers differ"
-
-
-def test_it_tells_a_near_tie_from_a_difference(example, model: Path, run, monkeypatch, capsys):
     monkeypatch.setattr(example, "near_tie", lambda *_: 1e-6)
-    other = dataclasses.replace(run, output_token_ids=[1, 2, 4])
     assert example.verdict(model, "text", run, other) is None
     assert "part at a near-tie" in capsys.readouterr().out
 

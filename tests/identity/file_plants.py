@@ -32,11 +32,11 @@ class FilePlant(NamedTuple):
     def prepare(self, directory: Path) -> None:
         """Writes what lies beside the directory's files before the change."""
         for name, content in self.beside.items():
-            _merge(directory, name, content)
+            alter(directory, name, content)
 
     def change(self, directory: Path) -> None:
         """Changes the file."""
-        _merge(directory, self.changed, self.into)
+        alter(directory, self.changed, self.into)
 
 
 FILE_PLANTS = (
@@ -99,13 +99,13 @@ FILE_PLANTS = (
 )
 
 
-def file_plants(column: str) -> list[Any]:
-    """Returns the table as cases of a test that plants them in `column`; each is another key."""
+def file_plants(column: str, outcome: str) -> list[Any]:
+    """Returns the table as cases of a test that plants them in `column`."""
     return [
         pytest.param(
             plant,
             id=f"{plant.row}-{plant.changed}",
-            marks=pytest.mark.planted(plant.row, column, "key"),
+            marks=pytest.mark.planted(plant.row, column, outcome),
         )
         for plant in FILE_PLANTS
     ]
@@ -134,7 +134,8 @@ def flip_byte(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def _merge(directory: Path, name: str, content: Content) -> None:
+def alter(directory: Path, name: str, content: Content) -> None:
+    """Writes a file; settings are merged into those that it has."""
     path = directory / name
     if isinstance(content, Mapping) and path.exists():
         content = json.loads(path.read_text()) | dict(content)

@@ -2,13 +2,17 @@
 
 A row is a way in which what computes, or what it is given, differs while its names stay. The
 columns are those who name what they computed. A cell is a test that plants the row in a column; it
-carries the marker ``planted(row, column, outcome)``, wherever it stands under ``tests/``. What
-cannot happen in a column stands in ``absent/<column>.toml``, with the reason.
+carries the marker ``planted(*rows, column, outcome)``, wherever it stands under ``tests/``, or is a
+case of `cells`. One string may name several rows. What cannot happen in a column stands in
+``absent/<column>.toml``, with the reason.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
 
 COLUMNS = ("engine", "prompt_cache", "vllm", "sglang", "trtllm", "transfer")
 """Our engine, `PromptCache`, vLLM (connector and tier), SGLang, TensorRT-LLM, P to D."""
@@ -119,3 +123,21 @@ ROWS = (
     Row("blocks-passed-by-window", "ids of -1, blocks that a window has passed"),
     Row("other-interface", "the runtime's interface has another form"),
 )
+
+
+def cells(column: str, outcome: str, table: Mapping[str, Any]) -> list[Any]:
+    """Returns `table` as cases of a test: each plants the row that its name begins with.
+
+    Args:
+        column: of the table.
+        outcome: of all cases.
+        table: the test's arguments, by the row's name, or by ``row: what`` where a row has several.
+    """
+    return [
+        pytest.param(
+            *(values if isinstance(values, tuple) else (values,)),
+            id=name,
+            marks=pytest.mark.planted(name.partition(":")[0], column, outcome),
+        )
+        for name, values in table.items()
+    ]

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from file_plants import alter
+from rows import cells
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -38,22 +40,17 @@ def digest(directory: Path, **how: Any) -> bytes:
     return load_model(directory, dtype="float64", device="cpu", **how).digest
 
 
-def answer(directory: Path, store: Path, *, dtype: str = "float64", **cache: Any) -> Any:
+def answer(directory: Path, store: Path, *, computes: str = "float64", **cache: Any) -> Any:
     """The first output for `PROMPT`, of an engine of its own on `store`."""
     config = KvCacheConfig(**{"max_tokens": 512, "tokens_per_block": 16} | cache)
     connector = KvCacheConnectorConfig(
         url=f"disk://{store}?capacity=64MiB", lookup_timeout_ms=60_000
     )
-    with LLM(directory, kv_cache=config, connector=connector, dtype=dtype, device="cpu") as llm:
+    with LLM(directory, kv_cache=config, connector=connector, dtype=computes, device="cpu") as llm:
         return llm.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))[0]
 
 
 # ------------------------------------------------------------------------------------- files
-
-
-def set_config(model: Path, **settings: object) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | settings))
 
 
 def write(name: str) -> Callable[[Path, int], None]:
@@ -99,7 +96,7 @@ def named_weights(model: Path, number: int) -> None:
         if not (model / f"mine{each}.safetensors").exists():
             made = {name: tensor + each for name, tensor in tensors.items()}
             save_file(made, model / f"mine{each}.safetensors", metadata={"format": "pt"})
-    set_config(model, transformers_weights=f"mine{number}.safetensors")
+    alter(model, "config.json", {"transformers_weights": f"mine{number}.safetensors"})
 
 
 def index_of_other_shards(model: Path, number: int) -> None:
@@ -116,74 +113,31 @@ def index_of_other_shards(model: Path, number: int) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(change, id=row, marks=mark)
-        for row, mark, change in (
-            ("other-model", pytest.mark.planted("other-model", "engine", "key"), other_model),
-            ("weight-byte", pytest.mark.planted("weight-byte", "engine", "key"), flip),
-            (
-                "file-beside-index",
-                pytest.mark.planted("file-beside-index", "engine", "key"),
-                two_shards,
-            ),
-            (
-                "consolidated-beside-hf",
-                pytest.mark.planted("consolidated-beside-hf", "engine", "key"),
-                write("consolidated.safetensors"),
-            ),
-            (
-                "transformers-weights",
-                pytest.mark.planted("transformers-weights", "engine", "key"),
-                named_weights,
-            ),
-            (
-                "variant",
-                pytest.mark.planted("variant", "engine", "key"),
-                write("model.fp16.safetensors"),
-            ),
-            (
-                "subfolder",
-                pytest.mark.planted("subfolder", "engine", "key"),
-                write("fp16/model.safetensors"),
-            ),
-            (
-                "bin-beside-safetensors",
-                pytest.mark.planted("bin-beside-safetensors", "engine", "key"),
-                write("pytorch_model.bin"),
-            ),
-            ("pt-beside", pytest.mark.planted("pt-beside", "engine", "key"), write("x.pth")),
-            ("gguf-beside", pytest.mark.planted("gguf-beside", "engine", "key"), write("x.gguf")),
-            ("npz-beside", pytest.mark.planted("npz-beside", "engine", "key"), write("x.npz")),
-            (
-                "params-json",
-                pytest.mark.planted("params-json", "engine", "key"),
-                write("params.json"),
-            ),
-            (
-                "quantize-config",
-                pytest.mark.planted("quantize-config", "engine", "key"),
-                write("quantize_config.json"),
-            ),
-            (
-                "adapter-in-directory",
-                pytest.mark.planted("adapter-in-directory", "engine", "key"),
-                write("adapter/adapter_model.safetensors"),
-            ),
-            (
-                "index-changed",
-                pytest.mark.planted("index-changed", "engine", "key"),
-                index_of_other_shards,
-            ),
-            (
-                "config-changed",
-                pytest.mark.planted("config-changed", "engine", "key"),
-                lambda model, number: set_config(model, rope_theta=10_000.0 + number),
-            ),
-        )
-    ],
+PLANTS = cells(
+    "engine",
+    "key",
+    {
+        "other-model": other_model,
+        "weight-byte": flip,
+        "file-beside-index": two_shards,
+        "consolidated-beside-hf": write("consolidated.safetensors"),
+        "transformers-weights": named_weights,
+        "variant": write("model.fp16.safetensors"),
+        "subfolder": write("fp16/model.safetensors"),
+        "bin-beside-safetensors": write("pytorch_model.bin"),
+        "pt-beside": write("x.pth"),
+        "gguf-beside": write("x.gguf"),
+        "npz-beside": write("x.npz"),
+        "params-json": write("params.json"),
+        "quantize-config": write("quantize_config.json"),
+        "adapter-in-directory": write("adapter/adapter_model.safetensors"),
+        "index-changed": index_of_other_shards,
+        "config-changed": lambda model, number: alter(model, "config.json", {"rope_theta": number}),
+    },
 )
+
+
+@pytest.mark.parametrize("change", PLANTS)
 def test_a_file_that_differs_makes_another_key(model, change):
     made = set()
     for number in (1, 2):
@@ -205,7 +159,7 @@ def test_files_that_no_loader_takes_weights_from_lose_no_store(model, tmp_path):
 @pytest.mark.planted("same-revision", "engine", "key")
 def test_a_revision_names_weights_and_no_settings(model):
     named = digest(model, revision="org/name@1")
-    set_config(model, rope_theta=20_000.0)
+    alter(model, "config.json", {"rope_theta": 20_000.0})
     assert digest(model, revision="org/name@1") != named
 
 
@@ -221,45 +175,28 @@ def test_weights_that_the_files_lack_are_refused(model):
 # ------------------------------------------------------------------------------------- settings
 
 
-@pytest.mark.planted("overridden-configuration", "engine", "key")
-@pytest.mark.planted("computes-in-other-dtype", "engine", "key")
-@pytest.mark.planted("cache-dtype", "engine", "key")
-@pytest.mark.planted("other-block-size", "engine", "key")
-@pytest.mark.planted("other-window", "engine", "key")
+@pytest.mark.planted(
+    "overridden-configuration computes-in-other-dtype cache-dtype other-block-size",
+    "other-window",
+    "engine",
+    "key",
+)
 def test_settings_of_the_engine_that_shape_kv_make_another_key(plain, tmp_path):
     store = tmp_path / "kv"
     assert answer(plain, store).reused_store_tokens == 0
     others: list[dict[str, Any]] = [
-        {"dtype": "float32"},
-        {"dtype": "fp8"},
+        {"computes": "float32"},
+        {"dtype": "fp8"},  # of the cache
+        {"computes": "float32", "dtype": "fp8"},
         {"tokens_per_block": 32},
         {"max_attention_window": [32]},
     ]
     for other in others:
-        if other == {"dtype": "fp8"}:  # of the cache
-            config = KvCacheConfig(max_tokens=512, tokens_per_block=16, dtype="fp8")
-            connector = KvCacheConnectorConfig(
-                url=f"disk://{store}?capacity=64MiB", lookup_timeout_ms=60_000
-            )
-            with LLM(plain, kv_cache=config, connector=connector, dtype="float64") as llm:
-                assert llm.generate(PROMPT)[0].reused_store_tokens == 0
-        else:
-            assert answer(plain, store, **other).reused_store_tokens == 0, other
+        assert answer(plain, store, **other).reused_store_tokens == 0, other
     assert answer(plain, store).reused_store_tokens == FULL
 
 
-@pytest.mark.planted("computes-in-other-dtype", "engine", "key")
-@pytest.mark.planted("cache-dtype", "engine", "key")
-def test_caches_in_fp8_are_apart_by_the_dtype_that_computes(plain, tmp_path):
-    config = KvCacheConfig(max_tokens=512, tokens_per_block=16, dtype="fp8")
-    store = {"url": f"disk://{tmp_path}/kv?capacity=64MiB", "lookup_timeout_ms": 60_000}
-    for dtype, reused in (("float64", 0), ("float32", 0), ("float64", FULL)):
-        with LLM(plain, kv_cache=config, connector=store, dtype=dtype) as llm:
-            assert llm.generate(PROMPT)[0].reused_store_tokens == reused, dtype
-
-
-@pytest.mark.planted("other-adapter", "engine", "key")
-@pytest.mark.planted("no-adapter", "engine", "key")
+@pytest.mark.planted("other-adapter", "no-adapter", "engine", "key")
 def test_the_id_of_an_adapter_keeps_blocks_apart(plain):
     one = SamplingParams(max_tokens=1)
     with LLM(plain, kv_cache=KvCacheConfig(max_tokens=512, tokens_per_block=16)) as llm:
@@ -294,42 +231,42 @@ def family(model_type: str, **settings: Any) -> PreTrainedModel:
     return made.eval()
 
 
-@pytest.mark.parametrize(
-    ("model_type", "settings", "message"),
-    [
-        pytest.param(
+REFUSED = cells(
+    "engine",
+    "refused",
+    {
+        "bidirectional": (
             "gemma3_text",
             HEADS | {"use_bidirectional_attention": True},
             "bidirectional attention",
-            marks=pytest.mark.planted("bidirectional", "engine", "refused"),
         ),
-        ("llama", {"is_causal": False}, "bidirectional attention"),
-        pytest.param(
-            "bert",
+        "bidirectional: llama": ("llama", {"is_causal": False}, "bidirectional attention"),
+        "encoder-as-decoder": ("bert", {"is_decoder": False}, "bidirectional attention"),
+        "encoder-as-decoder: roberta": (
+            "roberta",
             {"is_decoder": False},
             "bidirectional attention",
-            marks=pytest.mark.planted("encoder-as-decoder", "engine", "refused"),
         ),
-        ("roberta", {"is_decoder": False}, "bidirectional attention"),
-        pytest.param(
-            "moshi",
-            HEADS | {"sliding_window": 8},
-            "its configuration 8",
-            marks=pytest.mark.planted("window-not-passed", "engine", "refused"),
+        "window-not-passed": ("moshi", HEADS | {"sliding_window": 8}, "its configuration 8"),
+        "window-not-passed: mask": ("phimoe", EXPERTS | {"sliding_window": 8}, "its mask 8"),
+        "window-not-passed: llama": ("llama", {"sliding_window": 8}, "its configuration 8"),
+        "window-not-passed: chunks": ("llama", {"attention_chunk_size": 8}, "chunked attention"),
+        "window-not-passed: sinks": (
+            "llama",
+            {"attention_sink_size": 4},
+            "size=4 .* is not passed",
         ),
-        ("phimoe", EXPERTS | {"sliding_window": 8}, "its mask 8"),
-        ("llama", {"sliding_window": 8}, "its configuration 8"),
-        ("llama", {"attention_chunk_size": 8}, "chunked attention"),
-        ("llama", {"attention_sink_size": 4}, "attention_sink_size=4 .* is not passed"),
-        ("llama", {"local_window_size": 4}, "local_window_size=4 .* is not passed"),
-        pytest.param(
+        "window-not-passed: local": ("llama", {"local_window_size": 4}, "size=4 .* is not passed"),
+        "alibi-by-length": (
             "mpt",
             {"d_model": 32, "n_heads": 2, "n_layers": 2},
             "no attention interface",
-            marks=pytest.mark.planted("alibi-by-length", "engine", "refused"),
         ),
-    ],
+    },
 )
+
+
+@pytest.mark.parametrize(("model_type", "settings", "message"), REFUSED)
 def test_models_that_a_cache_changes_are_refused(model_type, settings, message, tmp_path):
     family(model_type, **settings).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=message):
@@ -375,8 +312,7 @@ def test_a_model_without_an_attention_interface_has_no_known_windows():
         checked_windows(family("mpt", d_model=32, n_heads=2, n_layers=2), longest=None)
 
 
-@pytest.mark.planted("dynamic-rope", "engine", "refused")
-@pytest.mark.planted("long-factors", "engine", "refused")
+@pytest.mark.planted("dynamic-rope", "long-factors", "engine", "refused")
 @pytest.mark.parametrize(("kind", "longest"), [("dynamic", 63), ("longrope", 64)])
 def test_sequences_end_where_rope_changes(kind, longest, tmp_path):
     rope: dict[str, Any] = {"rope_type": kind, "factor": 2.0, "rope_theta": 10_000.0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import random
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,34 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from file_plants import alter, flip_byte
+from model_changes import (
+    Change,
+    add_hook,
+    attach,
+    cast_to_and_fro,
+    change_buffer,
+    change_setting,
+    fused_step,
+    load_other,
+    merge,
+    patch_forward,
+    replace_memory,
+    write_uncounted,
+)
 from model_directories import tensors
+from model_passes import (
+    inner_model,
+    inner_model_of_tokens,
+    under_autocast,
+    unhooked,
+    with_4d_mask,
+    with_embeddings,
+    with_hole,
+    with_other_tokens,
+    with_positions,
+)
+from rows import cells
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
@@ -29,8 +56,6 @@ from kvconnect.trace import metrics
 T = 16
 LENGTH = 40
 ALL = LENGTH - 1  # the last token is computed
-
-Change = Callable[[PreTrainedModel], object]
 
 
 def load(directory: Path, **more: object) -> PreTrainedModel:
@@ -91,6 +116,12 @@ def other_directory(llama_directory: Path, tmp_path_factory: pytest.TempPathFact
     return with_weights(llama_directory, tmp_path_factory.mktemp("other") / "model", other_weights)
 
 
+@pytest.fixture
+def place(llama_directory: Path, tmp_path: Path) -> Path:
+    """A copy of the directory, to be changed."""
+    return shutil.copytree(llama_directory, tmp_path / "model")
+
+
 def other_weights(found: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.flip(0).contiguous() for name, tensor in found.items()}
 
@@ -123,6 +154,18 @@ def as_before(directory: Path, store: str) -> None:
     assert finds(load(directory), store) == ALL
 
 
+QUICK = {"fused-optimizer", "buffer-changed", "setting-changed", "hook-added", "adapter-attached"}
+QUICK |= {"transformers_weights", "bin", "adapter_config.json", "consolidated.safetensors"}
+
+
+def thinned(rows: Iterable[str], *quick: str) -> list[object]:
+    """`rows` as parameters; all but `QUICK` ones and `quick` are long forms."""
+    kept = QUICK.union(quick)
+    return [
+        pytest.param(row, marks=() if row in kept else pytest.mark.slow) for row in sorted(rows)
+    ]
+
+
 # ---------------------------------------------------------------------- the files of a directory
 
 
@@ -146,12 +189,8 @@ def test_an_unchanged_model_has_the_name_of_its_directory(model_of, arch, dtype)
 
 @pytest.mark.planted("files-alone", "prompt_cache", "hit")
 @pytest.mark.parametrize("shards", [1, 2])
-def test_files_that_pytorch_pickled_name_the_model_that_equals_them(
-    llama_directory, tmp_path, shards
-):
+def test_files_that_pytorch_pickled_name_the_model_that_equals_them(place, shards):
     """``tests/digest`` has what their digest was in earlier releases."""
-    place = tmp_path / "model"
-    shutil.copytree(llama_directory, place)
     found = load_file(place / "model.safetensors")
     (place / "model.safetensors").unlink()
     whole = ["pytorch_model.bin"]
@@ -170,43 +209,39 @@ def test_files_that_pytorch_pickled_name_the_model_that_equals_them(
     assert "lm_head.weight differs from the file" in identify(model, None).own
 
 
-@pytest.mark.planted("other-model", "prompt_cache", "key")
-def test_another_model_in_the_same_place(llama_directory, other_directory, store, tmp_path):
-    place = tmp_path / "model"
-    shutil.copytree(llama_directory, place)
+def name_weights(place: Path, other: Path) -> None:
+    shutil.copy(other / "model.safetensors", place / "mine.safetensors")
+    alter(place, "config.json", {"transformers_weights": "mine.safetensors"})
+
+
+PLANTS = cells(
+    "prompt_cache",
+    "key",
+    {
+        "other-model": lambda place, other: shutil.copy(other / "model.safetensors", place),
+        "weight-byte": lambda place, _: flip_byte(place / "model.safetensors"),
+        "config-changed": lambda place, _: alter(place, "config.json", {"rms_norm_eps": 1e-2}),
+        "transformers-weights": name_weights,
+    },
+)
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_directory_that_has_changed(llama_directory, other_directory, store, place, plant):
     assert finds(load(place), store) == 0
-    shutil.rmtree(place)
-    shutil.copytree(other_directory, place)
-    assert finds(load(place), store) == 0
+    plant(place, other_directory)
+    for count in (0, ALL):
+        assert finds(load(place), store) == count
     as_before(llama_directory, store)
 
 
-@pytest.mark.planted("weight-byte", "prompt_cache", "key")
-def test_one_byte_of_a_file(llama_directory, filled, tmp_path):
-    place = tmp_path / "model"
-    shutil.copytree(llama_directory, place)
-    file = place / "model.safetensors"
-    before = file.stat()
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 1
-    file.write_bytes(content)
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert finds(load(place), filled) == 0
-
-
-@pytest.mark.planted("config-changed", "prompt_cache", "key")
+@pytest.mark.slow
 @pytest.mark.planted("other-window", "prompt_cache", "key")
-@pytest.mark.parametrize(
-    ("arch", "settings"), [("llama", {"rms_norm_eps": 1e-2}), ("mistral", {"sliding_window": 9})]
-)
-def test_another_setting_of_the_directory(model_of, store, tmp_path, arch, settings):
-    place = tmp_path / "model"
-    shutil.copytree(model_of(arch), place)
+def test_another_window(model_of, store, tmp_path):
+    place = shutil.copytree(model_of("mistral"), tmp_path / "model")
     assert finds(load(place), store) == 0
-    config = json.loads((place / "config.json").read_text())
-    (place / "config.json").write_text(json.dumps(config | settings))
+    alter(place, "config.json", {"sliding_window": 9})
     assert finds(load(place), store) == 0
-    as_before(model_of(arch), store)
 
 
 @pytest.mark.planted("overridden-configuration", "prompt_cache", "key")
@@ -223,9 +258,7 @@ def test_another_dtype(llama_directory, filled):
 
 
 @pytest.mark.planted("index-changed", "prompt_cache", "key")
-def test_an_index_that_names_other_files(llama_directory, store, tmp_path):
-    place = tmp_path / "model"
-    shutil.copytree(llama_directory, place)
+def test_an_index_that_names_other_files(store, place):
     found = load_file(place / "model.safetensors")
     save_file(found, place / "one.safetensors", {"format": "pt"})
     save_file(other_weights(found), place / "two.safetensors", {"format": "pt"})
@@ -241,37 +274,22 @@ def test_an_index_that_names_other_files(llama_directory, store, tmp_path):
     assert counts == [0, 0, ALL, ALL]
 
 
-BESIDE = [
-    pytest.param(
-        "model-00001-of-00001.safetensors",
-        marks=pytest.mark.planted("file-beside-index", "prompt_cache", "key"),
-    ),
-    pytest.param(
-        "consolidated.safetensors",
-        marks=pytest.mark.planted("consolidated-beside-hf", "prompt_cache", "key"),
-    ),
-    pytest.param(
-        "model.pt",
-        marks=[pytest.mark.planted("pt-beside", "prompt_cache", "key"), pytest.mark.slow],
-    ),
-    pytest.param(
-        "model.gguf",
-        marks=[pytest.mark.planted("gguf-beside", "prompt_cache", "key"), pytest.mark.slow],
-    ),
-    pytest.param(
-        "weights.npz",
-        marks=[pytest.mark.planted("npz-beside", "prompt_cache", "key"), pytest.mark.slow],
-    ),
-]
+BESIDE = (
+    *("model-00001-of-00001.safetensors", "consolidated.safetensors"),
+    *("model.pt", "model.gguf", "weights.npz"),
+)
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.planted(
+    "file-beside-index consolidated-beside-hf pt-beside gguf-beside npz-beside",
+    "prompt_cache",
+    "key",
+)
+@pytest.mark.parametrize("name", thinned(BESIDE))
 def test_weights_that_a_loader_took_from_a_file_beside_the_usual_ones(
-    llama_directory, other_directory, store, tmp_path, name
+    other_directory, store, place, name
 ):
     """Whichever loader it was: memory is not what the usual files hold."""
-    place = tmp_path / "model"
-    shutil.copytree(llama_directory, place)
     shutil.copy(other_directory / "model.safetensors", place / name)
     assert finds(load(place), store) == 0
     taken = load(place)
@@ -281,47 +299,27 @@ def test_weights_that_a_loader_took_from_a_file_beside_the_usual_ones(
     assert finds(load(place), store) == ALL
 
 
-@pytest.mark.planted("variant", "prompt_cache", "key")
-@pytest.mark.planted("subfolder", "prompt_cache", "key")
-@pytest.mark.planted("transformers-weights", "prompt_cache", "key")
-@pytest.mark.planted("bin-beside-safetensors", "prompt_cache", "key")
-@pytest.mark.parametrize("how", ["variant", "subfolder", "transformers_weights", "bin"])
-def test_weights_that_transformers_is_told_to_load_instead(
-    llama_directory, other_directory, store, tmp_path, how
-):
-    place, other = tmp_path / "model", other_directory / "model.safetensors"
-    shutil.copytree(llama_directory, place)
-    more: dict[str, object] = {}
-    if how == "variant":
-        shutil.copy(other, place / "model.fp64.safetensors")
-        more = {"variant": "fp64"}
-    elif how == "subfolder":
-        shutil.copytree(other_directory, place / "sub")
-        more = {"subfolder": "sub"}
-    elif how == "transformers_weights":
-        shutil.copy(other, place / "mine.safetensors")
-    else:
-        torch.save(load_file(other), place / "pytorch_model.bin")
-        more = {"use_safetensors": False}
+@pytest.mark.planted("variant", "subfolder", "bin-beside-safetensors", "prompt_cache", "key")
+@pytest.mark.parametrize("how", thinned(["variant", "subfolder", "bin"]))
+def test_weights_that_transformers_is_told_to_load_instead(other_directory, store, place, how):
+    other = other_directory / "model.safetensors"
+    shutil.copy(other, place / "model.fp64.safetensors")
+    shutil.copytree(other_directory, place / "sub")
+    torch.save(load_file(other), place / "pytorch_model.bin")
     assert finds(load(place), store) == 0
-    if how == "transformers_weights":
-        config = json.loads((place / "config.json").read_text())
-        config["transformers_weights"] = "mine.safetensors"
-        (place / "config.json").write_text(json.dumps(config))
-    told = load(place, **more)
+    told = {"variant": "fp64"} if how == "variant" else {"subfolder": "sub"}
+    told = load(place, **{"use_safetensors": False} if how == "bin" else told)
     assert generate(told, prompt()) == generate(load(other_directory), prompt())
     for count in (0, ALL):
         assert finds(told, store) == count
 
 
-@pytest.mark.planted("params-json", "prompt_cache", "equal")
-@pytest.mark.planted("quantize-config", "prompt_cache", "equal")
-@pytest.mark.planted("adapter-in-directory", "prompt_cache", "equal")
-@pytest.mark.parametrize("name", ["params.json", "quantize_config.json", "adapter_config.json"])
-def test_files_that_transformers_does_not_read(llama_directory, store, tmp_path, name):
+@pytest.mark.planted("params-json quantize-config adapter-in-directory", "prompt_cache", "equal")
+@pytest.mark.parametrize(
+    "name", thinned(["params.json", "quantize_config.json", "adapter_config.json"])
+)
+def test_files_that_transformers_does_not_read(store, place, name):
     """`finds` compares the tokens. With peft, an adapter would be attached, which is refused."""
-    place = tmp_path / "model"
-    shutil.copytree(llama_directory, place)
     for dim in (1, 2):
         (place / name).write_text(json.dumps({"lora_alpha": dim}))
         if name.startswith("adapter"):
@@ -329,20 +327,18 @@ def test_files_that_transformers_does_not_read(llama_directory, store, tmp_path,
         finds(load(place), store)
 
 
-@pytest.mark.planted("switched-while-loading", "prompt_cache", "key")
-@pytest.mark.planted("replaced-after-loading", "prompt_cache", "key")
-@pytest.mark.parametrize("by", ["link", "files"])
+@pytest.mark.planted("switched-while-loading", "replaced-after-loading", "prompt_cache", "key")
+@pytest.mark.parametrize("by", [pytest.param("link", marks=pytest.mark.slow), "files"])
 def test_a_directory_that_is_replaced_once_the_model_is_loaded(
-    llama_directory, other_directory, store, tmp_path, by
+    llama_directory, other_directory, store, place, tmp_path, by
 ):
-    place = tmp_path / "model"
     if by == "link":
+        place = tmp_path / "link"
         place.symlink_to(llama_directory)
         model = load(place)
         place.unlink()
         place.symlink_to(other_directory)
     else:
-        shutil.copytree(llama_directory, place)
         model = load(place)
         # The old file stays mapped by the model.
         (place / "model.safetensors").unlink()
@@ -355,47 +351,12 @@ def test_a_directory_that_is_replaced_once_the_model_is_loaded(
 # ---------------------------------------------------------------------- what is in memory
 
 
-class Adapted(nn.Module):
-    """A linear layer with a low-rank part beside it, as adapters are attached."""
-
-    def __init__(self, base: nn.Linear, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        shape = base.out_features, base.in_features
-        self.base = base
-        self.added = nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
-        self.on = True
-
-    def forward(self, given: Tensor) -> Tensor:
-        found = self.base(given)
-        return found + nn.functional.linear(given, self.added) if self.on else found
+def change_number(model: PreTrainedModel, rng: random.Random) -> None:
+    """Only a canary sees it."""
+    model.model.layers[0].self_attn.k_proj.weight.data[3, 5] += 0.5
 
 
-def attach(model: PreTrainedModel, seed: int = 1) -> Adapted:
-    attention = model.model.layers[0].self_attn
-    attention.v_proj = Adapted(attention.v_proj, seed)
-    return attention.v_proj
-
-
-def key_weight(model: PreTrainedModel) -> nn.Parameter:
-    return model.model.layers[0].self_attn.k_proj.weight
-
-
-def halve(module: object, _: object, output: Tensor) -> Tensor:
-    return output / 2
-
-
-def add_hook(model: PreTrainedModel) -> None:
-    model.model.layers[0].mlp.register_forward_hook(halve)
-
-
-def patch_forward(model: PreTrainedModel) -> None:
-    mlp = model.model.layers[0].mlp
-    plain = mlp.forward
-    mlp.forward = lambda hidden: plain(hidden) / 2
-
-
-def replace_class(model: PreTrainedModel) -> None:
+def replace_class(model: PreTrainedModel, rng: random.Random) -> None:
     class Halved(type(model.model.layers[0].mlp)):
         def forward(self, hidden: Tensor) -> Tensor:
             return super().forward(hidden) / 2
@@ -403,33 +364,14 @@ def replace_class(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp.__class__ = Halved
 
 
-def merge(model: PreTrainedModel) -> None:
-    weight = key_weight(model)
-    with torch.no_grad():
-        weight.add_(torch.ones(weight.shape[0], 1) @ torch.ones(1, weight.shape[1]) / 8)
-
-
-def fused_step(model: PreTrainedModel) -> None:
-    """Trainer's default optimizer, which writes past PyTorch's version counter."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
-    for one in model.parameters():
-        one.grad = torch.ones_like(one)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def cast_to_and_fro(model: PreTrainedModel) -> None:
-    model.bfloat16().double()
-
-
-def round_weights(model: PreTrainedModel) -> None:
+def round_weights(model: PreTrainedModel, rng: random.Random) -> None:
     """As quantisation does, without its package."""
     with torch.no_grad():
         for one in model.parameters():
             one.copy_((one * 8).round() / 8)
 
 
-def quantise(model: PreTrainedModel) -> None:
+def quantise(model: PreTrainedModel, rng: random.Random) -> None:
     class QuantLinear(nn.Linear):
         def forward(self, given: Tensor) -> Tensor:
             return nn.functional.linear(given, (self.weight * 4).round() / 4)
@@ -437,90 +379,72 @@ def quantise(model: PreTrainedModel) -> None:
     model.model.layers[0].self_attn.q_proj.__class__ = QuantLinear
 
 
-def change_inv_freq(model: PreTrainedModel) -> None:
-    model.model.rotary_emb.inv_freq.data.mul_(0.5)
-
-
-def change_setting(model: PreTrainedModel) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.scaling = layer.self_attn.scaling * 2
+def change_configuration(model: PreTrainedModel, rng: random.Random) -> None:
+    change_setting(model, rng)
     model.config.attention_bias = True
 
 
-def resize(model: PreTrainedModel) -> None:
+def assign_other(model: PreTrainedModel, rng: random.Random) -> None:
+    model.load_state_dict({n: 1.2 * one for n, one in model.state_dict().items()}, assign=True)
+
+
+def resize(model: PreTrainedModel, rng: random.Random) -> None:
     torch.manual_seed(5)
     model.resize_token_embeddings(model.config.vocab_size + 8)
 
 
-def write_uncounted(model: PreTrainedModel) -> None:
-    key_weight(model).data.mul_(1.5)
-
-
-def write_one_number(model: PreTrainedModel) -> None:
-    key_weight(model).data[3, 5] += 0.5
-
-
-def replace_storage(model: PreTrainedModel) -> None:
-    weight = key_weight(model)
-    weight.data = weight.data * 1.5
-
-
-CHANGES = {
+CHANGES: dict[str, Change] = {
     "merged-adapter": merge,
     "cast-to-and-fro": cast_to_and_fro,
     "quantization": round_weights,
-    "buffer-changed": change_inv_freq,
-    "setting-changed": change_setting,
+    "buffer-changed": change_buffer,
+    "setting-changed": change_configuration,
     "embeddings-resized": resize,
     "fused-optimizer": fused_step,
     "uncounted-write": write_uncounted,
-    "one-number": write_one_number,
-    "storage-replaced": replace_storage,
+    "one-number": change_number,
+    "storage-replaced": replace_memory,
+    "weights-updated": load_other,
+    "weights-reloaded": assign_other,
     "hook-added": add_hook,
     "forward-patched": patch_forward,
     "class-replaced": replace_class,
     "adapter-attached": attach,
     "quantised-in-memory": quantise,
 }
-QUICK = {"fused-optimizer", "buffer-changed", "setting-changed", "hook-added", "adapter-attached"}
 
 
-def thinned(rows: Iterable[str], *quick: str) -> list[object]:
-    """`rows` as parameters; all but `QUICK` ones and `quick` are long forms."""
-    kept = QUICK.union(quick)
-    return [
-        pytest.param(row, marks=() if row in kept else pytest.mark.slow) for row in sorted(rows)
-    ]
+def change(model: PreTrainedModel, row: str) -> None:
+    CHANGES[row](model, random.Random(row))
 
 
-CODE = {"hook-added", "forward-patched", "class-replaced", "adapter-attached"} | {
-    "quantised-in-memory"
+CODE = {
+    row for row in CHANGES if row.startswith(("hook", "forward", "class", "adapter", "quantised"))
 }
 
 
-@pytest.mark.planted("merged-adapter", "prompt_cache", "key")
-@pytest.mark.planted("cast-to-and-fro", "prompt_cache", "key")
-@pytest.mark.planted("quantization", "prompt_cache", "key")
-@pytest.mark.planted("buffer-changed", "prompt_cache", "key")
-@pytest.mark.planted("setting-changed", "prompt_cache", "key")
-@pytest.mark.planted("embeddings-resized", "prompt_cache", "key")
+@pytest.mark.planted(
+    "merged-adapter cast-to-and-fro quantization buffer-changed setting-changed",
+    "embeddings-resized",
+    "prompt_cache",
+    "key",
+)
 @pytest.mark.parametrize("row", thinned(CHANGES.keys() - CODE, "cast-to-and-fro"))
 def test_what_changed_before_the_cache_was_made_has_a_name_of_its_own(
     llama_directory, model, filled, row
 ):
-    CHANGES[row](model)
+    change(model, row)
     for count in (0, ALL):
         assert finds(model, filled) == count
     as_before(llama_directory, filled)
 
 
-@pytest.mark.planted("hook-added", "prompt_cache", "refused")
-@pytest.mark.planted("forward-patched", "prompt_cache", "refused")
-@pytest.mark.planted("adapter-switched", "prompt_cache", "refused")
-@pytest.mark.planted("quantised-in-memory", "prompt_cache", "refused")
+@pytest.mark.planted(
+    "hook-added forward-patched adapter-switched quantised-in-memory", "prompt_cache", "refused"
+)
 @pytest.mark.parametrize("row", thinned(CODE, "forward-patched"))
 def test_code_that_no_digest_covers_needs_a_name(llama_directory, model, filled, row):
-    CHANGES[row](model)
+    change(model, row)
     with pytest.raises(UnsupportedModel, match="give model_revision"):
         opened(model, filled)
     for count in (0, ALL):
@@ -528,17 +452,14 @@ def test_code_that_no_digest_covers_needs_a_name(llama_directory, model, filled,
 
 
 @pytest.mark.planted("forward-patched", "prompt_cache", "refused")
-def test_code_in_the_model_s_directory_needs_a_name(llama_directory, store, tmp_path, monkeypatch):
+def test_code_in_the_model_s_directory_needs_a_name(store, place, tmp_path, monkeypatch):
     """A class of its own may compute anything, also with the forward of transformers' class."""
-    place = shutil.copytree(llama_directory, tmp_path / "remote")
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     (place / "modeling_mine.py").write_text(
         "from transformers import LlamaForCausalLM\nclass Mine(LlamaForCausalLM): pass\n"
     )
-    config = json.loads((place / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "modeling_mine.Mine"}
-    (place / "config.json").write_text(json.dumps(config))
+    alter(place, "config.json", {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}})
     model = load(place, trust_remote_code=True)
     with pytest.raises(UnsupportedModel, match=r"the model is a transformers_modules\..*Mine"):
         opened(model, store)
@@ -569,15 +490,13 @@ def test_layers_that_the_files_lack_are_named_by_what_they_were_initialised_with
 
 
 @pytest.mark.planted("same-revision", "prompt_cache", "key")
-@pytest.mark.parametrize("how", ["given", "set", "buffer"])
+@pytest.mark.parametrize("how", ["given", "setting-changed", "buffer-changed"])
 def test_settings_beside_a_promised_revision(llama_directory, model, store, how):
     assert finds(model, store, model_revision="mine@1") == 0
     rope = {"rope_type": "default", "rope_theta": 77.0}
-    if how == "given":
-        other = load(llama_directory, rope_parameters=rope)
-    else:
-        other = load(llama_directory)
-        (change_setting if how == "set" else change_inv_freq)(other)
+    other = load(llama_directory, **{"rope_parameters": rope} if how == "given" else {})
+    if how != "given":
+        change(other, how)
     for count in (0, ALL):
         assert finds(other, store, model_revision="mine@1") == count
     assert finds(load(llama_directory), store, model_revision="mine@1") == ALL
@@ -609,17 +528,21 @@ def counted_by_reason() -> Iterator[None]:
     assert uncached() != before
 
 
-@pytest.mark.planted("fused-optimizer", "prompt_cache", "refused")
-@pytest.mark.planted("uncounted-write", "prompt_cache", "refused")
-@pytest.mark.planted("storage-replaced", "prompt_cache", "refused")
-@pytest.mark.planted("changed-between-generates", "prompt_cache", "refused")
-@pytest.mark.parametrize("row", thinned(CHANGES, "one-number", "storage-replaced"))
+@pytest.mark.planted(
+    "fused-optimizer uncounted-write storage-replaced weights-updated weights-reloaded",
+    "changed-between-generates",
+    "prompt_cache",
+    "refused",
+)
+@pytest.mark.parametrize(
+    "row", thinned(CHANGES, "one-number", "storage-replaced", "weights-updated")
+)
 def test_what_changes_between_two_generates_ends_the_cache(llama_directory, model, store, row):
     other = prompt(seed=2)
     with opened(model, store) as prompts:
         assert loaded(model, prompts) == 0
         assert prompts.flush()
-        CHANGES[row](model)
+        change(model, row)
         with counted_by_reason():
             past = prompts.prefill(given(prompt()))
         assert past.not_cached
@@ -631,8 +554,14 @@ def test_what_changes_between_two_generates_ends_the_cache(llama_directory, mode
 
 
 @pytest.mark.planted("changed-before-generate", "prompt_cache", "refused")
-@pytest.mark.parametrize("row", thinned(CHANGES.keys() - {"embeddings-resized", "one-number"}))
-@pytest.mark.parametrize("restored", [True, False])
+@pytest.mark.parametrize(
+    ("row", "restored"),
+    [
+        pytest.param(row, restored, marks=() if row in quick else pytest.mark.slow)
+        for restored, quick in ((True, QUICK), (False, {"hook-added"}))
+        for row in sorted(CHANGES.keys() - {"embeddings-resized", "one-number"})
+    ],
+)
 def test_what_changes_between_prefill_and_generate(llama_directory, model, store, row, restored):
     """What was loaded is not used, and what is computed is not saved."""
     ids = prompt()
@@ -641,7 +570,7 @@ def test_what_changes_between_prefill_and_generate(llama_directory, model, store
     with opened(model, store) as prompts:
         past = prompts.prefill(given(ids))
         assert past.loaded_tokens == (ALL * restored,)
-        CHANGES[row](model)
+        change(model, row)
         if restored:
             with pytest.raises(UsageError, match=r"call prefill\(\)"):
                 generate(model, ids, past_key_values=past)
@@ -652,7 +581,9 @@ def test_what_changes_between_prefill_and_generate(llama_directory, model, store
     assert finds(load(llama_directory), store) == ALL * restored
 
 
-@pytest.mark.parametrize("row", ["fused-optimizer", "hook-added", "buffer-changed"])
+@pytest.mark.parametrize(
+    "row", ["fused-optimizer", pytest.param("hook-added", marks=pytest.mark.slow)]
+)
 def test_what_was_computed_before_a_change_was_noticed_is_not_saved(
     llama_directory, model, store, row
 ):
@@ -660,7 +591,7 @@ def test_what_was_computed_before_a_change_was_noticed_is_not_saved(
     with opened(model, store) as prompts:
         past = prompts.prefill(given(prompt()))
         generate(model, prompt(), past_key_values=past)
-        CHANGES[row](model)
+        change(model, row)
         del past
         with counted_by_reason():
             assert prompts.flush()
@@ -673,7 +604,7 @@ def test_what_was_loaded_before_a_change_was_noticed_is_not_used(llama_directory
     with opened(model, store) as prompts:
         past = prompts.prefill(given(prompt()))
         assert past.loaded_tokens == (ALL,)
-        write_one_number(model)
+        change(model, "one-number")
         assert "no longer computes" in prompts.prefill(given(prompt(seed=2))).not_cached
         with pytest.raises(UsageError, match=r"call prefill\(\)"):
             generate(model, prompt(), past_key_values=past)
@@ -698,7 +629,7 @@ def test_what_is_computed_once_a_check_has_begun_waits_for_the_next_one(model, s
         full(model, past, ids[:, 2 * T :])
         past.vouch()
         past.save(whole=True)
-        write_one_number(model)
+        change(model, "one-number")
         del past
         assert prompts.flush()
     model = load(Path(model.name_or_path))
@@ -721,24 +652,10 @@ def test_training_mode(llama_directory, store):
     assert finds(model, store) == ALL
 
 
-@pytest.mark.planted("weights-updated", "prompt_cache", "refused")
-@pytest.mark.planted("weights-reloaded", "prompt_cache", "refused")
-@pytest.mark.parametrize("assign", [False, True])
-def test_another_model_s_weights_in_this_one(llama_directory, other_directory, store, assign):
-    model = load(llama_directory)
-    with opened(model, store) as prompts:
-        assert loaded(model, prompts) == 0
-        assert prompts.flush()
-        model.load_state_dict(load(other_directory).state_dict(), assign=assign)
-        assert "weights were changed" in prompts.prefill(given(prompt())).not_cached
-    assert finds(model, store) == 0
-    as_before(llama_directory, store)
-
-
 @pytest.mark.planted("adapter-weights-changed", "prompt_cache", "refused")
 @pytest.mark.parametrize("how", ["weights", "switched"])
 def test_an_adapter_under_a_promised_name(model, store, how):
-    adapter = attach(model)
+    adapter = attach(model, random.Random(1))
     with opened(model, store, model_revision="mine+adapter@1") as prompts:
         assert loaded(model, prompts) == 0
         assert prompts.flush()
@@ -756,7 +673,7 @@ def test_an_adapter_under_a_promised_name(model, store, how):
 
 def test_a_switch_for_the_time_of_one_generate_is_noticed(model, store):
     """No check sees it: before and after the model is what it was."""
-    adapter = attach(model)
+    adapter = attach(model, random.Random(1))
     with opened(model, store, model_revision="mine@1") as prompts:
         past = prompts.prefill(given(prompt()))
         adapter.on = False
@@ -767,13 +684,12 @@ def test_a_switch_for_the_time_of_one_generate_is_noticed(model, store):
         assert loaded(model, prompts) == 0
 
 
-@pytest.mark.planted("other-adapter", "prompt_cache", "key")
-@pytest.mark.planted("no-adapter", "prompt_cache", "key")
+@pytest.mark.planted("other-adapter", "no-adapter", "prompt_cache", "key")
 def test_adapters_are_apart_by_the_names_that_they_were_given(llama_directory, model, filled):
     assert finds(model, filled) == ALL
     for number in (1, 2):
         adapted = load(llama_directory)
-        attach(adapted, seed=number)
+        attach(adapted, random.Random(number))
         for count in (0, ALL):
             assert finds(adapted, filled, model_revision=f"mine+adapter@{number}") == count
     assert finds(model, filled) == ALL
@@ -799,89 +715,31 @@ def full(model: PreTrainedModel, past: object, ids: Tensor, **more: object) -> N
     model(ids, past_key_values=past, use_cache=True, **more)
 
 
-def inner(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    mask = torch.zeros(1, 1, ids.shape[1], ids.shape[1])
-    model.model(ids, past_key_values=past, use_cache=True, attention_mask=mask)
-
-
-def unhooked(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    model.forward(ids, past_key_values=past, use_cache=True)
-
-
-def with_4d_mask(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    length = ids.shape[1]
-    mask = torch.zeros(1, 1, length, length, dtype=torch.float64)
-    full(model, past, ids, attention_mask=mask)
-
-
-def with_positions(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    full(model, past, ids, position_ids=torch.arange(ids.shape[1])[None] * 2)
-
-
-def with_embeddings(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    embedded = model.get_input_embeddings()(ids) * 2
-    model(inputs_embeds=embedded, past_key_values=past, use_cache=True)
-
-
-def with_other_tokens(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    full(model, past, ids.flip(1))
-
-
-def with_hole(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    mask = torch.ones_like(ids)
-    mask[:, 5:9] = 0
-    full(model, past, ids, attention_mask=mask)
-
-
-def under_autocast(model: PreTrainedModel, past: object, ids: Tensor) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        full(model, past, ids)
-
-
-@pytest.mark.planted("inner-model-called", "prompt_cache", "refused")
-@pytest.mark.planted("mask-4d", "prompt_cache", "refused")
-@pytest.mark.planted("embeddings-given", "prompt_cache", "refused")
-@pytest.mark.planted("prompt-embeddings", "prompt_cache", "refused")
+@pytest.mark.planted(
+    "inner-model-called mask-4d embeddings-given prompt-embeddings", "prompt_cache", "refused"
+)
 @pytest.mark.parametrize(
     "compute",
     [
-        *(inner, unhooked, with_4d_mask, with_positions, with_embeddings, with_other_tokens),
-        *(with_hole, under_autocast),
+        *(inner_model, inner_model_of_tokens, unhooked, with_4d_mask, with_positions),
+        *(with_embeddings, with_other_tokens, with_hole, under_autocast),
     ],
 )
 @pytest.mark.parametrize("later", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_other_passes_compute_is_not_saved(model, store, compute, later):
     """Of a second pass: what the first computed is saved, and nothing behind it."""
-    ids = prompt(5 * T, seed=3)[:, : 2 * T if later else None]
+    ids = prompt(5 * T, seed=3)
     with opened(model, store) as prompts:
-        past = prompts.prefill(given(prompt(5 * T, seed=3)))
+        past = prompts.prefill(given(ids))
         if later:
-            full(model, past, ids)
-            later_pass(compute, model, past, prompt(5 * T, seed=3)[:, 2 * T :])
-        else:
-            compute(model, past, ids)
+            full(model, past, ids[:, : 2 * T])
+        compute(model, ids, past)
         del past
         assert prompts.flush()
-        found = prompts.prefill(given(prompt(5 * T, seed=3)))
-        assert found.loaded_tokens == (2 * T if later else 0,)
+        assert prompts.prefill(given(ids)).loaded_tokens == (2 * T if later else 0,)
 
 
-def later_pass(compute, model, past, ids):
-    if compute in {with_4d_mask, inner}:
-        length = ids.shape[1]
-        mask = torch.zeros(1, 1, length, 2 * T + length, dtype=torch.float64)
-        called = model if compute is with_4d_mask else model.model
-        called(ids, past_key_values=past, use_cache=True, attention_mask=mask)
-    elif compute is with_hole:
-        mask = torch.ones(1, 2 * T + ids.shape[1], dtype=torch.int64)
-        mask[:, 5:9] = 0
-        full(model, past, ids, attention_mask=mask)
-    else:
-        compute(model, past, ids)
-
-
-@pytest.mark.planted("mask-of-later-pass", "prompt_cache", "refused")
-@pytest.mark.planted("positions-of-later-pass", "prompt_cache", "refused")
+@pytest.mark.planted("mask-of-later-pass", "positions-of-later-pass", "prompt_cache", "refused")
 @pytest.mark.parametrize("how", ["mask", "positions"])
 def test_later_steps_with_masks_and_positions_of_their_own(model, store, how):
     ids = prompt(5 * T, seed=4)
@@ -972,10 +830,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.planted("bidirectional", "prompt_cache", "refused")
-@pytest.mark.planted("encoder-as-decoder", "prompt_cache", "refused")
-@pytest.mark.planted("window-not-passed", "prompt_cache", "refused")
-@pytest.mark.planted("alibi-by-length", "prompt_cache", "refused")
+@pytest.mark.planted(
+    "bidirectional encoder-as-decoder window-not-passed alibi-by-length", "prompt_cache", "refused"
+)
 @pytest.mark.parametrize(
     ("name", "declared", "computed"),
     [*CHANGED, ("MptForCausalLM", "length of the cache", None)],
@@ -997,8 +854,7 @@ def test_models_that_pass_their_window_on_are_served(name, store):
         assert finds(model, store) == count
 
 
-@pytest.mark.planted("dynamic-rope", "prompt_cache", "refused")
-@pytest.mark.planted("long-factors", "prompt_cache", "refused")
+@pytest.mark.planted("dynamic-rope", "long-factors", "prompt_cache", "refused")
 @pytest.mark.parametrize(("kind", "longest"), [("dynamic", 63), ("longrope", 64)])
 def test_prompts_of_the_length_where_rope_turns(llama_directory, store, kind, longest):
     rope: dict[str, object] = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
@@ -1024,9 +880,7 @@ def test_prompts_of_the_length_where_rope_turns(llama_directory, store, kind, lo
 # ---------------------------------------------------------------------- what comes with a prompt
 
 
-@pytest.mark.planted("other-picture", "prompt_cache", "refused")
-@pytest.mark.planted("picture-settings", "prompt_cache", "refused")
-@pytest.mark.planted("sound-or-video", "prompt_cache", "refused")
+@pytest.mark.planted("other-picture picture-settings sound-or-video", "prompt_cache", "refused")
 @pytest.mark.parametrize("name", ["pixel_values", "input_features", "inputs_embeds"])
 def test_inputs_beside_tokens(model, store, name):
     with opened(model, store) as prompts, counted_by_reason():
@@ -1034,8 +888,7 @@ def test_inputs_beside_tokens(model, store, name):
     assert name in past.not_cached
 
 
-@pytest.mark.planted("other-salt", "prompt_cache", "key")
-@pytest.mark.planted("long-salt", "prompt_cache", "key")
+@pytest.mark.planted("other-salt", "long-salt", "prompt_cache", "key")
 def test_salts_that_begin_alike(model, store):
     salts = ["a", "b", "a" * 1000, "a" * 999 + "b"]
     with opened(model, store) as prompts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,25 @@ from typing import Any
 import pytest
 import torch
 from engine_tries import NEW, Shelf, T, Tally, engine_try, plain, rank_try, transfer_try
+from model_changes import (
+    Change,
+    add_hook,
+    attention,
+    cast_to_and_fro,
+    change_buffer,
+    change_setting,
+    fused_step,
+    load_other,
+    merge,
+    patch_forward,
+    plain_step,
+    replace_memory,
+    weight,
+    write,
+    write_uncounted,
+)
+from model_passes import inner_model, with_4d_mask, with_embeddings, with_hole, with_positions
+from model_passes import plain as plain_pass
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -28,81 +47,18 @@ SIZE = {"hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "intermediate_size
 # ---------------------------------------------------------------------- changes of a loaded model
 
 
-def attention(model: PreTrainedModel, rng: random.Random) -> Any:
-    return rng.choice(model.model.layers).self_attn
-
-
-def some_weight(model: PreTrainedModel, rng: random.Random) -> tuple[nn.Module, nn.Parameter]:
-    module = rng.choice([attention(model, rng).k_proj, attention(model, rng).v_proj])
-    return module, module.weight
-
-
-@torch.no_grad()
-def write(model: PreTrainedModel, rng: random.Random) -> None:
-    some_weight(model, rng)[1].mul_(1.5)
-
-
-def write_uncounted(model: PreTrainedModel, rng: random.Random) -> None:
-    some_weight(model, rng)[1].data.mul_(1.5)
-
-
 def write_one_element(model: PreTrainedModel, rng: random.Random) -> None:
-    weight = some_weight(model, rng)[1].data.view(-1)
-    weight[rng.randrange(len(weight))] += 3.0
+    changed = weight(model, rng).data.view(-1)
+    changed[rng.randrange(len(changed))] += 3.0
 
 
 def replace_weight(model: PreTrainedModel, rng: random.Random) -> None:
-    module, weight = some_weight(model, rng)
-    module.weight = nn.Parameter(weight.detach() * 1.5)
-
-
-def replace_memory(model: PreTrainedModel, rng: random.Random) -> None:
-    _, weight = some_weight(model, rng)
-    weight.data = weight.data * 1.5
-
-
-def load_other(model: PreTrainedModel, rng: random.Random) -> None:
-    model.load_state_dict({name: 1.2 * one for name, one in model.state_dict().items()})
-
-
-def merge(model: PreTrainedModel, rng: random.Random) -> None:
-    weight = some_weight(model, rng)[1]
-    down, up = torch.ones(2, weight.shape[1]), torch.ones(weight.shape[0], 2)
-    with torch.no_grad():
-        weight += 0.3 * (up @ down).to(weight.dtype)
-
-
-def train(model: PreTrainedModel, rng: random.Random) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3, fused=rng.random() < 0.5)
-    model(input_ids=torch.arange(1, 9)[None]).logits.square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def change_buffer(model: PreTrainedModel, rng: random.Random) -> None:
-    model.model.rotary_emb.inv_freq.data.mul_(1.5)
-
-
-def change_setting(model: PreTrainedModel, rng: random.Random) -> None:
-    attention(model, rng).scaling *= 2.0
-    model.model.layers[-1].input_layernorm.variance_epsilon = 2.0
+    module = attention(model, rng).k_proj
+    module.weight = nn.Parameter(module.weight.detach() * 1.5)
 
 
 def cast(model: PreTrainedModel, rng: random.Random) -> None:
-    if rng.random() < 0.3:
-        model.to(torch.float32)  # and stays
-    else:
-        model.to(torch.bfloat16).to(torch.float64)
-
-
-def hook(model: PreTrainedModel, rng: random.Random) -> None:
-    attention(model, rng).v_proj.register_forward_hook(lambda _m, _i, out: out * 1.5)
-
-
-def patch(model: PreTrainedModel, rng: random.Random) -> None:
-    module = attention(model, rng).k_proj
-    plain = module.forward
-    module.forward = lambda given: plain(given) * 1.5
+    model.to(torch.float32)  # and stays
 
 
 def replace_module(model: PreTrainedModel, rng: random.Random) -> None:
@@ -116,58 +72,28 @@ def nothing(model: PreTrainedModel, rng: random.Random) -> None:
     model.generate(torch.arange(1, 6)[None], max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
-CHANGES: tuple[Callable[[PreTrainedModel, random.Random], None], ...] = (
+CHANGES: tuple[Change, ...] = (
     *(write, write_uncounted, write_one_element, replace_weight, replace_memory, load_other),
-    *(merge, train, change_buffer, change_setting, cast, hook, patch, replace_module),
-    *(nothing, nothing),
+    *(merge, fused_step, plain_step, change_buffer, change_setting, cast, cast_to_and_fro),
+    *(add_hook, patch_forward, replace_module, nothing, nothing),
 )
 
 # ---------------------------------------------------------------------- passes of their own
 
 
-def four_dimensional(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
-    """A mask by which tokens do not see the first ones."""
-    length = ids.shape[1]
-    mask = torch.tril(torch.ones(1, 1, length, length, dtype=torch.bool))
-    mask[..., length // 2 :, :2] = False
-    new = length - past.get_seq_length()
-    model(ids[:, -new:], attention_mask=mask[:, :, -new:], past_key_values=past)
-
-
-def other_positions(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
-    known = past.get_seq_length()
-    positions = torch.arange(known, ids.shape[1])[None] * 2 + 1
-    model(ids[:, known:], position_ids=positions, past_key_values=past)
-
-
-def embeddings(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
-    known = past.get_seq_length()
-    given = model.get_input_embeddings()(ids[:, known:]) * 1.5
-    model(inputs_embeds=given, past_key_values=past)
-
-
-def inner_model(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
-    known = past.get_seq_length()
-    given = model.get_input_embeddings()(ids[:, known:]) * 1.5
-    model.model(inputs_embeds=given, past_key_values=past, use_cache=True)
-
-
 def crop(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
-    known = past.get_seq_length()
-    model(ids[:, known:], past_key_values=past)
+    plain_pass(model, ids, past)
     past.crop(-(ids.shape[1] // 2))
-    model(torch.flip(ids, [1])[:, past.get_seq_length() :], past_key_values=past)
+    plain_pass(model, torch.flip(ids, [1]), past)
 
 
 def later_mask(model: PreTrainedModel, ids: Tensor, past: Any) -> None:
-    known, length = past.get_seq_length(), ids.shape[1]
-    model(ids[:, known:-2], past_key_values=past) if known < length - 2 else None
-    mask = torch.ones(1, length, dtype=torch.int64)
-    mask[0, 3:6] = 0
-    model(ids[:, past.get_seq_length() :], attention_mask=mask, past_key_values=past)
+    if past.get_seq_length() < ids.shape[1] - 2:
+        plain_pass(model, ids[:, :-2], past)
+    with_hole(model, ids, past)
 
 
-PASSES = (four_dimensional, other_positions, embeddings, inner_model, crop, later_mask)
+PASSES = (with_4d_mask, with_positions, with_embeddings, inner_model, crop, later_mask)
 
 # ---------------------------------------------------------------------- tries
 

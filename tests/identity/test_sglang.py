@@ -19,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
 
 from file_plants import file_plants, flip_byte, put
+from rows import cells
 from sglang_pools import StandInPool, fill, hashes, indices, storage_config
 from sglang_server import WAYS, Server, serving
 
@@ -26,6 +27,7 @@ from kvconnect.digest.doubts import Doubt
 from kvconnect.errors import ConfigurationError, ModelChanged, UnsupportedModel
 from kvconnect.integrations.core import models
 from kvconnect.integrations.sglang import KvConnectStorage
+from kvconnect.keys import BlockKey
 from kvconnect.trace import metrics
 
 PAGES = 3
@@ -76,6 +78,13 @@ class Stored:
         self.close()
         return found
 
+    def key(self, directory: Path, **settings: Any) -> BlockKey:
+        """The key of a page of a server with these settings."""
+        with serving(directory, **settings) as server:
+            (key,) = self.open(directory, server)._keys(hashes(1))
+        self.close()
+        return key
+
     def close(self) -> None:
         for one in self._open:
             one.close()
@@ -111,18 +120,18 @@ def stored(tmp_path: Path) -> Iterator[Stored]:
 # ------------------------------------------------------------------ the directory's files
 
 
-@pytest.mark.parametrize("plant", file_plants("sglang"))
+@pytest.mark.parametrize("plant", file_plants("sglang", "key"))
 def test_every_file_that_a_loader_may_read_is_in_the_keys(stored, directory, plant):
     plant.prepare(directory)
-    stored.save(directory)
-    assert stored.found(directory) == PAGES
+    before = stored.key(directory)
     plant.change(directory)
-    assert stored.found(directory) == 0
+    assert stored.key(directory) != before
 
 
 @pytest.mark.planted("weight-byte", "sglang", "key")
 def test_one_byte_of_the_weights_is_in_the_keys(stored, directory):
     stored.save(directory)
+    assert stored.found(directory) == PAGES
     flip_byte(directory / "model.safetensors")
     assert stored.found(directory) == 0
 
@@ -131,9 +140,7 @@ def test_one_byte_of_the_weights_is_in_the_keys(stored, directory):
 def test_stores_of_earlier_releases_are_found(stored, directory):
     rope = {"rope_theta": 10000.0, "rope_type": "default", "type": "default"}
     added = {"num_hidden_layers": 2, "rope_parameters": rope, "context_len": 512, "v_head_dim": 8}
-    with serving(directory, resolved={"hf_config": added}) as server:
-        (key,) = stored.open(directory, server)._keys(hashes(1))
-    assert key.hex() == EARLIER
+    assert stored.key(directory, resolved={"hf_config": added}).hex() == EARLIER
 
 
 @pytest.fixture
@@ -177,57 +184,32 @@ def test_a_link_that_was_switched_since_the_server_started_is_refused(
 # ------------------------------------------------------------------ settings of the server
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        pytest.param(
-            {"json_model_override_args": '{"rope_theta": 1e6}'},
-            marks=pytest.mark.planted("overridden-configuration", "sglang", "key"),
-            id="override",
-        ),
-        pytest.param(
-            {"resolved": {"hf_config": {"rope_parameters": {"rope_theta": 7.0}}}},
-            marks=pytest.mark.planted("overridden-configuration", "sglang", "key"),
-            id="resolved",
-        ),
-        pytest.param(
-            {"resolved": {"hf_config": {"num_hidden_layers": 2, "max_position_embeddings": 64}}},
-            marks=pytest.mark.planted("other-window", "sglang", "key"),
-            id="window",
-        ),
-        pytest.param(
-            {"dtype": "float16"},
-            marks=pytest.mark.planted("computes-in-other-dtype", "sglang", "key"),
-            id="dtype",
-        ),
-        pytest.param(
-            {"resolved": {"dtype": torch.float16}},
-            marks=pytest.mark.planted("computes-in-other-dtype", "sglang", "key"),
-            id="compute-dtype",
-        ),
-        pytest.param(
-            {"quantization": "fp8"},
-            marks=pytest.mark.planted("quantization", "sglang", "key"),
-            id="fp8",
-        ),
-        pytest.param(
-            {"quantize_and_serve": True},
-            marks=pytest.mark.planted("quantised-in-memory", "sglang", "key"),
-            id="quantize_and_serve",
-        ),
-        pytest.param(
-            {"forward_hooks": [{"name": "steer"}]},
-            marks=pytest.mark.planted("hook-added", "sglang", "key"),
-            id="hook",
-        ),
-    ],
+def resolved(**settings: Any) -> dict[str, Any]:
+    """A server whose configuration, as it was resolved, has these settings."""
+    return {"resolved": {"hf_config": settings}}
+
+
+OTHERS = cells(
+    "sglang",
+    "key",
+    {
+        "overridden-configuration": {"json_model_override_args": '{"rope_theta": 1e6}'},
+        "overridden-configuration: resolved": resolved(rope_parameters={"rope_theta": 7.0}),
+        "other-window": resolved(num_hidden_layers=2, max_position_embeddings=64),
+        "computes-in-other-dtype": {"dtype": "float16"},
+        "computes-in-other-dtype: resolved": {"resolved": {"dtype": torch.float16}},
+        "quantization": {"quantization": "fp8"},
+        "quantised-in-memory": {"quantize_and_serve": True},
+        "hook-added": {"forward_hooks": [{"name": "steer"}]},
+    },
 )
+
+
+@pytest.mark.parametrize("other", OTHERS)
 def test_settings_that_change_keys_and_values_are_in_the_keys(stored, directory, other):
-    resolved = {"rope_parameters": {"rope_theta": 10000.0, "type": "x"}, "num_hidden_layers": 2}
-    plain = {"resolved": {"hf_config": resolved}}
-    stored.save(directory, **plain)
-    assert stored.found(directory, **plain) == PAGES
-    assert stored.found(directory, **{**plain, **other}) == 0
+    plain = resolved(rope_parameters={"rope_theta": 10000.0, "type": "x"}, num_hidden_layers=2)
+    before = stored.key(directory, **plain)
+    assert stored.key(directory, **plain) == before != stored.key(directory, **{**plain, **other})
 
 
 @pytest.mark.planted("same-revision", "sglang", "key")
@@ -245,8 +227,7 @@ def test_a_revision_promises_weights_and_no_settings(stored, directory):
         assert stored.open(directory, server, **named).batch_exists(hashes(PAGES)) == 0
 
 
-@pytest.mark.planted("cache-dtype", "sglang", "key")
-@pytest.mark.planted("other-block-size", "sglang", "key")
+@pytest.mark.planted("cache-dtype", "other-block-size", "sglang", "key")
 def test_dtype_and_size_of_pages_are_in_the_keys(stored, directory):
     stored.save(directory)
     assert stored.found(directory, StandInPool("page_first", dtype=torch.bfloat16)) == 0
@@ -264,15 +245,51 @@ def refuse(stored: Stored, directory: Path, complaint: str, **settings: Any) -> 
         stored.open(directory, server)
 
 
-@pytest.mark.planted("weights-from-elsewhere", "sglang", "refused")
-def test_weights_from_elsewhere_are_refused(stored, directory):
-    refuse(stored, directory, "load-format=dummy", load_format="dummy")
-    refuse(stored, directory, "load-format='remote'", load_format="remote")
-    refuse(stored, directory, "weights of '/base'", resolved={"model_path": "/base"})
-    extra = '{"qlora_adapter_name_or_path": "/adapter"}'
-    refuse(stored, directory, "another directory", model_loader_extra_config=extra)
-    parts = {"hf_config": {"text_model_id": "org/part"}}
-    refuse(stored, directory, "text_model_id=org/part", resolved=parts)
+REFUSED = cells(
+    "sglang",
+    "refused",
+    {
+        "weights-from-elsewhere": ({"load_format": "dummy"}, "load-format=dummy"),
+        "weights-from-elsewhere: remote": ({"load_format": "remote"}, "load-format='remote'"),
+        "weights-from-elsewhere: path": ({"resolved": {"model_path": "/b"}}, "weights of '/b'"),
+        "weights-from-elsewhere: part": (resolved(text_model_id="org/p"), "text_model_id=org/p"),
+        "weights-from-elsewhere: adapter": (
+            {"model_loader_extra_config": '{"qlora_adapter_name_or_path": "/adapter"}'},
+            "another directory",
+        ),
+        "other-adapter": ({"enable_lora": True}, "enable-lora"),
+        "no-adapter": ({"lora_paths": ["a=/adapters/a"]}, "enable-lora"),
+        "other-picture": ({"resolved": {"is_multimodal": True}}, "language-model-only"),
+        "prompt-embeddings": (
+            {"disaggregation_decode_enable_offload_kvcache": True},
+            "placeholder tokens",
+        ),
+        "bidirectional": (resolved(is_causal=False), "looks ahead"),
+        "bidirectional: text": (
+            resolved(text_config={"use_bidirectional_attention": True}),
+            "looks ahead",
+        ),
+        "encoder-as-decoder": ({"dllm_algorithm": "LowConfidence"}, "looks ahead"),
+    },
+)
+
+
+@pytest.mark.planted("adapter-switched adapter-weights-changed", "sglang", "refused")
+@pytest.mark.planted(
+    "picture-settings picture-uuid picture-uuid-like-hash sound-or-video", "sglang", "refused"
+)
+@pytest.mark.parametrize(("settings", "complaint"), REFUSED)
+def test_servers_that_compute_what_keys_do_not_name_are_refused(
+    stored, directory, settings, complaint
+):
+    refuse(stored, directory, complaint, **settings)
+
+
+def test_servers_that_could_take_pictures_and_take_none_are_served(stored, directory):
+    assert stored.found(directory, resolved={"is_multimodal": False}) == 0
+
+
+def test_code_and_weights_of_other_repositories_are_refused(stored, directory):
     put(directory, "config.json", CONFIG | {"auto_map": {"AutoModel": "org/x--modeling.Model"}})
     refuse(stored, directory, "auto_map: 'org/x--", trust_remote_code=True)
     put(directory, "config.json", CONFIG)
@@ -298,47 +315,13 @@ def test_a_model_s_class_of_another_package_is_refused(stored, directory):
         stored.open(directory, server, model_revision="org/name@1")
 
 
-@pytest.mark.planted("other-adapter", "sglang", "refused")
-@pytest.mark.planted("no-adapter", "sglang", "refused")
-@pytest.mark.planted("adapter-switched", "sglang", "refused")
-@pytest.mark.planted("adapter-weights-changed", "sglang", "refused")
-def test_servers_with_adapters_are_refused(stored, directory):
-    refuse(stored, directory, "enable-lora", enable_lora=True)
-    refuse(stored, directory, "enable-lora", lora_paths=["a=/adapters/a"])
-
-
-@pytest.mark.planted("other-picture", "sglang", "refused")
-@pytest.mark.planted("picture-settings", "sglang", "refused")
-@pytest.mark.planted("picture-uuid", "sglang", "refused")
-@pytest.mark.planted("picture-uuid-like-hash", "sglang", "refused")
-@pytest.mark.planted("sound-or-video", "sglang", "refused")
-def test_servers_that_take_pictures_are_refused(stored, directory):
-    refuse(stored, directory, "language-model-only", resolved={"is_multimodal": True})
-    assert stored.found(directory, resolved={"is_multimodal": False}) == 0  # opens
-
-
-@pytest.mark.planted("prompt-embeddings", "sglang", "refused")
-def test_servers_that_save_prompts_given_as_embeddings_are_refused(stored, directory):
-    refuse(
-        stored,
-        directory,
-        "placeholder tokens",
-        disaggregation_decode_enable_offload_kvcache=True,
-    )
-
-
-@pytest.mark.planted("bidirectional", "sglang", "refused")
-@pytest.mark.planted("encoder-as-decoder", "sglang", "refused")
-def test_attention_that_looks_ahead_is_refused(stored, directory):
-    ahead = "looks ahead"
-    for config in ({"is_causal": False}, {"text_config": {"use_bidirectional_attention": True}}):
-        refuse(stored, directory, ahead, resolved={"hf_config": config})
-    refuse(stored, directory, ahead, dllm_algorithm="LowConfidence")
+def test_layers_of_an_encoder_are_refused(stored, directory):
     with serving(directory) as server:
-        server.worker.model_runner.model.inner.attn_type = SimpleNamespace(value="encoder_only")
-        with pytest.raises(UnsupportedModel, match=ahead):
+        inner = server.worker.model_runner.model.inner
+        inner.attn_type = SimpleNamespace(value="encoder_only")
+        with pytest.raises(UnsupportedModel, match="looks ahead"):
             stored.open(directory, server)
-        server.worker.model_runner.model.inner.attn_type = SimpleNamespace(value="decoder")
+        inner.attn_type = SimpleNamespace(value="decoder")
         stored.open(directory, server)
 
 
@@ -362,19 +345,8 @@ def uncached() -> float:
     return metrics.by_labels().get(labels, {}).get("engine.request.uncached", 0)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(
-            "update_weights_from_disk",
-            marks=pytest.mark.planted("weights-reloaded", "sglang", "refused"),
-        ),
-        *(
-            pytest.param(way, marks=pytest.mark.planted("weights-updated", "sglang", "refused"))
-            for way in WAYS[1:]
-        ),
-    ],
-)
+@pytest.mark.planted("weights-reloaded", "weights-updated", "sglang", "refused")
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("settings", [{}, {"enable_eplb": True}], ids=["watched", "moving"])
 def test_replaced_weights_end_the_storage(stored, directory, way, settings):
     """Also where SGLang moves weights about, so that they are not watched."""
@@ -407,36 +379,36 @@ def test_weights_that_sglang_moves_by_itself_keep_the_storage(stored, directory,
         assert works(storage)
 
 
-@pytest.mark.planted("uncounted-write", "sglang", "refused")
-def test_weights_that_are_written_past_sglang_end_the_storage(stored, directory):
-    with serving(directory) as server:
-        storage = stored.open(directory, server)
-        assert save(storage)
-        assert works(storage)
-        server.worker.model_runner.model.load_weights()
-        assert not works(storage)
+def replace_parameter(server: Server) -> None:
+    inner = server.worker.model_runner.model.inner
+    inner.weight = torch.nn.Parameter(inner.weight.detach().clone())
+    gc.collect()
 
 
-@pytest.mark.planted("storage-replaced", "sglang", "refused")
-def test_a_parameter_with_other_memory_ends_the_storage(stored, directory):
-    with serving(directory) as server:
-        storage = stored.open(directory, server)
-        assert save(storage)
-        assert works(storage)
-        inner = server.worker.model_runner.model.inner
-        inner.weight = torch.nn.Parameter(inner.weight.detach().clone())
-        gc.collect()
-        assert not works(storage)
-
-
-@pytest.mark.parametrize(
-    "named", [{"weight_version": "2"}, {"model_path": "/elsewhere"}, {"load_format": "pt"}]
+CHANGES = cells(
+    "sglang",
+    "refused",
+    {
+        "uncounted-write": lambda server: server.worker.model_runner.model.load_weights(),
+        "storage-replaced": replace_parameter,
+        "weights-updated: version": lambda server: server.context.settings.update(
+            weight_version="2"
+        ),
+        "weights-updated: path": lambda server: server.context.settings.update(
+            model_path="/elsewhere"
+        ),
+        "weights-updated: format": lambda server: server.context.settings.update(load_format="pt"),
+    },
 )
-def test_settings_that_name_other_weights_end_the_storage(stored, directory, named):
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_weights_past_sglang_s_updates_ends_the_storage(stored, directory, change):
     with serving(directory, weight_version="default") as server:
         storage = stored.open(directory, server)
         assert save(storage)
-        server.context.settings |= named
+        assert works(storage)
+        change(server)
         assert not works(storage)
 
 

@@ -23,22 +23,32 @@ def absent(column):
 
 @pytest.fixture(scope="module")
 def cells():
-    """Outcomes by (row, column), of ``planted(…)`` and ``file_plants(…)`` in all tests' sources."""
+    """Outcomes by (row, column), of the three kinds of calls that plant, in all tests' sources."""
     found = defaultdict(list)
     for path in TESTS.rglob("*.py"):
         text = path.read_text()
-        if "planted(" not in text and "file_plants(" not in text:
+        if not any(f"{name}(" in text for name in ("planted", "file_plants", "cells")):
             continue
         for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, ast.Call):
-                continue
-            if getattr(node.func, "id", "") == "file_plants":
-                for plant in FILE_PLANTS:
-                    found[plant.row, node.args[0].value].append("key")
-            elif getattr(node.func, "attr", "") == "planted" and path.name != "file_plants.py":
-                row, column, outcome = (argument.value for argument in node.args)
-                found[row, column].append(outcome)
+            if isinstance(node, ast.Call) and path.name not in {"file_plants.py", "rows.py"}:
+                rows, column, outcome = planted_by(node)
+                for row in rows:
+                    found[row, column].append(outcome)
     return found
+
+
+def planted_by(call):
+    """The rows, the column and the outcome that a call in a test's source plants."""
+    name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+    if name not in {"planted", "file_plants", "cells"}:
+        return (), "", ""
+    *first, last = call.args
+    if name == "cells":
+        column, outcome = (argument.value for argument in first)
+        return [key.value.partition(":")[0] for key in last.keys], column, outcome
+    *rows, column, outcome = (argument.value for argument in call.args)
+    planted = " ".join(rows).split() if name == "planted" else [one.row for one in FILE_PLANTS]
+    return planted, column, outcome
 
 
 def test_rows_have_names_of_their_own():

@@ -17,7 +17,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "disagg"))
 
 from engines import ANSWER, PREFILL, open_engine, prompt_of, until
-from model_directories import CONFIG, SHARDS, index, make, pickled, tensors
+from file_plants import file_plants, flip_byte
+from model_directories import CONFIG, SHARDS, make, tensors
+from rows import cells
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.config import TransferConfig
@@ -78,114 +80,23 @@ def nodes() -> Iterator[Nodes]:
 
 
 HF = {"model.safetensors": tensors("a")}
-SUB = {"config.json": b'{"transformers_weights": "sub/mine.safetensors"}'}
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param(
-            HF,
-            {"model.safetensors": tensors("a", seed=1)},
-            id="other-model",
-            marks=pytest.mark.planted("other-model", "transfer", "refused"),
-        ),
-        pytest.param(
-            HF,
-            {"model.safetensors": HF["model.safetensors"][:-1] + b"\x00"},
-            id="weight-byte",
-            marks=pytest.mark.planted("weight-byte", "transfer", "refused"),
-        ),
-        pytest.param(
-            SHARDS,
-            SHARDS | HF,
-            id="file-beside-index",
-            marks=pytest.mark.planted("file-beside-index", "transfer", "refused"),
-        ),
-        pytest.param(
-            HF,
-            HF | {"consolidated.safetensors": tensors("a", seed=1)},
-            id="consolidated-beside-hf",
-            marks=pytest.mark.planted("consolidated-beside-hf", "transfer", "refused"),
-        ),
-        pytest.param(
-            SUB | {"sub/mine.safetensors": tensors("a")},
-            SUB | {"sub/mine.safetensors": tensors("a", seed=1)},
-            id="transformers-weights",
-            marks=pytest.mark.planted("transformers-weights", "transfer", "refused"),
-        ),
-        pytest.param(
-            HF,
-            HF | {"model.fp16.safetensors": tensors("a", seed=1)},
-            id="variant",
-            marks=pytest.mark.planted("variant", "transfer", "refused"),
-        ),
-        pytest.param(
-            HF,
-            HF | {"other/model.safetensors": tensors("a", seed=1)},
-            id="subfolder",
-            marks=pytest.mark.planted("subfolder", "transfer", "refused"),
-        ),
-        pytest.param(
-            HF,
-            HF | {"pytorch_model.bin": pickled(1)},
-            id="bin-beside-safetensors",
-            marks=pytest.mark.planted("bin-beside-safetensors", "transfer", "refused"),
-        ),
-        pytest.param(
-            HF,
-            HF | {"model.pth": pickled(1)},
-            id="pt-beside",
-            marks=pytest.mark.planted("pt-beside", "transfer", "refused"),
-        ),
-        pytest.param(
-            HF,
-            HF | {"model-q4.gguf": b"GGUF" + pickled(1)},
-            id="gguf-beside",
-            marks=pytest.mark.planted("gguf-beside", "transfer", "refused"),
-        ),
-        pytest.param(
-            HF,
-            HF | {"weights.npz": pickled(1)},
-            id="npz-beside",
-            marks=pytest.mark.planted("npz-beside", "transfer", "refused"),
-        ),
-        pytest.param(
-            HF,
-            HF | {"params.json": b'{"rope_theta": 1e6}'},
-            id="params-json",
-            marks=pytest.mark.planted("params-json", "transfer", "refused"),
-        ),
-        pytest.param(
-            HF,
-            HF | {"quantize_config.json": b'{"bits": 4}'},
-            id="quantize-config",
-            marks=pytest.mark.planted("quantize-config", "transfer", "refused"),
-        ),
-        pytest.param(
-            HF,
-            HF | {"adapter_model.safetensors": tensors("lora_A", seed=3)},
-            id="adapter-in-directory",
-            marks=pytest.mark.planted("adapter-in-directory", "transfer", "refused"),
-        ),
-        pytest.param(
-            SHARDS,
-            SHARDS | {"model.safetensors.index.json": index(a="model-00002-of-00002.safetensors")},
-            id="index-changed",
-            marks=pytest.mark.planted("index-changed", "transfer", "refused"),
-        ),
-        pytest.param(
-            HF,
-            HF | {"config.json": json.dumps(CONFIG | {"rope_theta": 2e4}).encode()},
-            id="config-changed",
-            marks=pytest.mark.planted("config-changed", "transfer", "refused"),
-        ),
-    ],
-)
-def test_models_of_other_files_do_not_read_from_each_other(before, after, nodes, tmp_path):
-    one = model_digest(make(tmp_path / "one", before), cache_dir=tmp_path)
-    other = model_digest(make(tmp_path / "other", after), cache_dir=tmp_path)
-    assert "model: " in nodes.refusal(one, other)
+@pytest.mark.parametrize("plant", file_plants("transfer", "refused"))
+def test_models_of_other_files_do_not_read_from_each_other(plant, nodes, tmp_path):
+    model = make(tmp_path / "model", HF)
+    plant.prepare(model)
+    one = model_digest(model, cache_dir=tmp_path)
+    plant.change(model)
+    assert "model: " in nodes.refusal(one, model_digest(model, cache_dir=tmp_path))
+
+
+@pytest.mark.planted("weight-byte", "transfer", "refused")
+def test_models_that_differ_in_one_byte_do_not_read_from_each_other(nodes, tmp_path):
+    model = make(tmp_path / "model", HF)
+    one = model_digest(model, cache_dir=tmp_path)
+    flip_byte(model / "model.safetensors")
+    assert "model: " in nodes.refusal(one, model_digest(model, cache_dir=tmp_path))
 
 
 @pytest.mark.planted("same-revision", "transfer", "refused")
@@ -252,38 +163,22 @@ def test_a_directory_that_was_switched_between_two_starts_is_another_model(model
     assert fetched(prefill, opened(link, "decode")) == 0
 
 
-@pytest.mark.parametrize(
-    ("more", "tokens"),
-    [
-        pytest.param(
-            {"dtype": "float32"},
-            0,
-            id="dtype",
-            marks=pytest.mark.planted("computes-in-other-dtype", "transfer", "refused"),
-        ),
-        pytest.param(
-            {"cache": {"dtype": "fp8"}},
-            0,
-            id="cache dtype",
-            marks=pytest.mark.planted("cache-dtype", "transfer", "refused"),
-        ),
-        pytest.param(
-            {"cache": {"max_attention_window": (32,)}},
-            0,
-            id="window",
-            marks=[
-                pytest.mark.planted("other-window", "transfer", "refused"),
-                pytest.mark.planted("overridden-configuration", "transfer", "refused"),
-            ],
-        ),
-        pytest.param(
-            {"cache": {"tokens_per_block": 32}},
-            WHOLE,
-            id="block size",
-            marks=pytest.mark.planted("other-block-size", "transfer", "equal"),
-        ),
-    ],
+REFUSED = cells(
+    "transfer",
+    "refused",
+    {
+        "computes-in-other-dtype": ({"dtype": "float32"}, 0),
+        "cache-dtype": ({"cache": {"dtype": "fp8"}}, 0),
+        "other-window": ({"cache": {"max_attention_window": (32,)}}, 0),
+    },
 )
+EQUAL = cells(
+    "transfer", "equal", {"other-block-size": ({"cache": {"tokens_per_block": 32}}, WHOLE)}
+)
+
+
+@pytest.mark.planted("overridden-configuration", "transfer", "refused")
+@pytest.mark.parametrize(("more", "tokens"), [*REFUSED, *EQUAL])
 def test_settings_that_shape_kv_are_as_another_model(more, tokens, model, opened):
     prefill, alone = opened(model, "prefill"), opened(model, None)
     cache = KvCacheConfig(**({"tokens_per_block": 16, "max_tokens": 1024} | more.get("cache", {})))
@@ -310,36 +205,20 @@ def pair(model: Path) -> Iterator[tuple[LLM, LLM]]:
 LONG = "tenant " * 146  # 1,022 characters
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        pytest.param(
-            {"cache_salt": "a"},
-            {"cache_salt": "b"},
-            id="another salt",
-            marks=pytest.mark.planted("other-salt", "transfer", "key"),
-        ),
-        ({}, {"cache_salt": "a"}),
-        pytest.param(
-            {"cache_salt": f"{LONG}ab"},
-            {"cache_salt": f"{LONG}ac"},
-            id="long salts",
-            marks=pytest.mark.planted("long-salt", "transfer", "key"),
-        ),
-        pytest.param(
-            {"lora_id": "a"},
-            {"lora_id": "b"},
-            id="another adapter",
-            marks=pytest.mark.planted("other-adapter", "transfer", "key"),
-        ),
-        pytest.param(
-            {"lora_id": "a"},
-            {},
-            id="no adapter",
-            marks=pytest.mark.planted("no-adapter", "transfer", "key"),
-        ),
-    ],
+OTHERS = cells(
+    "transfer",
+    "key",
+    {
+        "other-salt": ({"cache_salt": "a"}, {"cache_salt": "b"}),
+        "other-salt: none": ({}, {"cache_salt": "a"}),
+        "long-salt": ({"cache_salt": f"{LONG}ab"}, {"cache_salt": f"{LONG}ac"}),
+        "other-adapter": ({"lora_id": "a"}, {"lora_id": "b"}),
+        "no-adapter": ({"lora_id": "a"}, {}),
+    },
 )
+
+
+@pytest.mark.parametrize(("theirs", "ours"), OTHERS)
 def test_salts_and_adapters_are_in_the_name_of_a_prompt(theirs, ours, pair):
     seed = len(repr((theirs, ours)))
     assert fetched(*pair, prompt_of(60, seed), theirs=theirs, ours=ours) == 0

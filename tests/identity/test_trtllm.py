@@ -22,24 +22,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
 import trtllm_interface as trt
 from file_plants import file_plants, flip_byte
 from model_directories import ALONE, CONFIG, make, tensors
+from rows import cells
 from trtllm_pair import Pair, T, a_prompt, forget_classes
 
 from kvconnect.digest.doubts import Doubt
 from kvconnect.errors import ConfigurationError, ModelChanged, UnsupportedModel
 from kvconnect.integrations.core import models
+from kvconnect.keys import BlockKey
 from kvconnect.trace import metrics
 
-mark = pytest.mark
 PROMPT = a_prompt(3 * T + 1)
 FOUND = 3 * T
 REVISION = "org/name@1"
 EARLIER = ["dff8450185b373e5fc475759", "7e852ee0db0423480cd550d4"]
 """Keys of the prompt's first block, without and with a salt, as release 0.1 made them."""
-
-
-def row(planted: pytest.MarkDecorator, *values: object) -> Any:
-    """A case of a test that plants this row."""
-    return pytest.param(*values, marks=planted, id=planted.args[0])
 
 
 class Stored:
@@ -61,6 +57,17 @@ class Stored:
         with self.open(directory, **arguments) as runtime:
             asked = request or trt.Request(2, PROMPT)
             return runtime.scheduler.get_num_new_matched_tokens(asked, 0)[0]
+
+    def keys(
+        self, directory: Path, *salts: str | None, settings: dict[str, Any] | None = None
+    ) -> list[BlockKey]:
+        """The prompt's first key with each of `salts`, of an engine with these settings."""
+        tokens = torch.tensor(PROMPT, dtype=torch.int32).numpy()
+        with self.open(directory, **settings or {}) as runtime:
+            maker = runtime.scheduler._attachment.maker
+            return [
+                maker.make(tokens, cache_salt=salt).block_keys()[0] for salt in salts or (None,)
+            ]
 
     def refuses(self, directory: Path, complaint: str, **arguments: Any) -> None:
         with pytest.raises((ConfigurationError, UnsupportedModel), match=complaint):
@@ -94,18 +101,18 @@ def config(**changes: object) -> bytes:
     return json.dumps(CONFIG | changes).encode()
 
 
-@pytest.mark.parametrize("plant", file_plants("trtllm"))
+@pytest.mark.parametrize("plant", file_plants("trtllm", "key"))
 def test_every_file_that_a_loader_may_read_is_in_the_keys(stored, directory, plant):
     plant.prepare(directory)
-    stored.save(directory)
-    assert stored.found(directory) == FOUND
+    before = stored.keys(directory)
     plant.change(directory)
-    assert stored.found(directory) == 0
+    assert stored.keys(directory) != before
 
 
 @pytest.mark.planted("weight-byte", "trtllm", "key")
 def test_one_byte_of_the_weights_is_in_the_keys(stored, directory):
     stored.save(directory)
+    assert stored.found(directory) == FOUND
     flip_byte(directory / "model.safetensors")
     assert stored.found(directory) == 0
 
@@ -117,8 +124,7 @@ def started_now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "process_started_ns", lambda: now)
 
 
-@pytest.mark.planted("replaced-after-loading", "trtllm", "refused")
-@pytest.mark.planted("switched-while-loading", "trtllm", "refused")
+@pytest.mark.planted("replaced-after-loading", "switched-while-loading", "trtllm", "refused")
 def test_files_and_links_that_changed_since_the_process_started_are_refused(
     stored, directory, tmp_path, started_now
 ):
@@ -134,11 +140,7 @@ def test_files_and_links_that_changed_since_the_process_started_are_refused(
 
 @pytest.mark.planted("files-alone", "trtllm", "hit")
 def test_keys_are_those_of_earlier_releases(stored, directory):
-    with stored.open(directory) as runtime:
-        maker = runtime.scheduler._attachment.maker
-        tokens = torch.tensor(PROMPT, dtype=torch.int32).numpy()
-        found = [maker.make(tokens, cache_salt=salt).block_keys()[0] for salt in (None, "tenant")]
-    assert [key.hex()[:24] for key in found] == EARLIER
+    assert [key.hex()[:24] for key in stored.keys(directory, None, "tenant")] == EARLIER
 
 
 # ------------------------------------------------------------------ the engine's settings
@@ -150,31 +152,25 @@ def cache(**more: object) -> dict[str, object]:
     return {"kv_cache_config": SimpleNamespace(**settings)}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        row(
-            mark.planted("overridden-configuration", "trtllm", "key"),
-            {"model_kwargs": {"rope_theta": 5.0}},
-        ),
-        row(
-            mark.planted("overridden-configuration", "trtllm", "key"),
-            {"checkpoint_format": "mistral"},
-        ),
-        row(mark.planted("computes-in-other-dtype", "trtllm", "key"), {"dtype": "float16"}),
-        row(mark.planted("cache-dtype", "trtllm", "key"), cache(dtype="fp8")),
-        row(mark.planted("quantization", "trtllm", "key"), {"quant_config": "fp8"}),
-        row(mark.planted("other-window", "trtllm", "key"), cache(max_attention_window=[64])),
-        row(
-            mark.planted("long-factors", "trtllm", "key"),
-            {"model_kwargs": {"rope_scaling": {"rope_type": "longrope"}}},
-        ),
-    ],
+OTHERS = cells(
+    "trtllm",
+    "key",
+    {
+        "overridden-configuration": {"model_kwargs": {"rope_theta": 5.0}},
+        "overridden-configuration: format": {"checkpoint_format": "mistral"},
+        "computes-in-other-dtype": {"dtype": "float16"},
+        "cache-dtype": cache(dtype="fp8"),
+        "quantization": {"quant_config": "fp8"},
+        "other-window": cache(max_attention_window=[64]),
+        "long-factors": {"model_kwargs": {"rope_scaling": {"rope_type": "longrope"}}},
+    },
 )
+
+
+@pytest.mark.parametrize("other", OTHERS)
 def test_settings_that_change_keys_and_values_are_in_the_keys(stored, directory, other):
-    stored.save(directory)
-    assert stored.found(directory) == FOUND
-    assert stored.found(directory, **other) == 0
+    before = stored.keys(directory)
+    assert stored.keys(directory) == before != stored.keys(directory, settings=other)
 
 
 @pytest.mark.planted("long-factors", "trtllm", "key")
@@ -219,11 +215,9 @@ def test_weights_and_code_from_elsewhere_are_refused(stored, directory, argument
         assert stored.found(directory, **arguments) == FOUND
 
 
-@pytest.mark.planted("weights-reloaded", "trtllm", "refused")
-@pytest.mark.planted("weights-updated", "trtllm", "refused")
-@pytest.mark.planted("storage-replaced", "trtllm", "refused")
-@pytest.mark.planted("uncounted-write", "trtllm", "refused")
-@pytest.mark.planted("paused", "trtllm", "refused")
+@pytest.mark.planted(
+    "weights-reloaded weights-updated storage-replaced uncounted-write paused", "trtllm", "refused"
+)
 @pytest.mark.parametrize("settings", [{}, {"model_revision": REVISION}])
 def test_what_can_replace_the_weights_of_a_running_engine_is_refused(stored, directory, settings):
     """Updates, sleep and wake-up are methods of an extension of its workers."""
@@ -258,8 +252,7 @@ def test_rope_that_depends_on_the_length_is_refused(stored, directory, place, in
     stored.refuses(directory, "rope_scaling: with RoPE of kind 'dynamic'", **arguments)
 
 
-@pytest.mark.planted("rank-share", "trtllm", "refused")
-@pytest.mark.planted("other-rank-count", "trtllm", "refused")
+@pytest.mark.planted("rank-share", "other-rank-count", "trtllm", "refused")
 @pytest.mark.parametrize(
     "name", ["tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"]
 )
@@ -270,27 +263,22 @@ def test_several_ranks_are_refused(stored, directory, name):
 # ------------------------------------------------------------------ what comes with a request
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        row(mark.planted("other-picture", "trtllm", "refused"), {"multimodal_hashes": [[1] * 8]}),
-        row(mark.planted("picture-settings", "trtllm", "refused"), {"multimodal_positions": [3]}),
-        row(mark.planted("picture-uuid", "trtllm", "refused"), {"multimodal_uuids": ["mine"]}),
-        row(
-            mark.planted("picture-uuid-like-hash", "trtllm", "refused"),
-            {"multimodal_uuids": ["0" * 64]},
-        ),
-        row(
-            mark.planted("sound-or-video", "trtllm", "refused"),
-            {"py_multimodal_data": {"audio": {}}},
-        ),
-        row(
-            mark.planted("prompt-embeddings", "trtllm", "refused"),
-            {"prompt_embedding_table": object()},
-        ),
-        row(mark.planted("other-adapter", "trtllm", "refused"), {"lora_task_id": 3}),
-    ],
+UNTOLD = cells(
+    "trtllm",
+    "refused",
+    {
+        "other-picture": {"multimodal_hashes": [[1] * 8]},
+        "picture-settings": {"multimodal_positions": [3]},
+        "picture-uuid": {"multimodal_uuids": ["mine"]},
+        "picture-uuid-like-hash": {"multimodal_uuids": ["0" * 64]},
+        "sound-or-video": {"py_multimodal_data": {"audio": {}}},
+        "prompt-embeddings": {"prompt_embedding_table": object()},
+        "other-adapter": {"lora_task_id": 3},
+    },
 )
+
+
+@pytest.mark.parametrize("more", UNTOLD)
 def test_inputs_that_tokens_do_not_tell_are_neither_saved_nor_loaded(stored, directory, more):
     before = uncached(Doubt.UNKNOWN_INPUT)
     stored.save(directory, trt.Request(1, PROMPT, **more))
@@ -316,8 +304,7 @@ def uncached(doubt: Doubt) -> float:
     return metrics.by_labels().get(labels, {}).get("engine.request.uncached", 0)
 
 
-@pytest.mark.planted("other-salt", "trtllm", "key")
-@pytest.mark.planted("long-salt", "trtllm", "key")
+@pytest.mark.planted("other-salt", "long-salt", "trtllm", "key")
 def test_salts_of_any_length_keep_requests_apart(stored, directory):
     long = "tenant" * 50_000
     for salt in ("a", f"{long}a"):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from file_plants import file_plants, flip_byte, put
+from rows import cells
 
 from kvconnect.errors import ConfigurationError, ModelChanged
 from kvconnect.integrations.core.arguments import make_arguments
@@ -83,7 +84,7 @@ def key_of(
 # ------------------------------------------------------------------ the directory's files
 
 
-@pytest.mark.parametrize("plant", file_plants("vllm"))
+@pytest.mark.parametrize("plant", file_plants("vllm", "key"))
 def test_every_file_that_a_loader_may_read_is_in_the_keys(directory, plant):
     plant.prepare(directory)
     before = key_of(configured(directory))
@@ -132,27 +133,19 @@ def test_files_that_changed_since_the_configuration_was_made_are_refused(directo
 # ------------------------------------------------------------------ what the engine makes of them
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        pytest.param(
-            {"hf_overrides": {"rope_theta": 5.0}},
-            marks=pytest.mark.planted("overridden-configuration", "vllm", "key"),
-        ),
-        pytest.param(
-            {"config_format": "mistral"},
-            marks=pytest.mark.planted("overridden-configuration", "vllm", "key"),
-        ),
-        pytest.param(
-            {"dtype": torch.bfloat16},
-            marks=pytest.mark.planted("computes-in-other-dtype", "vllm", "key"),
-        ),
-        pytest.param(
-            {"quantization": "fp8"}, marks=pytest.mark.planted("quantization", "vllm", "key")
-        ),
-    ],
-    ids=str,
+OTHERS = cells(
+    "vllm",
+    "key",
+    {
+        "overridden-configuration": {"hf_overrides": {"rope_theta": 5.0}},
+        "overridden-configuration: format": {"config_format": "mistral"},
+        "computes-in-other-dtype": {"dtype": torch.bfloat16},
+        "quantization": {"quantization": "fp8"},
+    },
 )
+
+
+@pytest.mark.parametrize("other", OTHERS)
 def test_settings_of_the_engine_are_in_the_keys(directory, other):
     usual = key_of(configured(directory))
     assert key_of(configured(directory, config_format="hf")) == usual
@@ -171,24 +164,18 @@ def test_a_configuration_of_another_format_counts_as_it_was_read(directory):
     assert read(1.0) == read(1.0) != read(2.0)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(
-            KvCacheLayout(2, 2, 8, 8, 8, torch.float32),
-            marks=pytest.mark.planted("other-block-size", "vllm", "key"),
-        ),
-        pytest.param(
-            KvCacheLayout(2, 2, 8, 8, 16, torch.float32, window=64),
-            marks=pytest.mark.planted("other-window", "vllm", "key"),
-        ),
-        pytest.param(
-            KvCacheLayout(2, 2, 8, 8, 16, torch.float16),
-            marks=pytest.mark.planted("cache-dtype", "vllm", "key"),
-        ),
-    ],
-    ids=["block-size", "window", "dtype"],
+LAYOUTS = cells(
+    "vllm",
+    "key",
+    {
+        "other-block-size": KvCacheLayout(2, 2, 8, 8, 8, torch.float32),
+        "other-window": KvCacheLayout(2, 2, 8, 8, 16, torch.float32, window=64),
+        "cache-dtype": KvCacheLayout(2, 2, 8, 8, 16, torch.float16),
+    },
 )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_the_cache_holds_is_in_the_keys(directory, layout):
     assert key_of(configured(directory), layout) != key_of(configured(directory))
 

@@ -14,7 +14,6 @@ from kvconnect.digest.doubts import Doubt
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.trace import metrics
 
-FORMS = ["1.2", "main"]
 PROMPT = a_prompt(45)
 
 
@@ -34,9 +33,8 @@ def resets() -> float:
 
 
 @pytest.mark.planted("request-new-again", "trtllm", "equal")
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("chunk", [10_000, 12])
 @pytest.mark.parametrize("asks_again", [True, False])
+@pytest.mark.parametrize(("form", "chunk"), [("1.2", 10_000), ("main", 12)])
 def test_a_request_that_is_new_again_saves_its_new_blocks(
     classes, configured, tiny, form, chunk, asks_again
 ):
@@ -61,7 +59,7 @@ def test_a_request_that_was_reset_goes_on_with_other_pages(
         request = trt.Request(1, PROMPT)
         runtime.run(request, 20, chunk=16, reset_after=reset_after, asks_again=asks_again)
         attachment = runtime.worker._attachment
-        assert (attachment._fetched, attachment._room) == ({}, 1 << 20)
+        assert attachment._fetched == {}
     assert restarted(classes, tiny) == len(PROMPT) - 40
 
 
@@ -75,7 +73,7 @@ def test_what_was_fetched_for_a_request_that_is_reset_is_dropped(classes, config
         runtime.scheduler.update_state_after_alloc(request, [3, 4, 5, 6, 7, 8])
         runtime.scheduler.request_reset(request)
         attachment = runtime.worker._attachment
-        assert (attachment._fetched, attachment._room) == ({}, 1 << 20)
+        assert attachment._fetched == {}
         assert runtime.scheduler.build_connector_meta(trt.SchedulerOutputMain()) is None
         runtime.scheduler.request_reset(trt.Request(77, PROMPT))  # of one that it never saw
 
@@ -99,9 +97,8 @@ def test_a_request_that_comes_back_with_other_tokens_is_not_cached(classes, conf
 
 
 @pytest.mark.planted("blocks-passed-by-window", "trtllm", "equal")
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("window", [9, 20])
-@pytest.mark.parametrize("chunk", [10_000, 12])
+@pytest.mark.parametrize(("form", "chunk"), [("1.2", 12), ("main", 10_000), ("main", 12)])
 def test_blocks_that_a_window_has_passed_are_neither_saved_nor_loaded(
     classes, configured, tiny, form, window, chunk
 ):
@@ -120,9 +117,10 @@ def test_blocks_that_a_window_has_passed_are_neither_saved_nor_loaded(
 
 def test_what_main_calls_besides_has_the_recorded_form(classes):
     scheduler, worker = classes
-    for cls, name in ((scheduler, "request_reset"), (worker, "register_kv_cache_layout")):
-        [parameter] = list(inspect.signature(getattr(cls, name)).parameters.values())[1:]
-        assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    [request] = list(inspect.signature(scheduler.request_reset).parameters.values())[1:]
+    assert (request.name,) == trt.SCHEDULER_MAIN["request_reset"]
+    [layout] = list(inspect.signature(worker.register_kv_cache_layout).parameters.values())[1:]
+    assert {one.kind for one in (request, layout)} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
     # All of these or none: with none of them nothing is reserved, as nothing is fetched for it.
     for name in ("reserve_prefix", "release_prefix_reservation", "cancel_load"):
         assert not hasattr(scheduler, name)

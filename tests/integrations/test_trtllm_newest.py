@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 from kvconnect.errors import ConfigurationError, ConnectorContractError
-from kvconnect.integrations.trtllm_shim.pages import valid_page_slots
+from kvconnect.integrations.trtllm_shim.process import valid_page_slots
 from kvconnect.integrations.trtllm_shim.settings import KvCacheConnectorConfig, LlmOptions
 
 PROMPT = list(range(1, 71))

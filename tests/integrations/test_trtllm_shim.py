@@ -31,7 +31,7 @@ def llm(installed, tiny):
 
 
 def test_prompts_are_divided_only_if_that_is_asked_for(installed, tiny):
-    from tensorrt_llm import LLM, SamplingParams
+    from tensorrt_llm import LLM
 
     params = SamplingParams(max_tokens=4)
     prompt = list(range(1, 42))
@@ -122,11 +122,11 @@ def test_installing_imports_no_engine():
 
 
 def test_answers_are_those_of_kvconnect_in_the_other_shape(llm, tiny):
-    from tensorrt_llm import SamplingParams
-
+    """Without parameters they are greedy, and of 32 tokens."""
     with kvconnect.LLM(tiny) as plain:
-        [expected] = plain.generate([TEXT], kvconnect.SamplingParams(max_tokens=6))
-    [output] = llm.generate([TEXT], SamplingParams(max_tokens=6), use_tqdm=False)
+        [expected] = plain.generate([TEXT], kvconnect.SamplingParams(max_tokens=32))
+    assert SamplingParams is import_module("tensorrt_llm").SamplingParams
+    [output] = llm.generate([TEXT], use_tqdm=False)
     [answer] = output.outputs
     assert answer.text == expected.output_text
     assert answer.token_ids == list(expected.output_token_ids)
@@ -137,8 +137,6 @@ def test_answers_are_those_of_kvconnect_in_the_other_shape(llm, tiny):
 
 
 def test_one_prompt_gets_one_output_and_a_list_gets_a_list(llm):
-    from tensorrt_llm import SamplingParams
-
     params = SamplingParams(max_tokens=3, end_id=-1)
     one = llm.generate("text", params)
     same = llm.generate({"prompt": "text"}, params)
@@ -150,15 +148,7 @@ def test_one_prompt_gets_one_output_and_a_list_gets_a_list(llm):
     assert [output.prompt for output in outputs] == ["text", "text", None, None, "text", "text"]
 
 
-def test_without_parameters_it_is_greedy_and_32_tokens(llm, tiny):
-    with kvconnect.LLM(tiny) as plain:
-        [expected] = plain.generate([TEXT], kvconnect.SamplingParams(max_tokens=32))
-    assert llm.generate(TEXT).outputs[0].token_ids == list(expected.output_token_ids)
-
-
 def test_a_request_can_be_waited_for_awaited_and_iterated_over(llm):
-    from tensorrt_llm import SamplingParams
-
     params = SamplingParams(max_tokens=5, end_id=-1)
     expected = llm.generate(TEXT, params).outputs[0]
     assert llm.generate_async(TEXT, params).result(60).outputs[0] == expected
@@ -179,15 +169,12 @@ def test_a_request_can_be_waited_for_awaited_and_iterated_over(llm):
 
 
 def test_an_abort_is_called_cancelled(llm):
-    from tensorrt_llm import SamplingParams
-
     result = llm.generate_async(TEXT, SamplingParams(max_tokens=300, end_id=-1))
     result.abort()
     assert result.result(60).outputs[0].finish_reason == "cancelled"
 
 
 def test_retention_and_salt_are_passed_on(llm):
-    from tensorrt_llm import SamplingParams
     from tensorrt_llm.llmapi import KvCacheRetentionConfig
 
     ranges = [
@@ -214,7 +201,7 @@ def test_after_shutdown_nothing_is_taken_in(llm):
 def test_a_connector_of_tensorrt_llm_keeps_prompts_over_restarts(
     ranks, installed, tiny, tmp_path, monkeypatch, caplog
 ):
-    from tensorrt_llm import LLM, SamplingParams
+    from tensorrt_llm import LLM
     from tensorrt_llm.llmapi.llm_args import KvCacheConnectorConfig
 
     monkeypatch.setenv("PERSISTENT_CLIENT_FOLDER", str(tmp_path))
@@ -290,13 +277,6 @@ def test_what_is_not_possible_is_refused_by_name(given, complaint):
         LlmOptions(**given)
 
 
-def test_another_tokenizer_is_refused(tiny):
-    from kvconnect.integrations.trtllm_shim.llm import LLM
-
-    with pytest.raises(ConfigurationError, match="tokenizer: '/other'"):
-        LLM(tiny, "/other")
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -334,11 +314,6 @@ def test_log_probabilities_are_given_where_they_are_asked_for(llm):
     assert llm.generate(TEXT, SamplingParams(max_tokens=1)).outputs[0].logprobs == []
 
 
-def test_kvconnects_own_parameters_ask_for_one_answer_each(llm):
-    with pytest.raises(ConfigurationError, match=r"SamplingParams\.n=2: one answer to each prompt"):
-        llm.generate(TEXT, kvconnect.SamplingParams(n=2, temperature=1.0))
-
-
 # TensorRT-LLM counts the tokens of the prompt in its penalties of presence and frequency.
 @pytest.mark.parametrize(
     "given",
@@ -353,15 +328,18 @@ def test_sampling_that_the_engine_lacks_is_refused_by_name(given):
         SamplingParams(**given).for_engine()
 
 
-def test_arguments_of_a_request_that_would_change_its_answer_are_refused(llm):
-    with pytest.raises(ConfigurationError, match="lora_request"):
-        llm.generate("text", lora_request=object())
-    with pytest.raises(ConfigurationError, match=r"unknown argument 'cache_slat'.*'cache_salt'"):
-        llm.generate("text", cache_slat="x")
-    with pytest.raises(ConfigurationError, match="give SamplingParams"):
-        llm.generate("text", {"max_tokens": 3})
-    with pytest.raises(ConfigurationError, match="'prompt' or 'prompt_token_ids'"):
-        llm.generate({"text": "x"})
+def test_arguments_that_would_change_an_answer_are_refused(llm, tiny):
+    two = kvconnect.SamplingParams(n=2, temperature=1.0)
+    for complaint, ask in {
+        "lora_request": lambda: llm.generate("text", lora_request=object()),
+        "unknown argument 'cache_slat'.*'cache_salt'": lambda: llm.generate("text", cache_slat="x"),
+        "give SamplingParams": lambda: llm.generate("text", {"max_tokens": 3}),
+        "'prompt' or 'prompt_token_ids'": lambda: llm.generate({"text": "x"}),
+        r"SamplingParams\.n=2: one answer to each prompt": lambda: llm.generate(TEXT, two),
+        "tokenizer: '/other'": lambda: type(llm)(tiny, "/other"),
+    }.items():
+        with pytest.raises(ConfigurationError, match=complaint):
+            ask()
 
 
 def test_the_log_has_levels_and_says_some_things_once(installed, caplog):

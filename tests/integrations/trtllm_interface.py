@@ -72,18 +72,6 @@ WORKER_MAIN = {
 """As `SCHEDULER_MAIN`. The default of the first hands ``register_kv_caches`` the tensor that is all
 of the layout, or refuses."""
 
-LAYOUT_MAIN = {
-    "KvCacheLayout": ("tokens_per_block", "groups"),
-    "KvCacheLayerGroupLayout": ("layer_group_id", "layer_ids", "window_size", "regions"),
-    "KvCacheRegion": ("base", "size", "stride", "num_slots", "buffers"),
-    "KvCacheBufferRef": ("layer_id", "role", "expansion"),
-}
-"""Fields of main's own type of ``register_kv_cache_layout``, and of its parts.
-
-Not in all sources: ``KvCacheLayout.as_single_pool_tensor()``, which gives the tensor or None,
-``dtype`` and ``gpu_pool_mapping_bytes`` of it, ``replicated_regions`` of a group.
-"""
-
 PREFIX_LOAD_MAIN = (
     *("reservation_id", "request_id", "start", "end"),
     *("tokens", "cache_salt", "block_ids_by_layer_group"),
@@ -92,31 +80,20 @@ PREFIX_LOAD_MAIN = (
 
 REQUIRED = object()
 
-_REQUEST_DATA = {
-    "request_id": REQUIRED,
-    "new_tokens": REQUIRED,
-    "new_block_ids": REQUIRED,
-    "computed_position": REQUIRED,
-    "num_scheduled_tokens": REQUIRED,
-}
+_REQUEST_DATA: dict[str, object] = dict.fromkeys(
+    (
+        *("request_id", "new_tokens", "new_block_ids"),
+        *("computed_position", "num_scheduled_tokens"),
+    ),
+    REQUIRED,
+)
+_NEWER = _REQUEST_DATA | {"block_hashes": [], "priorities": None, "cache_salt": None}
 
 REQUEST_DATA: dict[str, dict[str, object]] = {
     "1.2": _REQUEST_DATA,
     "between": _REQUEST_DATA | {"priorities": None, "cache_salt_id": None},
-    "1.4": _REQUEST_DATA
-    | {
-        "block_hashes": [],
-        "priorities": None,
-        "cache_salt": None,
-        "new_block_ids_by_layer_group": {},
-    },
-    "main": _REQUEST_DATA
-    | {
-        "block_hashes": [],
-        "priorities": None,
-        "cache_salt": None,
-        "new_block_ids_by_layer_group": [],
-    },
+    "1.4": _NEWER | {"new_block_ids_by_layer_group": {}},
+    "main": _NEWER | {"new_block_ids_by_layer_group": []},
 }
 """Fields of ``RequestData`` in their order, with their defaults; an empty one is made anew.
 
@@ -131,25 +108,13 @@ SCHEDULER_OUTPUT: dict[str, object] = {"new_requests": [], "cached_requests": []
 
 SCHEDULER_OUTPUT_MAIN = SCHEDULER_OUTPUT | {"attention_dp_rank": None, "prefix_loads": []}
 
+_CLASSES = ("connector_module", "connector_scheduler_class", "connector_worker_class")
+_OPTIONAL = dict.fromkeys(("connector", *_CLASSES, "server_url"))
+
 CONNECTOR_CONFIG: dict[str, dict[str, object]] = {
-    "1.2": dict.fromkeys(
-        ("connector_module", "connector_scheduler_class", "connector_worker_class"), REQUIRED
-    ),
-    "1.4": {
-        "connector": None,
-        "connector_module": None,
-        "connector_scheduler_class": None,
-        "connector_worker_class": None,
-        "server_url": None,
-    },
-    "main": {
-        "connector": None,
-        "connector_module": None,
-        "connector_scheduler_class": None,
-        "connector_worker_class": None,
-        "server_url": None,
-        "aggressive_prefix_budgeting": False,
-    },
+    "1.2": dict.fromkeys(_CLASSES, REQUIRED),
+    "1.4": _OPTIONAL,
+    "main": _OPTIONAL | {"aggressive_prefix_budgeting": False},
 }
 """Fields of ``KvCacheConnectorConfig`` with their defaults; it refuses all others."""
 
@@ -206,7 +171,11 @@ SchedulerOutputMain = _data_class("SchedulerOutput", SCHEDULER_OUTPUT_MAIN)
 
 
 def layout_of(pool, tokens_per_block, *, groups=1, regions=1, has_tensor=True):
-    """Main's description of `pool`, in so many groups and regions of each."""
+    """Main's ``KvCacheLayout`` of `pool`, in so many groups and regions of each.
+
+    Not in all sources: ``as_single_pool_tensor()``, which gives the tensor or None, ``dtype`` and
+    ``gpu_pool_mapping_bytes``, ``replicated_regions`` of a group.
+    """
     region = SimpleNamespace(base=0, size=0, stride=0, num_slots=pool.shape[0], buffers=())
     made = SimpleNamespace(
         tokens_per_block=tokens_per_block,

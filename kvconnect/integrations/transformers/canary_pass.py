@@ -8,33 +8,25 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-__all__ = ["CanaryPass", "canary_ids", "results_of"]
+__all__ = ["canary_ids", "canary_pass", "results_of"]
 
 _NUM_TOKENS = 16
 # Coprime to every vocabulary's size, so that ids lie far apart.
 _STEP = 1_000_003
 
 
-class CanaryPass:
-    """A forward pass over 16 fixed tokens, with the model's own ``forward`` and all its hooks.
+def canary_pass(model: PreTrainedModel) -> list[Tensor]:
+    """Computes 16 fixed tokens, with the model's own ``forward`` and all its hooks.
 
-    Args:
-        model: is neither changed nor put into another mode.
+    Returns keys and values of every layer, and the logits after each token. The model is neither
+    changed nor put into another mode.
     """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-
-    def __call__(self) -> list[Tensor]:
-        """Returns keys and values of every layer, and the logits after each token."""
-        past = DynamicCache()
-        ids = canary_ids(self._model, _NUM_TOKENS)
-        output: Any = self._model(input_ids=ids, past_key_values=past, use_cache=True)
-        layers: list[Any] = past.layers
-        return [
-            *(one for layer in layers for one in (layer.keys, layer.values)),
-            results_of(output),
-        ]
+    past = DynamicCache()
+    output: Any = model(
+        input_ids=canary_ids(model, _NUM_TOKENS), past_key_values=past, use_cache=True
+    )
+    layers: list[Any] = past.layers
+    return [*(one for layer in layers for one in (layer.keys, layer.values)), results_of(output)]
 
 
 def results_of(output: Any) -> Tensor:

@@ -87,31 +87,19 @@ def _windows(config: Any, name: str) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-class _Recorder(DynamicCache):
-    """A cache that records the keys and values of one token by layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        self.found[layer_idx] = (key_states, value_states)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
 def _probe(model: PreTrainedModel, name: str, num_layers: int) -> list[tuple[Tensor, Tensor]]:
-    recorder = _Recorder()
+    """Returns keys and values that each layer keeps of one token, ``[batch, heads, 1, dim]``."""
+    past = DynamicCache()
     zero = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
-        model(input_ids=zero, past_key_values=recorder, use_cache=True)
-    if sorted(recorder.found) != list(range(num_layers)):
+        model(input_ids=zero, past_key_values=past, use_cache=True)
+    layers: list[Any] = past.layers
+    shapes = [(one.keys, one.values) for one in layers if one.is_initialized]
+    if len(shapes) != num_layers or len(layers) != num_layers:
         raise UnsupportedModel(
-            f"{name}: {len(recorder.found)} of {num_layers} layers keep keys and values in the "
-            "cache; all must"
+            f"{name}: {len(shapes)} of {num_layers} layers keep keys and values in the cache; all "
+            "must"
         )
-    shapes = [recorder.found[number] for number in range(num_layers)]
     for keys, values in shapes:
         if keys.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.shape[2] != 1:
             raise UnsupportedModel(

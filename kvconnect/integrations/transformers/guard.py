@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from kvconnect.digest.canary import Canary
 from kvconnect.digest.doubts import Doubt
 from kvconnect.digest.watch import WeightWatch
-from kvconnect.integrations.transformers.canary_pass import CanaryPass
+from kvconnect.integrations.transformers.canary_pass import canary_pass
 from kvconnect.integrations.transformers.structure import Change, Structure
 
 __all__ = ["ModelGuard"]
@@ -49,7 +50,7 @@ class ModelGuard:
         if model.training:
             self._doubt = Change(Doubt.TRAINING, "call model.eval() and make another PromptCache")
             return
-        self._canary = Canary(CanaryPass(model), device)
+        self._canary = Canary(partial(canary_pass, model), device)
         if not self._canary.stable:
             self._doubt = Change(Doubt.CANARY_UNSTABLE, "")
         self._good_at = time.monotonic()

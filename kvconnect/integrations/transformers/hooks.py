@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from kvconnect.integrations.transformers.passes import ForwardPass, parameters_of
 from kvconnect.integrations.transformers.stored_cache import StoredCache
 
 __all__ = ["PassHooks"]
@@ -29,7 +28,7 @@ class PassHooks:
     def __init__(self, model: nn.Module, live: weakref.WeakSet[StoredCache]) -> None:
         self._model = model
         self._live = live
-        self._names = parameters_of(model)
+        self._names = tuple(inspect.signature(model.forward).parameters)  # of positional arguments
         self._handles = (
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
@@ -65,7 +64,7 @@ class PassHooks:
             cut = {one: given[one][..., repeated:] for one in _CUT if given.get(one) is not None}
             args, named = (), given | cut
             given = named
-        cache.forward_begins(ForwardPass(given.get("input_ids"), given))
+        cache.forward_begins(given)
         return args, named
 
     def _after(

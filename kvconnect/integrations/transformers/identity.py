@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from kvconnect.digest.cache import ProvenContents, user_directory
 from kvconnect.digest.files import ModelFiles
 from kvconnect.digest.memory import content_of_tensors, module_tensors, same_bits
 from kvconnect.digest.model import check_revision, digest_of
-from kvconnect.digest.proven import ProvenContents
 from kvconnect.engine.checkpoint.hub_cache import model_directory
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.integrations.transformers.settings import settings_of
@@ -79,7 +79,7 @@ def identify(model: PreTrainedModel, revision: str | None) -> LoadedIdentity:
         return LoadedIdentity(content, "it was not loaded from a directory")
     if odd := _difference_from_twin(model):
         return LoadedIdentity(content, odd)
-    proven = ProvenContents()
+    proven = ProvenContents(user_directory())
     with ModelFiles(directory) as files:
         try:
             digest = digest_of(files)

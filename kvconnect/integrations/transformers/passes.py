@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvconnect.digest.doubts import Doubt
 
-__all__ = ["ForwardPass", "Placement", "parameters_of", "placement"]
+__all__ = ["placement"]
 
 # These change no key and no value, or are checked by themselves.
 _HARMLESS = frozenset(
@@ -21,62 +20,40 @@ _HARMLESS = frozenset(
 )
 
 
-class ForwardPass(NamedTuple):
-    """The arguments of a model's ``forward``.
-
-    Attributes:
-        input_ids: ``[batch, tokens]``; ``None``: it was given embeddings.
-        named: all arguments by name.
-    """
-
-    input_ids: Tensor | None
-    named: Mapping[str, Any]
-
-
-class Placement(NamedTuple):
-    """The result of a check of a pass.
-
-    Attributes:
-        doubt: why the pass is not plain; ``None``: it is if `conditions` hold.
-        conditions: tensors of one boolean, on the device; not read yet, as that would wait for it.
-    """
-
-    doubt: Doubt | None
-    conditions: tuple[Tensor, ...] = ()
-
-
-def parameters_of(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names that positional arguments of the model's ``forward`` stand for."""
-    return tuple(inspect.signature(model.forward).parameters)
-
-
-def placement(given: ForwardPass, start: int, offsets: Sequence[int]) -> Placement:
-    """Returns whether `given` is a plain causal pass after the first `start` tokens.
+def placement(
+    given: Mapping[str, Any], start: int, offsets: Sequence[int]
+) -> Doubt | tuple[Tensor, ...]:
+    """Returns why `given` is no plain causal pass after `start` tokens, or on which conditions.
 
     A plain pass has ids. Its mask is 2-D and hides only the padding on the left. Its positions
     count from the first token of each row. If rows are padded, mask and positions must be given.
 
     Args:
-        given: the pass.
+        given: the arguments of the model's ``forward``, by name.
         start: tokens in the cache when it begins, padding included.
         offsets: padding of each row.
+
+    Returns:
+        The reason; or tensors of one boolean on the device, all of which hold for a plain pass.
+        They are not read yet, as that would wait for the device.
     """
-    ids = given.input_ids
-    if ids is None or given.named.get("inputs_embeds") is not None:
-        return Placement(Doubt.EMBEDDINGS)
-    if any(name not in _HARMLESS and _shapes(value) for name, value in given.named.items()):
-        return Placement(Doubt.OTHER_INPUTS)
-    end = start + ids.shape[1]
+    ids: Tensor | None = given.get("input_ids")
+    if ids is None or given.get("inputs_embeds") is not None:
+        return Doubt.EMBEDDINGS
+    if any(name not in _HARMLESS and _shapes(value) for name, value in given.items()):
+        return Doubt.OTHER_INPUTS
+    tokens = range(start, start + ids.shape[1])
     padding = torch.tensor(offsets, device=ids.device)[:, None] if any(offsets) else None
-    mask = _mask(given.named.get("attention_mask"), end, padding)
-    if mask.doubt is not None:
-        return mask
-    positions = _positions(given.named.get("position_ids"), range(start, end), padding)
-    if positions.doubt is not None:
-        return positions
-    numbers = given.named.get("cache_position")
-    counted = Placement(None) if numbers is None else _positions(numbers, range(start, end), None)
-    return Placement(counted.doubt, (*mask.conditions, *positions.conditions, *counted.conditions))
+    conditions: list[Tensor] = []
+    for found in (
+        _mask(given.get("attention_mask"), tokens.stop, padding),
+        _positions(given.get("position_ids"), tokens, padding),
+        _positions(given.get("cache_position"), tokens, None),
+    ):
+        if isinstance(found, Doubt):
+            return found
+        conditions += [] if found is None else [found]
+    return tuple(conditions)
 
 
 def _shapes(value: object) -> bool:
@@ -84,26 +61,26 @@ def _shapes(value: object) -> bool:
     return bool(value.any()) if isinstance(value, Tensor) else value not in (None, False, 0)
 
 
-def _mask(mask: object, end: int, padding: Tensor | None) -> Placement:
+def _mask(mask: object, end: int, padding: Tensor | None) -> Doubt | Tensor | None:
     if mask is None:
-        return Placement(None if padding is None else Doubt.MASK)
+        return None if padding is None else Doubt.MASK
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < end:
-        return Placement(Doubt.MASK)
+        return Doubt.MASK
     kept = mask[:, :end] != 0
     if padding is None:
-        return Placement(None, (kept.all(),))
+        return kept.all()
     wanted = torch.arange(end, device=mask.device) >= padding.to(mask.device)
-    return Placement(None, ((kept == wanted).all(),))
+    return (kept == wanted).all()
 
 
-def _positions(positions: object, tokens: range, padding: Tensor | None) -> Placement:
+def _positions(positions: object, tokens: range, padding: Tensor | None) -> Doubt | Tensor | None:
     """Checks positions as `_mask` checks the mask. Several planes of positions must be alike."""
     if positions is None:
-        return Placement(None if padding is None else Doubt.POSITION_IDS)
+        return None if padding is None else Doubt.POSITION_IDS
     if not isinstance(positions, Tensor) or positions.shape[-1] != len(tokens):
-        return Placement(Doubt.POSITION_IDS)
+        return Doubt.POSITION_IDS
     wanted = torch.arange(tokens.start, tokens.stop, device=positions.device)
     if padding is None:
-        return Placement(None, ((positions == wanted).all(),))
+        return (positions == wanted).all()
     wanted = wanted - padding.to(positions.device)
-    return Placement(None, (((positions == wanted) | (wanted < 0)).all(),))
+    return ((positions == wanted) | (wanted < 0)).all()

@@ -15,7 +15,7 @@ from kvconnect.integrations.transformers.guard import ModelGuard
 from kvconnect.integrations.transformers.tensors import LayerTensors, as_blocks, tail_block
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["SavingTo", "save_full_blocks", "save_tails"]
+__all__ = ["SavingTo", "save_rows"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,54 +37,47 @@ class SavingTo:
     guard: ModelGuard
 
 
-def save_full_blocks(
-    saving: SavingTo, rows: Sequence[CachedRow], layers: Sequence[LayerTensors], end: int
+def save_rows(
+    saving: SavingTo,
+    rows: Sequence[CachedRow],
+    layers: Sequence[LayerTensors],
+    end: int,
+    *,
+    tails: bool,
 ) -> None:
-    """Saves the full blocks of the first `end` tokens, padding included, that are due."""
+    """Saves the blocks of the first `end` tokens, padding included, that are due.
+
+    Args:
+        saving: the destination.
+        rows: of the batch.
+        layers: the keys and values of the batch.
+        end: of what is computed.
+        tails: the partly filled blocks at the end, too, if the store can find such.
+    """
+    store, size = saving.store, saving.layouts[0].tokens_per_block
     for number, row in enumerate(rows):
-        valid = end - row.offset
-        if not row.num_due(valid):
-            continue
+        num_full, rest = divmod(max(0, end - row.offset), size)
+        begin = row.offset + num_full * size  # of the partly filled block
+        groups = list(zip(store.attached, saving.layouts, strict=True))
         with ExitStack() as attached:
-            first_ids: list[int | None] = []
-            for group, layout in enumerate(saving.layouts):
-                size = layout.tokens_per_block
-                low, high = row.num_done[group] * size, valid - valid % size
-                if low >= high:
-                    first_ids.append(None)
-                    continue
-                tokens = range(row.offset + low, row.offset + high)
-                blocks = as_blocks(layers, layout, number, tokens)
-                copier = saving.store.attached[group]
-                first_ids.append(attached.enter_context(copier.attached(blocks)))
-            order = row.order(valid, first_ids)
-            if _saved(saving.store, order) == len(order.blocks):
-                row.saved(valid)
-            else:
-                row.open = False
+            if row.is_due(num_full):
+                ids = []
+                for copier, layout in groups:
+                    blocks = as_blocks(layers, layout, number, range(row.offset, begin))
+                    first = attached.enter_context(copier.attached(blocks))
+                    ids.append(range(first, first + num_full))
+                row.open = _saved(store, row.order(ids, num_full))
+            if row.open and rest and tails and store.saves_tails:
+                tail_ids = []
+                for copier, layout in groups:
+                    block = tail_block(layers, layout, number, range(begin, end))
+                    first = attached.enter_context(copier.attached(block))
+                    tail_ids.append([*[-1] * num_full, first])
+                _saved(store, row.order(tail_ids, num_full, end - row.offset))
 
 
-def save_tails(
-    saving: SavingTo, rows: Sequence[CachedRow], layers: Sequence[LayerTensors], end: int
-) -> None:
-    """Saves the partly filled blocks that end with the first `end` tokens, if the store can."""
-    if not saving.store.saves_tails:
-        return
-    size = saving.layouts[0].tokens_per_block
-    for number, row in enumerate(rows):
-        valid = end - row.offset
-        if not row.open or valid % size == 0:
-            continue
-        tokens = range(row.offset + valid - valid % size, end)
-        with ExitStack() as attached:
-            first_ids = [
-                attached.enter_context(copier.attached(tail_block(layers, layout, number, tokens)))
-                for copier, layout in zip(saving.store.attached, saving.layouts, strict=True)
-            ]
-            order = row.tail_order(valid, first_ids)
-            if order is not None:
-                _saved(saving.store, order)
-
-
-def _saved(store: StoreAccess, order: SaveOrder) -> int:
-    return store.save(order.blocks, namespace=order.namespace)
+def _saved(store: StoreAccess, order: SaveOrder | None) -> bool:
+    """Returns whether all blocks of `order` are being saved."""
+    if order is None:
+        return True
+    return store.save(order.blocks, namespace=order.namespace) == len(order.blocks)

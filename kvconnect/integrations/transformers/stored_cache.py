@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -15,9 +15,9 @@ from transformers.cache_utils import DynamicLayer
 from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import UsageError
 from kvconnect.integrations.transformers.cached_row import CachedRow
-from kvconnect.integrations.transformers.passes import ForwardPass, placement
+from kvconnect.integrations.transformers.passes import placement
 from kvconnect.integrations.transformers.restoring import Restored
-from kvconnect.integrations.transformers.saving import SavingTo, save_full_blocks, save_tails
+from kvconnect.integrations.transformers.saving import SavingTo, save_rows
 from kvconnect.integrations.transformers.structure import Change
 from kvconnect.integrations.transformers.tensors import LayerTensors
 from kvconnect.tokens import TokenArray
@@ -102,8 +102,8 @@ class StoredCache(DynamicCache):
         whole = input_ids.shape[1] >= self._prompt_end
         return self._num_loaded if whole and self.get_seq_length() == self._num_loaded else 0
 
-    def forward_begins(self, given: ForwardPass) -> None:
-        """Records the pass that computes next.
+    def forward_begins(self, given: Mapping[str, Any]) -> None:
+        """Records the pass that computes next; `given` are its arguments by name.
 
         Raises:
             UsageError: it does not continue the loaded tokens: another prompt, another number of
@@ -115,7 +115,7 @@ class StoredCache(DynamicCache):
                 self._end_or_raise(self._disowned)
             if not self._followed:
                 return
-            ids = given.input_ids
+            ids = given.get("input_ids")
             if ids is not None and ids.shape[0] != len(self._rows):
                 raise UsageError(
                     f"past_key_values: prefill() was given {len(self._rows)} prompts, and "
@@ -129,18 +129,18 @@ class StoredCache(DynamicCache):
             else:
                 self._computing = found
 
-    def _begin(self, given: ForwardPass) -> _Computed | Change:
+    def _begin(self, given: Mapping[str, Any]) -> _Computed | Change:
         start = self.get_seq_length()
         if start != self._num_computed or self._is_foreign():
             return Change(Doubt.FOREIGN_PASS, "")
-        placed = placement(given, start, [row.offset for row in self._rows])
-        ids = given.input_ids
-        if placed.doubt is not None or ids is None:
-            return Change(placed.doubt or Doubt.EMBEDDINGS, "")
+        conditions = placement(given, start, [row.offset for row in self._rows])
+        if isinstance(conditions, Doubt):
+            return Change(conditions, "")
+        ids: Tensor = given["input_ids"]
         if not self._goes_on(ids, start):
             return Change(Doubt.OTHER_TOKENS, "")
         on_loaded = start == self._num_loaded > 0
-        if on_loaded and not all(map(bool, placed.conditions)):
+        if on_loaded and not all(map(bool, conditions)):
             return Change(Doubt.MASK, "attention_mask or position_ids are others than prefill()'s")
         end = start + ids.shape[1]
         unknown = end - max(start, self._known_soon())
@@ -154,7 +154,7 @@ class StoredCache(DynamicCache):
             if limit is not None and end - min(row.offset for row in self._rows) > limit:
                 # Keys of all rows are others from here on; those before are as they were.
                 self._followed = False
-        return _Computed(start, end, beyond, placed.conditions)
+        return _Computed(start, end, beyond, conditions)
 
     def forward_ended(self, *, succeeded: bool) -> None:
         """Records that the pass is over."""
@@ -277,10 +277,8 @@ class StoredCache(DynamicCache):
                 self._copied.synchronize()
             self._read_computed()
             end = min(self._num_checked, self._num_computed, self._known)
-            layers = self._tensors()
-            save_full_blocks(saving, self._rows, layers, end)
-            if whole and end == self._known:
-                save_tails(saving, self._rows, layers, end)
+            tails = whole and end == self._known
+            save_rows(saving, self._rows, self._tensors(), end, tails=tails)
             if whole:
                 self._num_saved = end
 

@@ -84,7 +84,6 @@ class Attachment:
         self._first_id = 0
         self._attached = ExitStack()
         self._fetched: dict[int, PagedKv] = {}
-        self._room = self.settings.connector.staging_bytes
         self._paused_until = 0.0
         self.dropped: dict[int, int] = {}
 
@@ -148,8 +147,9 @@ class Attachment:
         """Loads blocks into host memory for `request_id`; returns how many leading ones it has."""
         self.forget(request_id)
         access = self._access
-        nbytes = self._layout.block_nbytes
-        keys = keys[: self._room // nbytes]
+        held = sum(memory.num_blocks for memory in self._fetched.values())
+        room = self.settings.connector.staging_bytes // self._layout.block_nbytes - held
+        keys = keys[: max(0, room)]
         if access is None or not keys or time.monotonic() < self._paused_until:
             return 0
         started = time.monotonic()
@@ -163,14 +163,11 @@ class Attachment:
             warn_once("trtllm.pause", f"loads took {took:.1f} s; none is tried for a while")
         if loaded:
             self._fetched[request_id] = memory
-            self._room -= memory.num_blocks * nbytes
         return loaded
 
     def forget(self, request_id: int) -> None:
         """Frees the host memory of blocks that were fetched for `request_id`."""
-        memory = self._fetched.pop(request_id, None)
-        if memory is not None:
-            self._room += memory.num_blocks * self._layout.block_nbytes
+        self._fetched.pop(request_id, None)
 
     def _host_blocks(self, count: int) -> PagedKv:
         pinned = self._pool is not None and self._pool.device.type == "cuda"

@@ -1,7 +1,9 @@
-"""The requests of TensorRT-LLM with their keys and their saves."""
+"""The requests of TensorRT-LLM with their keys and saves, and the orders of a step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.requests import PRIORITY, RequestMaker
 from kvconnect.request import LlmRequest
 
-__all__ = ["TrackedRequest", "tracked"]
+__all__ = ["StepOrders", "TrackedRequest", "tracked"]
 
 # Fields of a request that change keys and values, and that no key distinguishes.
 _UNTOLD = (
@@ -25,11 +27,28 @@ _UNTOLD = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class StepOrders:
+    """The loads and saves around a forward pass, which the scheduler sends to the worker.
+
+    Picklable.
+
+    Attributes:
+        loads: run before the pass: by request, where its fetched and checked blocks go in the pool,
+            in order; -1: the pool has no block for that one, which a window has passed.
+        saves: run after the pass.
+    """
+
+    loads: Mapping[int, tuple[int, ...]]
+    saves: tuple[SaveOrder, ...]
+
+
 class TrackedRequest:
     """A request that TensorRT-LLM runs.
 
     Attributes:
         request: the pair's request, with tokens and keys.
+        plan: its blocks that still have to reach the store.
         first: number of the first block that was fetched for its next admission.
         promised: the number of these blocks.
         reported: whether the blocks of its admission are known.
@@ -40,19 +59,7 @@ class TrackedRequest:
         self.first = 0
         self.promised = 0
         self.reported = False
-        self._plan = SavePlan(request)
-
-    def note_stored(self, num_blocks: int) -> None:
-        """Records that the store has `num_blocks` leading blocks of the request."""
-        self._plan.note_stored((num_blocks,))
-
-    def note_gone(self, block: int) -> None:
-        """Records that a found block could not be loaded, so that it is saved again."""
-        self._plan.note_missing(block)
-
-    def note_missing(self, block: int) -> None:
-        """Records that a block could not be staged; later ones are not saved, as none is found."""
-        self._plan.note_missing(block, until_end=True)
+        self.plan = SavePlan(request)
 
     def restart(self) -> None:
         """Forgets the blocks of the request, which are replaced; the next report names all of them.
@@ -61,7 +68,7 @@ class TrackedRequest:
         """
         self.first = self.promised = 0
         self.reported = False
-        self._plan.forget_blocks()
+        self.plan.forget_blocks()
 
     def begins_with(self, tokens: npt.NDArray[np.int32]) -> bool:
         """Returns whether a whole report, `tokens`, continues the known tokens of the request."""
@@ -83,13 +90,13 @@ class TrackedRequest:
         self.reported = True
         ids = [first_id + one if one >= 0 else -1 for one in data.new_block_ids]
         priorities = getattr(data, "priorities", None) or [PRIORITY] * len(ids)
-        self._plan.extend((ids,), list(priorities)[: len(ids)])
+        self.plan.extend((ids,), list(priorities)[: len(ids)])
 
     def order(self, num_computed: int, num_scheduled: int) -> SaveOrder | None:
         """Returns the saves for a pass over `num_scheduled` tokens after `num_computed`."""
         end = min(num_computed + num_scheduled, self.request.num_tokens)
         num_full = end // self.request.key_chain.tokens_per_block
-        return self._plan.order(num_full, num_computed) if self._plan.is_due(num_full) else None
+        return self.plan.order(num_full, num_computed) if self.plan.is_due(num_full) else None
 
 
 def tracked(request: Any, maker: RequestMaker) -> TrackedRequest | None:

@@ -11,8 +11,7 @@ from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.trtllm.attachment import Attachment
 from kvconnect.integrations.trtllm.bases import connector_class
-from kvconnect.integrations.trtllm.messages import CopyIn, StepOrders
-from kvconnect.integrations.trtllm.requests import TrackedRequest, tracked
+from kvconnect.integrations.trtllm.requests import StepOrders, TrackedRequest, tracked
 from kvconnect.request import LlmRequest
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class KvConnectScheduler(_Base):
         super().__init__(llm_args)
         self._attachment = Attachment.of(llm_args)
         self._requests: dict[int, TrackedRequest | None] = {}
-        self._loads: dict[int, CopyIn] = {}  # for the next step
+        self._loads: dict[int, tuple[int, ...]] = {}  # for the next step
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -51,8 +50,7 @@ class KvConnectScheduler(_Base):
         Never includes the last token. Blocks up to ``lookup_timeout_ms`` and ``load_timeout_s``.
         """
         maker = self._attachment.maker
-        self._attachment.forget(request.request_id)
-        self._loads.pop(request.request_id, None)
+        self._forget_loads(request)
         if maker is None:
             return 0, False
         known = tracked(request, maker)
@@ -63,7 +61,7 @@ class KvConnectScheduler(_Base):
         size = known.request.key_chain.tokens_per_block
         keys = known.request.block_keys()
         num_stored = self._attachment.count_stored(keys)
-        known.note_stored(num_stored)
+        known.plan.note_stored((num_stored,))
         first = num_computed_tokens // size
         stop = min(num_stored, (known.request.num_tokens - 1) // size)
         wanted = (stop - first) * size
@@ -72,7 +70,7 @@ class KvConnectScheduler(_Base):
             return 0, False
         fetched = self._attachment.fetch(request.request_id, keys[first:stop])
         if fetched < stop - first:
-            known.note_gone(first + fetched)
+            known.plan.note_missing(first + fetched)
         if fetched * size < least:
             self._attachment.forget(request.request_id)
             return 0, False
@@ -106,7 +104,7 @@ class KvConnectScheduler(_Base):
             )
         known.promised = len(ids)
         if ids:
-            self._loads[request.request_id] = CopyIn(request.request_id, tuple(ids))
+            self._loads[request.request_id] = tuple(ids)
         else:
             self._attachment.forget(request.request_id)
 
@@ -126,10 +124,9 @@ class KvConnectScheduler(_Base):
             )
         for request_id, block in self._attachment.dropped.items():
             if (known := self._requests.get(request_id)) is not None:
-                known.note_missing(block)
+                known.plan.note_missing(block, until_end=True)
         self._attachment.dropped.clear()
-        loads = tuple(self._loads.values())
-        self._loads.clear()
+        loads, self._loads = self._loads, {}
         orders = [self._order_of_new(data) for data in scheduler_output.new_requests]
         orders += [self._order_of_cached(data) for data in scheduler_output.cached_requests]
         saves = tuple(order for order in orders if order is not None)
@@ -171,17 +168,19 @@ class KvConnectScheduler(_Base):
 
         TensorRT-LLM asks for it again, or reports it as new again.
         """
-        self._attachment.forget(request.request_id)
-        self._loads.pop(request.request_id, None)
+        self._forget_loads(request)
         if (known := self._requests.get(request.request_id)) is not None:
             known.restart()
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         """Returns False: all saves of the request were staged in its steps."""
-        self._attachment.forget(request.request_id)
-        self._loads.pop(request.request_id, None)
+        self._forget_loads(request)
         self._requests.pop(request.request_id, None)
         return False
+
+    def _forget_loads(self, request: Any) -> None:
+        self._attachment.forget(request.request_id)
+        self._loads.pop(request.request_id, None)
 
 
 def _num_taken(request: Any) -> int | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvconnect.integrations.trtllm.attachment import Attachment
 from kvconnect.integrations.trtllm.bases import connector_class
 from kvconnect.integrations.trtllm.layouts import single_pool
-from kvconnect.integrations.trtllm.messages import StepOrders
+from kvconnect.integrations.trtllm.requests import StepOrders
 
 if TYPE_CHECKING:
     from kvconnect.connector.worker import KvCacheConnectorWorker as _Base
@@ -62,8 +62,8 @@ class KvConnectWorker(_Base):
         """Copies the fetched blocks of this step's requests; `stream` waits for the copies."""
         orders = self._metadata
         if isinstance(orders, StepOrders):
-            for load in orders.loads:
-                self._attachment.copy_in(load.request_id, load.block_ids, stream)
+            for request_id, block_ids in orders.loads.items():
+                self._attachment.copy_in(request_id, block_ids, stream)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Does nothing: the stream waits for all layers."""

@@ -50,16 +50,11 @@ _API = {
 }
 _MAPPING = {"Mapping": "kvconnect.connector.parallel"}
 _EXECUTOR = f"{_ROOT}._torch.pyexecutor"
-_REFUSED = dict.fromkeys(
-    (
-        *("KvCacheLayout", "KvCacheLayerGroupLayout", "KvCacheRegion", "KvCacheBufferRef"),
-        "build_kv_cache_layout_v2",
-    ),
-    "describes TensorRT-LLM's second cache manager by regions of memory; kvconnect's engine has "
-    "one tensor for each pool group: override register_kv_caches, or register_kv_cache_layout of "
-    "kvconnect.KvCacheConnectorWorker",
+_REFUSED = (
+    *("KvCacheLayout", "KvCacheLayerGroupLayout", "KvCacheRegion", "KvCacheBufferRef"),
+    "build_kv_cache_layout_v2",
 )
-"""Names that cannot be answered, and what to do instead."""
+"""Names of ``kv_cache_layout`` that cannot be answered."""
 
 MODULES: Mapping[str, Mapping[str, str]] = {
     _ROOT: {
@@ -77,7 +72,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     f"{_EXECUTOR}.kv_cache_connector": _CONNECTOR,
     f"{_EXECUTOR}.connectors": {},
     f"{_EXECUTOR}.connectors.kv_cache_connector": _CONNECTOR,
-    f"{_EXECUTOR}.connectors.kv_cache_layout": {"valid_page_slots": f"{_HERE}.pages"},
+    f"{_EXECUTOR}.connectors.kv_cache_layout": {"valid_page_slots": f"{_HERE}.process"},
     f"{_EXECUTOR}.llm_request": {"LlmRequest": _CONNECTOR["LlmRequest"]},
     f"{_EXECUTOR}.resource_manager": {
         "BaseResourceManager": "kvconnect.cache.resource_manager",
@@ -116,7 +111,12 @@ class ShimModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         where = self._contents.get(name)
         if name in _REFUSED and self.__name__.endswith(".kv_cache_layout"):
-            raise ConfigurationError(f"{self.__name__}.{name}: {_REFUSED[name]}")
+            raise ConfigurationError(
+                f"{self.__name__}.{name}: describes TensorRT-LLM's second cache manager by regions "
+                "of memory; kvconnect's engine has one tensor for each pool group: override "
+                "register_kv_caches, or register_kv_cache_layout of "
+                "kvconnect.KvCacheConnectorWorker"
+            )
         if where is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r} in {_HERE}")
         found = getattr(import_module(where), name)

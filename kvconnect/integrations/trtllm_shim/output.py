@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator
 from dataclasses import dataclass, field
 
 from kvconnect.engine.request.handle import RequestHandle
@@ -13,12 +13,6 @@ from kvconnect.engine.request.output import RequestOutput as EngineOutput
 __all__ = ["CompletionOutput", "RequestOutput", "RequestResult"]
 
 _FINISH_REASONS = {"abort": "cancelled"}
-
-
-def _sum(tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> float | None:
-    if not logprobs:
-        return None
-    return sum(each[token].logprob for token, each in zip(tokens, logprobs, strict=True))
 
 
 @dataclass(slots=True)
@@ -32,7 +26,6 @@ class CompletionOutput:
         finish_reason: ``"stop"``, ``"length"``, ``"cancelled"``; ``None`` before the end.
         text_diff, token_ids_diff: the part that is new since the output before this one.
         logprobs: of each token, by token id; empty if not asked for.
-        cumulative_logprob: their sum; ``None`` if not asked for.
         stop_reason: not computed.
     """
 
@@ -42,7 +35,6 @@ class CompletionOutput:
     finish_reason: str | None = None
     text_diff: str = ""
     token_ids_diff: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_reason: int | str | None = None
 
@@ -50,6 +42,14 @@ class CompletionOutput:
     def length(self) -> int:
         """The number of its tokens."""
         return len(self.token_ids)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of `logprobs` of its tokens; ``None`` if not asked for."""
+        if not self.logprobs:
+            return None
+        pairs = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(logprobs[token].logprob for token, logprobs in pairs)
 
 
 @dataclass(slots=True)
@@ -76,12 +76,14 @@ class RequestOutput:
     def of(cls, output: EngineOutput, prompt: str | None) -> RequestOutput:
         """Returns a finished request's output; `prompt` is its text, if it was given as one."""
         tokens = list(output.output_token_ids)
-        reason = _FINISH_REASONS.get(output.finish_reason, output.finish_reason)
-        logprobs = list(output.outputs[0].logprobs or ())
         completion = CompletionOutput(
-            *(0, output.output_text, tokens),
-            *(reason, output.output_text, list(tokens)),
-            *(_sum(tokens, logprobs), logprobs),
+            0,
+            output.output_text,
+            tokens,
+            _FINISH_REASONS.get(output.finish_reason, output.finish_reason),
+            output.output_text,
+            list(tokens),
+            list(output.outputs[0].logprobs or ()),
         )
         prompt_ids = list(output.prompt_token_ids)
         return cls(output.request_id, prompt, prompt_ids, [completion], engine_output=output)
@@ -120,21 +122,17 @@ class RequestResult:
         """Yields the output so far whenever there is more of it; the last one is finished."""
         completion = CompletionOutput(0, "", [])
         for chunk in self._handle.stream():
-            tokens = list(chunk.token_ids)
-            reason = chunk.finish_reason
-            all_tokens = completion.token_ids + tokens
-            logprobs = completion.logprobs + list(chunk.logprobs or ())
+            tokens, reason = list(chunk.token_ids), chunk.finish_reason
+            done = reason is not None
             completion = CompletionOutput(
                 0,
                 completion.text + chunk.text,
-                all_tokens,
-                None if reason is None else _FINISH_REASONS.get(reason, reason),
+                completion.token_ids + tokens,
+                _FINISH_REASONS.get(reason, reason) if reason else None,
                 chunk.text,
                 tokens,
-                _sum(all_tokens, logprobs),
-                logprobs,
+                completion.logprobs + list(chunk.logprobs or ()),
             )
-            done = reason is not None
             output = self._handle.result() if done else None
             ids = [] if output is None else list(output.prompt_token_ids)
             yield RequestOutput(

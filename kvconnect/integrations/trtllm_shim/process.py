@@ -1,12 +1,13 @@
-"""The process's rank, log and version, in TensorRT-LLM's form."""
+"""The process's rank, log and version, and the function ``valid_page_slots``."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
 
 import torch.distributed
 
-__all__ = ["__version__", "logger", "mpi_rank", "mpi_world_size"]
+__all__ = ["__version__", "logger", "mpi_rank", "mpi_world_size", "valid_page_slots"]
 
 __version__ = "1.4.0+kvconnect"
 """The newest version whose connector interface is answered here."""
@@ -24,6 +25,11 @@ def mpi_world_size() -> int:
 
 def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def valid_page_slots(page_indices: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yields number and id of each block in a list of ids; -1 stands where there is none."""
+    return ((number, slot) for number, slot in enumerate(page_indices) if slot >= 0)
 
 
 class Logger(logging.LoggerAdapter[logging.Logger]):

@@ -72,7 +72,7 @@ class SamplingParams:
         Raises:
             ConfigurationError: a value is wrong, or asks for what the engine does not have.
         """
-        values = dict(self._chosen()) | dict(self._stops())
+        values: dict[str, Any] = {"max_tokens": self.max_tokens, **self._chosen(), **self._stops()}
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             if name in _TRANSLATED | _WITHOUT_EFFECT or value == field.default:
@@ -83,26 +83,23 @@ class SamplingParams:
                     f"leave it at {field.default!r}"
                 )
             values[name] = value
-        return EngineParams(**{"max_tokens": self.max_tokens} | values)
+        return EngineParams(**values)
 
-    def _chosen(self) -> list[tuple[str, Any]]:
+    def _chosen(self) -> dict[str, Any]:
         given = (self.temperature, self.top_k, self.top_p)
-        if given == (None, None, None) or self.temperature == 0 or self.top_k == 1:
-            return [("temperature", 0.0)]
-        if self.top_p == 0:
-            return [("temperature", 0.0)]
-        return [
-            ("temperature", 1.0 if self.temperature is None else self.temperature),
-            ("top_k", self.top_k or 0),
-            ("top_p", 1.0 if self.top_p is None else self.top_p),
-        ]
+        if given == (None, None, None) or 0 in {self.temperature, self.top_p} or self.top_k == 1:
+            return {"temperature": 0.0}
+        return {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_k": self.top_k or 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+        }
 
-    def _stops(self) -> list[tuple[str, Any]]:
+    def _stops(self) -> dict[str, Any]:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         token_ids = tuple(self.stop_token_ids or ())
-        chosen: list[tuple[str, Any]] = [("stop", stop)]
         if self.end_id == -1:  # no token has this id: the generation ends by its length
-            chosen.append(("ignore_eos", True))
-        elif self.end_id is not None:
+            return {"stop": stop, "stop_token_ids": token_ids, "ignore_eos": True}
+        if self.end_id is not None:
             token_ids += (self.end_id,)
-        return [*chosen, ("stop_token_ids", token_ids)]
+        return {"stop": stop, "stop_token_ids": token_ids}
