@@ -17,6 +17,7 @@ from kvconnect.connector.pair.messages import WorkerMeta
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.vllm.caches import group_planes
 from kvconnect.integrations.vllm.identity import (
+    refuse_apart,
     refuse_other_dtype_on_cpu,
     refuse_unserved,
     variant_of,
@@ -451,6 +452,15 @@ def test_settings_that_would_give_wrong_hits_are_refused(more, says):
     refuse_unserved(engine_config(**latents("cpu", enable_prefix_caching=True)))
     with pytest.raises(ConfigurationError, match=says):
         refuse_unserved(engine_config(**more))
+
+
+@pytest.mark.parametrize("several", [{"world_size": 2}, {"distributed_executor_backend": "mp"}])
+def test_memory_of_one_process_is_refused_by_several(several):
+    one = {"world_size": 1, "distributed_executor_backend": "uni"}
+    refuse_apart("memory:", SimpleNamespace(**one))
+    refuse_apart("disk:/x", SimpleNamespace(**(one | several)))
+    with pytest.raises(ConfigurationError, match="'memory:': lives in one process"):
+        refuse_apart("memory:", SimpleNamespace(**(one | several)))
 
 
 def test_settings_that_change_kv_are_in_the_namespace():

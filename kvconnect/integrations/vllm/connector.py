@@ -28,6 +28,7 @@ from kvconnect.integrations.vllm.exports import KvConnectPromMetrics, KvConnectS
 from kvconnect.integrations.vllm.identity import (
     model_directory,
     model_identity,
+    refuse_apart,
     refuse_other_dtype_on_cpu,
     refuse_unserved,
     variant_of,
@@ -71,6 +72,7 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         if not transfer.is_kv_producer:
             settings = settings.without_saves()
         refuse_unserved(vllm_config, is_named=settings.own.model_revision is not None)
+        refuse_apart(settings.connector.url, vllm_config.parallel_config)
         self._groups = cache_groups(kv_cache_config)
         layouts = [group.layout for group in self._groups]
         refuse_other_dtype_on_cpu(vllm_config, layouts)
@@ -85,7 +87,6 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         is_scheduler = role is KVConnectorRole.SCHEDULER
         shard = _shard(vllm_config, is_scheduler=is_scheduler)
         args = _arguments_of(settings, vllm_config, self._groups, shard)
-        _refuse_apart(args, vllm_config)
         self._args = _arguments.take(transfer.engine_id, args)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -319,19 +320,6 @@ def _roles(settings: EngineSettings, vllm_config: Any) -> Roles:
         features_are_own=getattr(vllm_config, "ec_transfer_config", None) is None,
         producer_timeout_s=settings.own.producer_timeout_s,
     )
-
-
-def _refuse_apart(args: LlmArgs, vllm_config: Any) -> None:
-    """Refuses a store in the memory of one process for an engine with several."""
-    parallel = vllm_config.parallel_config
-    url = args.kv_connector_config.url or ""
-    if url.startswith("memory:") and (
-        parallel.world_size > 1 or parallel.distributed_executor_backend not in {None, "uni"}
-    ):
-        raise ConfigurationError(
-            f"kv_connector_extra_config.url='{url}': lives in one process, and this engine has "
-            "several; use disk: on /dev/shm instead"
-        )
 
 
 def _warn_of_policy(transfer: Any) -> None:
