@@ -20,7 +20,7 @@ from sglang.srt.managers.cache_controller import HiCacheController, PrefetchOper
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
-from sglang_pools import LAYERS, MHA_LAYOUTS, MLA_LAYOUTS, PAGE, page_content
+from sglang_pools import LAYERS, PAGE, page_content
 
 from kvconnect.backends import registry
 from kvconnect.engine.checkpoint.random_model import make_model
@@ -30,7 +30,8 @@ PAGES = 320
 PROMPT = list(range(1, 10 * PAGE + 1))
 """Ten pages."""
 LIMITS = {"lookup_timeout_ms": 500, "load_timeout_s": 0.5, "save_timeout_s": 0.5}
-LAYOUTS = [(False, one) for one in MHA_LAYOUTS] + [(True, one) for one in MLA_LAYOUTS]
+POOLS = [(False, "page_head"), (True, "layer_first")]
+"""Whether a pool holds latents, and its layout."""
 
 
 class MhaDevicePool:
@@ -175,7 +176,7 @@ def one_rank() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda one: f"{'mla' * one[0]}{one[1]}")
+@pytest.fixture(scope="module", params=POOLS, ids=lambda one: f"{'mla' * one[0]}{one[1]}")
 def server(request, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """On a faulty store."""
     is_mla, layout = request.param

@@ -98,47 +98,6 @@ def test_behind_sglangs_own_fault_injector_no_page_is_wrong(model, url, monkeypa
     storage.close()
 
 
-@pytest.mark.parametrize("layout", MHA_LAYOUTS)
-def test_damaged_pages_are_misses(model, url, tmp_path, layout):
-    pool = host_pool(layout)
-    fill(pool)
-    names = hashes(4)
-    storage = created(model, url, pool)
-    assert storage.batch_set_v1(names, indices(range(4))) == [True] * 4
-    storage.close()
-    for file in (tmp_path / "kv").rglob("*"):
-        if file.is_file() and file.stat().st_size >= 1 << 20:
-            with file.open("r+b") as segment:
-                segment.seek(4096 + 300)
-                segment.write(b"\xff" * 64)
-    storage = created(model, url, pool)
-    assert storage.batch_get_v1(names, indices(range(4, 8))) == [True, False, False, False]
-    assert storage.batch_exists(names) == 1
-    storage.close()
-
-
-def test_a_store_that_is_gone_or_slow_costs_time(model, tmp_path):
-    pool = host_pool("layer_first")
-    fill(pool)
-    limits = {"lookup_timeout_ms": 200, "load_timeout_s": 0.3, "save_timeout_s": 0.3}
-    storage = created(model, f"disk://{tmp_path}/kv?capacity=64MiB", pool, **limits)
-    names = hashes(3)
-    assert storage.batch_set_v1(names, indices(range(3))) == [True] * 3
-    assert storage._access.flush(60)
-    inner = storage._access._access.store.backend.inner
-
-    async def refuse(*_):
-        raise ConnectionResetError("gone")
-
-    for name in ("lookup", "load", "load_hashed", "save", "save_sealed"):
-        setattr(inner, name, refuse)
-    for _ in range(8):
-        assert storage.batch_exists(names) == 0
-        assert storage.batch_get_v1(names, indices(range(3, 6))) == [False] * 3
-        storage.batch_set_v1(names, indices(range(3)))
-    storage.close()
-
-
 HEAD_AXIS = {"layer_first": 2, "page_first": 2, "page_first_direct": 3, "page_head": 1}
 
 
@@ -169,27 +128,6 @@ def test_ranks_of_one_pool_have_a_prefix_as_far_as_all_of_them_have_it(model, ur
     assert second.batch_get_v1(names, indices(range(6, 10))) == [True, True, True, False]
     for storage in storages:
         storage.close()
-
-
-def test_of_a_latent_the_first_rank_writes_and_all_read(model, url):
-    pools = [host_pool("page_first", is_mla=True) for _ in range(2)]
-    for pool in pools:
-        fill(pool)  # the same on all ranks
-    first, second = (
-        created(model, url, pool, tp_rank=rank, tp_size=2) for rank, pool in enumerate(pools)
-    )
-    names = hashes(3)
-    assert second.batch_set_v1(names, indices(range(3))) == [True] * 3
-    assert second._access.flush(60)
-    assert (first.batch_exists(names), second.batch_exists(names)) == (0, 0)
-    assert first.batch_set_v1(names, indices(range(3))) == [True] * 3
-    assert first._access.flush(60)
-    assert second.batch_exists(names) == 3
-    assert second.batch_get_v1(names, indices(range(6, 9))) == [True] * 3
-    for page in range(3):
-        assert torch.equal(page_content(pools[1], 6 + page), page_content(pools[0], page))
-    first.close()
-    second.close()
 
 
 def test_sglang_exports_what_went_through(model, url):

@@ -103,12 +103,6 @@ def num_groups(inside: Inside) -> int:
     return 0 if scheduler is None else len(scheduler.kv_cache_config.kv_cache_groups)
 
 
-def num_loading(inside: Inside) -> int:
-    """Requests that wait for a load."""
-    half = inside.scheduler_half
-    return 0 if half is None else sum(one.loading for one in half._tracked.values())
-
-
 def uses_store(inside: Inside) -> bool:
     """Whether the store is asked: no breaker is open and the budget is not used up."""
     stores = []
@@ -195,22 +189,3 @@ def lose_loads(inside: Inside, lost: bool) -> None:
         copier.copy_in = lambda *_, **__: None
     else:
         del copier.copy_in
-
-
-def count_preemptions(inside: Inside) -> None:
-    """From now on, for `num_preemptions`."""
-    if (scheduler := inside.scheduler) is None:
-        return
-    preempt = scheduler._preempt_request
-    scheduler.num_preempted = 0
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        scheduler.num_preempted += 1
-        return preempt(*args, **kwargs)
-
-    scheduler._preempt_request = counted
-
-
-def num_preemptions(inside: Inside) -> int:
-    """Since `count_preemptions`."""
-    return 0 if inside.scheduler is None else inside.scheduler.num_preempted

@@ -57,7 +57,7 @@ def run(model: Path, transfer: dict[str, Any], **more: Any) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, str(HERE / "vllm_child.py")],
         input=json.dumps(job),
-        env=environment(core_process=bool(more.get("core_process"))),
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=CHILD_S,
@@ -67,31 +67,12 @@ def run(model: Path, transfer: dict[str, Any], **more: Any) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def environment(*, core_process: bool) -> dict[str, str]:
+def environment() -> dict[str, str]:
     return os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if core_process else "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or two ranks want two NUMA nodes
         "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
-
-
-def test_the_core_in_a_process_of_its_own(llama, store):
-    """The default of ``vllm serve``."""
-    cold = run(llama, connector(store), core_process=True)
-    again = run(llama, connector(store), core_process=True)
-    assert again["tokens"] == cold["tokens"]
-    assert (cold["cached"], again["cached"]) == ([0, 0, 0], LOADED)
-
-
-def test_prefill_and_decode_in_two_processes(llama, store):
-    prefill = run(llama, connector(store, KV_ROLE="kv_producer"), num_tokens=1)
-    assert prefill["params"] == [{"kvconnect_num_tokens": n} for n in (480, 320, 32)]
-    decode = run(
-        llama, connector(store, KV_ROLE="kv_consumer"), params=prefill["params"], num_tokens=8
-    )
-    with engine(llama, None) as plain:
-        assert decode["tokens"] == plain.tokens(PROMPTS)
-    assert decode["cached"] == LOADED
 
 
 def test_prefill_and_decode_from_peer_to_peer(llama):
@@ -122,7 +103,7 @@ def prefilled(model: Path, transfer: dict[str, Any], **job: Any) -> Iterator[lis
     """What a prefill engine that goes on in a process of its own tells of each of `PROMPTS`."""
     child = subprocess.Popen(
         [sys.executable, str(HERE / "vllm_peer.py")],
-        env=environment(core_process=False),
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -227,23 +208,16 @@ def watch(name: str, half: Any, loads: list[tuple[str, int]], bound: set[tuple[s
 @pytest.mark.planted("rank-share", "vllm", "equal")
 @pytest.mark.planted("other-rank-count", "vllm", "equal")
 def test_two_ranks_and_one_read_each_others_blocks(llama, store):
-    one = run(llama, connector(store))
+    by_one = prompts_of(140, seed=2)
     two = run(llama, connector(store), tensor_parallel_size=2)
-    assert two["cached"] == LOADED
-    assert two["tokens"] == one["tokens"]
-    own = connector(store.replace("/store", "/other"))
-    run(llama, own, tensor_parallel_size=2)
-    scraped = connector(store.replace("/store", "/other"), metrics_port=24_680)
-    again = run(llama, scraped, tensor_parallel_size=2)
-    assert again["cached"] == LOADED
-    blocks = sum(LOADED) // 32
+    one = run(llama, connector(store), prompts=[*PROMPTS, *by_one])
+    assert one["cached"] == [*LOADED, 0]
+    assert one["tokens"][:-1] == two["tokens"]
+    scraped = connector(store, metrics_port=24_680)
+    again = run(llama, scraped, tensor_parallel_size=2, prompts=[*PROMPTS, *by_one])
+    assert again["cached"] == [*LOADED, 128]
+    assert again["tokens"][:-1] == two["tokens"]
+    blocks = sum(again["cached"]) // 32
     # The core and the two ranks, in the order in which they came to listen.
     assert sorted(again["loaded"][:3]) == [0, blocks, blocks]
     assert again["loaded"][3] is None
-    assert run(llama, own)["cached"] == LOADED
-
-
-def test_memory_of_one_process_is_refused_by_several(llama):
-    transfer = connector("memory:")
-    with pytest.raises(AssertionError, match="lives in one process"):
-        run(llama, transfer, tensor_parallel_size=2)

@@ -45,7 +45,6 @@ def test_a_configuration_that_comes_from_another_directory(llama, store, tmp_pat
     assert cached == [0, 0]
     assert other != usual
     assert answers(llama, store, **elsewhere) == (other, LOADED)
-    assert answers(llama, store) == (usual, LOADED)
 
 
 def test_the_long_factors_of_a_rope(llama, store, tmp_path):

@@ -1,4 +1,4 @@
-"""One prefix, three engines: saved by vLLM, kvconnect's own or transformers, loaded by another."""
+"""One prefix, vLLM and another engine: kvconnect's own, or transformers; each loads the other's."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ ENGINES: dict[str, By] = {
     "own": by_own_engine,
     "transformers": by_transformers,
 }
-ALL = list(permutations(ENGINES, 2))
+PAIRS = [pair for pair in permutations(ENGINES, 2) if "vllm" in pair]
 
 
 @cache
@@ -237,16 +237,14 @@ def almost_llama(llama, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3"])
-@pytest.mark.parametrize(("saver", "loader"), ALL)
-def test_what_one_engine_saved_another_loads(make_vllm_model, saved, arch, saver, loader):
-    model = make_vllm_model(arch)
-    answers = ENGINES[loader](model, saved(saver, model))
+@pytest.mark.parametrize(("saver", "loader"), PAIRS)
+def test_what_one_engine_saved_another_loads(llama, saved, saver, loader):
+    answers = ENGINES[loader](llama, saved(saver, llama))
     assert [one.num_loaded for one in answers] == to_load(saver, loader)
-    assert difference(model, answers) <= TOLERANCE
+    assert difference(llama, answers) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("saver", "loader"), ALL)
+@pytest.mark.parametrize(("saver", "loader"), PAIRS)
 def test_keys_and_values_that_are_a_little_wrong_would_be_seen(
     llama, almost_llama, saved, saver, loader
 ):
