@@ -23,10 +23,8 @@ from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import Direction, LlmArgs
 from kvconnect.connector.io import blocking
 from kvconnect.connector.io.blocking import StoreAccess
-from kvconnect.connector.io.budget import LookupBudget
 from kvconnect.connector.io.copiers import PoolCopier
 from kvconnect.connector.io.orders import BlockSave
-from kvconnect.connector.io.reply import Reply
 from kvconnect.connector.io.staging import StagingPool
 from kvconnect.connector.io.strided import HostCopier, StridedCopier, StridedPlanes
 from kvconnect.digest.files import ModelFiles
@@ -45,7 +43,6 @@ from kvconnect.integrations.core.requests import (
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.keys import BlockKey, KeyChain, Namespace, root_key
 from kvconnect.layout import KvCacheLayout
-from kvconnect.testing.faults.faulty_backend import FaultyBackend
 from kvconnect.tokens import TokenBuffer, as_token_array
 
 T = 4
@@ -326,14 +323,21 @@ def test_a_change_on_the_way_to_any_file_that_counts_is_found(shipped, changed):
     digest_of_model(directory, since_ns=settle())
 
 
-def test_a_file_of_the_hubs_cache_that_is_no_link_to_it_counts(tiny, tmp_path):
-    """The engine itself may have downloaded the others: their names are those of their content."""
-    snapshot, blobs = tmp_path / "snapshots" / "commit", tmp_path / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    for number, file in enumerate(tiny.iterdir()):
+def repository_of(model: Path, root: Path, *others: str) -> Path:
+    """Lays out a repository of the hub's cache with `model`'s snapshot, and empty `others`."""
+    snapshot, blobs = root / "snapshots" / "commit", root / "blobs"
+    for folder in (snapshot, *(root / "snapshots" / one for one in others), root / "refs", blobs):
+        folder.mkdir(parents=True)
+    for number, file in enumerate(model.iterdir()):
         shutil.copy(file, blobs / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (root / "refs" / "main").write_text("another")
+    return snapshot
+
+
+def test_a_file_of_the_hubs_cache_that_is_no_link_to_it_counts(tiny, tmp_path):
+    """The engine itself may have downloaded the others: their names are those of their content."""
+    snapshot = repository_of(tiny, tmp_path)
     assert digest_of_model(snapshot, since_ns=0) == digest_of_model(tiny)
     (snapshot / "pytorch_model.bin").write_bytes(b"of the user's own")
     with pytest.raises(ModelChanged, match=r"pytorch_model.bin' changed after"):
@@ -347,6 +351,54 @@ def test_links_in_a_circle_are_a_change(tiny, tmp_path, monkeypatch):
         monkeypatch.setattr(files, "directory", tmp_path / "circle")
         with pytest.raises(ModelChanged, match="changed while it was read"):
             refuse_changed(files, time.time_ns())
+
+
+@pytest.mark.parametrize("changed", ["refs/main", "snapshots/commit/config.json"])
+@pytest.mark.parametrize("others", [("another",), ()], ids=["several", "only"])
+def test_a_reference_or_link_that_is_switched_to_a_snapshot_is_found(
+    tiny, tmp_path, others, changed
+):
+    snapshot, path = repository_of(tiny, tmp_path, *others), tmp_path / changed
+    since = settle()
+    digest_of_model(snapshot, since_ns=since)
+    if path.is_symlink():
+        target = path.readlink()
+        path.unlink()
+        path.symlink_to(target)
+    else:
+        path.write_text("commit")
+    with pytest.raises(ModelChanged, match=rf"{changed}' was switched"):
+        digest_of_model(snapshot, since_ns=since)
+
+
+@pytest.mark.parametrize("begun", ["with nothing", "with the configuration"])
+def test_the_only_snapshot_may_be_the_engine_s_own_download(tiny, tmp_path, begun):
+    root = tmp_path / "models--org--name"
+    since = settle()
+    snapshot = repository_of(tiny, root)
+    (root / "refs" / "main").write_text("commit")
+    if begun == "with the configuration":  # which another process had downloaded before it
+        since = settle()
+        link = snapshot / "model.safetensors"
+        number = link.readlink()
+        link.unlink()
+        shutil.copy(tiny / "model.safetensors", root / "blobs" / "new")
+        link.symlink_to(number.with_name("new"))
+    assert digest_of_model(snapshot, since_ns=since) == digest_of_model(tiny)
+
+
+def test_parts_of_other_repositories_are_refused(tmp_path):
+    config = {"model_type": "x", "auto_map": {"AutoModel": "org/x--modeling.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refuse_elsewhere({"text_model_id": None}, tmp_path, trusts_code=False)
+    for name in ("text_model_id", "audio_model_id"):
+        with pytest.raises(ConfigurationError, match=f"{name}=org/part.*model_revision"):
+            refuse_elsewhere({name: "org/part"}, tmp_path, trusts_code=False)
+    with pytest.raises(ConfigurationError, match="auto_map: 'org/x--modeling"):
+        refuse_elsewhere({}, tmp_path, trusts_code=True)
+    config["auto_map"] = {"AutoModel": "modeling.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refuse_elsewhere({}, tmp_path, trusts_code=True)
 
 
 # ------------------------------------------------------------------ memory
@@ -422,28 +474,16 @@ def test_planes_of_another_shape_are_refused():
             planes_of(planes, LAYOUT, 9, name="m")
 
 
-# ------------------------------------------------------------------ access, page by page
+# ------------------------------------------------------------------ access, whose loop is stuck
 
 
 @pytest.fixture
-def store() -> FaultyBackend:
-    return FaultyBackend(from_url(StoreUrl.parse("memory:?capacity=16MiB")))
-
-
-@pytest.fixture
-def load_timeout_s() -> float:
-    return 5.0
-
-
-@pytest.fixture
-def access(
-    store: FaultyBackend, load_timeout_s: float
-) -> Iterator[tuple[StoreAccess, torch.Tensor]]:
+def access() -> Iterator[tuple[StoreAccess, torch.Tensor]]:
     values = torch.randn(LAYOUT.num_layers, 2, 9, T, 2, 8)
     planes = PagedKv.from_views([view for layer in values for view in layer], per_layer=2)
-    made = StoreAccess(arguments(store, load_timeout_s), [planes])
+    store = from_url(StoreUrl.parse("memory:?capacity=16MiB"))
+    made = StoreAccess(arguments(store, load_timeout_s=0.2), [planes])
     yield made, values
-    store.heal()
     made.close()
     made.close()
 
@@ -457,36 +497,6 @@ def blocks(keys: list[BlockKey], ids: list[int]) -> list[BlockSave]:
     ]
 
 
-def test_blocks_are_saved_found_and_loaded(access):
-    made, values = access
-    keys = chain([]).keys()[:3]
-    expected = values[:, :, [1, 2, 3]].clone()
-    assert made.lookup(keys) == 0
-    assert made.save(blocks(keys, [1, 2, 3])) == 3
-    values[:, :, [1, 2, 3]] = 0  # they may be handed on
-    assert made.flush(60)
-    assert made.lookup([*keys, BlockKey(b"x" * 32)]) == 3
-    assert made.load([*keys, BlockKey(b"x" * 32)], [5, 6, 7, 8]) == 3
-    assert torch.equal(values[:, :, [5, 6, 7]], expected)
-
-
-@pytest.mark.parametrize("load_timeout_s", [0.5])
-@pytest.mark.parametrize("fault", ["raise", "hang", "swap", "miscount", "lie"])
-def test_faults_are_misses(access, store, fault):
-    made, values = access
-    keys = chain([]).keys()[:3]
-    made.save(blocks(keys, [1, 2, 3]))
-    assert made.flush(60)
-    before = values.clone()
-    store._operations = frozenset({"load"})
-    store.set(fault)
-    started = time.monotonic()
-    assert made.load(keys, [5, 6, 7]) == 0
-    assert time.monotonic() - started < 30
-    assert torch.equal(values, before)
-
-
-@pytest.mark.parametrize("load_timeout_s", [0.2])
 def test_nothing_is_copied_once_a_caller_was_told_that_the_loop_is_stuck(access, monkeypatch):
     monkeypatch.setattr(blocking, "_SPARE_S", 0.1)
     made, values = access
@@ -513,79 +523,3 @@ def test_nothing_is_copied_once_a_caller_was_told_that_the_loop_is_stuck(access,
     behind.wait(60)
     go_on.set()
     assert torch.equal(values, before)
-
-
-def test_a_late_lookup_is_asked_for_again_until_its_budget_is_over():
-    class Backend:
-        name = "test"
-
-    def submit(coroutine):
-        coroutine.close()
-        return Reply.settled(None)
-
-    budget = LookupBudget(0.05, Backend(), submit)
-    now = time.monotonic()
-    assert budget.leaves_time(now)
-    assert not budget.leaves_time(now - 0.06)
-    assert budget.suspended
-    assert not budget.leaves_time(time.monotonic())
-
-
-def repository_of(model: Path, root: Path, *others: str) -> Path:
-    """Lays out a repository of the hub's cache with `model`'s snapshot, and empty `others`."""
-    snapshot, blobs = root / "snapshots" / "commit", root / "blobs"
-    for folder in (snapshot, *(root / "snapshots" / one for one in others), root / "refs", blobs):
-        folder.mkdir(parents=True)
-    for number, file in enumerate(model.iterdir()):
-        shutil.copy(file, blobs / str(number))
-        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-    (root / "refs" / "main").write_text("another")
-    return snapshot
-
-
-@pytest.mark.parametrize("changed", ["refs/main", "snapshots/commit/config.json"])
-@pytest.mark.parametrize("others", [("another",), ()], ids=["several", "only"])
-def test_a_reference_or_link_that_is_switched_to_a_snapshot_is_found(
-    tiny, tmp_path, others, changed
-):
-    snapshot, path = repository_of(tiny, tmp_path, *others), tmp_path / changed
-    since = settle()
-    digest_of_model(snapshot, since_ns=since)
-    if path.is_symlink():
-        target = path.readlink()
-        path.unlink()
-        path.symlink_to(target)
-    else:
-        path.write_text("commit")
-    with pytest.raises(ModelChanged, match=rf"{changed}' was switched"):
-        digest_of_model(snapshot, since_ns=since)
-
-
-@pytest.mark.parametrize("begun", ["with nothing", "with the configuration"])
-def test_the_only_snapshot_may_be_the_engine_s_own_download(tiny, tmp_path, begun):
-    root = tmp_path / "models--org--name"
-    since = settle()
-    snapshot = repository_of(tiny, root)
-    (root / "refs" / "main").write_text("commit")
-    if begun == "with the configuration":  # which another process had downloaded before it
-        since = settle()
-        link = snapshot / "model.safetensors"
-        number = link.readlink()
-        link.unlink()
-        shutil.copy(tiny / "model.safetensors", root / "blobs" / "new")
-        link.symlink_to(number.with_name("new"))
-    assert digest_of_model(snapshot, since_ns=since) == digest_of_model(tiny)
-
-
-def test_parts_of_other_repositories_are_refused(tmp_path):
-    config = {"model_type": "x", "auto_map": {"AutoModel": "org/x--modeling.Model"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    refuse_elsewhere({"text_model_id": None}, tmp_path, trusts_code=False)
-    for name in ("text_model_id", "audio_model_id"):
-        with pytest.raises(ConfigurationError, match=f"{name}=org/part.*model_revision"):
-            refuse_elsewhere({name: "org/part"}, tmp_path, trusts_code=False)
-    with pytest.raises(ConfigurationError, match="auto_map: 'org/x--modeling"):
-        refuse_elsewhere({}, tmp_path, trusts_code=True)
-    config["auto_map"] = {"AutoModel": "modeling.Model"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    refuse_elsewhere({}, tmp_path, trusts_code=True)
