@@ -240,25 +240,16 @@ def test_a_load_that_is_under_way_fails(open_engine: Open, store, fault):
     engine.check_empty()
 
 
-def test_what_was_held_until_the_end_is_not_saved_behind_a_change(open_engine: Open, shared):
-    engine = open_engine(url=shared, save_on="finish")
-    running = engine.submit(PROMPT, wanted=len(PROMPT) + 2 * T)
-    engine.run(lambda: running.num_tokens > len(PROMPT) + T)
-    counted(engine)
-    engine.run()
-    engine.flush()
-    engine.check_empty()
-    check(open_engine(url=shared), cached=0)
-
-
-def test_what_was_held_of_a_preempted_request_is_not_saved_behind_a_change(
-    open_engine: Open, shared
+@pytest.mark.parametrize("preempted", [False, True])
+def test_what_was_held_until_the_end_is_not_saved_behind_a_change(
+    open_engine: Open, shared, preempted
 ):
     engine = open_engine(url=shared, save_on="finish")
     running = engine.submit(PROMPT, wanted=len(PROMPT) + 2 * T)
     engine.run(lambda: running.num_tokens > len(PROMPT) + T)
     counted(engine)
-    engine.preempt(running)
+    if preempted:
+        engine.preempt(running)
     engine.run()
     engine.flush()
     engine.check_empty()
