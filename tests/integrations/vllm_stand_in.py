@@ -157,7 +157,7 @@ class StandIn:
     def check_empty(self) -> None:
         assert not self.requests
         assert sorted(self.free) == list(range(1, self.caches.shape[1]))
-        assert self.scheduler.num_tracked == 0
+        assert not self.scheduler._tracked
         assert not self.scheduler._names
         assert not self.worker._names
         assert not self.worker._loads

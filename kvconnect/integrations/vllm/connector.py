@@ -269,11 +269,6 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         return KvConnectPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
-    def num_tracked(self) -> int:
-        """The number of requests that the scheduler's half knows; 0 once all have ended."""
-        return self._own_scheduler.num_tracked
-
-    @property
     def _own_scheduler(self) -> SchedulerHalf:
         if self._scheduler is None:
             raise UsageError("KvConnect: this is a worker's, or was shut down")

@@ -85,11 +85,6 @@ class SchedulerHalf:
         self._dropped: list[int] = []
         self._weights = WeightNames()
 
-    @property
-    def num_tracked(self) -> int:
-        """The number of requests that are tracked; 0 once all have ended."""
-        return len(self._tracked)
-
     # ------------------------------------------------------------------ finding
 
     def on_new_request(self, request: Any) -> None:

@@ -88,7 +88,7 @@ def left(inside: Inside) -> dict[str, Any]:
         found["requests"] = len(scheduler.requests)
         found["blocks"] = scheduler.kv_cache_manager.block_pool.get_usage()
     if (half := inside.scheduler_half) is not None:
-        found["tracked"] = half.num_tracked
+        found["tracked"] = len(half._tracked)
         found["names"] = len(half._names)
         found["states"] = len(half._scheduler._states)
     if (half := inside.worker_half) is not None:

@@ -44,7 +44,7 @@ def test_as_a_child_of_multi_connector(llama, store, tmp_path):
         loaded = made.answer(PROMPTS)
         made.settle()
         for child in made.connector._connectors:
-            assert child.num_tracked == 0
+            assert not child._scheduler._tracked
     assert [one.tokens for one in loaded] == [one.tokens for one in cold]
     assert [one.cached for one in loaded] == LOADED
     with engine(llama, second) as other:  # both have it
@@ -175,7 +175,7 @@ def test_beside_vllms_own_connector_from_prefill_to_decode(llama, store, tmp_pat
             assert loads == [("store", number) for number in LOADED]
             assert bound == {("peer", "NixlConnectorMetadata"), ("store", "StepMeta")}
             decode.settle()
-            assert decode.connector._connectors[1].num_tracked == 0
+            assert not decode.connector._connectors[1]._scheduler._tracked
     with engine(llama, connector(store)) as other:  # the peer is gone, but for its store
         assert [one.cached for one in other.answer(PROMPTS)] == LOADED
 
