@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvconnect.config import KvCacheConfig
 from kvconnect.connector.data import LlmArgs
@@ -22,7 +24,6 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.vllm.callers import executor_of_caller, scheduler_of_caller
 from kvconnect.integrations.vllm.identity import vllm_version
-from kvconnect.integrations.vllm_tier import engine
 from kvconnect.integrations.vllm_tier.finder import Finder
 from kvconnect.integrations.vllm_tier.identity import (
     HASH_NBYTES,
@@ -59,7 +60,7 @@ class _Job:
     submitted: float
 
 
-class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there
+class KvConnectTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there
     """A store of kvconnect as a secondary tier of vLLM's ``TieringOffloadingSpec``.
 
     Selected with ``{"type": "KvConnectTier", "module_path": "kvconnect.integrations.vllm_tier",
@@ -84,7 +85,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
             serve; nothing is left open.
     """
 
-    medium = None if engine.Medium is None else engine.Medium.STORAGE
+    medium = Medium.STORAGE
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         given = KvConnectTierSettings(**settings)
         if given.locality is not None:
-            self.locality = engine.Locality(given.locality)
+            self.locality = Locality(given.locality)
         executor, self._scheduler = _engine_of_caller()
         digest = chunks_digest(offloading_spec, configuration_of_vllm(), given)
         rows = _rows(primary_kv_view)
@@ -149,24 +150,24 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
                 "vllm_tier.hash",
                 f"{len(key) - 4} bytes of hash do not name a chunk safely; it is not looked up",
             )
-            return engine.LookupResult.MISS
+            return LookupResult.MISS
         if not self._named.has(key, req_context) or not self._weights.are_named():
-            return engine.LookupResult.MISS
+            return LookupResult.MISS
         known = self._lookups.lookup(key, req_context.req_id)
         if known is Known.PRESENT:
             self._parents.note(key, req_context)
-            return engine.LookupResult.HIT
+            return LookupResult.HIT
         if known is Known.MISSING:
-            return engine.LookupResult.MISS
+            return LookupResult.MISS
         self._unanswered = True
         if known is Known.AWAITED and self._scan_end.is_behind_awaited(key, req_context):
-            return engine.LookupResult.MISS
-        return engine.LookupResult.RETRY
+            return LookupResult.MISS
+        return LookupResult.RETRY
 
     def on_new_request(self, req_context: Any) -> Any:
         """Records the request. Only new chunks are stored, one by one."""
         self._named.begin(req_context.req_id)
-        return engine.RequestOffloadingContext()
+        return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         """Forgets the answers that the request was given."""
@@ -309,7 +310,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
             job = self._jobs.pop(number, None)
             if job is None:  # it was abandoned
                 return
-            result = engine.JobResult(
+            result = JobResult(
                 job_id=number,
                 success=success,
                 successful_keys=loaded or None,
