@@ -239,7 +239,11 @@ class Tier:
         self.access = opened = Access.open(args, [pool], HostCopier)
         self.opened = opened.store
         [self.copier] = opened.copiers
-        names = ChunkNames(bytes(32), self.layout)
+        own = ChunkNames(bytes(32), self.layout)
+
+        def names() -> ChunkNames:
+            return own
+
         self.ended: dict[int, object] = {}
         self.answers: dict[bytes, bool] = {}
         self.loads = ChunkLoads(opened, names, self.ended.__setitem__, timeout_s=timeout_s)

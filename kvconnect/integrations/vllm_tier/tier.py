@@ -30,7 +30,6 @@ from kvconnect.integrations.vllm_tier.identity import (
     ChunkNames,
     chunk_layout,
     chunks_digest,
-    configuration_of_vllm,
 )
 from kvconnect.integrations.vllm_tier.loads import ChunkLoads
 from kvconnect.integrations.vllm_tier.lookups import Answers, Known, Lookups, ScanEnd
@@ -100,14 +99,14 @@ class KvConnectTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         if given.locality is not None:
             self.locality = Locality(given.locality)
         executor, self._scheduler = _engine_of_caller()
-        digest = chunks_digest(offloading_spec, configuration_of_vllm(), given)
+        digest = chunks_digest(offloading_spec, self._scheduler.vllm_config, given)
         rows = _rows(primary_kv_view)
         tokens = {
             group.group_id: group.tokens_per_block * offloading_spec.blocks_per_chunk
             for group in offloading_spec.config.groups
         }
         layout = chunk_layout(rows.shape[1], min(tokens.values()))
-        self._names = names = ChunkNames(digest, layout)
+        self._names = ChunkNames(digest, layout)
         self._settings = given
         self._num_rows, self._row_nbytes = rows.shape
         with ExitStack() as undo:
@@ -123,6 +122,7 @@ class KvConnectTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._scan_end = ScanEnd()
         self._unanswered = False
         self._pause = StepPause()
+        names = self._get_names
         self._finder = Finder(self._access, names, self._answered, timeout_s=timeout_s)
         self._loads = ChunkLoads(self._access, names, self._loaded, timeout_s=given.load_timeout_s)
         self._saves = Saves(
@@ -280,9 +280,11 @@ class KvConnectTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     def _rename(self, weights: str) -> None:
         """Gives chunks other names from now on, which `weights` is a part of."""
-        names = self._names.with_weights(weights)
-        self._finder.names = self._loads.names = self._saves.names = names
+        self._names = self._names.with_weights(weights)
         self._lookups.miss_all()
+
+    def _get_names(self) -> ChunkNames:
+        return self._names
 
     def _begin(self, number: int, chunks: Sequence[bytes], *, is_load: bool) -> None:
         with self._changed:
@@ -330,11 +332,11 @@ def _engine_of_caller() -> tuple[Any, Any]:
         ConfigurationError: there is none.
     """
     executor, scheduler = executor_of_caller(), scheduler_of_caller()
-    if executor is None or scheduler is None:
+    if executor is None or not hasattr(scheduler, "vllm_config"):
         raise ConfigurationError(
-            f"KvConnectTier: vLLM {vllm_version()} does not show a tier its engine, so that "
-            "weights that are replaced while it runs, and pictures, would go unseen; use the "
-            "connector KvConnect"
+            f"KvConnectTier: vLLM {vllm_version()} does not show a tier its engine, so that models "
+            "cannot be told apart, and pictures and weights that are replaced while it runs would "
+            "go unseen; use the connector KvConnect"
         )
     return executor, scheduler
 
