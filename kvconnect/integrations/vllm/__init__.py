@@ -11,7 +11,7 @@ hashes the inputs beside tokens. `weights` and `weight_calls` detect that the
 model's weights were replaced. `identity` finds the settings of the engine that shape KV, and
 refuses those that cannot be told apart. `configured` checks settings early, and records when
 loading may have begun. `callers` finds objects that a connector is not given. `layouts`, `caches`
-and `packing` describe the engine's memory; `stats` counts.
+and `cpu_kernels` describe the engine's memory; `stats` counts.
 """
 
 from __future__ import annotations

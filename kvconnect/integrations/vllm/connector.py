@@ -24,6 +24,7 @@ from kvconnect.integrations.core.settings import EngineSettings
 from kvconnect.integrations.vllm.caches import group_planes
 from kvconnect.integrations.vllm.callers import executor_of_caller, model_of_caller
 from kvconnect.integrations.vllm.configured import lookup_times, settings_of
+from kvconnect.integrations.vllm.cpu_kernels import base_is_apart, cpu_packing
 from kvconnect.integrations.vllm.exports import KvConnectPromMetrics, KvConnectStats
 from kvconnect.integrations.vllm.identity import (
     model_directory,
@@ -35,9 +36,7 @@ from kvconnect.integrations.vllm.identity import (
     vllm_version,
 )
 from kvconnect.integrations.vllm.layouts import CacheGroup, cache_groups, total_heads
-from kvconnect.integrations.vllm.lora import base_is_apart
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
-from kvconnect.integrations.vllm.packing import cpu_packing
 from kvconnect.integrations.vllm.scheduler import Roles, SchedulerHalf
 from kvconnect.integrations.vllm.stats import CounterSteps
 from kvconnect.integrations.vllm.weight_calls import WeightCalls

@@ -28,7 +28,7 @@ class RequestNames:
     Args:
         llm_args: of the pair.
         extra_key: see `kvconnect.integrations.core.requests.extra_key_of`.
-        base_is_apart: see `kvconnect.integrations.vllm.lora`.
+        base_is_apart: see `cpu_kernels.base_is_apart`.
         features_are_own: this process's encoder makes the embeddings of pictures.
     """
 

@@ -40,8 +40,8 @@ class Roles:
     Attributes:
         saves, loads: a ``kv_consumer`` does not save, a ``kv_producer`` does not load.
         tells: results report in ``kv_transfer_params`` how far the prompt is saved.
-        base_is_apart: see `kvconnect.integrations.vllm.lora`; if not, requests without an adapter
-            are not cached.
+        base_is_apart: see `cpu_kernels.base_is_apart`; if not, requests without an adapter are not
+            cached.
         features_are_own: outputs of encoders come from this process; if not, pictures are not
             cached.
         producer_timeout_s: how long a request waits for tokens that its producer announced.
