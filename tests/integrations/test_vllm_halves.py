@@ -24,7 +24,8 @@ from kvconnect.integrations.vllm.identity import (
 )
 from kvconnect.integrations.vllm.layouts import cache_groups, total_heads
 from kvconnect.integrations.vllm.messages import WorkerReport
-from kvconnect.integrations.vllm.scheduler import NUM_TOKENS, Roles
+from kvconnect.integrations.vllm.naming import Roles
+from kvconnect.integrations.vllm.scheduler import NUM_TOKENS
 from kvconnect.integrations.vllm.stats import CounterSteps
 from kvconnect.keys import Shard
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, FaultyBackend

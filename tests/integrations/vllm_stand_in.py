@@ -18,7 +18,8 @@ import torch
 from kvconnect.connector.data import LlmArgs
 from kvconnect.integrations.core.memory import planes_of
 from kvconnect.integrations.vllm.messages import WorkerReport
-from kvconnect.integrations.vllm.scheduler import Roles, SchedulerHalf
+from kvconnect.integrations.vllm.naming import Roles
+from kvconnect.integrations.vllm.scheduler import SchedulerHalf
 from kvconnect.integrations.vllm.weights import WatchedWeights
 from kvconnect.integrations.vllm.worker import WorkerHalf
 from kvconnect.layout import KvCacheLayout

@@ -37,7 +37,8 @@ from kvconnect.integrations.vllm.identity import (
 )
 from kvconnect.integrations.vllm.layouts import CacheGroup, cache_groups, total_heads
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
-from kvconnect.integrations.vllm.scheduler import Roles, SchedulerHalf
+from kvconnect.integrations.vllm.naming import Roles
+from kvconnect.integrations.vllm.scheduler import SchedulerHalf
 from kvconnect.integrations.vllm.stats import CounterSteps
 from kvconnect.integrations.vllm.weight_calls import WeightCalls
 from kvconnect.integrations.vllm.weights import WatchedWeights

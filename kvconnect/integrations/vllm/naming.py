@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvconnect.connector.data import LlmArgs
@@ -17,9 +18,31 @@ from kvconnect.request import LlmRequest
 from kvconnect.tokens import LateTokens
 from kvconnect.trace import warn_once
 
-__all__ = ["RequestNames"]
+__all__ = ["RequestNames", "Roles"]
 
 _LATEST_S = 5.0  # for digests of an adapter and of pictures
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The actions that ``kv_role`` and the engine allow.
+
+    Attributes:
+        saves, loads: a ``kv_consumer`` does not save, a ``kv_producer`` does not load.
+        tells: results report in ``kv_transfer_params`` how far the prompt is saved.
+        base_is_apart: see `cpu_kernels.base_is_apart`; if not, requests without an adapter are not
+            cached.
+        features_are_own: outputs of encoders come from this process; if not, pictures are not
+            cached.
+        producer_timeout_s: how long a request waits for tokens that its producer announced.
+    """
+
+    saves: bool = True
+    loads: bool = True
+    tells: bool = False
+    base_is_apart: bool = True
+    features_are_own: bool = True
+    producer_timeout_s: float = 2.0
 
 
 class RequestNames:
@@ -28,21 +51,13 @@ class RequestNames:
     Args:
         llm_args: of the pair.
         extra_key: see `kvconnect.integrations.core.requests.extra_key_of`.
-        base_is_apart: see `cpu_kernels.base_is_apart`.
-        features_are_own: this process's encoder makes the embeddings of pictures.
+        roles: what the engine allows.
     """
 
-    def __init__(
-        self,
-        llm_args: LlmArgs,
-        extra_key: str | None,
-        *,
-        base_is_apart: bool,
-        features_are_own: bool,
-    ) -> None:
+    def __init__(self, llm_args: LlmArgs, extra_key: str | None, roles: Roles) -> None:
         self._maker = RequestMaker(llm_args, extra_key)
-        self._base_is_apart = base_is_apart
-        self._features_are_own = features_are_own
+        self._base_is_apart = roles.base_is_apart
+        self._features_are_own = roles.features_are_own
         self._adapters = AdapterDigests()
         self._features = FeatureDigests()
 
