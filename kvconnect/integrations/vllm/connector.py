@@ -176,11 +176,6 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         """Stages the blocks that the step filled."""
         self._own_worker.wait_for_save()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Returns the ended saves and loads of `get_transfer_results`, without the failed ones."""
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending or None, results.finished_recving or None
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Returns the saves and loads that have ended."""
         results = self._own_worker.take_results()

@@ -146,20 +146,16 @@ class WorkerHalf:
         saved, loaded = self._worker.get_finished([], [])
         results.saved.update(self._names.pop(request_id) for request_id in saved)
         for request_id in loaded:
-            if request_id in self._void:
-                self._fail(self._loads[request_id], results)
+            if request_id in self._void:  # other weights computed its blocks
+                start = self._loads[request_id].start
+                void = TransferFailure(request_id, Direction.LOAD, start, _OTHER_WEIGHTS)
+                self._take_failure(void, results)
                 continue
             del self._loads[request_id]
             results.loaded.add(self._names.pop(request_id))
         for failure in self._worker.get_failed():
             self._take_failure(failure, results)
         return results
-
-    def _fail(self, load: LoadBlocks, results: StepResults) -> None:
-        """Fails `load` as a whole, since other weights computed its blocks."""
-        self._take_failure(
-            TransferFailure(load.request_id, Direction.LOAD, load.start, _OTHER_WEIGHTS), results
-        )
 
     def _take_failure(self, failure: TransferFailure, results: StepResults) -> None:
         request_id = failure.request_id
