@@ -86,7 +86,7 @@ def test_prefill_and_decode_from_peer_to_peer(llama):
     with engine(llama, None) as plain:
         wanted = plain.tokens(PROMPTS)
     prefill = connector(url(port, port + 1), KV_ROLE="kv_producer")
-    with prefilled(llama, prefill, prompts=PROMPTS) as params:
+    with prefilled(llama, prefill) as params:
         assert params == [{"kvconnect_num_tokens": n} for n in (480, 320, 32)]
         decode = connector(url(port + 1, port), KV_ROLE="kv_consumer", producer_timeout_s=20.0)
         with engine(llama, decode) as made:
@@ -99,10 +99,12 @@ def test_prefill_and_decode_from_peer_to_peer(llama):
 
 
 @contextmanager
-def prefilled(model: Path, transfer: dict[str, Any], **job: Any) -> Iterator[list[dict[str, Any]]]:
+def prefilled(
+    model: Path, transfer: dict[str, Any], params: dict[str, Any] | None = None
+) -> Iterator[list[dict[str, Any]]]:
     """What a prefill engine that goes on in a process of its own tells of each of `PROMPTS`."""
     child = subprocess.Popen(
-        [sys.executable, str(HERE / "vllm_peer.py")],
+        [sys.executable, str(HERE / "vllm_child.py")],
         env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -111,13 +113,13 @@ def prefilled(model: Path, transfer: dict[str, Any], **job: Any) -> Iterator[lis
     ends = Timer(CHILD_S, child.kill)  # then its stdout ends
     ends.start()
     try:
-        child.stdin.write(json.dumps({"model": str(model), "transfer": transfer} | job) + "\n")
+        job = {"model": str(model), "transfer": transfer, "prompts": PROMPTS, "num_tokens": 1}
+        job |= {"params": [params] * len(PROMPTS), "stays": True}
+        child.stdin.write(json.dumps(job) + "\n")
         child.stdin.flush()
-        answer = child.stdout.readline()
-        while answer and not answer.startswith("["):
-            answer = child.stdout.readline()
+        answer = next((line for line in child.stdout if line.startswith("{")), None)
         assert answer, "the prefill engine ended; see its stderr"
-        yield json.loads(answer)
+        yield json.loads(answer)["params"]
     finally:
         child.stdin.close()
         child.wait(CHILD_S)
@@ -152,8 +154,8 @@ def test_beside_vllms_own_connector_from_prefill_to_decode(llama, store, tmp_pat
         wanted = plain.tokens(PROMPTS)
     port = free_ports(2)
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
-    told = {"params": {"do_remote_decode": True}, "prompts": PROMPTS}
-    with prefilled(llama, both("kv_producer", store), **told) as params:
+    told = {"do_remote_decode": True}
+    with prefilled(llama, both("kv_producer", store), told) as params:
         assert all(one["do_remote_prefill"] for one in params)
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port + 1))
         with engine(llama, both("kv_consumer", second)) as decode:

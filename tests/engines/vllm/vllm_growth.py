@@ -5,7 +5,6 @@ A job comes by stdin, what was looked at goes to stdout: one `Look` for each ten
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import random
@@ -18,7 +17,7 @@ from typing import Any
 
 from vllm_engine import Engine, engine, prompts_of
 
-from kvconnect.testing.processes.usage import descriptors, resident_nbytes
+from kvconnect.testing.processes.usage import descriptors
 from kvconnect.trace import metrics
 
 AT_ONCE = 50
@@ -34,7 +33,6 @@ class Look:
     """What may not grow with the number of requests.
 
     Attributes:
-        resident: bytes, of what is in use.
         descriptors, threads: of the process.
         entries: of all containers that the connector's two halves reach, but for the store's own.
         instances: objects of kvconnect's classes, the store's too, but for those that were there
@@ -43,7 +41,6 @@ class Look:
         saved: bytes, so far.
     """
 
-    resident: int
     descriptors: int
     threads: int
     entries: int
@@ -58,7 +55,6 @@ def main() -> None:
     directory = Path(job["directory"])
     rng = random.Random(5)
     looks: list[Look] = []
-    # Few blocks: they become resident one by one, all of them before the first look.
     with engine(Path(job["model"]), job["transfer"], num_gpu_blocks_override=300) as made:
         for _ in range(LOOKS):
             for _ in range(job["requests"] // (LOOKS * AT_ONCE)):
@@ -76,18 +72,13 @@ def main() -> None:
 
 def look(made: Engine, directory: Path) -> Look:
     """When all that was computed is saved."""
-    halves: list[Any] = []
-    saved = 0
-    if made.connector is not None:
-        made.flush()
-        halves = [made.connector._scheduler, made.worker._worker]
-        block_nbytes = made.connector._groups[0].layout.block_nbytes
-        saved = int(metrics.snapshot()["store.save.saved"]) * block_nbytes
+    made.flush()
+    halves: list[Any] = [made.connector._scheduler, made.worker._worker]
+    block_nbytes = made.connector._groups[0].layout.block_nbytes
+    saved = int(metrics.snapshot()["store.save.saved"]) * block_nbytes
     made.forget_device()
     instances = instances_at_rest()
-    ctypes.CDLL(None).malloc_trim(0)
     return Look(
-        resident=resident_nbytes(),
         descriptors=descriptors(),
         threads=len(list(Path("/proc/self/task").iterdir())),
         entries=entries(halves),

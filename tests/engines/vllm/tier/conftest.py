@@ -17,8 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from prompts import prompt_of
-from tiers import tier
+from tiers import prompt_of, tier
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prompts import prompt_of
-from tiers import BLOCK, WHOLE, tier
+from tiers import BLOCK, WHOLE, prompt_of, tier
 
 pytestmark = pytest.mark.timeout(400)
 

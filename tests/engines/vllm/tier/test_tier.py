@@ -7,24 +7,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import faulty_disk
+import faulty_store
 import numpy as np
 import pytest
-from prompts import prompt_of
 from pydantic import ValidationError
-from tiers import BLOCK, WHOLE, tier
+from tiers import BLOCK, WHOLE, prompt_of, tier
 
-from kvconnect.backends import registry
 from kvconnect.errors import ConfigurationError
 from kvconnect.trace import metrics
 
 SLOW_S = 1.0
-
-
-@pytest.fixture
-def faulty(monkeypatch) -> None:
-    """The scheme ``faulty:`` is known."""
-    monkeypatch.setitem(registry._BUILT_IN, "faulty", "faulty_disk:from_url")
 
 
 def counted(name: str) -> float:
@@ -33,8 +25,8 @@ def counted(name: str) -> float:
 
 def hold(store: Any, fault: str) -> None:
     """Have the store of the running engine do `fault`, from its own thread."""
-    faulty_disk.stores[-1].delay_s = SLOW_S
-    store.io.loop.call_soon_threadsafe(faulty_disk.stores[-1].set, fault)
+    faulty_store.STORES[""].delay_s = SLOW_S
+    store.io.loop.call_soon_threadsafe(faulty_store.STORES[""].set, fault)
 
 
 def test_a_prompt_is_answered_alike_cold_from_the_device_the_host_and_the_store(
@@ -101,15 +93,15 @@ def test_damaged_blocks_are_computed_and_stored_anew(engine, prompt, cold, tmp_p
     damaged.settle()
 
 
-def test_a_store_that_fails_costs_time_and_nothing_else(engine, prompt, cold, tmp_path, faulty):
+def test_a_store_that_fails_costs_time_and_nothing_else(engine, prompt, cold, tmp_path):
     failing = engine(tier(tmp_path, "faulty"))
     for number, fault in enumerate(
         ("raise", "lie", "deny", "miscount", "truncate", "flip", "swap")
     ):
-        hits = faulty_disk.stores[-1].hits
+        hits = faulty_store.STORES[""].hits
         hold(failing.tier._access.store, fault)
         assert failing.answer(prompt) == [cold]
-        assert faulty_disk.stores[-1].hits > hits
+        assert faulty_store.STORES[""].hits > hits
         others = [prompt_of(300, 10 * number + seed) for seed in range(4)]
         alone = failing.answer(*others)
         failing.settle()
@@ -125,7 +117,7 @@ def test_a_store_that_fails_costs_time_and_nothing_else(engine, prompt, cold, tm
         failing.forget_device()
 
 
-def test_a_frozen_store_holds_up_no_request_and_not_the_end(engine, prompt, cold, tmp_path, faulty):
+def test_a_frozen_store_holds_up_no_request_and_not_the_end(engine, prompt, cold, tmp_path):
     limits = {"lookup_timeout_ms": 100, "load_timeout_s": 2, "save_timeout_s": 2}
     frozen = engine(tier(tmp_path, "faulty", **limits))
     hold(frozen.tier._access.store, "hang")
@@ -138,12 +130,10 @@ def test_a_frozen_store_holds_up_no_request_and_not_the_end(engine, prompt, cold
     assert time.monotonic() - start < 60
 
 
-def test_a_store_that_freezes_while_it_loads_fails_the_load_in_time(
-    engine, prompt, cold, tmp_path, faulty
-):
+def test_a_store_that_freezes_while_it_loads_fails_the_load_in_time(engine, prompt, cold, tmp_path):
     limits = {"load_timeout_s": 2, "save_timeout_s": 2}
     frozen = engine(tier(tmp_path, "faulty", **limits))
-    faulty_disk.stores[-1]._operations = frozenset({"load"})
+    faulty_store.STORES[""]._operations = frozenset({"load"})
     hold(frozen.tier._access.store, "hang")
     start = time.monotonic()
     assert frozen.answer(prompt) == [cold]
@@ -152,7 +142,7 @@ def test_a_store_that_freezes_while_it_loads_fails_the_load_in_time(
     frozen.settle()
 
 
-def test_no_call_waits_for_a_slow_store(engine, prompt, cold, tmp_path, faulty):
+def test_no_call_waits_for_a_slow_store(engine, prompt, cold, tmp_path):
     slow = engine(tier(tmp_path, "faulty", lookup_timeout_ms=60_000))
     longest = timed(slow.tier)
     hold(slow.tier._access.store, "late")
