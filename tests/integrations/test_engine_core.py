@@ -263,7 +263,8 @@ def test_a_model_that_changed_since_an_engines_process_started_has_no_digest(tin
         second.rename(third)
         with pytest.raises(ModelChanged, match=f"'{third}' changed"):
             digest(third)
-        digest(third, "org/name@commit")  # the caller's promise
+        named = {digest(third, revision) for revision in ("org/name@1", "org/name@2")}
+        assert len(named) == 2  # the caller's promise
     assert digest_of_model(third) == wanted
 
 

@@ -88,6 +88,7 @@ def test_ranks_have_pages_of_their_own_and_share_latents(tiny, url, opened):
         for rank in range(2)
     ]
     assert latent[1].batch_set_v1(names, indices([0, 1, 2])) == [True] * 3
+    assert latent[1]._access.flush(60)
     assert latent[1].batch_exists(names) == 0  # said, and left to the writer
     assert latent[0].batch_set_v1(names, indices([0, 1, 2])) == [True] * 3
     assert latent[0]._access.flush(60)

@@ -29,7 +29,7 @@ from kvconnect.integrations.vllm.scheduler import NUM_TOKENS
 from kvconnect.integrations.vllm.stats import CounterSteps
 from kvconnect.keys import Shard
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, FaultyBackend
-from kvconnect.trace import metrics
+from kvconnect.trace import count, metrics
 
 # ------------------------------------------------------------------ saved, and loaded
 
@@ -619,7 +619,8 @@ def test_every_load_is_counted_once(open_engine: Open):
     steps.take()
     engine.answer(PROMPT)
     assert steps.take()["loaded_blocks"] == 5
-    assert "loaded_blocks" not in steps.take()
+    count("connector.lookup.late")
+    assert steps.take() == {"late_lookups": 1}
 
 
 def test_an_adapter_that_is_still_read_is_asked_for_again(open_engine: Open, monkeypatch):
