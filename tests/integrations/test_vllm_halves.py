@@ -620,7 +620,9 @@ def test_every_load_is_counted_once(open_engine: Open):
     engine.answer(PROMPT)
     assert steps.take()["loaded_blocks"] == 5
     count("connector.lookup.late")
-    assert steps.take() == {"late_lookups": 1}
+    moved = steps.take()
+    assert moved["late_lookups"] == 1
+    assert "loaded_blocks" not in moved
 
 
 def test_an_adapter_that_is_still_read_is_asked_for_again(open_engine: Open, monkeypatch):
