@@ -165,7 +165,7 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         self._own_worker.start_load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: loads that the step needs have ended when `start_load_kv` returns."""
+        """Does nothing: a request is scheduled once its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
