@@ -26,8 +26,8 @@ from kvconnect.integrations.vllm_tier.finder import Finder
 from kvconnect.integrations.vllm_tier.identity import ChunkNames, chunk_layout
 from kvconnect.integrations.vllm_tier.loads import ChunkLoads
 from kvconnect.integrations.vllm_tier.lookups import Known, Lookups, ScanEnd
-from kvconnect.integrations.vllm_tier.parents import Parents
 from kvconnect.integrations.vllm_tier.pause import StepPause
+from kvconnect.integrations.vllm_tier.requests import Parents
 from kvconnect.integrations.vllm_tier.saves import ChunkSave, Saves
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
 from kvconnect.kernels.blocks.paged import PagedKv

@@ -33,9 +33,8 @@ from kvconnect.integrations.vllm_tier.identity import (
 )
 from kvconnect.integrations.vllm_tier.loads import ChunkLoads
 from kvconnect.integrations.vllm_tier.lookups import Answers, Known, Lookups, ScanEnd
-from kvconnect.integrations.vllm_tier.parents import Parents
 from kvconnect.integrations.vllm_tier.pause import StepPause
-from kvconnect.integrations.vllm_tier.requests import NamedTokens
+from kvconnect.integrations.vllm_tier.requests import NamedTokens, Parents
 from kvconnect.integrations.vllm_tier.saves import Saves
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
 from kvconnect.integrations.vllm_tier.weights import TierWeights
