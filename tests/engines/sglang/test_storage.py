@@ -98,38 +98,6 @@ def test_behind_sglangs_own_fault_injector_no_page_is_wrong(model, url, monkeypa
     storage.close()
 
 
-HEAD_AXIS = {"layer_first": 2, "page_first": 2, "page_first_direct": 3, "page_head": 1}
-
-
-@pytest.mark.parametrize("layout", MHA_LAYOUTS)
-def test_ranks_of_one_pool_have_a_prefix_as_far_as_all_of_them_have_it(model, url, layout):
-    whole = host_pool(layout, heads=2)
-    fill(whole)
-    names, storages, pools = hashes(4), [], []
-    for rank in range(2):
-        pool = host_pool(layout, heads=1)
-        for part, of_all in zip(pool.kv_buffer, whole.kv_buffer, strict=True):
-            part.copy_(of_all.narrow(HEAD_AXIS[layout], rank, 1))
-        pools.append(pool)
-        storages.append(created(model, url, pool, tp_rank=rank, tp_size=2))
-    first, second = storages
-    assert first.batch_set_v1(names, indices(range(4))) == [True] * 4
-    assert first._access.flush(60)
-    assert (first.batch_exists(names), second.batch_exists(names)) == (0, 0)
-    assert second.batch_set_v1(names[:3], indices(range(3))) == [True] * 3
-    assert second._access.flush(60)
-    assert (first.batch_exists(names), second.batch_exists(names)) == (3, 3)
-    for storage, pool in zip(storages, pools, strict=True):
-        assert storage.batch_get_v1(names[:3], indices(range(6, 9))) == [True] * 3
-        for page in range(3):
-            assert torch.equal(page_content(pool, 6 + page), page_content(pool, page))
-    # Of a page that only one rank can load, all ranks load nothing: SGLang takes the least.
-    assert first.batch_get_v1(names, indices(range(6, 10))) == [True] * 4
-    assert second.batch_get_v1(names, indices(range(6, 10))) == [True, True, True, False]
-    for storage in storages:
-        storage.close()
-
-
 def test_sglang_exports_what_went_through(model, url):
     def told(name: str) -> float:
         return REGISTRY.get_sample_value(f"sglang:{name}", labels) or 0.0
