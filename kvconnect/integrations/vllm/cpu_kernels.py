@@ -1,4 +1,4 @@
-"""Two trials of vLLM's CPU kernels when an engine starts: stored keys, and LoRA adapters."""
+"""The trials of vLLM's CPU kernels when an engine starts: stored keys, and LoRA adapters."""
 
 from __future__ import annotations
 
