@@ -405,35 +405,12 @@ def test_parts_of_other_repositories_are_refused(tmp_path):
 # ------------------------------------------------------------------ memory
 
 
-def pools() -> tuple[torch.Tensor, StridedPlanes]:
-    """The same planes: keys and values of 9 blocks, by token, and with keys transposed."""
-    values = torch.randn(LAYOUT.num_layers, 2, 9, T, 2, 8)
-    transposed = values[:, 0].permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
-    views = [view for layer in range(2) for view in (transposed[layer], values[layer, 1].clone())]
-    return values, StridedPlanes(tuple(views))
-
-
-def test_rows_that_are_not_contiguous_are_stored_as_others_are():
-    values, strided = pools()
-    plain = PagedKv.from_views([view for layer in values for view in layer], per_layer=2)
-    staging = [StagingPool(1 << 20, LAYOUT.block_nbytes) for _ in range(2)]
-    copiers = (PoolCopier(plain, LAYOUT, staging[0]), StridedCopier(strided, LAYOUT, staging[1]))
-    slots = [pool.take(Direction.SAVE, 3) for pool in staging]
-    for copier, own in zip(copiers, slots, strict=True):
-        copier.copy_out([5, 1, 7], own, None)
-    for one, other in zip(*slots, strict=True):
-        assert torch.equal(one.payload, other.payload)
-    for view in strided.views:
-        view.fill_(0)
-    copiers[1].copy_in(slots[1], [2, 3, 4])
-    for view, expected in zip(strided.views, plain.views, strict=True):
-        assert torch.equal(view[[2, 3, 4]], expected[[5, 1, 7]])
-
-
 @pytest.mark.parametrize("gap", [0, 24], ids=["evenly apart", "unevenly apart"])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [0, 1, 4, 3, 7]])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_blocks_reach_their_places_whatever_the_order_of_the_slots(gap, order, transposed):
+def test_blocks_reach_their_places_and_come_back_whatever_the_order_of_the_slots(
+    gap, order, transposed
+):
     size = 9 * T * 2 * 8
     memory = torch.zeros(4 * size + gap)
     starts = [number * size + gap * (number == 3) for number in range(4)]
@@ -455,6 +432,10 @@ def test_blocks_reach_their_places_whatever_the_order_of_the_slots(gap, order, t
             stored = slots[index].payload.view(torch.float32).view(4, T, 2, 8)
             assert torch.equal(view[block], stored[number])
         assert not view[[2, 4, 5, 7]].any()
+    saved = staging.take(Direction.SAVE, len(blocks))
+    copier.copy_out(blocks, saved, None)
+    for slot, index in zip(saved, order, strict=True):
+        assert torch.equal(slot.payload, slots[index].payload)
     before = memory.clone()
     for wrong in (-1, 9):
         with pytest.raises(IndexError, match="not all of the pool"):
