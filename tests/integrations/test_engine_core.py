@@ -23,10 +23,8 @@ from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import Direction, LlmArgs
 from kvconnect.connector.io import blocking
 from kvconnect.connector.io.blocking import StoreAccess
-from kvconnect.connector.io.budget import LookupBudget
 from kvconnect.connector.io.copiers import PoolCopier
 from kvconnect.connector.io.orders import BlockSave
-from kvconnect.connector.io.reply import Reply
 from kvconnect.connector.io.staging import StagingPool
 from kvconnect.connector.io.strided import HostCopier, StridedCopier, StridedPlanes
 from kvconnect.digest.files import ModelFiles
@@ -45,7 +43,6 @@ from kvconnect.integrations.core.requests import (
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.keys import BlockKey, KeyChain, Namespace, root_key
 from kvconnect.layout import KvCacheLayout
-from kvconnect.testing.faults.faulty_backend import FaultyBackend
 from kvconnect.tokens import TokenBuffer, as_token_array
 
 T = 4
@@ -266,7 +263,8 @@ def test_a_model_that_changed_since_an_engines_process_started_has_no_digest(tin
         second.rename(third)
         with pytest.raises(ModelChanged, match=f"'{third}' changed"):
             digest(third)
-        digest(third, "org/name@commit")  # the caller's promise
+        named = {digest(third, revision) for revision in ("org/name@1", "org/name@2")}
+        assert len(named) == 2  # the caller's promise
     assert digest_of_model(third) == wanted
 
 
@@ -326,14 +324,21 @@ def test_a_change_on_the_way_to_any_file_that_counts_is_found(shipped, changed):
     digest_of_model(directory, since_ns=settle())
 
 
-def test_a_file_of_the_hubs_cache_that_is_no_link_to_it_counts(tiny, tmp_path):
-    """The engine itself may have downloaded the others: their names are those of their content."""
-    snapshot, blobs = tmp_path / "snapshots" / "commit", tmp_path / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    for number, file in enumerate(tiny.iterdir()):
+def repository_of(model: Path, root: Path, *others: str) -> Path:
+    """Lays out a repository of the hub's cache with `model`'s snapshot, and empty `others`."""
+    snapshot, blobs = root / "snapshots" / "commit", root / "blobs"
+    for folder in (snapshot, *(root / "snapshots" / one for one in others), root / "refs", blobs):
+        folder.mkdir(parents=True)
+    for number, file in enumerate(model.iterdir()):
         shutil.copy(file, blobs / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (root / "refs" / "main").write_text("another")
+    return snapshot
+
+
+def test_a_file_of_the_hubs_cache_that_is_no_link_to_it_counts(tiny, tmp_path):
+    """The engine itself may have downloaded the others: their names are those of their content."""
+    snapshot = repository_of(tiny, tmp_path)
     assert digest_of_model(snapshot, since_ns=0) == digest_of_model(tiny)
     (snapshot / "pytorch_model.bin").write_bytes(b"of the user's own")
     with pytest.raises(ModelChanged, match=r"pytorch_model.bin' changed after"):
@@ -347,200 +352,6 @@ def test_links_in_a_circle_are_a_change(tiny, tmp_path, monkeypatch):
         monkeypatch.setattr(files, "directory", tmp_path / "circle")
         with pytest.raises(ModelChanged, match="changed while it was read"):
             refuse_changed(files, time.time_ns())
-
-
-# ------------------------------------------------------------------ memory
-
-
-def pools() -> tuple[torch.Tensor, StridedPlanes]:
-    """The same planes: keys and values of 9 blocks, by token, and with keys transposed."""
-    values = torch.randn(LAYOUT.num_layers, 2, 9, T, 2, 8)
-    transposed = values[:, 0].permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
-    views = [view for layer in range(2) for view in (transposed[layer], values[layer, 1].clone())]
-    return values, StridedPlanes(tuple(views))
-
-
-def test_rows_that_are_not_contiguous_are_stored_as_others_are():
-    values, strided = pools()
-    plain = PagedKv.from_views([view for layer in values for view in layer], per_layer=2)
-    staging = [StagingPool(1 << 20, LAYOUT.block_nbytes) for _ in range(2)]
-    copiers = (PoolCopier(plain, LAYOUT, staging[0]), StridedCopier(strided, LAYOUT, staging[1]))
-    slots = [pool.take(Direction.SAVE, 3) for pool in staging]
-    for copier, own in zip(copiers, slots, strict=True):
-        copier.copy_out([5, 1, 7], own, None)
-    for one, other in zip(*slots, strict=True):
-        assert torch.equal(one.payload, other.payload)
-    for view in strided.views:
-        view.fill_(0)
-    copiers[1].copy_in(slots[1], [2, 3, 4])
-    for view, expected in zip(strided.views, plain.views, strict=True):
-        assert torch.equal(view[[2, 3, 4]], expected[[5, 1, 7]])
-
-
-@pytest.mark.parametrize("gap", [0, 24], ids=["evenly apart", "unevenly apart"])
-@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [0, 1, 4, 3, 7]])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_blocks_reach_their_places_whatever_the_order_of_the_slots(gap, order, transposed):
-    size = 9 * T * 2 * 8
-    memory = torch.zeros(4 * size + gap)
-    starts = [number * size + gap * (number == 3) for number in range(4)]
-    planes = [memory[start : start + size].view(9, T, 2, 8) for start in starts]
-    staging = StagingPool(1 << 20, LAYOUT.block_nbytes)
-    slots = staging.take(Direction.LOAD, 8)
-    for slot in slots:
-        slot.payload.view(torch.float32).copy_(torch.randn(slot.payload.numel() // 4))
-    if transposed:
-        views = [plane.view(9, 2, 8, T).permute(0, 3, 1, 2) for plane in planes]
-        copier: PoolCopier = StridedCopier(StridedPlanes(tuple(views)), LAYOUT, staging)
-    else:
-        views = planes
-        copier = HostCopier(PagedKv.from_views(views, per_layer=2), LAYOUT, staging)
-    blocks = [3, 8, 1, 0, 6]
-    copier.copy_in([slots[index] for index in order], blocks)
-    for number, view in enumerate(views):
-        for block, index in zip(blocks, order, strict=True):
-            stored = slots[index].payload.view(torch.float32).view(4, T, 2, 8)
-            assert torch.equal(view[block], stored[number])
-        assert not view[[2, 4, 5, 7]].any()
-    before = memory.clone()
-    for wrong in (-1, 9):
-        with pytest.raises(IndexError, match="not all of the pool"):
-            copier.copy_in(slots[:2], [0, wrong])
-    assert torch.equal(memory, before)
-
-
-def test_planes_of_another_shape_are_refused():
-    keys, values = torch.zeros(2, 9, T, 2, 8)
-    assert isinstance(planes_of([(keys, values)] * 2, LAYOUT, 9, name="m"), PagedKv)
-    for planes, says in (
-        ([(keys, values)], "1 layers"),
-        ([(keys,)] * 2, "1 planes"),
-        ([(keys, values[..., :4])] * 2, "values.*cannot be served"),
-        ([(keys.double(), values)] * 2, "float64"),
-    ):
-        with pytest.raises(ConfigurationError, match=says):
-            planes_of(planes, LAYOUT, 9, name="m")
-
-
-# ------------------------------------------------------------------ access, page by page
-
-
-@pytest.fixture
-def store() -> FaultyBackend:
-    return FaultyBackend(from_url(StoreUrl.parse("memory:?capacity=16MiB")))
-
-
-@pytest.fixture
-def load_timeout_s() -> float:
-    return 5.0
-
-
-@pytest.fixture
-def access(
-    store: FaultyBackend, load_timeout_s: float
-) -> Iterator[tuple[StoreAccess, torch.Tensor]]:
-    values = torch.randn(LAYOUT.num_layers, 2, 9, T, 2, 8)
-    planes = PagedKv.from_views([view for layer in values for view in layer], per_layer=2)
-    made = StoreAccess(arguments(store, load_timeout_s), [planes])
-    yield made, values
-    store.heal()
-    made.close()
-    made.close()
-
-
-def blocks(keys: list[BlockKey], ids: list[int]) -> list[BlockSave]:
-    tokens = np.arange(T, dtype=np.int32)
-    parents = [ROOT, *keys]
-    return [
-        BlockSave(key, parent, number, block, tokens, 35)
-        for number, (key, parent, block) in enumerate(zip(keys, parents, ids, strict=False))
-    ]
-
-
-def test_blocks_are_saved_found_and_loaded(access):
-    made, values = access
-    keys = chain([]).keys()[:3]
-    expected = values[:, :, [1, 2, 3]].clone()
-    assert made.lookup(keys) == 0
-    assert made.save(blocks(keys, [1, 2, 3])) == 3
-    values[:, :, [1, 2, 3]] = 0  # they may be handed on
-    assert made.flush(60)
-    assert made.lookup([*keys, BlockKey(b"x" * 32)]) == 3
-    assert made.load([*keys, BlockKey(b"x" * 32)], [5, 6, 7, 8]) == 3
-    assert torch.equal(values[:, :, [5, 6, 7]], expected)
-
-
-@pytest.mark.parametrize("load_timeout_s", [0.5])
-@pytest.mark.parametrize("fault", ["raise", "hang", "swap", "miscount", "lie"])
-def test_faults_are_misses(access, store, fault):
-    made, values = access
-    keys = chain([]).keys()[:3]
-    made.save(blocks(keys, [1, 2, 3]))
-    assert made.flush(60)
-    before = values.clone()
-    store._operations = frozenset({"load"})
-    store.set(fault)
-    started = time.monotonic()
-    assert made.load(keys, [5, 6, 7]) == 0
-    assert time.monotonic() - started < 30
-    assert torch.equal(values, before)
-
-
-@pytest.mark.parametrize("load_timeout_s", [0.2])
-def test_nothing_is_copied_once_a_caller_was_told_that_the_loop_is_stuck(access, monkeypatch):
-    monkeypatch.setattr(blocking, "_SPARE_S", 0.1)
-    made, values = access
-    keys = chain([]).keys()[:3]
-    made.save(blocks(keys, [1, 2, 3]))
-    assert made.flush(60)
-    before = values.clone()
-    opened, told, go_on = made._access.store, threading.Event(), threading.Event()
-    load = opened.backend.load
-
-    async def load_and_block(keys, into):
-        filled = await load(keys, into)
-        asyncio.get_running_loop().call_later(0.05, go_on.wait, 60)
-        return filled
-
-    monkeypatch.setattr(opened.backend, "load", load_and_block)
-    for _ in range(2):  # all threads that copy
-        opened.copying.submit(lambda: told.wait(60))
-    assert made.load(keys, [5, 6, 7]) == 0
-    told.set()
-    behind = threading.Barrier(3)
-    for _ in range(2):
-        opened.copying.submit(lambda: behind.wait(60))
-    behind.wait(60)
-    go_on.set()
-    assert torch.equal(values, before)
-
-
-def test_a_late_lookup_is_asked_for_again_until_its_budget_is_over():
-    class Backend:
-        name = "test"
-
-    def submit(coroutine):
-        coroutine.close()
-        return Reply.settled(None)
-
-    budget = LookupBudget(0.05, Backend(), submit)
-    now = time.monotonic()
-    assert budget.leaves_time(now)
-    assert not budget.leaves_time(now - 0.06)
-    assert budget.suspended
-    assert not budget.leaves_time(time.monotonic())
-
-
-def repository_of(model: Path, root: Path, *others: str) -> Path:
-    """Lays out a repository of the hub's cache with `model`'s snapshot, and empty `others`."""
-    snapshot, blobs = root / "snapshots" / "commit", root / "blobs"
-    for folder in (snapshot, *(root / "snapshots" / one for one in others), root / "refs", blobs):
-        folder.mkdir(parents=True)
-    for number, file in enumerate(model.iterdir()):
-        shutil.copy(file, blobs / str(number))
-        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-    (root / "refs" / "main").write_text("another")
-    return snapshot
 
 
 @pytest.mark.parametrize("changed", ["refs/main", "snapshots/commit/config.json"])
@@ -589,3 +400,108 @@ def test_parts_of_other_repositories_are_refused(tmp_path):
     config["auto_map"] = {"AutoModel": "modeling.Model"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     refuse_elsewhere({}, tmp_path, trusts_code=True)
+
+
+# ------------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize("gap", [0, 24], ids=["evenly apart", "unevenly apart"])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [0, 1, 4, 3, 7]])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_blocks_reach_their_places_and_come_back_whatever_the_order_of_the_slots(
+    gap, order, transposed
+):
+    size = 9 * T * 2 * 8
+    memory = torch.zeros(4 * size + gap)
+    starts = [number * size + gap * (number == 3) for number in range(4)]
+    planes = [memory[start : start + size].view(9, T, 2, 8) for start in starts]
+    staging = StagingPool(1 << 20, LAYOUT.block_nbytes)
+    slots = staging.take(Direction.LOAD, 8)
+    for slot in slots:
+        slot.payload.view(torch.float32).copy_(torch.randn(slot.payload.numel() // 4))
+    if transposed:
+        views = [plane.view(9, 2, 8, T).permute(0, 3, 1, 2) for plane in planes]
+        copier: PoolCopier = StridedCopier(StridedPlanes(tuple(views)), LAYOUT, staging)
+    else:
+        views = planes
+        copier = HostCopier(PagedKv.from_views(views, per_layer=2), LAYOUT, staging)
+    blocks = [3, 8, 1, 0, 6]
+    copier.copy_in([slots[index] for index in order], blocks)
+    for number, view in enumerate(views):
+        for block, index in zip(blocks, order, strict=True):
+            stored = slots[index].payload.view(torch.float32).view(4, T, 2, 8)
+            assert torch.equal(view[block], stored[number])
+        assert not view[[2, 4, 5, 7]].any()
+    saved = staging.take(Direction.SAVE, len(blocks))
+    copier.copy_out(blocks, saved, None)
+    for slot, index in zip(saved, order, strict=True):
+        assert torch.equal(slot.payload, slots[index].payload)
+    before = memory.clone()
+    for wrong in (-1, 9):
+        with pytest.raises(IndexError, match="not all of the pool"):
+            copier.copy_in(slots[:2], [0, wrong])
+    assert torch.equal(memory, before)
+
+
+def test_planes_of_another_shape_are_refused():
+    keys, values = torch.zeros(2, 9, T, 2, 8)
+    assert isinstance(planes_of([(keys, values)] * 2, LAYOUT, 9, name="m"), PagedKv)
+    for planes, says in (
+        ([(keys, values)], "1 layers"),
+        ([(keys,)] * 2, "1 planes"),
+        ([(keys, values[..., :4])] * 2, "values.*cannot be served"),
+        ([(keys.double(), values)] * 2, "float64"),
+    ):
+        with pytest.raises(ConfigurationError, match=says):
+            planes_of(planes, LAYOUT, 9, name="m")
+
+
+# ------------------------------------------------------------------ access, whose loop is stuck
+
+
+@pytest.fixture
+def access() -> Iterator[tuple[StoreAccess, torch.Tensor]]:
+    values = torch.randn(LAYOUT.num_layers, 2, 9, T, 2, 8)
+    planes = PagedKv.from_views([view for layer in values for view in layer], per_layer=2)
+    store = from_url(StoreUrl.parse("memory:?capacity=16MiB"))
+    made = StoreAccess(arguments(store, load_timeout_s=0.2), [planes])
+    yield made, values
+    made.close()
+    made.close()
+
+
+def blocks(keys: list[BlockKey], ids: list[int]) -> list[BlockSave]:
+    tokens = np.arange(T, dtype=np.int32)
+    parents = [ROOT, *keys]
+    return [
+        BlockSave(key, parent, number, block, tokens, 35)
+        for number, (key, parent, block) in enumerate(zip(keys, parents, ids, strict=False))
+    ]
+
+
+def test_nothing_is_copied_once_a_caller_was_told_that_the_loop_is_stuck(access, monkeypatch):
+    monkeypatch.setattr(blocking, "_SPARE_S", 0.1)
+    made, values = access
+    keys = chain([]).keys()[:3]
+    made.save(blocks(keys, [1, 2, 3]))
+    assert made.flush(60)
+    before = values.clone()
+    opened, told, go_on = made._access.store, threading.Event(), threading.Event()
+    load = opened.backend.load
+
+    async def load_and_block(keys, into):
+        filled = await load(keys, into)
+        asyncio.get_running_loop().call_later(0.05, go_on.wait, 60)
+        return filled
+
+    monkeypatch.setattr(opened.backend, "load", load_and_block)
+    for _ in range(2):  # all threads that copy
+        opened.copying.submit(lambda: told.wait(60))
+    assert made.load(keys, [5, 6, 7]) == 0
+    told.set()
+    behind = threading.Barrier(3)
+    for _ in range(2):
+        opened.copying.submit(lambda: behind.wait(60))
+    behind.wait(60)
+    go_on.set()
+    assert torch.equal(values, before)

@@ -12,102 +12,70 @@ import pytest
 import torch
 from long_rope import LONG
 from sglang_pools import StandInPool, fill, hashes, indices, storage_config
-from sglang_server import Server, serving
+from sglang_server import serving
 
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.integrations.sglang import KvConnectStorage
 
 PAGES = list(range(4))
+NAMED = {"model_revision": "org/name@1"}
+
+Open = Callable[..., KvConnectStorage]
 
 
 @pytest.fixture
-def serve(tiny: Path) -> Iterator[Callable[..., Server]]:
-    """This process is a server with these settings, until it is another one."""
+def opened(tiny: Path, tmp_path: Path) -> Iterator[Open]:
+    """The storage that a server with these settings makes when it starts, in place of the last."""
+    url = f"disk://{tmp_path}/kv?capacity=64MiB"
     with ExitStack() as servers:
 
-        def make(**settings: Any) -> Server:
+        def make(
+            name: str = "the served name",
+            *,
+            own: dict[str, Any] | None = None,
+            dtype_of_pool: torch.dtype = torch.float32,
+            **settings: Any,
+        ) -> KvConnectStorage:
             servers.close()
-            current.clear()
-            current.append(servers.enter_context(serving(tiny, **settings)))
-            return current[0]
+            server = servers.enter_context(serving(tiny, **settings))
+            config = storage_config(name, url, **(own or {}))
+            made = server.start(lambda: KvConnectStorage(config, {}))
+            servers.callback(made.close)
+            pool = StandInPool("page_first", dtype=dtype_of_pool)
+            fill(pool)
+            made.register_mem_pool_host(pool)
+            return made
 
-        current: list[Server] = []
-        make.current = current
         yield make
 
 
-@pytest.fixture
-def opened(tmp_path: Path, serve: Any) -> Iterator[Callable[..., KvConnectStorage]]:
-    """A storage that the current server makes when it starts."""
-    made: list[KvConnectStorage] = []
-
-    def make(name: object = "the served name", **more: object) -> KvConnectStorage:
-        url = f"disk://{tmp_path}/kv?capacity=64MiB"
-
-        def storage() -> KvConnectStorage:
-            return KvConnectStorage(storage_config(name, url, **more), {})
-
-        made.append(serve.current[0].start(storage) if serve.current else storage())
-        pool = StandInPool("page_first")
-        fill(pool)
-        made[-1].register_mem_pool_host(pool)
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def save(storage: KvConnectStorage) -> list[bool]:
-    done = storage.batch_set_v1(hashes(len(PAGES)), indices(PAGES))
-    assert storage._access is None or storage._access.flush(60)
-    return done
+def save(storage: KvConnectStorage) -> None:
+    assert storage.batch_set_v1(hashes(len(PAGES)), indices(PAGES)) == [True] * len(PAGES)
+    assert storage._access.flush(60)
 
 
 def found(storage: KvConnectStorage) -> int:
     return storage.batch_exists(hashes(len(PAGES)))
 
 
-def test_the_model_is_what_the_server_loaded_whatever_it_is_called(serve, opened):
-    serve(served_model_name="the served name")
-    assert save(opened()) == [True] * len(PAGES)
-    assert found(opened("another name")) == len(PAGES)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"quantization": "fp8"},
-        {"json_model_override_args": '{"rope_theta": 1e6}'},
+def test_settings_that_change_keys_and_values_are_apart_and_names_and_orders_are_not(opened: Open):
+    save(opened(served_model_name="a name", mm_process_config={"image": {"a": 1, "b": 2}}))
+    plain = {"mm_process_config": {"image": {"b": 2, "a": 1}}}
+    neutral = {"quantization": None, "json_model_override_args": "{}", "dtype": "auto"}
+    same = opened("another name", **plain, **neutral, weight_version="default")
+    assert found(same) == len(PAGES)
+    for other in (
         {"load_format": "bitsandbytes"},
-        {"dtype": "float16"},
-        {"mm_process_config": {"image": {"max_pixels": 1000}}},
         {"weight_version": "2"},
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_settings_that_change_keys_and_values_are_apart(serve, opened, other):
-    serve()
-    save(opened())
-    serve(quantization=None, json_model_override_args="{}", dtype="auto", weight_version="default")
-    assert found(opened()) == len(PAGES)
-    serve(**other)
-    assert found(opened()) == 0
-
-
-def test_weights_from_elsewhere_are_named_or_refused(serve, opened, tiny):
-    serve(load_format="dummy")
-    with pytest.raises(ConfigurationError, match="load-format=dummy"):
-        opened(model_revision="org/name@1")
-    serve(load_format="remote")
-    with pytest.raises(ConfigurationError, match=r"load-format='remote'.*model_revision"):
-        opened()
-    opened(model_revision="org/name@1")
+        {"mm_process_config": None},
+    ):
+        assert found(opened(**(plain | other))) == 0
 
 
 @pytest.mark.parametrize(
     "elsewhere",
     [
+        {"load_format": "remote"},
         {"load_format": "presharded"},
         {"weight_cache_mode": "client"},
         {"kt_weight_path": "/other"},
@@ -116,69 +84,55 @@ def test_weights_from_elsewhere_are_named_or_refused(serve, opened, tiny):
     ],
     ids=lambda one: next(iter(one)),
 )
-def test_weights_that_are_not_read_from_the_directory_are_refused(serve, opened, elsewhere):
-    serve(**elsewhere)
+def test_weights_that_are_not_read_from_the_directory_are_named_or_refused(opened: Open, elsewhere):
     with pytest.raises(ConfigurationError, match="model_revision"):
-        opened()
-    opened(model_revision="org/name@1")
+        opened(**elsewhere)
+    opened(**elsewhere, own=NAMED)
 
 
-def test_of_files_the_content_is_in_keys(serve, opened, tmp_path):
+def test_weights_of_no_files_are_refused_by_any_name(opened: Open):
+    with pytest.raises(ConfigurationError, match="load-format=dummy"):
+        opened(load_format="dummy", own=NAMED)
+
+
+def test_of_files_the_content_is_in_keys(opened: Open, tmp_path):
     scales, moved = tmp_path / "scales.json", tmp_path / "moved.json"
     scales.write_text('{"k": 1}')
     moved.write_text('{"k": 1}')
-    serve(quantization_param_path=str(scales))
-    save(opened())
-    serve(quantization_param_path=str(moved))
-    assert found(opened()) == len(PAGES)
+    save(opened(quantization_param_path=str(scales)))
+    assert found(opened(quantization_param_path=str(moved))) == len(PAGES)
     scales.write_text('{"k": 2}')
-    serve(quantization_param_path=str(scales))
-    assert found(opened()) == 0
+    assert found(opened(quantization_param_path=str(scales))) == 0
 
 
-def test_the_order_of_a_settings_fields_is_none_of_its_value(serve, opened):
-    serve(mm_process_config={"image": {"a": 1, "b": 2}})
-    save(opened())
-    serve(mm_process_config={"image": {"b": 2, "a": 1}})
-    assert found(opened()) == len(PAGES)
+def test_bytes_of_a_pool_are_what_the_server_says(opened: Open):
+    save(opened(dtype_of_pool=torch.uint8, kv_cache_dtype="fp8_e4m3"))
+    assert found(opened(dtype_of_pool=torch.uint8, kv_cache_dtype="fp8_e5m2")) == 0
+    assert found(opened(dtype_of_pool=torch.uint8, kv_cache_dtype="fp8_e4m3")) == len(PAGES)
 
 
-def test_bytes_of_a_pool_are_what_the_server_says(serve, opened, monkeypatch):
-    class Bytes(StandInPool):
-        def __init__(self, layout: str) -> None:
-            super().__init__(layout, dtype=torch.uint8)
-
-    monkeypatch.setattr(f"{__name__}.StandInPool", Bytes)
-    serve(kv_cache_dtype="fp8_e4m3")
-    save(opened())
-    serve(kv_cache_dtype="fp8_e5m2")
-    assert found(opened()) == 0
-    serve(kv_cache_dtype="fp8_e4m3")
-    assert found(opened()) == len(PAGES)
+LONGER = {"max_position_embeddings": 8192} | LONG
 
 
 @pytest.mark.planted("long-factors", "sglang", "refused")
-@pytest.mark.parametrize("given", [None, 4097])
-def test_where_the_longest_of_a_batch_decides_a_model_is_refused(serve, opened, with_rope, given):
-    serve(model_path=str(with_rope), context_length=given)
-    with pytest.raises(UnsupportedModel, match=r"--context-length 4096 or less"):
-        opened()
-    serve(model_path=str(with_rope), context_length=4096)
-    opened()
-
-
 @pytest.mark.parametrize(
-    "override",
-    [LONG, {"text_config": LONG}, {"max_position_embeddings": 8192} | LONG],
-    ids=["whole", "of a part", "longer"],
+    "settings",
+    [
+        {},
+        {"context_length": 4097},
+        {"model_path": None, "json_model_override_args": json.dumps({"text_config": LONG})},
+        {"model_path": None, "json_model_override_args": json.dumps(LONGER)},
+    ],
+    ids=["of the model", "context length", "of a part", "override"],
 )
-def test_overrides_of_the_configuration_count(serve, opened, override):
-    serve(json_model_override_args=json.dumps(override))
+def test_where_the_longest_of_a_batch_decides_a_model_is_refused(opened: Open, with_rope, settings):
+    settings = {"model_path": str(with_rope)} | settings
     with pytest.raises(UnsupportedModel, match=r"--context-length 4096 or less"):
-        opened()
+        opened(**{name: value for name, value in settings.items() if value is not None})
+    opened(**(settings | {"context_length": 4096, "model_path": str(with_rope)}))
 
 
-def test_without_a_server_the_model_tells_how_long_sequences_are(opened, with_rope, tiny):
+def test_without_a_server_the_model_tells_how_long_sequences_are(with_rope, tiny):
     with pytest.raises(UnsupportedModel, match="context-length=131072"):
-        opened(with_rope)
-    opened(tiny)
+        KvConnectStorage(storage_config(with_rope, "memory:"), {})
+    KvConnectStorage(storage_config(tiny, "memory:"), {}).close()

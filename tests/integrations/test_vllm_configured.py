@@ -11,7 +11,7 @@ import pytest
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.vllm import callers
 from kvconnect.integrations.vllm.configured import check_looked_up
-from kvconnect.integrations.vllm_tier.configured import check_looked_up as check_tiers
+from kvconnect.integrations.vllm_tier.settings import check_looked_up as check_tiers
 
 URL = "disk:///nowhere/kv?capacity=1GiB"
 

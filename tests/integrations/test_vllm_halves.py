@@ -17,13 +17,15 @@ from kvconnect.connector.pair.messages import WorkerMeta
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.vllm.caches import group_planes
 from kvconnect.integrations.vllm.identity import (
+    refuse_apart,
     refuse_other_dtype_on_cpu,
     refuse_unserved,
     variant_of,
 )
 from kvconnect.integrations.vllm.layouts import cache_groups, total_heads
 from kvconnect.integrations.vllm.messages import WorkerReport
-from kvconnect.integrations.vllm.scheduler import NUM_TOKENS, Roles
+from kvconnect.integrations.vllm.naming import Roles
+from kvconnect.integrations.vllm.scheduler import NUM_TOKENS
 from kvconnect.integrations.vllm.stats import CounterSteps
 from kvconnect.keys import Shard
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, FaultyBackend
@@ -180,19 +182,13 @@ def test_a_step_that_does_not_end_saves_nothing(open_engine: Open, monkeypatch, 
     assert other.answer(PROMPT).cached == 0
 
 
-def test_an_abort_before_the_first_step(open_engine: Open):
-    engine = open_engine()
-    request = engine.submit(PROMPT, wanted=len(PROMPT) + 1)
-    engine.abort(request)
-    engine.run()
-    engine.check_empty()
-
-
-def test_an_abort_of_a_preempted_request(open_engine: Open):
+@pytest.mark.parametrize("preempted", [False, True])
+def test_an_abort_of_a_request_that_does_not_run(open_engine: Open, preempted):
     engine = open_engine()
     request = engine.submit(PROMPT, wanted=len(PROMPT) + 9)
-    engine.run(lambda: request.num_tokens > len(PROMPT) + 1)
-    engine.preempt(request)
+    if preempted:
+        engine.run(lambda: request.num_tokens > len(PROMPT) + 1)
+        engine.preempt(request)
     engine.abort(request)
     engine.run()
     engine.check_empty()
@@ -391,16 +387,12 @@ def test_groups_become_layouts_with_the_layers_in_order():
             marks=pytest.mark.planted("encoder-as-decoder", "vllm", "refused"),
         ),
         (spec(block_size=24), "tokens_per_block: 24"),
+        (spec(block_size=32), "must have the same"),
     ],
 )
 def test_what_is_not_served_is_refused_with_a_sentence(wrong, says):
+    groups = config((["model.layers.0.attn"], wrong), (["model.layers.1.attn"], spec()))
     with pytest.raises(ConfigurationError, match=says):
-        cache_groups(config((["model.layers.0.attn"], wrong)))
-
-
-def test_blocks_of_different_sizes_are_refused():
-    groups = config((["layers.0"], spec()), (["layers.1"], spec(block_size=32)))
-    with pytest.raises(ConfigurationError, match="must have the same"):
         cache_groups(groups)
 
 
@@ -453,12 +445,59 @@ def test_settings_that_would_give_wrong_hits_are_refused(more, says):
         refuse_unserved(engine_config(**more))
 
 
-def test_settings_that_change_kv_are_in_the_namespace():
-    plain = engine_config()
-    scaled = engine_config(model_config=SimpleNamespace(hf_overrides={"rope_theta": 5.0}))
-    other = engine_config(model_config=SimpleNamespace(hf_overrides={"rope_theta": 6.0}))
+@pytest.mark.parametrize("several", [{"world_size": 2}, {"distributed_executor_backend": "mp"}])
+def test_memory_of_one_process_is_refused_by_several(several):
+    one = {"world_size": 1, "distributed_executor_backend": "uni"}
+    refuse_apart("memory:", SimpleNamespace(**one))
+    refuse_apart("disk:/x", SimpleNamespace(**(one | several)))
+    with pytest.raises(ConfigurationError, match="'memory:': lives in one process"):
+        refuse_apart("memory:", SimpleNamespace(**(one | several)))
+
+
+def model_config(**settings: object) -> SimpleNamespace:
+    return engine_config(model_config=SimpleNamespace(**settings))
+
+
+def read_elsewhere(theta: float) -> SimpleNamespace:
+    found = SimpleNamespace(to_dict=lambda: {"rope_theta": theta})
+    return model_config(hf_config_path="/elsewhere", hf_config=found)
+
+
+def pictures(**settings: object) -> SimpleNamespace:
+    return model_config(multimodal_config=SimpleNamespace(**settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        *(
+            (name, model_config(**{name: one}), model_config(**{name: other}))
+            for name, one, other in (
+                ("hf_overrides", {"rope_theta": 5.0}, {"rope_theta": 6.0}),
+                ("quantization", "fp8", "int8"),
+                ("quantization_config", {"ignore": ["a"]}, {"ignore": ["b"]}),
+                ("model_class_overrides", {"Llama": "a.B"}, {"Llama": "a.C"}),
+            )
+        ),
+        ("hf_config_path", read_elsewhere(5.0), read_elsewhere(6.0)),
+        ("video_pruning_rate", pictures(video_pruning_rate=0.5), pictures(video_pruning_rate=0.7)),
+        (
+            "mm_processor_kwargs",
+            pictures(mm_processor_kwargs={"do_normalize": False}),
+            pictures(mm_processor_kwargs={"do_normalize": True}),
+        ),
+    ],
+)
+def test_settings_that_change_kv_are_in_the_namespace(name, one, other):
+    assert list(variant_of(one)) == list(variant_of(other)) == [name]
+    assert variant_of(one) == variant_of(one) != variant_of(other)
+
+
+@pytest.mark.parametrize(
+    "plain", [engine_config(), pictures(mm_processor_kwargs={}), pictures(mm_processor_kwargs=None)]
+)
+def test_settings_that_change_nothing_are_not(plain):
     assert variant_of(plain) == {}
-    assert variant_of(scaled) != variant_of(other)
     assert variant_of(plain, packing="opaque") == {"packing": "opaque"}
 
 
@@ -479,42 +518,6 @@ def test_a_cache_of_another_dtype_than_the_models_is_apart_and_on_a_cpu_refused(
     refuse_other_dtype_on_cpu(computes_in(torch.bfloat16, "cpu"), [group.layout])
     with pytest.raises(ConfigurationError, match=r"kv_cache_dtype: bfloat16 .* in float16.*'auto'"):
         refuse_other_dtype_on_cpu(computes_in(torch.float16, "cpu"), [group.layout])
-
-
-def test_a_configuration_from_elsewhere_is_in_the_namespace():
-    def elsewhere(theta: float) -> SimpleNamespace:
-        found = SimpleNamespace(to_dict=lambda: {"rope_theta": theta})
-        model = SimpleNamespace(hf_config_path="/elsewhere", hf_config=found)
-        return engine_config(model_config=model)
-
-    assert variant_of(elsewhere(5.0)) == variant_of(elsewhere(5.0)) != {}
-    assert variant_of(elsewhere(5.0)) != variant_of(elsewhere(6.0))
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("quantization", ["fp8", "int8"]),
-        ("quantization_config", [{"ignore": ["a"]}, {"ignore": ["b"]}]),
-        ("model_class_overrides", [{"Llama": "a.B"}, {"Llama": "a.C"}]),
-    ],
-)
-def test_settings_of_the_model_are_in_the_namespace(name, values):
-    found = [
-        variant_of(engine_config(model_config=SimpleNamespace(**{name: value}))) for value in values
-    ]
-    assert [list(one) for one in found] == [[name], [name]]
-    assert found[0] != found[1]
-
-
-def test_what_makes_other_tensors_of_equal_pictures_is_in_the_namespace():
-    def seen(**settings: object) -> dict[str, str]:
-        model = SimpleNamespace(multimodal_config=SimpleNamespace(**settings))
-        return variant_of(engine_config(model_config=model))
-
-    assert seen(mm_processor_kwargs={}) == seen(mm_processor_kwargs=None) == {}
-    assert list(seen(mm_processor_kwargs={"do_normalize": False})) == ["mm_processor_kwargs"]
-    assert seen(video_pruning_rate=0.5) != seen(video_pruning_rate=0.75)
 
 
 def test_weights_from_other_files_are_in_the_namespace():
@@ -593,9 +596,6 @@ def test_keys_and_values_are_found_in_every_form():
 def test_memory_of_another_shape_is_refused(cache, packing, says):
     with pytest.raises(ConfigurationError, match=says):
         group_planes(group(), {"layers.0": cache}, 3, packing=packing)
-
-
-def test_a_layer_without_memory_is_refused():
     with pytest.raises(ConfigurationError, match=r"layers\.0"):
         group_planes(group(), {}, 3)
 
@@ -611,15 +611,7 @@ def test_reports_of_ranks_are_joined():
     assert len(joined.ranks) == 2
 
 
-def test_counters_are_told_once():
-    steps = CounterSteps()
-    steps.take()
-    count("connector.lookup.late")
-    assert steps.take()["late_lookups"] == 1
-    assert "late_lookups" not in steps.take()
-
-
-def test_every_load_is_counted(open_engine: Open):
+def test_every_load_is_counted_once(open_engine: Open):
     engine = open_engine()
     steps = CounterSteps()
     engine.answer(PROMPT)
@@ -627,6 +619,10 @@ def test_every_load_is_counted(open_engine: Open):
     steps.take()
     engine.answer(PROMPT)
     assert steps.take()["loaded_blocks"] == 5
+    count("connector.lookup.late")
+    moved = steps.take()
+    assert moved["late_lookups"] == 1
+    assert "loaded_blocks" not in moved
 
 
 def test_an_adapter_that_is_still_read_is_asked_for_again(open_engine: Open, monkeypatch):

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_stand_in import PROMPT, Open, StandIn, T
 
 from kvconnect.digest.doubts import Doubt
 from kvconnect.integrations.vllm import pictures
+from kvconnect.integrations.vllm.naming import Roles
 from kvconnect.integrations.vllm.pictures import FeatureDigests
-from kvconnect.integrations.vllm.scheduler import Roles
 from kvconnect.trace import metrics
 
 WHOLE = 5 * T
@@ -172,6 +172,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(VALUES, VALUES)
 def test_no_two_values_look_alike(one, other):
     digests = [pictures._digest(feature(value=[value])) for value in (one, other)]

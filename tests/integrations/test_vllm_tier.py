@@ -20,13 +20,14 @@ from kvconnect.connector.io import access
 from kvconnect.connector.io.access import LOADS_IN_FLIGHT, Access
 from kvconnect.connector.io.strided import HostCopier
 from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.vllm_tier import identity
 from kvconnect.integrations.vllm_tier import pause as pauses
 from kvconnect.integrations.vllm_tier.finder import Finder
 from kvconnect.integrations.vllm_tier.identity import ChunkNames, chunk_layout
 from kvconnect.integrations.vllm_tier.loads import ChunkLoads
 from kvconnect.integrations.vllm_tier.lookups import Known, Lookups, ScanEnd
-from kvconnect.integrations.vllm_tier.parents import Parents
 from kvconnect.integrations.vllm_tier.pause import StepPause
+from kvconnect.integrations.vllm_tier.requests import Parents
 from kvconnect.integrations.vllm_tier.saves import ChunkSave, Saves
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
 from kvconnect.kernels.blocks.paged import PagedKv
@@ -238,7 +239,11 @@ class Tier:
         self.access = opened = Access.open(args, [pool], HostCopier)
         self.opened = opened.store
         [self.copier] = opened.copiers
-        names = ChunkNames(bytes(32), self.layout)
+        own = ChunkNames(bytes(32), self.layout)
+
+        def names() -> ChunkNames:
+            return own
+
         self.ended: dict[int, object] = {}
         self.answers: dict[bytes, bool] = {}
         self.loads = ChunkLoads(opened, names, self.ended.__setitem__, timeout_s=timeout_s)
@@ -300,8 +305,8 @@ def test_chunks_come_back_from_the_store_as_they_were(tier):
     assert torch.equal(kept.host[8:], before[:8])
 
 
-def test_more_chunks_than_there_is_staging_memory_for_are_moved_in_turns(tier):
-    kept = tier(staging=4 * (ROW + 4096))
+def test_a_job_of_any_size_is_moved_in_turns_while_nothing_waits(tier):
+    kept = tier(staging=4 * (ROW + 4096), waiting=5)
     before = kept.host.clone()
     kept.save(1, range(ROWS))
     assert kept.wait(1) == [ROWS]
@@ -403,12 +408,6 @@ def test_saves_beyond_what_may_wait_are_lost_and_their_jobs_end(tier):
     assert kept.wait(3) == [4]
 
 
-def test_a_job_of_any_size_is_stored_whole_while_nothing_waits(tier):
-    kept = tier(staging=4 * (ROW + 4096), waiting=5)
-    kept.save(1, range(ROWS))
-    assert kept.wait(1) == [ROWS]
-
-
 def test_what_waits_when_the_tier_closes_is_lost(tier):
     kept = tier(staging=1 * (ROW + 4096))
     kept.set("hang")
@@ -468,7 +467,6 @@ def test_a_row_of_any_length_is_a_block(pages, tokens):
     ("settings", "said"),
     [
         ({}, "KvConnectTier.url: is missing; give a store: 'disk:///"),
-        ({"url": "memory:", "capacity": 1}, "unknown field 'capacity'"),
         ({"url": "memory:", "codec": "fp8"}, "KvConnectTier.codec: fp8 rounds numbers"),
         ({"url": "memory:", "save_timeout_s": 0}, "save_timeout_s=0"),
         ({"url": "memory:", "locality": "near"}, "locality='near'"),
@@ -478,3 +476,42 @@ def test_a_wrong_setting_is_named(settings, said):
     with pytest.raises(ConfigurationError) as refused:
         KvConnectTierSettings(**settings)
     assert said in str(refused.value)
+
+
+def configuration(**more: object) -> SimpleNamespace:
+    """What the tier reads of vLLM's configuration."""
+    parts = {
+        "cache_config": SimpleNamespace(prefix_caching_hash_algo="sha256"),
+        "lora_config": None,
+        "speculative_config": None,
+        "load_config": SimpleNamespace(load_format="auto"),
+    }
+    return SimpleNamespace(**(parts | more))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"cache_config": SimpleNamespace(prefix_caching_hash_algo="xxhash")}, "algo=xxhash"),
+        ({"lora_config": "of adapters"}, "enable_lora"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "method=eagle"),
+        (
+            {
+                "cache_config": SimpleNamespace(
+                    prefix_caching_hash_algo="sha256_cbor", calculate_kv_scales=True
+                )
+            },
+            "calculate_kv_scales",
+        ),
+        ({"load_config": SimpleNamespace(load_format="dummy")}, "load_format=dummy"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_what_the_names_of_chunks_would_not_cover_is_refused(more, said):
+    def name(config: SimpleNamespace) -> None:
+        identity._check(config)
+        identity._model_digest(config, None)
+
+    identity._check(configuration(speculative_config=SimpleNamespace(method="ngram")))
+    with pytest.raises(ConfigurationError, match=said):
+        name(configuration(**more))

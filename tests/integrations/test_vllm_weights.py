@@ -63,6 +63,7 @@ CHANGES = [
     pytest.param(other_parameter, marks=pytest.mark.planted("storage-replaced", "vllm", "refused")),
     pytest.param(other_model, marks=pytest.mark.planted("storage-replaced", "vllm", "refused")),
 ]
+FEW = [counted, uncounted, other_model]
 Change = Callable[[StandIn], None]
 
 
@@ -102,7 +103,7 @@ def test_requests_that_are_not_cached_for_it_are_counted(open_engine: Open):
     assert metrics.snapshot()["engine.request.uncached"] == before + 1
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", FEW)
 def test_behind_a_reset_the_new_weights_have_a_name_of_their_own(open_engine: Open, shared, change):
     engine = open_engine(url=shared)
     check(engine, cached=0)
@@ -115,7 +116,7 @@ def test_behind_a_reset_the_new_weights_have_a_name_of_their_own(open_engine: Op
     engine.check_empty()
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", FEW)
 @pytest.mark.parametrize("is_first", [True, False])
 def test_weights_that_change_between_a_reset_and_the_next_step_have_one(
     open_engine: Open, shared, change, is_first
@@ -240,25 +241,16 @@ def test_a_load_that_is_under_way_fails(open_engine: Open, store, fault):
     engine.check_empty()
 
 
-def test_what_was_held_until_the_end_is_not_saved_behind_a_change(open_engine: Open, shared):
-    engine = open_engine(url=shared, save_on="finish")
-    running = engine.submit(PROMPT, wanted=len(PROMPT) + 2 * T)
-    engine.run(lambda: running.num_tokens > len(PROMPT) + T)
-    counted(engine)
-    engine.run()
-    engine.flush()
-    engine.check_empty()
-    check(open_engine(url=shared), cached=0)
-
-
-def test_what_was_held_of_a_preempted_request_is_not_saved_behind_a_change(
-    open_engine: Open, shared
+@pytest.mark.parametrize("preempted", [False, True])
+def test_what_was_held_until_the_end_is_not_saved_behind_a_change(
+    open_engine: Open, shared, preempted
 ):
     engine = open_engine(url=shared, save_on="finish")
     running = engine.submit(PROMPT, wanted=len(PROMPT) + 2 * T)
     engine.run(lambda: running.num_tokens > len(PROMPT) + T)
     counted(engine)
-    engine.preempt(running)
+    if preempted:
+        engine.preempt(running)
     engine.run()
     engine.flush()
     engine.check_empty()

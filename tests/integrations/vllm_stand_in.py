@@ -18,7 +18,8 @@ import torch
 from kvconnect.connector.data import LlmArgs
 from kvconnect.integrations.core.memory import planes_of
 from kvconnect.integrations.vllm.messages import WorkerReport
-from kvconnect.integrations.vllm.scheduler import Roles, SchedulerHalf
+from kvconnect.integrations.vllm.naming import Roles
+from kvconnect.integrations.vllm.scheduler import SchedulerHalf
 from kvconnect.integrations.vllm.weights import WatchedWeights
 from kvconnect.integrations.vllm.worker import WorkerHalf
 from kvconnect.layout import KvCacheLayout
@@ -157,7 +158,7 @@ class StandIn:
     def check_empty(self) -> None:
         assert not self.requests
         assert sorted(self.free) == list(range(1, self.caches.shape[1]))
-        assert self.scheduler.num_tracked == 0
+        assert not self.scheduler._tracked
         assert not self.scheduler._names
         assert not self.worker._names
         assert not self.worker._loads

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from kvconnect.digest.content import Content, content_digests
 from kvconnect.digest.identity import FileIdentity
-from kvconnect.errors import ConfigurationError, KvConnectError, ModelChanged
+from kvconnect.errors import ConfigurationError, ModelChanged
 from kvconnect.text import shown
 from kvconnect.trace import count, warn_once
 
-__all__ = ["AdapterDigests", "adapter_digest", "digest_now"]
+__all__ = ["AdapterDigests", "adapter_digest"]
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _SETTINGS = ("adapter_config.json", "new_embeddings.safetensors")
@@ -40,7 +40,7 @@ class AdapterDigests:
         self._known: dict[tuple[int | str, str], _Known] = {}
         self._directories: dict[int | str, str] = {}
         self._refused: set[tuple[int | str, str]] = set()
-        self._threads: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "kvconnect-adapter")  # started by the first digest
 
     def find(self, adapter: int | str, directory: str) -> Future[str] | None:
         """Returns the digest of `adapter` in `directory`, perhaps still being made.
@@ -70,7 +70,8 @@ class AdapterDigests:
                 self._refused.add(place)
                 self._refuse(f"'{directory}' goes by the name of another, {shown(adapter)}")
                 return None
-            known = self._known[place] = _Known(files, self._start(Path(directory)))
+            digest = self._thread.submit(adapter_digest, Path(directory))
+            known = self._known[place] = _Known(files, digest)
         elif known.files != files:
             self._refused.add(place)
             self._refuse(f"'{directory}' changed after the engine had loaded it")
@@ -79,14 +80,7 @@ class AdapterDigests:
 
     def close(self) -> None:
         """Ends the thread. Idempotent."""
-        threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown(wait=False, cancel_futures=True)
-
-    def _start(self, directory: Path) -> Future[str]:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, "kvconnect-adapter")
-        return self._threads.submit(adapter_digest, directory)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _refuse(self, why: str) -> None:
         count("adapter.refused")
@@ -115,15 +109,6 @@ def adapter_digest(directory: Path) -> str:
             f"adapter: '{directory}' cannot be read ({error.strerror})"
         ) from error
     return digest
-
-
-def digest_now(pending: Future[str]) -> str | None:
-    """Returns the digest of `pending`, which is done; ``None`` if it ended with an error."""
-    error = pending.exception()
-    if isinstance(error, KvConnectError):
-        warn_once("adapter", f"prompts of a LoRA adapter are not cached: {error}")
-        return None
-    return pending.result()
 
 
 def _files(directory: Path) -> _Files:

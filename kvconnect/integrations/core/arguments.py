@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvconnect.config import KvCacheConfig
@@ -59,33 +59,16 @@ class SharedArguments:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._taken: dict[Hashable, tuple[LlmArgs, int]] = {}
+        self._taken: list[tuple[str, LlmArgs]] = []
 
-    def take(self, engine: Hashable, args: LlmArgs) -> LlmArgs:
+    def take(self, engine: str, args: LlmArgs) -> LlmArgs:
         """Returns equal arguments that were taken for the same `engine` before, else `args`."""
-        key = (engine, _key(args))
         with self._lock:
-            known, users = self._taken.get(key, (args, 0))
-            self._taken[key] = (known, users + 1)
-            return known
+            known = next((one for one in self._taken if one == (engine, args)), (engine, args))
+            self._taken.append(known)
+        return known[1]
 
-    def give_back(self, engine: Hashable, args: LlmArgs) -> None:
+    def give_back(self, engine: str, args: LlmArgs) -> None:
         """Removes one user of the arguments."""
-        key = (engine, _key(args))
         with self._lock:
-            known, users = self._taken[key]
-            if users > 1:
-                self._taken[key] = (known, users - 1)
-            else:
-                del self._taken[key]
-
-
-def _key(args: LlmArgs) -> Hashable:
-    config = args.kv_connector_config
-    return (
-        config.model_dump_json(),
-        args.layouts,
-        args.model_digest,
-        args.place,
-        args.num_kv_heads,
-    )
+            self._taken.remove((engine, args))

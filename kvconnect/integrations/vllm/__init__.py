@@ -6,12 +6,12 @@ vLLM's own configuration names it: ``--kv-transfer-config '{"kv_connector": "KvC
 `connector` and `exports` import vLLM.
 
 `scheduler` is the scheduler's half, for which `steps` reads vLLM's steps. `worker` is a worker's
-half. `messages` has the messages between the halves. `naming` gives requests their keys, from the
-inputs that `prompts`, `pictures` and `lora` read. `weights` and `weight_calls` detect that the
+half. `messages` has the messages between the halves. `naming` gives requests their keys; `pictures`
+hashes the inputs beside tokens. `weights` and `weight_calls` detect that the
 model's weights were replaced. `identity` finds the settings of the engine that shape KV, and
 refuses those that cannot be told apart. `configured` checks settings early, and records when
 loading may have begun. `callers` finds objects that a connector is not given. `layouts`, `caches`
-and `packing` describe the engine's memory; `stats` counts.
+and `cpu_kernels` describe the engine's memory; `stats` counts.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from torch import nn
 __all__ = [
     "executor_of_caller",
     "is_configuring",
+    "model_of",
     "model_of_caller",
     "scheduler_of_caller",
     "transfer_of_lookup",
@@ -41,21 +42,24 @@ def scheduler_of_caller() -> Any | None:
 
 
 def model_of_caller() -> Callable[[], nn.Module] | None:
-    """Returns a function that returns the model of the calling model runner, or ``None``.
+    """Returns `model_of` the calling model runner, or ``None``."""
+    owners = (owner for owner in _callers() if hasattr(type(owner), "get_model"))
+    return next(filter(None, map(model_of, owners)), None)
 
-    The function returns another model once the runner has one.
+
+def model_of(owner: object) -> Callable[[], nn.Module] | None:
+    """Returns a function that returns the model of `owner`, or ``None`` if it has none.
+
+    The function returns another model once the owner, a worker or its model runner, has one.
     """
-    for owner in _callers():
-        get_model = getattr(type(owner), "get_model", None)
-        if get_model is None:
-            continue
-        try:
-            model = get_model(owner)
-        except NotImplementedError:  # of an abstract base class
-            continue
-        if isinstance(model, nn.Module):
-            return lambda: get_model(owner)
-    return None
+    get_model = getattr(owner, "get_model", None)
+    if get_model is None:
+        return None
+    try:
+        model = get_model()
+    except NotImplementedError:  # of an abstract base class
+        return None
+    return get_model if isinstance(model, nn.Module) else None
 
 
 def is_configuring() -> bool:

@@ -24,20 +24,21 @@ from kvconnect.integrations.core.settings import EngineSettings
 from kvconnect.integrations.vllm.caches import group_planes
 from kvconnect.integrations.vllm.callers import executor_of_caller, model_of_caller
 from kvconnect.integrations.vllm.configured import lookup_times, settings_of
+from kvconnect.integrations.vllm.cpu_kernels import base_is_apart, cpu_packing
 from kvconnect.integrations.vllm.exports import KvConnectPromMetrics, KvConnectStats
 from kvconnect.integrations.vllm.identity import (
     model_directory,
     model_identity,
+    refuse_apart,
     refuse_other_dtype_on_cpu,
     refuse_unserved,
     variant_of,
     vllm_version,
 )
 from kvconnect.integrations.vllm.layouts import CacheGroup, cache_groups, total_heads
-from kvconnect.integrations.vllm.lora import base_is_apart
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
-from kvconnect.integrations.vllm.packing import cpu_packing
-from kvconnect.integrations.vllm.scheduler import Roles, SchedulerHalf
+from kvconnect.integrations.vllm.naming import Roles
+from kvconnect.integrations.vllm.scheduler import SchedulerHalf
 from kvconnect.integrations.vllm.stats import CounterSteps
 from kvconnect.integrations.vllm.weight_calls import WeightCalls
 from kvconnect.integrations.vllm.weights import WatchedWeights
@@ -71,6 +72,7 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         if not transfer.is_kv_producer:
             settings = settings.without_saves()
         refuse_unserved(vllm_config, is_named=settings.own.model_revision is not None)
+        refuse_apart(settings.connector.url, vllm_config.parallel_config)
         self._groups = cache_groups(kv_cache_config)
         layouts = [group.layout for group in self._groups]
         refuse_other_dtype_on_cpu(vllm_config, layouts)
@@ -85,7 +87,6 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         is_scheduler = role is KVConnectorRole.SCHEDULER
         shard = _shard(vllm_config, is_scheduler=is_scheduler)
         args = _arguments_of(settings, vllm_config, self._groups, shard)
-        _refuse_apart(args, vllm_config)
         self._args = _arguments.take(transfer.engine_id, args)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -164,7 +165,7 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         self._own_worker.start_load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: loads that the step needs have ended when `start_load_kv` returns."""
+        """Does nothing: a request is scheduled once its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -174,11 +175,6 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
     def wait_for_save(self) -> None:
         """Stages the blocks that the step filled."""
         self._own_worker.wait_for_save()
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Returns the ended saves and loads of `get_transfer_results`, without the failed ones."""
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending or None, results.finished_recving or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Returns the saves and loads that have ended."""
@@ -268,11 +264,6 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         return KvConnectPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
-    def num_tracked(self) -> int:
-        """The number of requests that the scheduler's half knows; 0 once all have ended."""
-        return self._own_scheduler.num_tracked
-
-    @property
     def _own_scheduler(self) -> SchedulerHalf:
         if self._scheduler is None:
             raise UsageError("KvConnect: this is a worker's, or was shut down")
@@ -319,19 +310,6 @@ def _roles(settings: EngineSettings, vllm_config: Any) -> Roles:
         features_are_own=getattr(vllm_config, "ec_transfer_config", None) is None,
         producer_timeout_s=settings.own.producer_timeout_s,
     )
-
-
-def _refuse_apart(args: LlmArgs, vllm_config: Any) -> None:
-    """Refuses a store in the memory of one process for an engine with several."""
-    parallel = vllm_config.parallel_config
-    url = args.kv_connector_config.url or ""
-    if url.startswith("memory:") and (
-        parallel.world_size > 1 or parallel.distributed_executor_backend not in {None, "uni"}
-    ):
-        raise ConfigurationError(
-            f"kv_connector_extra_config.url='{url}': lives in one process, and this engine has "
-            "several; use disk: on /dev/shm instead"
-        )
 
 
 def _warn_of_policy(transfer: Any) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "comes_from_directory",
     "model_directory",
     "model_identity",
+    "refuse_apart",
     "refuse_other_dtype_on_cpu",
     "refuse_unserved",
     "settings_of_model",
@@ -88,6 +89,25 @@ def refuse_unserved(vllm_config: Any, *, is_named: bool = False) -> None:
             "hf_overrides: a function cannot be told apart from another; give a dictionary"
         )
     _refuse_latents_on_cpu(vllm_config)
+
+
+def refuse_apart(url: str | None, parallel: Any) -> None:
+    """Refuses a store in the memory of one process for an engine with several.
+
+    Args:
+        url: of the store.
+        parallel: vLLM's ``ParallelConfig``.
+
+    Raises:
+        ConfigurationError: names the store.
+    """
+    if (url or "").startswith("memory:") and (
+        parallel.world_size > 1 or parallel.distributed_executor_backend not in {None, "uni"}
+    ):
+        raise ConfigurationError(
+            f"kv_connector_extra_config.url='{url}': lives in one process, and this engine has "
+            "several; use disk: on /dev/shm instead"
+        )
 
 
 def model_directory(vllm_config: Any) -> Path:

@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from kvconnect.connector.data import LlmArgs
 from kvconnect.digest.doubts import Doubt
-from kvconnect.errors import ConfigurationError
-from kvconnect.integrations.core.adapters import AdapterDigests, digest_now
+from kvconnect.errors import ConfigurationError, KvConnectError
+from kvconnect.integrations.core.adapters import AdapterDigests
 from kvconnect.integrations.core.requests import PromptContent, RequestMaker
 from kvconnect.integrations.vllm.pictures import FeatureDigests
-from kvconnect.integrations.vllm.prompts import doubt_of, tokens_of
 from kvconnect.integrations.vllm.tracked import Tracked
 from kvconnect.request import LlmRequest
 from kvconnect.tokens import LateTokens
+from kvconnect.trace import warn_once
 
-__all__ = ["RequestNames"]
+__all__ = ["RequestNames", "Roles"]
 
 _LATEST_S = 5.0  # for digests of an adapter and of pictures
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The actions that ``kv_role`` and the engine allow.
+
+    Attributes:
+        saves, loads: a ``kv_consumer`` does not save, a ``kv_producer`` does not load.
+        tells: results report in ``kv_transfer_params`` how far the prompt is saved.
+        base_is_apart: see `cpu_kernels.base_is_apart`; if not, requests without an adapter are not
+            cached.
+        features_are_own: outputs of encoders come from this process; if not, pictures are not
+            cached.
+        producer_timeout_s: how long a request waits for tokens that its producer announced.
+    """
+
+    saves: bool = True
+    loads: bool = True
+    tells: bool = False
+    base_is_apart: bool = True
+    features_are_own: bool = True
+    producer_timeout_s: float = 2.0
 
 
 class RequestNames:
@@ -26,21 +51,13 @@ class RequestNames:
     Args:
         llm_args: of the pair.
         extra_key: see `kvconnect.integrations.core.requests.extra_key_of`.
-        base_is_apart: see `kvconnect.integrations.vllm.lora`.
-        features_are_own: this process's encoder makes the embeddings of pictures.
+        roles: what the engine allows.
     """
 
-    def __init__(
-        self,
-        llm_args: LlmArgs,
-        extra_key: str | None,
-        *,
-        base_is_apart: bool,
-        features_are_own: bool,
-    ) -> None:
+    def __init__(self, llm_args: LlmArgs, extra_key: str | None, roles: Roles) -> None:
         self._maker = RequestMaker(llm_args, extra_key)
-        self._base_is_apart = base_is_apart
-        self._features_are_own = features_are_own
+        self._base_is_apart = roles.base_is_apart
+        self._features_are_own = roles.features_are_own
         self._adapters = AdapterDigests()
         self._features = FeatureDigests()
 
@@ -63,7 +80,7 @@ class RequestNames:
         if getattr(request, "resumable", False):
             # vLLM adds pictures to it that no connector can see.
             self._features_are_own = False
-        if (doubt := doubt_of(request)) is not None:
+        if (doubt := _doubt_of(request)) is not None:
             return doubt
         if features and not self._features_are_own:
             return Doubt.CONTENT_UNKNOWN
@@ -80,16 +97,18 @@ class RequestNames:
             return Doubt.SLOW_CONTENT if time.monotonic() - tracked.since > _LATEST_S else None
         adapter: str | None = None
         if tracked.adapter is not None:
-            adapter = digest_now(tracked.adapter)
-            if adapter is None:
+            error = tracked.adapter.exception()
+            if isinstance(error, KvConnectError):
+                warn_once("adapter", f"prompts of a LoRA adapter are not cached: {error}")
                 return Doubt.ADAPTER_UNKNOWN
+            adapter = tracked.adapter.result()
         contents: list[PromptContent] = []
         if tracked.contents is not None:
             found = tracked.contents.result()
             if isinstance(found, Doubt):
                 return found
             contents = found
-        tracked.tokens = LateTokens(tokens_of(request))
+        tracked.tokens = LateTokens(_tokens_of(request))
         try:
             return self._maker.make(
                 tracked.tokens,
@@ -104,3 +123,24 @@ class RequestNames:
         """Ends threads. Idempotent."""
         self._adapters.close()
         self._features.close()
+
+
+def _doubt_of(request: Any) -> Doubt | None:
+    """Returns why `request` cannot be cached, whatever its contents are; ``None`` if it can."""
+    if getattr(request, "prompt_embeds", None) is not None:
+        return Doubt.EMBEDDINGS
+    if request.prompt_token_ids is None or getattr(request, "prompt_is_token_ids", None):
+        return Doubt.EMBEDDINGS
+    if getattr(request, "resumable", False):
+        return Doubt.STREAMING
+    adapter = getattr(request, "lora_request", None)
+    if adapter is not None and getattr(adapter, "load_inplace", False):
+        return Doubt.ADAPTER_UNKNOWN
+    return None
+
+
+def _tokens_of(request: Any) -> Sequence[int]:
+    """Returns all tokens of `request`, not to be changed; for a new one its prompt, uncopied."""
+    prompt: Sequence[int] = request.prompt_token_ids
+    known: int = request.num_tokens
+    return prompt if len(prompt) == known else request.all_token_ids[:known]

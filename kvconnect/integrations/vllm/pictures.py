@@ -37,7 +37,7 @@ class FeatureDigests:
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, bytes] = OrderedDict()
-        self._threads: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "kvconnect-pictures")  # started by the first feature
 
     def start(self, features: Sequence[Any]) -> Future[list[PromptContent] | Doubt]:
         """Starts to hash `features`, in the order of calls; does not block.
@@ -49,16 +49,12 @@ class FeatureDigests:
         Returns:
             Their positions in the prompt and their digests; or why they have none.
         """
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, "kvconnect-pictures")
         # Copies: vLLM drops the data of features that were encoded.
-        return self._threads.submit(self._contents, [copy(feature) for feature in features])
+        return self._thread.submit(self._contents, [copy(feature) for feature in features])
 
     def close(self) -> None:
         """Ends the thread. Idempotent."""
-        threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------ on the thread
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvconnect.connector.data import LlmArgs
@@ -13,14 +12,14 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.offload import EngineScheduler
 from kvconnect.integrations.core.requests import PRIORITY
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
-from kvconnect.integrations.vllm.naming import RequestNames
+from kvconnect.integrations.vllm.naming import RequestNames, Roles
 from kvconnect.integrations.vllm.steps import StepReader, held_blocks
 from kvconnect.integrations.vllm.tracked import Tracked
 from kvconnect.integrations.vllm.weights import WeightNames
 from kvconnect.tokens import LateTokens
 from kvconnect.trace import count, warn_once
 
-__all__ = ["NUM_TOKENS", "Roles", "SchedulerHalf"]
+__all__ = ["NUM_TOKENS", "SchedulerHalf"]
 
 NUM_TOKENS = "kvconnect_num_tokens"
 """In ``kv_transfer_params``: the number of leading tokens that the producer saves."""
@@ -31,28 +30,6 @@ _LOOK_S = 0.01
 # A turn costs the scheduler as much as blocks of a prompt do: long enough for a disk's answer.
 _IDLE_S = 0.003
 _RESET = "reset_prefix_cache(reset_connector=True)"
-
-
-@dataclass(frozen=True, slots=True)
-class Roles:
-    """The actions that ``kv_role`` and the engine allow.
-
-    Attributes:
-        saves, loads: a ``kv_consumer`` does not save, a ``kv_producer`` does not load.
-        tells: results report in ``kv_transfer_params`` how far the prompt is saved.
-        base_is_apart: see `kvconnect.integrations.vllm.lora`; if not, requests without an adapter
-            are not cached.
-        features_are_own: outputs of encoders come from this process; if not, pictures are not
-            cached.
-        producer_timeout_s: how long a request waits for tokens that its producer announced.
-    """
-
-    saves: bool = True
-    loads: bool = True
-    tells: bool = False
-    base_is_apart: bool = True
-    features_are_own: bool = True
-    producer_timeout_s: float = 2.0
 
 
 class SchedulerHalf:
@@ -71,12 +48,7 @@ class SchedulerHalf:
         # Below the lowest priority of `EngineSettings.without_saves`, a consumer's.
         self._steps = StepReader(self._size, PRIORITY if roles.saves else 0)
         self._scheduler = EngineScheduler(llm_args)
-        self._request_names = RequestNames(
-            llm_args,
-            extra_key,
-            base_is_apart=roles.base_is_apart,
-            features_are_own=roles.features_are_own,
-        )
+        self._request_names = RequestNames(llm_args, extra_key, roles)
         self._tracked: dict[str, Tracked] = {}
         self._names: dict[int, str] = {}  # of all that are tracked, by the pair's ids
         self._starting: list[tuple[Tracked, Sequence[Sequence[int]]]] = []
@@ -84,11 +56,6 @@ class SchedulerHalf:
         self._cancelled: list[int] = []
         self._dropped: list[int] = []
         self._weights = WeightNames()
-
-    @property
-    def num_tracked(self) -> int:
-        """The number of requests that are tracked; 0 once all have ended."""
-        return len(self._tracked)
 
     # ------------------------------------------------------------------ finding
 

@@ -62,7 +62,7 @@ class WeightCalls:
 
     def close(self) -> None:
         """Stops the reports. Idempotent."""
-        self._changed = _ignore
+        self._changed = lambda _: None  # others may go on through this one
         if self._executor.__dict__.get("collective_rpc") == self._watched:
             self._executor.collective_rpc = self._call
 
@@ -81,7 +81,3 @@ class WeightCalls:
             changes = method in _CHANGING or self._reports_unknown
         if changes:
             self._changed(f"{name}() was called")
-
-
-def _ignore(_: str) -> None:
-    """Does nothing. Replaces a callback that is not wanted any more."""

@@ -15,7 +15,7 @@ from kvconnect.connector.io.strided import StridedPlanes
 from kvconnect.connector.pair.worker import OffloadWorker
 from kvconnect.connector.stream import CpuStream, ForwardStream
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
-from kvconnect.integrations.vllm.weights import WatchedWeights, WeightChange
+from kvconnect.integrations.vllm.weights import WatchedWeights
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.trace import warn_once
 
@@ -62,13 +62,11 @@ class WorkerHalf:
         self._invalid: set[int] = set()
         self._failed: dict[int, int] = {}
         self._void: set[int] = set()  # loads of what other weights computed
-        self._weights: WatchedWeights | None = None
+        self._weights: WatchedWeights  # from `register` on
         self._news = threading.Event()
         self._worker.set_wakeup(self._news.set)
 
-    def register(
-        self, pools: Sequence[PagedKv | StridedPlanes], weights: WatchedWeights | None = None
-    ) -> None:
+    def register(self, pools: Sequence[PagedKv | StridedPlanes], weights: WatchedWeights) -> None:
         """Registers the planes of each pool group and the model's weights.
 
         Raises:
@@ -95,8 +93,7 @@ class WorkerHalf:
         offload = meta.offload
         if offload is not None:
             self._loads.update((load.request_id, load) for load in offload.loads)
-        if self._weights is not None:
-            self._weights.begin_step(meta.weights)
+        self._weights.begin_step(meta.weights)
         self._worker.bind_connector_meta(offload)
         for request_id in meta.cancelled:
             self._worker.cancel(request_id)
@@ -131,13 +128,7 @@ class WorkerHalf:
 
     def _are_named(self, meta: StepMeta) -> bool:
         """Returns whether keys name the present weights; checks the weights for a change."""
-        if meta.weights.is_stopped:
-            return False
-        return self._weights is None or self._weights.look() is None
-
-    @property
-    def _change(self) -> WeightChange | None:
-        return None if self._weights is None else self._weights.change
+        return not meta.weights.is_stopped and self._weights.look() is None
 
     def _void_loads(self) -> None:
         """Fails every load that has not ended."""
@@ -155,20 +146,16 @@ class WorkerHalf:
         saved, loaded = self._worker.get_finished([], [])
         results.saved.update(self._names.pop(request_id) for request_id in saved)
         for request_id in loaded:
-            if request_id in self._void:
-                self._fail(self._loads[request_id], results)
+            if request_id in self._void:  # other weights computed its blocks
+                start = self._loads[request_id].start
+                void = TransferFailure(request_id, Direction.LOAD, start, _OTHER_WEIGHTS)
+                self._take_failure(void, results)
                 continue
             del self._loads[request_id]
             results.loaded.add(self._names.pop(request_id))
         for failure in self._worker.get_failed():
             self._take_failure(failure, results)
         return results
-
-    def _fail(self, load: LoadBlocks, results: StepResults) -> None:
-        """Fails `load` as a whole, since other weights computed its blocks."""
-        self._take_failure(
-            TransferFailure(load.request_id, Direction.LOAD, load.start, _OTHER_WEIGHTS), results
-        )
 
     def _take_failure(self, failure: TransferFailure, results: StepResults) -> None:
         request_id = failure.request_id
@@ -200,15 +187,15 @@ class WorkerHalf:
     def build_report(self) -> WorkerReport | None:
         """Returns the report of this step for the scheduler."""
         meta = self._worker.build_worker_meta()
-        if meta is None and not self._failed and self._change is None:
+        change = self._weights.change
+        if meta is None and not self._failed and change is None:
             return None
         failed, self._failed = self._failed, {}
-        return WorkerReport(() if meta is None else (meta,), failed, self._change)
+        return WorkerReport(() if meta is None else (meta,), failed, change)
 
     def shutdown(self) -> None:
         """Writes staged blocks, up to ``save_timeout_s``. Idempotent."""
-        weights, self._weights = self._weights, None
-        if weights is not None and self._worker.has_unstaged and weights.look() is not None:
+        if self._worker.has_unstaged and self._weights.look() is not None:
             self._worker.drop_saves()
         self._worker.shutdown()
 

@@ -8,32 +8,37 @@ nothing else.
 Begin with `tier`, which vLLM calls. `identity` names a stored chunk. `lookups`, `loads` and `saves`
 use the store through the parts of `kvconnect.connector.io`. `weights` and `requests` detect what
 vLLM's names do not cover. May import the connector's rooms, the digest, the vocabulary, and of
-`kvconnect.integrations.vllm` the modules about weights. vLLM is never a dependency: `engine` is the
-only module that imports it. `configured` checks settings before the weights are loaded.
+`kvconnect.integrations.vllm` the modules about weights. vLLM is no dependency: only `tier` imports
+it, and functions that it calls. `settings` are checked before the weights are loaded.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvconnect.integrations.vllm_tier.tier import KvConnectTier
-
 __all__ = ["KvConnectTier"]
 
 
 def __getattr__(name: str) -> Any:
-    """Returns vLLM's ``OffloadingConnector`` where this is its ``kv_connector_module_path``.
+    """Returns `KvConnectTier`, or vLLM's ``OffloadingConnector``; imported on access.
 
     vLLM looks a connector's class up when it is configured, and a tier's when the weights are
-    loaded. So a typo in a tier's settings is found before only if the connector comes from here.
+    loaded. So a typo in a tier's settings is found before only if the connector comes from here, as
+    this is its ``kv_connector_module_path``.
 
     Raises:
-        ConfigurationError: vLLM looks the class up for settings that are wrong; names the field.
+        ConfigurationError: vLLM looks the connector up for settings that are wrong; names the
+            field.
     """
+    if name == "KvConnectTier":
+        from kvconnect.integrations.vllm_tier.tier import KvConnectTier
+
+        return KvConnectTier
     if name == "OffloadingConnector":
-        from kvconnect.integrations.vllm_tier.configured import check_looked_up
-        from kvconnect.integrations.vllm_tier.engine import offloading_connector
+        from kvconnect.integrations.vllm_tier.settings import check_looked_up
 
         check_looked_up()
-        return offloading_connector()
+        from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
+
+        return offloading_connector.OffloadingConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

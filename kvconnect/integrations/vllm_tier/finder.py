@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from kvconnect.connector.io.access import Access
@@ -31,7 +31,7 @@ class Finder:
 
     Args:
         access: to the store.
-        names: of chunks in it; may be replaced on the caller's thread.
+        names: returns the present names of chunks in it.
         answer: called on the loop with each answer as soon as it is known.
         timeout_s: questions that could not be asked by then are answered with no.
     """
@@ -39,13 +39,13 @@ class Finder:
     def __init__(
         self,
         access: Access,
-        names: ChunkNames,
+        names: Callable[[], ChunkNames],
         answer: Callable[[Answers], None],
         *,
         timeout_s: float,
     ) -> None:
         self._access = access
-        self.names = names
+        self._names = names
         self._answer = answer
         self._timeout_s = timeout_s
         self._running: set[asyncio.Task[None]] = set()
@@ -83,10 +83,12 @@ class Finder:
     async def _leading(self, questions: Sequence[Question], until: float) -> int:
         """Returns how many leading `questions` the store has; reports those it has at once."""
         found = 0
-        for part in _parts(questions):
+        for start in range(0, len(questions), _AT_ONCE):
+            part = questions[start : start + _AT_ONCE]
             if asyncio.get_running_loop().time() > until:
                 break
-            keys = [self._access.store_key(self.names.block_key(chunk), 0) for chunk, _ in part]
+            names = self._names()
+            keys = [self._access.store_key(names.block_key(chunk), 0) for chunk, _ in part]
             present = await self._access.store.backend.lookup(keys)
             found += present
             if present < len(part):
@@ -96,8 +98,3 @@ class Finder:
     def _tell(self, questions: Sequence[Question], *, known: bool) -> None:
         if questions:
             self._answer([(chunk, number, known) for chunk, number in questions])
-
-
-def _parts(questions: Sequence[Question]) -> Iterator[Sequence[Question]]:
-    for start in range(0, len(questions), _AT_ONCE):
-        yield questions[start : start + _AT_ONCE]

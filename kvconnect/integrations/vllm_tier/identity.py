@@ -10,11 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import sys
 import time
 from dataclasses import dataclass
 from functools import cached_property
-from types import FrameType
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
 from kvconnect.keys import BlockKey, Namespace, model_tag, root_key
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["HASH_NBYTES", "ChunkNames", "chunk_layout", "chunks_digest", "configuration_of_vllm"]
+__all__ = ["HASH_NBYTES", "ChunkNames", "chunk_layout", "chunks_digest"]
 
 HASH_NBYTES = 32
 """The size of vLLM's cryptographic hashes; others are not trusted."""
@@ -149,31 +147,6 @@ def chunks_digest(spec: Any, config: Any, settings: KvConnectTierSettings) -> by
     state.update(_model_digest(config, settings.model_revision))
     state.update(json.dumps(told, sort_keys=True).encode())
     return state.digest()
-
-
-def configuration_of_vllm() -> Any:
-    """Returns the ``VllmConfig`` of the engine that is being built on this thread.
-
-    A tier is not given the configuration. So it is read from vLLM's context, or from a caller's
-    local variable.
-
-    Raises:
-        ConfigurationError: neither has it.
-    """
-    from vllm.config import VllmConfig, get_current_vllm_config_or_none
-
-    if (current := get_current_vllm_config_or_none()) is not None:
-        return current
-    caller: FrameType | None = sys._getframe(1)  # noqa: SLF001  the only way to a caller's names
-    while caller is not None:
-        config = caller.f_locals.get("vllm_config")
-        if isinstance(config, VllmConfig):
-            return config
-        caller = caller.f_back
-    raise ConfigurationError(
-        f"KvConnectTier: vLLM {vllm_version()} does not show a tier its configuration, so that "
-        "models and adapters cannot be told apart; use the connector KvConnect"
-    )
 
 
 def _check(config: Any) -> None:

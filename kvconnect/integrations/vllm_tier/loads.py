@@ -22,7 +22,7 @@ class ChunkLoads:
 
     Args:
         access: to the store, of the host memory.
-        names: of chunks in the store.
+        names: returns the present names of chunks in the store.
         done: called on the store's loop with a job's number and the chunks of it that are loaded.
         timeout_s: deadline of a load.
     """
@@ -30,13 +30,13 @@ class ChunkLoads:
     def __init__(
         self,
         access: Access,
-        names: ChunkNames,
+        names: Callable[[], ChunkNames],
         done: Callable[[int, Sequence[bytes]], None],
         *,
         timeout_s: float,
     ) -> None:
         self._io = access.store.io
-        self.names = names
+        self._names = names
         self._done = done
         self._loads = Loads(access, timeout_s=timeout_s)
 
@@ -52,8 +52,9 @@ class ChunkLoads:
         groups: dict[bytes, list[tuple[bytes, int]]] = {}
         for chunk, row in zip(chunks, rows, strict=True):
             groups.setdefault(chunk[-4:], []).append((chunk, row))
+        names = self._names()
         runs = [
-            [BlockLoad(self.names.block_key(chunk), row) for chunk, row in pairs]
+            [BlockLoad(names.block_key(chunk), row) for chunk, row in pairs]
             for pairs in groups.values()
         ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -23,14 +24,12 @@ class Known(Enum):
     AWAITED = "the store has been asked for this request, and has not answered"
 
 
+@dataclass(slots=True, eq=False)
 class _Chunk:
-    __slots__ = ("asked_at", "found", "num_requests", "number")
-
-    def __init__(self) -> None:
-        self.found: bool | None = None
-        self.number = -1  # of the question whose answer counts
-        self.asked_at = 0.0
-        self.num_requests = 0
+    found: bool | None = None
+    number: int = -1  # of the question whose answer counts
+    asked_at: float = 0.0
+    num_requests: int = 0
 
 
 class Lookups:
@@ -59,9 +58,7 @@ class Lookups:
         """Returns whether the store has `chunk`, as far as known; asks the store if needed."""
         if self._answers:
             self._take_answers()
-        asked = self._of_request.get(request)
-        if asked is None:
-            asked = self._of_request[request] = set()
+        asked = self._of_request.setdefault(request, set())
         known = self._chunks.get(chunk)
         if known is None:
             known = self._chunks[chunk] = _Chunk()
@@ -120,9 +117,7 @@ class Lookups:
         known.number = self._next_number
         known.asked_at = time.monotonic()
         self._next_number += 1
-        if (new := self._new.get(request)) is None:
-            new = self._new[request] = []
-        new.append(chunk)
+        self._new.setdefault(request, []).append(chunk)
 
     def _take_answers(self) -> None:
         while self._answers:

@@ -57,7 +57,7 @@ class Saves:
 
     Args:
         access: to the store, of the host memory.
-        names: of chunks in the store.
+        names: returns the present names of chunks in the store.
         done: called on the store's loop with a job's number and how many chunks of it are stored.
         timeout_s: for how long a chunk may wait for its turn.
         most_waiting: the number of chunks that may wait.
@@ -66,14 +66,14 @@ class Saves:
     def __init__(
         self,
         access: Access,
-        names: ChunkNames,
+        names: Callable[[], ChunkNames],
         done: Callable[[int, int], None],
         *,
         timeout_s: float,
         most_waiting: int,
     ) -> None:
         self._access = access
-        self.names = names
+        self._names = names
         self._done = done
         self._timeout_s = timeout_s
         self._most_waiting = most_waiting
@@ -158,7 +158,7 @@ class Saves:
             self._end(job, len(saves), stored, reason)
 
     def _block(self, save: ChunkSave, slot: Slot) -> StoredBlock:
-        names = self.names
+        names = self._names()
         return StoredBlock(
             key=self._access.store_key(names.block_key(save.chunk), 0),
             data=slot.frame,

@@ -1,18 +1,27 @@
-"""The settings of a tier's configuration, beside its type and module."""
+"""The settings of a tier's configuration, beside its type and module; checked at their lookup."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from kvconnect.backends.registry import codecs_of
 from kvconnect.config import KvCacheConnectorConfig
+from kvconnect.connector.io.identity import check_store
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.settings import MetricsSettings
+from kvconnect.integrations.vllm.callers import transfer_of_lookup
 
-__all__ = ["KvConnectTierSettings"]
+__all__ = ["KvConnectTierSettings", "check_looked_up"]
 
+# Of a tier's configuration; vLLM takes them out before it makes the tier.
+_OF_VLLM = ("type", "module_path", "backpressure")
+_OF_CONNECTOR = {
+    *("url", "codec", "key_file", "load_timeout_s", "save_timeout_s"),
+    *("staging_bytes", "verify_frames"),
+}
 _EXAMPLE = "disk:///var/cache/kv?capacity=200GiB"
 
 
@@ -58,12 +67,20 @@ class KvConnectTierSettings(MetricsSettings):
 
     def connector_config(self) -> KvCacheConnectorConfig:
         """Returns the settings in the form of the built-in pair."""
-        return KvCacheConnectorConfig(
-            url=self.url,
-            codec=self.codec,
-            key_file=self.key_file,
-            load_timeout_s=self.load_timeout_s,
-            save_timeout_s=self.save_timeout_s,
-            staging_bytes=self.staging_bytes,
-            verify_frames=self.verify_frames,
-        )
+        return KvCacheConnectorConfig(**self.model_dump(include=_OF_CONNECTOR))
+
+
+def check_looked_up() -> None:
+    """Refuses wrong settings of tiers whose connector's class vLLM's configuration looks up.
+
+    The store is not opened.
+
+    Raises:
+        ConfigurationError: names the field.
+    """
+    transfer = transfer_of_lookup()
+    tiers = () if transfer is None else transfer.kv_connector_extra_config.get("secondary_tiers")
+    for tier in tiers if isinstance(tiers, list) else ():
+        if isinstance(tier, Mapping) and tier.get("type") == "KvConnectTier":
+            given = {name: value for name, value in tier.items() if name not in _OF_VLLM}
+            check_store(KvConnectTierSettings(**given).connector_config())

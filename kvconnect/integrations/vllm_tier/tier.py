@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvconnect.config import KvCacheConfig
 from kvconnect.connector.data import LlmArgs
@@ -22,20 +24,17 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.vllm.callers import executor_of_caller, scheduler_of_caller
 from kvconnect.integrations.vllm.identity import vllm_version
-from kvconnect.integrations.vllm_tier import engine
 from kvconnect.integrations.vllm_tier.finder import Finder
 from kvconnect.integrations.vllm_tier.identity import (
     HASH_NBYTES,
     ChunkNames,
     chunk_layout,
     chunks_digest,
-    configuration_of_vllm,
 )
 from kvconnect.integrations.vllm_tier.loads import ChunkLoads
 from kvconnect.integrations.vllm_tier.lookups import Answers, Known, Lookups, ScanEnd
-from kvconnect.integrations.vllm_tier.parents import Parents
 from kvconnect.integrations.vllm_tier.pause import StepPause
-from kvconnect.integrations.vllm_tier.requests import NamedTokens
+from kvconnect.integrations.vllm_tier.requests import NamedTokens, Parents
 from kvconnect.integrations.vllm_tier.saves import Saves
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
 from kvconnect.integrations.vllm_tier.weights import TierWeights
@@ -59,7 +58,7 @@ class _Job:
     submitted: float
 
 
-class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there
+class KvConnectTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there
     """A store of kvconnect as a secondary tier of vLLM's ``TieringOffloadingSpec``.
 
     Selected with ``{"type": "KvConnectTier", "module_path": "kvconnect.integrations.vllm_tier",
@@ -84,7 +83,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
             serve; nothing is left open.
     """
 
-    medium = None if engine.Medium is None else engine.Medium.STORAGE
+    medium = Medium.STORAGE
 
     def __init__(
         self,
@@ -97,16 +96,16 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         given = KvConnectTierSettings(**settings)
         if given.locality is not None:
-            self.locality = engine.Locality(given.locality)
+            self.locality = Locality(given.locality)
         executor, self._scheduler = _engine_of_caller()
-        digest = chunks_digest(offloading_spec, configuration_of_vllm(), given)
+        digest = chunks_digest(offloading_spec, self._scheduler.vllm_config, given)
         rows = _rows(primary_kv_view)
         tokens = {
             group.group_id: group.tokens_per_block * offloading_spec.blocks_per_chunk
             for group in offloading_spec.config.groups
         }
         layout = chunk_layout(rows.shape[1], min(tokens.values()))
-        self._names = names = ChunkNames(digest, layout)
+        self._names = ChunkNames(digest, layout)
         self._settings = given
         self._num_rows, self._row_nbytes = rows.shape
         with ExitStack() as undo:
@@ -122,6 +121,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
         self._scan_end = ScanEnd()
         self._unanswered = False
         self._pause = StepPause()
+        names = self._get_names
         self._finder = Finder(self._access, names, self._answered, timeout_s=timeout_s)
         self._loads = ChunkLoads(self._access, names, self._loaded, timeout_s=given.load_timeout_s)
         self._saves = Saves(
@@ -149,24 +149,24 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
                 "vllm_tier.hash",
                 f"{len(key) - 4} bytes of hash do not name a chunk safely; it is not looked up",
             )
-            return engine.LookupResult.MISS
+            return LookupResult.MISS
         if not self._named.has(key, req_context) or not self._weights.are_named():
-            return engine.LookupResult.MISS
+            return LookupResult.MISS
         known = self._lookups.lookup(key, req_context.req_id)
         if known is Known.PRESENT:
             self._parents.note(key, req_context)
-            return engine.LookupResult.HIT
+            return LookupResult.HIT
         if known is Known.MISSING:
-            return engine.LookupResult.MISS
+            return LookupResult.MISS
         self._unanswered = True
         if known is Known.AWAITED and self._scan_end.is_behind_awaited(key, req_context):
-            return engine.LookupResult.MISS
-        return engine.LookupResult.RETRY
+            return LookupResult.MISS
+        return LookupResult.RETRY
 
     def on_new_request(self, req_context: Any) -> Any:
         """Records the request. Only new chunks are stored, one by one."""
         self._named.begin(req_context.req_id)
-        return engine.RequestOffloadingContext()
+        return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         """Forgets the answers that the request was given."""
@@ -279,9 +279,11 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
 
     def _rename(self, weights: str) -> None:
         """Gives chunks other names from now on, which `weights` is a part of."""
-        names = self._names.with_weights(weights)
-        self._finder.names = self._loads.names = self._saves.names = names
+        self._names = self._names.with_weights(weights)
         self._lookups.miss_all()
+
+    def _get_names(self) -> ChunkNames:
+        return self._names
 
     def _begin(self, number: int, chunks: Sequence[bytes], *, is_load: bool) -> None:
         with self._changed:
@@ -309,7 +311,7 @@ class KvConnectTier(engine.SecondaryTierManager):  # type: ignore[misc]  # vLLM 
             job = self._jobs.pop(number, None)
             if job is None:  # it was abandoned
                 return
-            result = engine.JobResult(
+            result = JobResult(
                 job_id=number,
                 success=success,
                 successful_keys=loaded or None,
@@ -329,11 +331,11 @@ def _engine_of_caller() -> tuple[Any, Any]:
         ConfigurationError: there is none.
     """
     executor, scheduler = executor_of_caller(), scheduler_of_caller()
-    if executor is None or scheduler is None:
+    if executor is None or not hasattr(scheduler, "vllm_config"):
         raise ConfigurationError(
-            f"KvConnectTier: vLLM {vllm_version()} does not show a tier its engine, so that "
-            "weights that are replaced while it runs, and pictures, would go unseen; use the "
-            "connector KvConnect"
+            f"KvConnectTier: vLLM {vllm_version()} does not show a tier its engine, so that models "
+            "cannot be told apart, and pictures and weights that are replaced while it runs would "
+            "go unseen; use the connector KvConnect"
         )
     return executor, scheduler
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from kvconnect.digest.watch import WeightWatch
+from kvconnect.integrations.vllm.callers import model_of
 from kvconnect.integrations.vllm.weight_calls import WeightCalls
 from kvconnect.integrations.vllm.weights import WeightNames
 from kvconnect.trace import warn_once
@@ -32,7 +31,8 @@ class TierWeights:
     def __init__(self, executor: Any, renamed: Callable[[str], None]) -> None:
         self._renamed = renamed
         self._names = WeightNames()
-        self._model = _model_here(executor)
+        # ``None`` unless the only worker is in this process.
+        self._model = model_of(getattr(getattr(executor, "driver_worker", None), "worker", None))
         self._watch: WeightWatch | None = None
         self._is_checked = False
         self._calls = WeightCalls(executor, self._change, reports_unknown=self._model is None)
@@ -87,17 +87,3 @@ class TierWeights:
     def _begin(self) -> None:
         self._watch = None  # the next step's weights have the name
         self._renamed(self._names.begin())
-
-
-def _model_here(executor: Any) -> Callable[[], nn.Module] | None:
-    """Returns a function that returns the model, if the only worker is in this process."""
-    wrapper = getattr(executor, "driver_worker", None)
-    worker = getattr(wrapper, "worker", None)
-    get_model = getattr(worker, "get_model", None)
-    if get_model is None:
-        return None
-    try:
-        model: object = get_model()
-    except NotImplementedError:  # of an abstract base class
-        return None
-    return get_model if isinstance(model, nn.Module) else None

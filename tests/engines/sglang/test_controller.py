@@ -14,15 +14,14 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is not installed here: make test-engines")
 
-from failing_disk import stores
+from faulty_store import STORES
 from real_pools import host_pool
 from sglang.srt.managers.cache_controller import HiCacheController, PrefetchOperation
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
-from sglang_pools import LAYERS, MHA_LAYOUTS, MLA_LAYOUTS, PAGE, page_content
+from sglang_pools import LAYERS, PAGE, page_content
 
-from kvconnect.backends import registry
 from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS
 
@@ -30,7 +29,8 @@ PAGES = 320
 PROMPT = list(range(1, 10 * PAGE + 1))
 """Ten pages."""
 LIMITS = {"lookup_timeout_ms": 500, "load_timeout_s": 0.5, "save_timeout_s": 0.5}
-LAYOUTS = [(False, one) for one in MHA_LAYOUTS] + [(True, one) for one in MLA_LAYOUTS]
+POOLS = [(False, "page_head"), (True, "layer_first")]
+"""Whether a pool holds latents, and its layout."""
 
 
 class MhaDevicePool:
@@ -175,16 +175,13 @@ def one_rank() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda one: f"{'mla' * one[0]}{one[1]}")
+@pytest.fixture(scope="module", params=POOLS, ids=lambda one: f"{'mla' * one[0]}{one[1]}")
 def server(request, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """On a faulty store."""
     is_mla, layout = request.param
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(registry._BUILT_IN, "faulty", "failing_disk:from_url")
-        directory = tmp_path_factory.mktemp("store")
-        made = Server(model, f"faulty://{directory}?capacity=64MiB", layout, is_mla=is_mla)
-        yield made
-        made.close()
+    made = Server(model, f"faulty://{tmp_path_factory.mktemp('store')}", layout, is_mla=is_mla)
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -197,7 +194,7 @@ def healthy(server: Server) -> Server:
 def heal(server: Server) -> None:
     """Until lookups are waited for again, and no call is refused."""
     access = server.controller.storage_backend._access
-    server.store.io.call_soon(stores[-1].heal)
+    server.store.io.call_soon(STORES[""].heal)
     until = time.monotonic() + 60
     while not server.store.backend.available or access._budget.suspended:
         assert time.monotonic() < until
@@ -206,7 +203,7 @@ def heal(server: Server) -> None:
 
 @pytest.mark.parametrize("fault", [one for one in BACKEND_FAULTS if one != "none"])
 def test_what_is_prefetched_from_a_failing_store_is_what_was_backed_up(healthy, fault):
-    server, store = healthy, stores[-1]
+    server, store = healthy, STORES[""]
     tokens = [*PROMPT, *[BACKEND_FAULTS.index(fault) + 1] * PAGE]
     written = server.back_up(tokens)
     server.flush()

@@ -1,6 +1,6 @@
 """Stores whose faults a test sets: ``faulty://NAME`` in memory, ``faulty://NAME/PATH`` on disk.
 
-They are known where this module was imported.
+The name may be empty. They are known where this module was imported.
 """
 
 from __future__ import annotations

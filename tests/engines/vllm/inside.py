@@ -88,7 +88,7 @@ def left(inside: Inside) -> dict[str, Any]:
         found["requests"] = len(scheduler.requests)
         found["blocks"] = scheduler.kv_cache_manager.block_pool.get_usage()
     if (half := inside.scheduler_half) is not None:
-        found["tracked"] = half.num_tracked
+        found["tracked"] = len(half._tracked)
         found["names"] = len(half._names)
         found["states"] = len(half._scheduler._states)
     if (half := inside.worker_half) is not None:
@@ -101,12 +101,6 @@ def num_groups(inside: Inside) -> int:
     """Of layers whose KV has blocks of its own."""
     scheduler = inside.scheduler
     return 0 if scheduler is None else len(scheduler.kv_cache_config.kv_cache_groups)
-
-
-def num_loading(inside: Inside) -> int:
-    """Requests that wait for a load."""
-    half = inside.scheduler_half
-    return 0 if half is None else sum(one.loading for one in half._tracked.values())
 
 
 def uses_store(inside: Inside) -> bool:
@@ -195,22 +189,3 @@ def lose_loads(inside: Inside, lost: bool) -> None:
         copier.copy_in = lambda *_, **__: None
     else:
         del copier.copy_in
-
-
-def count_preemptions(inside: Inside) -> None:
-    """From now on, for `num_preemptions`."""
-    if (scheduler := inside.scheduler) is None:
-        return
-    preempt = scheduler._preempt_request
-    scheduler.num_preempted = 0
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        scheduler.num_preempted += 1
-        return preempt(*args, **kwargs)
-
-    scheduler._preempt_request = counted
-
-
-def num_preemptions(inside: Inside) -> int:
-    """Since `count_preemptions`."""
-    return 0 if inside.scheduler is None else inside.scheduler.num_preempted

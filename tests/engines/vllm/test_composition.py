@@ -44,7 +44,7 @@ def test_as_a_child_of_multi_connector(llama, store, tmp_path):
         loaded = made.answer(PROMPTS)
         made.settle()
         for child in made.connector._connectors:
-            assert child.num_tracked == 0
+            assert not child._scheduler._tracked
     assert [one.tokens for one in loaded] == [one.tokens for one in cold]
     assert [one.cached for one in loaded] == LOADED
     with engine(llama, second) as other:  # both have it
@@ -57,7 +57,7 @@ def run(model: Path, transfer: dict[str, Any], **more: Any) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, str(HERE / "vllm_child.py")],
         input=json.dumps(job),
-        env=environment(core_process=bool(more.get("core_process"))),
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=CHILD_S,
@@ -67,31 +67,12 @@ def run(model: Path, transfer: dict[str, Any], **more: Any) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def environment(*, core_process: bool) -> dict[str, str]:
+def environment() -> dict[str, str]:
     return os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if core_process else "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or two ranks want two NUMA nodes
         "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
-
-
-def test_the_core_in_a_process_of_its_own(llama, store):
-    """The default of ``vllm serve``."""
-    cold = run(llama, connector(store), core_process=True)
-    again = run(llama, connector(store), core_process=True)
-    assert again["tokens"] == cold["tokens"]
-    assert (cold["cached"], again["cached"]) == ([0, 0, 0], LOADED)
-
-
-def test_prefill_and_decode_in_two_processes(llama, store):
-    prefill = run(llama, connector(store, KV_ROLE="kv_producer"), num_tokens=1)
-    assert prefill["params"] == [{"kvconnect_num_tokens": n} for n in (480, 320, 32)]
-    decode = run(
-        llama, connector(store, KV_ROLE="kv_consumer"), params=prefill["params"], num_tokens=8
-    )
-    with engine(llama, None) as plain:
-        assert decode["tokens"] == plain.tokens(PROMPTS)
-    assert decode["cached"] == LOADED
 
 
 def test_prefill_and_decode_from_peer_to_peer(llama):
@@ -105,7 +86,7 @@ def test_prefill_and_decode_from_peer_to_peer(llama):
     with engine(llama, None) as plain:
         wanted = plain.tokens(PROMPTS)
     prefill = connector(url(port, port + 1), KV_ROLE="kv_producer")
-    with prefilled(llama, prefill, prompts=PROMPTS) as params:
+    with prefilled(llama, prefill) as params:
         assert params == [{"kvconnect_num_tokens": n} for n in (480, 320, 32)]
         decode = connector(url(port + 1, port), KV_ROLE="kv_consumer", producer_timeout_s=20.0)
         with engine(llama, decode) as made:
@@ -118,11 +99,13 @@ def test_prefill_and_decode_from_peer_to_peer(llama):
 
 
 @contextmanager
-def prefilled(model: Path, transfer: dict[str, Any], **job: Any) -> Iterator[list[dict[str, Any]]]:
+def prefilled(
+    model: Path, transfer: dict[str, Any], params: dict[str, Any] | None = None
+) -> Iterator[list[dict[str, Any]]]:
     """What a prefill engine that goes on in a process of its own tells of each of `PROMPTS`."""
     child = subprocess.Popen(
-        [sys.executable, str(HERE / "vllm_peer.py")],
-        env=environment(core_process=False),
+        [sys.executable, str(HERE / "vllm_child.py")],
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -130,13 +113,13 @@ def prefilled(model: Path, transfer: dict[str, Any], **job: Any) -> Iterator[lis
     ends = Timer(CHILD_S, child.kill)  # then its stdout ends
     ends.start()
     try:
-        child.stdin.write(json.dumps({"model": str(model), "transfer": transfer} | job) + "\n")
+        job = {"model": str(model), "transfer": transfer, "prompts": PROMPTS, "num_tokens": 1}
+        job |= {"params": [params] * len(PROMPTS), "stays": True}
+        child.stdin.write(json.dumps(job) + "\n")
         child.stdin.flush()
-        answer = child.stdout.readline()
-        while answer and not answer.startswith("["):
-            answer = child.stdout.readline()
+        answer = next((line for line in child.stdout if line.startswith("{")), None)
         assert answer, "the prefill engine ended; see its stderr"
-        yield json.loads(answer)
+        yield json.loads(answer)["params"]
     finally:
         child.stdin.close()
         child.wait(CHILD_S)
@@ -171,8 +154,8 @@ def test_beside_vllms_own_connector_from_prefill_to_decode(llama, store, tmp_pat
         wanted = plain.tokens(PROMPTS)
     port = free_ports(2)
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
-    told = {"params": {"do_remote_decode": True}, "prompts": PROMPTS}
-    with prefilled(llama, both("kv_producer", store), **told) as params:
+    told = {"do_remote_decode": True}
+    with prefilled(llama, both("kv_producer", store), told) as params:
         assert all(one["do_remote_prefill"] for one in params)
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port + 1))
         with engine(llama, both("kv_consumer", second)) as decode:
@@ -194,7 +177,7 @@ def test_beside_vllms_own_connector_from_prefill_to_decode(llama, store, tmp_pat
             assert loads == [("store", number) for number in LOADED]
             assert bound == {("peer", "NixlConnectorMetadata"), ("store", "StepMeta")}
             decode.settle()
-            assert decode.connector._connectors[1].num_tracked == 0
+            assert not decode.connector._connectors[1]._scheduler._tracked
     with engine(llama, connector(store)) as other:  # the peer is gone, but for its store
         assert [one.cached for one in other.answer(PROMPTS)] == LOADED
 
@@ -227,23 +210,16 @@ def watch(name: str, half: Any, loads: list[tuple[str, int]], bound: set[tuple[s
 @pytest.mark.planted("rank-share", "vllm", "equal")
 @pytest.mark.planted("other-rank-count", "vllm", "equal")
 def test_two_ranks_and_one_read_each_others_blocks(llama, store):
-    one = run(llama, connector(store))
+    by_one = prompts_of(140, seed=2)
     two = run(llama, connector(store), tensor_parallel_size=2)
-    assert two["cached"] == LOADED
-    assert two["tokens"] == one["tokens"]
-    own = connector(store.replace("/store", "/other"))
-    run(llama, own, tensor_parallel_size=2)
-    scraped = connector(store.replace("/store", "/other"), metrics_port=24_680)
-    again = run(llama, scraped, tensor_parallel_size=2)
-    assert again["cached"] == LOADED
-    blocks = sum(LOADED) // 32
+    one = run(llama, connector(store), prompts=[*PROMPTS, *by_one])
+    assert one["cached"] == [*LOADED, 0]
+    assert one["tokens"][:-1] == two["tokens"]
+    scraped = connector(store, metrics_port=24_680)
+    again = run(llama, scraped, tensor_parallel_size=2, prompts=[*PROMPTS, *by_one])
+    assert again["cached"] == [*LOADED, 128]
+    assert again["tokens"][:-1] == two["tokens"]
+    blocks = sum(again["cached"]) // 32
     # The core and the two ranks, in the order in which they came to listen.
     assert sorted(again["loaded"][:3]) == [0, blocks, blocks]
     assert again["loaded"][3] is None
-    assert run(llama, own)["cached"] == LOADED
-
-
-def test_memory_of_one_process_is_refused_by_several(llama):
-    transfer = connector("memory:")
-    with pytest.raises(AssertionError, match="lives in one process"):
-        run(llama, transfer, tensor_parallel_size=2)

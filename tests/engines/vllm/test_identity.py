@@ -43,9 +43,9 @@ def wanted(make_vllm_model):
 
 @pytest.mark.planted("weights-reloaded", "vllm", "refused")
 @pytest.mark.planted("paused", "vllm", "hit")
-def test_weights_that_are_read_anew_from_another_directory(start, make_vllm_model, store, wanted):
+def test_weights_that_are_read_anew_from_another_directory(make_vllm_model, store, wanted):
     old, new = make_vllm_model(), make_vllm_model(seed=1)
-    with start(old, connector(store)) as made:
+    with engine(old, connector(store), core_process=True) as made:
         assert made.tokens(PROMPTS) == wanted[0]
         made.flush()
         # A pause that clears caches, and sleep.
@@ -76,8 +76,8 @@ def test_weights_that_are_read_anew_from_another_directory(start, make_vllm_mode
 
 @pytest.mark.planted("weights-updated", "vllm", "refused")
 @pytest.mark.planted("uncounted-write", "vllm", "refused")
-def test_weights_that_are_written_to_in_the_worker(start, llama, store, wanted):
-    with start(llama, connector(store)) as made:
+def test_weights_that_are_written_to_in_the_worker(llama, store, wanted):
+    with engine(llama, connector(store), core_process=True) as made:
         assert made.tokens(PROMPTS) == wanted[0]
         made.flush()
         made.inside(inside.scale, 2.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -60,7 +59,7 @@ def request(number: int, directory: Path) -> LoRARequest:
     return LoRARequest(directory.name, number, str(directory))
 
 
-def test_two_adapters_and_none_share_nothing(start, llama, adapters, store):
+def test_two_adapters_and_none_share_nothing(llama, adapters, store):
     first, second = (request(n, one) for n, one in enumerate(adapters, 1))
     with engine(llama, None, **OPTIONS) as plain:
         wanted = []
@@ -70,7 +69,7 @@ def test_two_adapters_and_none_share_nothing(start, llama, adapters, store):
     assert len({str(one) for one in wanted}) == 3
     with engine(llama, connector(store)) as base:
         assert base.tokens(PROMPTS) == wanted[2]
-    with start(llama, connector(store), **OPTIONS) as made:
+    with engine(llama, connector(store), **OPTIONS) as made:
         for lora, tokens in zip((first, second), wanted, strict=False):
             cold = made.answer(PROMPTS, lora=lora)
             assert [one.tokens for one in cold] == tokens
@@ -106,20 +105,6 @@ def test_what_cannot_be_told_from_an_adapters_is_not_kept(llama, adapters, store
         assert base.tokens(PROMPTS) == wanted
 
 
-def test_an_adapter_is_its_files_whatever_the_engine_calls_it(llama, adapters, store, tmp_path):
-    first, second = adapters
-    elsewhere = shutil.copytree(first, tmp_path / "elsewhere")
-    with engine(llama, connector(store), **OPTIONS) as made:
-        wanted = made.tokens(PROMPTS, lora=request(1, first))
-    with engine(llama, connector(store), **OPTIONS) as made:
-        other = made.answer(PROMPTS, lora=LoRARequest("first", 1, str(second)))
-        assert [one.cached for one in other] == NOTHING
-        assert [one.tokens for one in other] != wanted
-        same = made.answer(PROMPTS, lora=LoRARequest("second", 2, str(elsewhere)))
-        assert [one.cached for one in same] == WHOLE
-        assert [one.tokens for one in same] == wanted
-
-
 def test_salts_of_one_adapter_are_apart(llama, adapters, store):
     lora = request(1, adapters[0])
     with engine(llama, connector(store), **OPTIONS) as made:
@@ -135,32 +120,3 @@ def test_salts_of_one_adapter_are_apart(llama, adapters, store):
         made.forget_device()
         assert [one.cached for one in made.answer(PROMPTS, salt="one")] == NOTHING
     assert found == {"two": NOTHING, None: NOTHING, "one": WHOLE}
-
-
-def test_an_adapter_whose_files_changed_is_not_cached(llama, store, tmp_path):
-    """The engine computes with what it loaded, and a later one with what the files hold then."""
-    directory = make_adapter(tmp_path / "adapter", 3)
-    lora = request(1, directory)
-    with engine(llama, connector(store), **OPTIONS) as made:
-        before = made.tokens(PROMPTS[:1], lora=lora)
-        shutil.rmtree(directory)
-        make_adapter(directory, 4)
-        made.forget_device()
-        answers = made.answer(PROMPTS, lora=lora)
-        assert [one.cached for one in answers] == NOTHING
-    with engine(llama, connector(store), **OPTIONS) as made:
-        answers = made.answer(PROMPTS, lora=lora)
-        assert [one.cached for one in answers] == NOTHING
-        assert answers[0].tokens != before[0]
-
-
-@pytest.mark.planted("other-adapter", "vllm", "refused")
-def test_a_number_that_was_another_adapters_is_not_cached(llama, adapters, store):
-    """An engine goes on with the adapter that it has by the number."""
-    first, second = adapters
-    with engine(llama, connector(store), **OPTIONS) as made:
-        made.answer(PROMPTS[:1], lora=LoRARequest("first", 1, str(first)))
-        made.answer(PROMPTS[1:], lora=LoRARequest("second", 1, str(second)))
-    with engine(llama, connector(store), **OPTIONS) as made:
-        answers = made.answer(PROMPTS, lora=LoRARequest("second", 1, str(second)))
-        assert [one.cached for one in answers] == NOTHING

@@ -16,10 +16,10 @@ PROMPTS = prompts_of(400, 200, 40)
 
 @pytest.mark.planted("blocks-passed-by-window", "vllm", "equal")
 @pytest.mark.parametrize(("arch", "num_groups"), [("mistral", 1), ("gemma3", 2)])
-def test_windows_and_several_groups(start, make_vllm_model, tmp_path, arch, num_groups):
+def test_windows_and_several_groups(make_vllm_model, tmp_path, arch, num_groups):
     """A load that fails is of no use at all there: everything is computed."""
     model = make_vllm_model(arch, sliding_window=48, num_layers=6)
-    with start(model, connector(f"faulty://windows{tmp_path}", load_timeout_s=2.0)) as made:
+    with engine(model, connector(f"faulty://windows{tmp_path}", load_timeout_s=2.0)) as made:
         assert sum(made.inside(inside.num_groups)) >= num_groups
         cold = made.answer(PROMPTS)
         wanted = [one.tokens for one in cold]
@@ -42,11 +42,11 @@ def test_windows_and_several_groups(start, make_vllm_model, tmp_path, arch, num_
         assert plain.tokens(PROMPTS) == wanted
 
 
-def test_a_device_hit_and_a_store_hit_together(start, make_vllm_model, store):
+def test_a_device_hit_and_a_store_hit_together(make_vllm_model, store):
     """What the device still has is not loaded; what follows it is."""
     model = make_vllm_model("gemma3", sliding_window=48, num_layers=6)
     long, other = prompts_of(600, 300)
-    with start(model, connector(store)) as made:
+    with engine(model, connector(store)) as made:
         [wanted] = made.tokens([long])
         made.flush()
         made.forget_device()

@@ -1,4 +1,7 @@
-"""One prefix, three engines: saved by vLLM, kvconnect's own or transformers, loaded by another."""
+"""One prefix, vLLM and kvconnect's own engine: each loads what the other saved.
+
+That transformers and kvconnect's own do is in tests/integrations/test_shared_namespace.py.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,6 @@ from transformers import AutoModelForCausalLM
 from vllm_engine import BLOCK, connector, engine, prompts_of
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
-from kvconnect.integrations.transformers import PromptCache
 
 pytestmark = pytest.mark.engines
 
@@ -58,15 +60,9 @@ By = Callable[..., list[Answer]]
 
 
 def by_vllm(
-    model: Path, url: str | None, namespace: str | None = "shared", revision: str | None = None
+    model: Path, url: str, namespace: str = "shared", revision: str | None = None
 ) -> list[Answer]:
-    extra = {"model_revision": revision} if revision else {}
-    if url is None:
-        transfer = None
-    elif namespace is None:
-        transfer = connector(url, **extra)
-    else:
-        transfer = connector(url, namespace=namespace, **extra)
+    transfer = connector(url, namespace=namespace, model_revision=revision)
     with engine(model, transfer) as made:
         sampling = vllm.SamplingParams(
             max_tokens=NUM_TOKENS,
@@ -91,13 +87,13 @@ def by_vllm(
 
 
 def by_own_engine(
-    model: Path, url: str | None, namespace: str | None = "shared", revision: str | None = None
+    model: Path, url: str, namespace: str | None = "shared", revision: str | None = None
 ) -> list[Answer]:
     with LLM(
         str(model),
         dtype="float32",
         kv_cache=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=4096),
-        connector=settings(url, namespace),
+        connector=KvCacheConnectorConfig(url=url, namespace=namespace, lookup_timeout_ms=60_000),
         model_revision=revision,
     ) as llm:
         params = SamplingParams(
@@ -113,30 +109,12 @@ def by_own_engine(
         ]
 
 
-def by_transformers(
-    model: Path, url: str | None, namespace: str | None = "shared", revision: str | None = None
-) -> list[Answer]:
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    if url is None:
-        return [of_logits(*generated(loaded, prompt), 0) for prompt in PROMPTS]
-    answers = []
-    with PromptCache(
-        loaded, settings(url, namespace), tokens_per_block=BLOCK, model_revision=revision
-    ) as prompts:
-        for prompt in PROMPTS:
-            past = prompts.prefill(torch.tensor([prompt]))
-            [num_loaded] = past.loaded_tokens
-            answers.append(of_logits(*generated(loaded, prompt, past), num_loaded))
-    return answers
-
-
-def generated(model: Any, prompt: list[int], past: Any = None) -> tuple[list[int], torch.Tensor]:
-    """Tokens, and the logits that each was chosen by."""
+def generated(model: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """What plain transformers answers: tokens, and the logits that each was chosen by."""
     ids = torch.tensor([prompt])
     output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=past,
         max_new_tokens=NUM_TOKENS,
         do_sample=False,
         eos_token_id=None,
@@ -146,24 +124,8 @@ def generated(model: Any, prompt: list[int], past: Any = None) -> tuple[list[int
     return output.sequences[0, len(prompt) :].tolist(), torch.cat(output.logits)
 
 
-def of_logits(tokens: list[int], logits: torch.Tensor, num_loaded: int) -> Answer:
-    best = logits.log_softmax(-1).topk(NUM_BEST)
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return Answer(tokens, [dict(zip(*pair, strict=True)) for pair in pairs], num_loaded)
-
-
-def settings(url: str | None, namespace: str | None) -> KvCacheConnectorConfig | None:
-    if url is None:
-        return None
-    return KvCacheConnectorConfig(url=url, namespace=namespace, lookup_timeout_ms=60_000)
-
-
-ENGINES: dict[str, By] = {
-    "vllm": by_vllm,
-    "own": by_own_engine,
-    "transformers": by_transformers,
-}
-ALL = list(permutations(ENGINES, 2))
+ENGINES: dict[str, By] = {"vllm": by_vllm, "own": by_own_engine}
+PAIRS = list(permutations(ENGINES))
 
 
 @cache
@@ -237,16 +199,14 @@ def almost_llama(llama, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3"])
-@pytest.mark.parametrize(("saver", "loader"), ALL)
-def test_what_one_engine_saved_another_loads(make_vllm_model, saved, arch, saver, loader):
-    model = make_vllm_model(arch)
-    answers = ENGINES[loader](model, saved(saver, model))
+@pytest.mark.parametrize(("saver", "loader"), PAIRS)
+def test_what_one_engine_saved_another_loads(llama, saved, saver, loader):
+    answers = ENGINES[loader](llama, saved(saver, llama))
     assert [one.num_loaded for one in answers] == to_load(saver, loader)
-    assert difference(model, answers) <= TOLERANCE
+    assert difference(llama, answers) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("saver", "loader"), ALL)
+@pytest.mark.parametrize(("saver", "loader"), PAIRS)
 def test_keys_and_values_that_are_a_little_wrong_would_be_seen(
     llama, almost_llama, saved, saver, loader
 ):
@@ -256,8 +216,6 @@ def test_keys_and_values_that_are_a_little_wrong_would_be_seen(
     assert difference(llama, answers) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("other", ["own", "transformers"])
-def test_without_a_common_namespace_neither_sees_the_others_blocks(llama, saved, other):
-    assert [one.num_loaded for one in by_vllm(llama, saved(other, llama), None)] == NOTHING
-    url = saved("vllm", llama)
-    assert [one.num_loaded for one in ENGINES[other](llama, url, None)] == NOTHING
+def test_without_a_common_namespace_neither_sees_the_others_blocks(llama, saved):
+    assert [one.num_loaded for one in by_vllm(llama, saved("own", llama), "engine")] == NOTHING
+    assert [one.num_loaded for one in by_own_engine(llama, saved("vllm", llama), None)] == NOTHING

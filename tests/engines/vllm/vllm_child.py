@@ -1,4 +1,7 @@
-"""An engine in a process of its own: a job comes by stdin, what it answered goes to stdout."""
+"""An engine in a process of its own: a job comes by stdin, what it answered goes to stdout.
+
+Each in one line. An engine that ``stays`` does until stdin ends, so that others can read from it.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ def loaded_blocks(port: int) -> int | None:
     return int(sum(map(float, told)))
 
 
-def llm_of(job: dict[str, Any]) -> vllm.LLM:
-    """The engine of the job."""
-    return vllm.LLM(
+def main() -> None:
+    """Answer the prompts of the job, and end as a user's script does."""
+    job = json.loads(sys.stdin.readline())
+    llm = vllm.LLM(
         job["model"],
         skip_tokenizer_init=True,
         dtype="float32",
@@ -35,12 +39,6 @@ def llm_of(job: dict[str, Any]) -> vllm.LLM:
         tensor_parallel_size=job.get("tensor_parallel_size", 1),
         kv_transfer_config=job["transfer"],
     )
-
-
-def main() -> None:
-    """Answer the prompts of the job, and end as a user's script does."""
-    job = json.load(sys.stdin)
-    llm = llm_of(job)
     given = job.get("params") or [None] * len(job["prompts"])
     sampling = [
         vllm.SamplingParams(
@@ -61,6 +59,9 @@ def main() -> None:
     }
     if port := job["transfer"]["kv_connector_extra_config"].get("metrics_port"):
         answer["loaded"] = [loaded_blocks(one) for one in range(port, port + 4)]
+    if job.get("stays"):
+        print(json.dumps(answer), flush=True)
+        sys.stdin.read()
     llm.llm_engine.engine_core.shutdown()
     print(json.dumps(answer), flush=True)
 

@@ -152,6 +152,26 @@ class Engine:
     def tokens(self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, **more: Any):
         return [one.tokens for one in self.answer(prompts, num_tokens, **more)]
 
+    def submit(self, prompts: Sequence[Sequence[int]], num_tokens: int, **more: Any) -> list[str]:
+        """Their names, as in outputs."""
+        params = vllm.SamplingParams(
+            max_tokens=num_tokens, temperature=0, detokenize=False, ignore_eos=True
+        )
+        names = []
+        for prompt in prompts:
+            self._numbers += 1
+            name = f"test-{self._numbers}"
+            asked = {"prompt_token_ids": list(prompt)}
+            self.llm.llm_engine.add_request(name, asked, params, **more)
+            names.append(name)
+        return names
+
+    def step(self, found: dict[str, list[int]]) -> None:
+        """One step; what ended is added to `found`."""
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+
     def forget_device(self) -> None:
         """Empties the device's own prefix cache: what is cached then comes from a store.
 
@@ -171,11 +191,6 @@ class Engine:
         while any(self.inside(inside.is_busy)) and time.monotonic() < until:
             if not self._core_process:
                 self.core.step_fn()
-
-    def advance(self) -> None:
-        """A step, if the core does not go on by itself."""
-        if not self._core_process:
-            self.llm.llm_engine.step()
 
     def check_empty(self) -> None:
         """No request, and no block, is left of anything."""

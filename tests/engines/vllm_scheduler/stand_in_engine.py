@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm
 from stand_in_worker import StandInWorker, answer_of
 from vllm import envs
 from vllm.distributed.kv_transfer import has_kv_transfer_group
@@ -98,26 +97,6 @@ class StandInEngine(Engine):
         half.take_invalid_blocks = take_and_poison
 
     # ------------------------------------------------------------------ requests one by one
-
-    def submit(self, prompts: Sequence[Sequence[int]], num_tokens: int, **more: Any) -> list[str]:
-        """Their names, as in outputs."""
-        params = vllm.SamplingParams(
-            max_tokens=num_tokens, temperature=0, detokenize=False, ignore_eos=True
-        )
-        names = []
-        for prompt in prompts:
-            self._numbers += 1
-            name = f"test-{self._numbers}"
-            asked = {"prompt_token_ids": list(prompt)}
-            self.llm.llm_engine.add_request(name, asked, params, **more)
-            names.append(name)
-        return names
-
-    def step(self, found: dict[str, list[int]]) -> None:
-        """One step; what ended is added to `found`."""
-        for output in self.llm.llm_engine.step():
-            if output.finished:
-                found[output.request_id] = list(output.outputs[0].token_ids)
 
     def run(self, names: Sequence[str], within_s: float = 60) -> list[list[int]]:
         """The answers of `names`; none of those that were aborted."""

@@ -15,7 +15,10 @@ from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS
 
 pytestmark = pytest.mark.engines
 
+two_modes = pytest.mark.parametrize("start", ["v1", "v2-overlapping"], indirect=True)
 
+
+@two_modes
 def test_cold_device_hit_and_restart_give_the_same_tokens(start, store):
     with start(connector(store)) as first:
         wanted = first.wanted(PROMPTS)
@@ -43,7 +46,7 @@ def test_orders_of_the_memory_share_a_store(start, store):
             assert [one.cached for one in answers] == (WHOLE if number else [0, 0, 0, 0])
 
 
-@pytest.mark.parametrize("start", ["v1", "v2-overlapping"], indirect=True)
+@pytest.mark.parametrize("start", ["v2-overlapping"], indirect=True)
 def test_fail_ends_the_request_and_nothing_else(start):
     transfer = connector("faulty://fail", KV_LOAD_FAILURE_POLICY="fail", load_timeout_s=1.0)
     with start(transfer) as made:
@@ -61,6 +64,7 @@ def test_fail_ends_the_request_and_nothing_else(start):
         assert made.tokens(PROMPTS) == wanted
 
 
+@two_modes
 @pytest.mark.parametrize("windows", [(None, 40, 40), (40, 40, 40)])
 def test_several_groups_are_loaded_whole_or_not_at_all(start, windows):
     with start(connector("faulty://windows", **LIMITS), windows=windows) as made:
@@ -84,6 +88,7 @@ def test_several_groups_are_loaded_whole_or_not_at_all(start, windows):
         assert made.tokens(longer, 70) == made.wanted(longer, 70)
 
 
+@two_modes
 @pytest.mark.parametrize("save_on", ["full", "finish"])
 def test_preempted_requests_answer_the_same(start, store, save_on):
     prompts = prompts_of(6 * SIZE, 6 * SIZE + 5, 6 * SIZE + 9, 5 * SIZE)

@@ -6,6 +6,7 @@ Where vLLM has no kernels for this machine, they are around the stand-in for a m
 from __future__ import annotations
 
 import gc
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from prompts import prompt_of
+from tiers import prompt_of, tier
 
 
 @pytest.fixture(scope="session")
@@ -139,3 +140,24 @@ def engine(long_llama: Path) -> Iterator[MakeEngine]:
 def prompt() -> list[int]:
     """600 tokens: 18 blocks of 32, and a rest."""
     return prompt_of(600, seed=1)
+
+
+@pytest.fixture(scope="session")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """The directory of a store, and what the engine answered that has filled it, once one has."""
+    return tmp_path_factory.mktemp("filled") / "store", []
+
+
+@pytest.fixture
+def cold(
+    engine: MakeEngine, prompt: list[int], filled: tuple[Path, list[int]], tmp_path: Path
+) -> list[int]:
+    """What a first engine answered to `prompt`, which is in the store of `tmp_path`."""
+    directory, answer = filled
+    if not answer:
+        first = engine(tier(directory))
+        answer += first.answer(prompt)[0]
+        first.settle()
+        first.close()
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    return answer

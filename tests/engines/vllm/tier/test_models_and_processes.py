@@ -1,4 +1,4 @@
-"""The tier with windows, a TTL, several ranks, and vLLM's core in a process of its own."""
+"""The tier with windows, several ranks, and vLLM's core in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prompts import prompt_of
-from tiers import BLOCK, WHOLE, tier
-
-from kvconnect.testing.faults.clock import ShiftedClock
+from tiers import BLOCK, WHOLE, prompt_of, tier
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -44,26 +41,6 @@ def test_full_attention_beside_windows(engine, make_vllm_model, tmp_path):
     assert engine(tier(tmp_path / "other"), **more).answer(longer) == warm
 
 
-def test_chunks_beyond_their_ttl_are_computed(engine, prompt, tmp_path):
-    settings = tier(tmp_path)
-    settings["url"] += "&ttl=1h"
-    with ShiftedClock() as clock:
-        first = engine(settings)
-        [cold] = first.answer(prompt)
-        first.settle()
-        first.forget_device()
-        assert first.answer(prompt) == [cold]
-        assert first.cached == [WHOLE]
-        clock.forward(7200)
-        first.forget_device()
-        assert first.answer(prompt) == [cold]
-        assert first.cached == [0]
-        first.settle()
-        first.forget_device()
-        assert first.answer(prompt) == [cold]
-        assert first.cached == [WHOLE]  # stored anew
-
-
 # ---------------------------------------------------------------------- processes
 
 needs_kernels = pytest.mark.skipif(
@@ -72,7 +49,7 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
-def run(model: Path, directory: Path, prompts: list[list[int]], ranks: int = 1) -> dict[str, Any]:
+def run(model: Path, directory: Path, prompts: list[list[int]], ranks: int) -> dict[str, Any]:
     """What an engine in processes of its own answers: its core in one, and each rank in one."""
     extra = {
         "spec_name": "OffloadOnCpu",
@@ -111,15 +88,12 @@ def run(model: Path, directory: Path, prompts: list[list[int]], ranks: int = 1) 
 
 
 @needs_kernels
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_core_and_the_ranks_in_processes_of_their_own(llama, tmp_path, ranks):
+def test_the_core_and_the_ranks_in_processes_of_their_own(llama, tmp_path):
     """What one life of the engine stored, the next one finds: vLLM's core drains the tier."""
     prompts = [prompt_of(600, seed=1), prompt_of(90, seed=2)]
-    cold = run(llama, tmp_path, prompts, ranks)
-    again = run(llama, tmp_path, prompts, ranks)
+    cold, again = (run(llama, tmp_path, prompts, ranks=2) for _ in range(2))
     assert again["tokens"] == cold["tokens"]
     assert (cold["cached"], again["cached"]) == ([0, 0], [WHOLE, 2 * BLOCK])
-    if ranks > 1:
-        # A chunk is all ranks' bytes as they lie: other parallelism, other chunks.
-        alone = run(llama, tmp_path, prompts)
-        assert alone["cached"] == [0, 0]
+    # A chunk is all ranks' bytes as they lie: other parallelism, other chunks.
+    alone = run(llama, tmp_path, prompts, ranks=1)
+    assert alone["cached"] == [0, 0]

@@ -6,8 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from prompts import prompt_of
-from tiers import WHOLE, tier
+from tiers import WHOLE, prompt_of, tier
 
 pytestmark = [
     pytest.mark.timeout(400),

@@ -1,9 +1,11 @@
-"""The settings of a tier, and what its chunks are."""
+"""The settings of a tier, what its chunks are, and prompts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 BLOCK = 32
 WHOLE = 18 * BLOCK
@@ -17,3 +19,8 @@ def tier(directory: Path, scheme: str = "disk", capacity: str = "64MiB", **setti
         "url": f"{scheme}://{directory}?capacity={capacity}",
         **settings,
     }
+
+
+def prompt_of(num_tokens: int, seed: int) -> list[int]:
+    """Random tokens."""
+    return np.random.default_rng(seed).integers(3, 250, num_tokens).tolist()

@@ -1,4 +1,4 @@
-"""The order in which vLLM's CPU kernels store keys, found with a write of random ones."""
+"""The trials of vLLM's CPU kernels when an engine starts: stored keys, and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from kvconnect.integrations.vllm.caches import Packing
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["cpu_packing"]
+__all__ = ["base_is_apart", "cpu_packing"]
 
 
 def cpu_packing(layout: KvCacheLayout) -> Packing:
@@ -44,6 +44,26 @@ def cpu_packing(layout: KvCacheLayout) -> Packing:
     if torch.equal(stored_keys.view(heads, dim, size), keys.permute(1, 2, 0)):
         return "transposed"
     return "opaque"
+
+
+def base_is_apart(vllm_config: Any) -> bool:
+    """Returns whether requests without an adapter are unaffected by adapters in their batch.
+
+    False on the CPU up to vLLM 0.33: its kernels read -1, the index of no adapter, as the index of
+    the last one (vLLM's pull request 48421).
+
+    Args:
+        vllm_config: vLLM's.
+    """
+    platforms: Any = importlib.import_module("vllm.platforms")
+    if getattr(vllm_config, "lora_config", None) is None or not platforms.current_platform.is_cpu():
+        return True
+    ops: Any = importlib.import_module("vllm.lora.ops.torch_ops")
+    weights, no_adapter = torch.ones(1, 1, 1), torch.tensor([-1])
+    shrunk, delta = torch.zeros(1, 1), torch.zeros(1, 1)
+    ops.bgmv_shrink(torch.ones(1, 1), weights, shrunk, no_adapter, 1.0)
+    ops.bgmv_expand(shrunk, weights, delta, no_adapter, add_inputs=True)
+    return not bool(delta.any())
 
 
 def _random(tokens: int, heads: int, dim: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
