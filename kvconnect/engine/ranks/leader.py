@@ -21,7 +21,6 @@ from kvconnect.engine.ranks.follower import follow
 from kvconnect.engine.ranks.group import CONNECT_S, RankGroup
 from kvconnect.engine.ranks.launch import FollowerProcesses
 from kvconnect.engine.ranks.meeting import Loaded, Meeting, rank_error, torchrun_rank
-from kvconnect.engine.ranks.memory import free_nbytes, limited
 from kvconnect.engine.ranks.messages import (
     BlockCopy,
     Close,
@@ -30,7 +29,7 @@ from kvconnect.engine.ranks.messages import (
     Setup,
     StepWork,
 )
-from kvconnect.engine.ranks.settings import RankSettings
+from kvconnect.engine.ranks.settings import RankSettings, free_nbytes, limited
 from kvconnect.errors import ConfigurationError, KvConnectError, ModelChanged
 
 __all__ = ["Leader", "NoFollowers", "start_followers"]
