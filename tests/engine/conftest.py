@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.engine.checkpoint.loading import LoadedModel, load_model
+from kvconnect.engine.checkpoint.random_model import make_model
 
 T = 16
 
@@ -55,6 +56,18 @@ def prompts() -> list[list[int]]:
     made = [rng.integers(0, 256, length).tolist() for length in (70, 33, 5, 16, 100, 1)]
     # One ends inside a block of another, one goes its own way inside a block.
     return [*made, made[4][:90], [*made[0][:50], 1, 2, 3]]
+
+
+@pytest.fixture(scope="session")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma3 with windows of 24 in four of six layers, full attention in between."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    return make_model(
+        tmp_path_factory.mktemp("mixed"),
+        "gemma3",
+        num_layers=6,
+        config_overrides={"layer_types": kinds},
+    )
 
 
 @pytest.fixture(scope="session")

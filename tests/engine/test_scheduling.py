@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kvconnect import KvCacheConfig, SamplingParams
+from kvconnect import SamplingParams
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.engine.request.live_request import LiveRequest
 from kvconnect.engine.scheduler import Scheduler
@@ -171,30 +169,6 @@ def test_an_idle_engine_sleeps(open_llm, llama):
     assert len(steps) <= 2 + 3
 
 
-@settings(max_examples=5, deadline=None)
-@given(data=st.data())
-def test_any_mix_of_requests_gets_the_answers_it_gets_alone(any_mix, data):
-    """Chunks, queueing, reuse and aborts together, in a cache that is nearly too small."""
-    llm, alone = any_mix
-    numbers = st.integers(0, 7)
-    handles = []
-    for number in data.draw(st.lists(numbers, min_size=1, max_size=24)):
-        handles.append((number, llm.submit(*alone.question(number))))
-        if data.draw(st.integers(0, 5)) == 0:
-            handles[-1][1].abort()
-    for number, handle in handles:
-        output = handle.result(timeout=60)
-        expected = alone.answer(number)
-        if output.finish_reason == "abort":
-            expected = expected[: len(output.output_token_ids)]
-        assert output.output_token_ids == expected
-    llm.generate([1], SamplingParams(max_tokens=1))
-    stats = llm.stats()
-    assert (stats.waiting_requests, stats.running_requests) == (0, 0)
-    assert stats.free_blocks == stats.max_blocks
-    llm._engine._kv.blocks.check_invariants()
-
-
 def test_long_prompts_that_resume_together_all_get_tokens():
     """As many as were loading when their store failed."""
     scheduler = Scheduler(NoLimits(), max_num_tokens=8, max_batch_size=4)
@@ -224,33 +198,3 @@ class NoLimits(BaseKVCacheManager):
         return 100
 
     get_num_free_blocks = get_max_resource_count
-
-
-class Alone:
-    """Eight questions over two prefixes, and what a fresh engine answers to each."""
-
-    def __init__(self, llm) -> None:
-        rng = np.random.default_rng(2)
-        stems = [rng.integers(0, 256, length).tolist() for length in (45, 37)]
-        self._prompts = [
-            stems[number % 2] + rng.integers(0, 256, 3 * number + 1).tolist() for number in range(8)
-        ]
-        self._answers = [llm.generate(*self.question(n))[0].output_token_ids for n in range(8)]
-
-    def question(self, number):
-        return self._prompts[number], SamplingParams(max_tokens=4 + 5 * number, ignore_eos=True)
-
-    def answer(self, number):
-        return self._answers[number]
-
-
-@pytest.fixture(scope="module")
-def any_mix(llama):
-    from kvconnect import LLM
-
-    cold = KvCacheConfig(tokens_per_block=8, max_tokens=512, enable_block_reuse=False)
-    with LLM(llama, kv_cache=cold, dtype="float64") as llm:
-        alone = Alone(llm)
-    small = KvCacheConfig(tokens_per_block=8, max_tokens=160)
-    with LLM(llama, kv_cache=small, dtype="float64", max_num_tokens=24) as llm:
-        yield llm, alone
