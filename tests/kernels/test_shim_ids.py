@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from caches import POISON, random_bytes
 from device_copies import with_ids
 from fake_driver import FakeStream
-from kv_cases import POISON, random_bytes
 from shim_runs import driver_of, widths
 
 from kvconnect.kernels.blocks.paged import PagedKv
