@@ -147,7 +147,7 @@ def between_steps(llm: LLM, act: Callable[[int], object]) -> None:
 
 
 @pytest.mark.parametrize("scheduling", POLICIES)
-@pytest.mark.parametrize("after", range(5))
+@pytest.mark.parametrize("after", [0, 2, 4])
 def test_the_first_is_aborted(open_llm, llama, reference, scheduling, after):
     llm = open_llm(llama, max_num_tokens=64, scheduling=scheduling)
     at_once(llm, 2)
@@ -160,7 +160,7 @@ def test_the_first_is_aborted(open_llm, llama, reference, scheduling, after):
     check([second], [expected], [255 - min(64 * (after + 1), 224)])
 
 
-@pytest.mark.parametrize("after", range(5))
+@pytest.mark.parametrize("after", [0, 2, 4])
 def test_the_first_is_preempted(open_llm, llama, reference, after):
     llm = open_llm(llama, max_num_tokens=64)
     at_once(llm, 2)

@@ -52,21 +52,6 @@ def test_in_the_middle_of_its_prompt(llama, open_llm, reference, prompts):
     assert sent
 
 
-def test_samples_go_on_where_they_were(llama, open_llm, prompts):
-    params = SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True)
-    expected = open_llm(llama).generate(prompts[0], params)[0].output_token_ids
-    llm = open_llm(llama)
-    preempt(llm, lambda request: request.num_generated_tokens == 10)
-    assert llm.generate(prompts[0], params)[0].output_token_ids == expected
-
-
-def test_text_is_streamed_once(llama, open_llm, prompts):
-    llm = open_llm(llama)
-    preempt(llm, lambda request: request.num_generated_tokens == 10)
-    chunks = list(llm.stream(prompts[0], SamplingParams(max_tokens=30, ignore_eos=True)))
-    assert sum(len(chunk.token_ids) for chunk in chunks) == 30
-
-
 def test_the_last_admitted_goes_when_blocks_are_held_back(llama, open_llm, reference, prompts):
     """A failed load may keep blocks that nobody may touch: then not all can run to their end."""
     llm = open_llm(llama, max_tokens=256)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,14 +30,6 @@ def test_chunks_add_up_to_the_output(llm, prompts):
     assert "".join(chunk.text for chunk in chunks) == whole.output_text
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].finish_reason == "length"
-
-
-def test_chunks_come_before_the_end(llm, prompts):
-    stream = llm.stream(prompts[0], LONG)
-    first = next(stream)
-    assert first.token_ids
-    assert first.finish_reason is None
-    stream.close()
 
 
 def test_a_stream_starts_before_it_is_iterated(llm, prompts):
@@ -182,30 +172,6 @@ def test_tokens_that_come_with_the_end_are_not_lost():
     assert [chunk.finish_reason for chunk in chunks] == [None, "abort"]
 
 
-def test_text_held_back_at_an_abort_reaches_the_stream(llm, prompts):
-    whole = llm.generate(prompts[0], SHORT)[0].output_text
-    # May begin right away and never does: all text is held back.
-    params = SamplingParams(max_tokens=400, ignore_eos=True, stop=(whole[:8] + "never" * 200,))
-    gate, reached = hold_forwards(llm)
-    handle = llm.submit(prompts[0], params)
-    assert reached.wait(60)
-    forward = llm._engine._model.forward
-    steps = []
-
-    def counted(step):
-        steps.append(step)
-        if len(steps) == 6:
-            handle.abort()
-        return forward(step)
-
-    llm._engine._model.forward = counted
-    gate.set()
-    output = handle.result(timeout=60)
-    assert output.finish_reason == "abort"
-    assert output.output_text
-    assert "".join(chunk.text for chunk in handle.stream()) == output.output_text
-
-
 def test_result_with_a_timeout(llm, prompts):
     gate, _ = hold_forwards(llm)
     handle = llm.submit(prompts[0], SHORT)
@@ -213,18 +179,3 @@ def test_result_with_a_timeout(llm, prompts):
         handle.result(timeout=0.01)
     gate.set()
     assert handle.result(timeout=60).finish_reason == "length"
-
-
-def test_several_threads_stream_at_once(llm, prompts):
-    expected = [llm.generate(prompt, SHORT)[0].output_token_ids for prompt in prompts]
-    got: dict[int, tuple[int, ...]] = {}
-
-    def follow(index: int) -> None:
-        got[index] = sum((c.token_ids for c in llm.stream(prompts[index], SHORT)), ())
-
-    threads = [threading.Thread(target=partial(follow, i)) for i in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [got[index] for index in range(len(prompts))] == expected

@@ -354,7 +354,7 @@ def test_what_goes_wrong_for_one_request_ends_that_one_alone(
     for params, error in [
         ({"raise_in": "get_num_new_matched_tokens"}, "get_num_new_matched_tokens of one request"),
         ({"raise_in": "request_finished"}, "request_finished of one request"),
-        ({"loads": True}, "rank 1: RuntimeError: cancel of one request"),
+        ({"match": 8, "loads": True}, "rank 1: RuntimeError: cancel of one request"),
     ]:
         handles = [
             llm.submit(prompt, GREEDY, kv_transfer_params=params if number == 1 else None)
