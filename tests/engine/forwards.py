@@ -1,4 +1,4 @@
-"""Forward passes of an engine that wait until a test lets them go on."""
+"""What an engine computes: its batches, and forward passes that wait for a test."""
 
 from __future__ import annotations
 
@@ -22,3 +22,18 @@ def hold_forwards(llm: LLM) -> tuple[threading.Event, threading.Event]:
 
     llm._engine._model.forward = held
     return gate, reached
+
+
+def watch_batches(llm: LLM) -> list[list[tuple[int, int]]]:
+    """The engine's batches from now on: (request id, scheduled tokens) of their requests."""
+    batches: list[list[tuple[int, int]]] = []
+    schedule = llm._engine._scheduler.schedule
+
+    def watched():
+        batch = schedule()
+        if batch.requests:
+            batches.append([(one.request_id, one.num_scheduled_tokens) for one in batch.requests])
+        return batch
+
+    llm._engine._scheduler.schedule = watched
+    return batches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from forwards import watch_batches
 
 from kvconnect import SamplingParams
 from kvconnect.errors import ConfigurationError, OutOfBlocks
@@ -14,20 +15,6 @@ FULL = "max_utilization"
 
 def tokens(outputs):
     return [list(output.output_token_ids) for output in outputs]
-
-
-def most_at_once(llm):
-    """The sizes of the engine's batches, from now on."""
-    sizes: list[int] = []
-    schedule = llm._engine._scheduler.schedule
-
-    def watched():
-        batch = schedule()
-        sizes.append(len(batch.requests))
-        return batch
-
-    llm._engine._scheduler.schedule = watched
-    return sizes
 
 
 def preempted_from(llm):
@@ -56,9 +43,9 @@ def test_a_request_is_admitted_as_soon_as_its_prompt_fits(open_llm, llama, four)
         open_llm(llama, max_tokens=128),
         open_llm(llama, max_tokens=128, scheduling=FULL),
     )
-    sizes, more = most_at_once(careful), most_at_once(full)
+    few, more = watch_batches(careful), watch_batches(full)
     assert tokens(careful.generate(four, GREEDY)) == tokens(full.generate(four, GREEDY))
-    assert (max(sizes), max(more)) == (2, 4)
+    assert (max(map(len, few)), max(map(len, more))) == (2, 4)
     assert careful.stats().preemptions == 0
     assert full.stats().preemptions >= 2
 

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from forwards import watch_batches
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
 from kvconnect.request import RequestState
 
 THREE = SamplingParams(max_tokens=3, ignore_eos=True)
 POLICIES = ["guaranteed_no_evict", "max_utilization"]
-
-Batch = list[tuple[int, int]]
 
 
 def words(length: int, seed: int) -> list[int]:
@@ -26,18 +25,10 @@ SECOND = STEM[:100] + words(30, 2)
 COMMON = 96  # six blocks of 16
 
 
-def at_once(llm: LLM, count: int) -> list[Batch]:
+def at_once(llm: LLM, count: int) -> list[list[tuple[int, int]]]:
     """The engine begins when `count` requests are there; (id, tokens) of every batch from then."""
-    engine, batches = llm._engine, []
-    step, schedule = engine.step, engine._scheduler.schedule
-
-    def schedule_and_note():
-        batch = schedule()
-        if batch.requests:
-            batches.append([(one.request_id, one.num_scheduled_tokens) for one in batch.requests])
-        return batch
-
-    engine._scheduler.schedule = schedule_and_note
+    engine, batches = llm._engine, watch_batches(llm)
+    step = engine.step
     engine.step = lambda: (len(engine._live) >= count or bool(batches)) and step()
     return batches
 

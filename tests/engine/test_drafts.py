@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from forwards import watch_batches
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -268,16 +269,9 @@ def test_drafts_stay_within_the_budget_of_a_step(max_num_tokens, llama, open_llm
     expected = tokens(open_llm(llama).generate(prompts, params))
     llm = open_llm(llama, max_num_tokens=max_num_tokens, speculative=EAGER)
     draft_with(llm, Parrot([p + a for p, a in zip(prompts, expected, strict=True)], 4))
-    sizes, schedule = [], llm._engine._scheduler.schedule
-
-    def watched():
-        batch = schedule()
-        sizes.append(sum(request.num_scheduled_tokens for request in batch.requests))
-        return batch
-
-    llm._engine._scheduler.schedule = watched
+    batches = watch_batches(llm)
     assert tokens(llm.generate(prompts, params)) == expected
-    assert max(sizes) <= max_num_tokens
+    assert max(sum(count for _, count in batch) for batch in batches) <= max_num_tokens
 
 
 def test_with_a_store_and_a_restart(llama, open_llm, reference, prompts, tmp_path):

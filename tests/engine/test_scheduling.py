@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from forwards import watch_batches
 
 from kvconnect import SamplingParams
 from kvconnect.cache.resource_manager import BaseKVCacheManager
@@ -15,31 +16,16 @@ from kvconnect.request import LlmRequest
 SHORT = SamplingParams(max_tokens=20)
 
 
-def watch(llm):
-    """Every batch of the engine: (request id, scheduled tokens) of its requests."""
-    batches: list[list[tuple[int, int]]] = []
-    schedule = llm._engine._scheduler.schedule
-
-    def watched():
-        batch = schedule()
-        if batch.requests:
-            batches.append([(r.request_id, r.num_scheduled_tokens) for r in batch.requests])
-        return batch
-
-    llm._engine._scheduler.schedule = watched
-    return batches
-
-
 def test_a_prompt_is_computed_in_chunks_of_the_budget(open_llm, llama):
     llm = open_llm(llama, max_num_tokens=128)
-    batches = watch(llm)
+    batches = watch_batches(llm)
     llm.generate([7] * 300, SamplingParams(max_tokens=2, ignore_eos=True))
     assert batches == [[(0, 128)], [(0, 128)], [(0, 44)], [(0, 1)]]
 
 
 def test_chunks_fill_what_running_requests_leave(open_llm, llama):
     llm = open_llm(llama, max_num_tokens=50)
-    batches = watch(llm)
+    batches = watch_batches(llm)
     llm.generate([[1] * 40, [2] * 40, [3] * 5], SamplingParams(max_tokens=3, ignore_eos=True))
     assert batches[:3] == [
         [(0, 40), (1, 10)],  # the third would get nothing: it is not admitted
@@ -50,7 +36,7 @@ def test_chunks_fill_what_running_requests_leave(open_llm, llama):
 
 def test_the_budget_is_never_exceeded_and_nobody_starves(open_llm, llama, prompts):
     llm = open_llm(llama, max_num_tokens=5)
-    batches = watch(llm)
+    batches = watch_batches(llm)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
     assert all(sum(count for _, count in batch) <= 5 for batch in batches)
     assert all(count >= 1 for batch in batches for _, count in batch)
@@ -66,7 +52,7 @@ def test_prompts_that_are_not_to_be_divided_are_computed_in_one_step(
     # Nor where others begin alike.
     prompts += [prompts[0][:32] + [7] * 9, prompts[0][:32] + [8] * 3]
     llm = open_llm(llama, max_num_tokens=50, enable_chunked_prefill=False, scheduling=policy)
-    batches = watch(llm)
+    batches = watch_batches(llm)
     outputs = llm.generate(prompts, SHORT)
     assert [list(one.output_token_ids) for one in outputs] == reference(llama, prompts, 20)
     assert all(sum(count for _, count in batch) <= 50 for batch in batches)
@@ -107,7 +93,7 @@ def test_prompts_whose_loads_failed_are_not_divided_either():
 
 def test_first_come_first_served(open_llm, llama):
     llm = open_llm(llama, max_batch_size=1)
-    batches = watch(llm)
+    batches = watch_batches(llm)
     llm.generate([[1] * 9, [2] * 9, [3] * 9], SamplingParams(max_tokens=2, ignore_eos=True))
     assert [batch[0][0] for batch in batches] == [0, 0, 1, 1, 2, 2]
 
@@ -123,7 +109,7 @@ def test_requests_queue_when_the_cache_is_full(open_llm, llama, reference, promp
 
 def test_a_request_is_admitted_only_if_all_can_run_to_their_end(open_llm, llama):
     llm = open_llm(llama, max_tokens=96)  # six blocks
-    batches = watch(llm)
+    batches = watch_batches(llm)
     # Each holds one block at first and four at its end.
     llm.generate([[1] * 10, [2] * 10], SamplingParams(max_tokens=50, ignore_eos=True))
     assert all(len(batch) == 1 for batch in batches)
