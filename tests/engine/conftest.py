@@ -107,3 +107,9 @@ def open_llm(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         llm.close()
     for key, loaded in lent:
         shelf[key].append(loaded)
+
+
+@pytest.fixture
+def llm(open_llm: Callable[..., LLM], llama: Path) -> LLM:
+    """An engine as it is by default."""
+    return open_llm(llama)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from forwards import watch_batches
+from watching import tokens, watch_batches
 
 from kvconnect import SamplingParams
 from kvconnect.errors import ConfigurationError, OutOfBlocks
 
 GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
 FULL = "max_utilization"
-
-
-def tokens(outputs):
-    return [list(output.output_token_ids) for output in outputs]
 
 
 def preempted_from(llm):

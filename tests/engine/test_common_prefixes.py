@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from forwards import watch_batches
+from watching import tokens, watch_batches
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
 from kvconnect.request import RequestState
@@ -34,7 +34,7 @@ def at_once(llm: LLM, count: int) -> list[list[tuple[int, int]]]:
 
 
 def check(outputs, expected: list[list[int]], computed: Sequence[int]) -> None:
-    assert [list(one.output_token_ids) for one in outputs] == expected
+    assert tokens(outputs) == expected
     assert [one.computed_tokens for one in outputs] == list(computed)
 
 
@@ -163,7 +163,7 @@ def test_the_first_is_preempted(open_llm, llama, reference, after):
     between_steps(llm, preempt)
     prompts = [STEM[:230] + words(20, 1), STEM[:230] + words(25, 2)]
     outputs = llm.generate(prompts, THREE)
-    assert [list(one.output_token_ids) for one in outputs] == reference(llama, prompts, 3)
+    assert tokens(outputs) == reference(llama, prompts, 3)
     assert outputs[1].computed_tokens <= 255 - 224
 
 
@@ -196,7 +196,7 @@ def test_the_first_loads_what_they_share(open_llm, llama, reference, tmp_path):
     llm = open_llm(llama, connector=url)
     at_once(llm, 2)
     outputs = llm.generate([FIRST, SECOND], THREE)
-    assert [list(one.output_token_ids) for one in outputs] == reference(llama, [FIRST, SECOND], 3)
+    assert tokens(outputs) == reference(llama, [FIRST, SECOND], 3)
     assert all(one.computed_tokens <= one.prompt_tokens - 64 for one in outputs)
 
 

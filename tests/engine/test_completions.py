@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from forwards import hold_forwards
+from watching import hold_forwards
 
 from kvconnect import SamplingParams
 
 PROMPT = list(range(100))  # six blocks and a tail of four tokens
 THREE = SamplingParams(n=3, max_tokens=12, temperature=1.0, seed=7, ignore_eos=True)
-
-
-@pytest.fixture
-def llm(open_llm, llama):
-    return open_llm(llama)
 
 
 def test_the_prompt_is_computed_once(llm):

@@ -7,6 +7,7 @@ import threading
 import pytest
 import rank_connectors
 import torch
+from watching import check_idle, tokens
 
 from kvconnect import KvCacheConnectorConfig, SamplingParams
 from kvconnect.connector.data import Direction, TransferFailure
@@ -137,7 +138,7 @@ def expected(reference, llama, prompts):
 
 
 def answers(llm, prompts):
-    return [list(output.output_token_ids) for output in llm.generate(prompts, GREEDY)]
+    return tokens(llm.generate(prompts, GREEDY))
 
 
 @pytest.mark.parametrize(
@@ -157,21 +158,19 @@ def test_the_rest_is_computed(is_async, good_blocks, writes_ended, plan, llm, pr
     plan.hold.set()
     outputs = llm.generate(prompts, GREEDY)
     assert plan.loads == 1
-    assert [list(output.output_token_ids) for output in outputs] == expected
+    assert tokens(outputs) == expected
     # What was valid counts as reused; nothing else of the load does.
     assert outputs[0].reused_store_tokens == good_blocks * T
     assert outputs[0].computed_tokens == 70 - good_blocks * T
     # Nothing of the failed step is in the tree.
     assert answers(llm, prompts) == expected
-    stats = llm.stats()
-    assert stats.free_blocks == stats.max_blocks
-    llm._engine._kv.blocks.check_invariants()
+    check_idle(llm)
 
 
 def test_without_a_failure_it_is_all_reused(plan, llm, prompts, expected):
     plan.fails = False
     outputs = llm.generate(prompts, GREEDY)
-    assert [list(output.output_token_ids) for output in outputs] == expected
+    assert tokens(outputs) == expected
     assert (outputs[0].reused_store_tokens, outputs[0].computed_tokens) == (48, 22)
 
 
@@ -223,8 +222,7 @@ def test_aborting_while_it_loads(plan, llm, prompts, expected):
     plan.hold.set()
     plan.wakeup()
     assert answers(llm, prompts) == expected
-    stats = llm.stats()
-    assert stats.free_blocks == stats.max_blocks
+    check_idle(llm)
 
 
 def test_blocks_that_come_back_when_nobody_hopes_for_them_are_used(plan, llm, prompts, monkeypatch):

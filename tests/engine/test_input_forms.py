@@ -26,11 +26,6 @@ def threads_take_turns_at_any_moment():
     sys.setswitchinterval(before)
 
 
-@pytest.fixture
-def llm(open_llm, llama):
-    return open_llm(llama)
-
-
 @pytest.mark.parametrize(
     "prompt",
     [

@@ -6,8 +6,8 @@ import pkgutil
 import threading
 
 import pytest
-from forwards import hold_forwards
 from rank_connectors import Picky, Planted, Worker
+from watching import hold_forwards
 
 from kvconnect import KvCacheConnectorConfig, SamplingParams
 from kvconnect.errors import ConnectorContractError, EngineClosed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from forwards import watch_batches
+from watching import tokens, watch_batches
 
 from kvconnect import SamplingParams
 from kvconnect.cache.resource_manager import BaseKVCacheManager
@@ -54,7 +54,7 @@ def test_prompts_that_are_not_to_be_divided_are_computed_in_one_step(
     llm = open_llm(llama, max_num_tokens=50, enable_chunked_prefill=False, scheduling=policy)
     batches = watch_batches(llm)
     outputs = llm.generate(prompts, SHORT)
-    assert [list(one.output_token_ids) for one in outputs] == reference(llama, prompts, 20)
+    assert tokens(outputs) == reference(llama, prompts, 20)
     assert all(sum(count for _, count in batch) <= 50 for batch in batches)
     steps = [dict(batch) for batch in batches]
     for at, output in enumerate(outputs):
@@ -102,7 +102,7 @@ def test_requests_queue_when_the_cache_is_full(open_llm, llama, reference, promp
     # Eight blocks: the longest prompt with its answer needs all of them.
     llm = open_llm(llama, max_tokens=128)
     outputs = llm.generate(prompts * 3, SHORT)
-    got = [list(output.output_token_ids) for output in outputs]
+    got = tokens(outputs)
     assert got == reference(llama, prompts * 3, 20)
     assert llm.stats().preemptions == 0
 

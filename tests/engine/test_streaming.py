@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from forwards import hold_forwards
+from watching import check_idle, hold_forwards
 
 from kvconnect import SamplingParams
 from kvconnect.engine.request.handle import RequestHandle
@@ -16,11 +16,6 @@ from kvconnect.request import LlmRequest
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=20, ignore_eos=True)
-
-
-@pytest.fixture
-def llm(open_llm, llama):
-    return open_llm(llama)
 
 
 def test_chunks_add_up_to_the_output(llm, prompts):
@@ -141,9 +136,7 @@ def test_aborted_requests_give_their_blocks_back(llm, prompts):
     for handle in handles:
         handle.result(timeout=60)
     llm.generate(prompts[0], SHORT)
-    stats = llm.stats()
-    assert stats.free_blocks == stats.max_blocks
-    llm._engine._kv.blocks.check_invariants()
+    check_idle(llm)
 
 
 def test_tokens_that_come_with_the_end_are_not_lost():

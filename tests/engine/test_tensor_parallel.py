@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from watching import tokens
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.engine.ranks import group as group_module
@@ -78,10 +79,6 @@ def _runs(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-def tokens(outputs) -> list[list[int]]:
-    return [list(output.output_token_ids) for output in outputs]
 
 
 def many(prompts: list[list[int]]) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from watching import check_idle, tokens
 
 from kvconnect import KvCacheConfig, SamplingParams
 from kvconnect.cache.kv_cache_manager import KVCacheManager
@@ -15,19 +16,9 @@ GREEDY = SamplingParams(max_tokens=28)
 DRAFTS = NgramSpeculation(num_draft_tokens=5, min_ngram_size=1)
 
 
-def tokens(outputs):
-    return [list(output.output_token_ids) for output in outputs]
-
-
 @pytest.fixture
 def model(arch, model_of, mixed):
     return mixed if arch == "mixed" else model_of(arch)
-
-
-def check_idle(llm):
-    stats = llm.stats()
-    assert stats.free_blocks == stats.max_blocks
-    llm._engine._kv.blocks.check_invariants()
 
 
 @pytest.mark.parametrize(

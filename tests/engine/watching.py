@@ -1,10 +1,23 @@
-"""What an engine computes: its batches, and forward passes that wait for a test."""
+"""What tests see of an engine: its answers, its batches, forward passes that wait for a test."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
-from kvconnect import LLM
+from kvconnect import LLM, RequestOutput
+
+
+def tokens(outputs: Iterable[RequestOutput]) -> list[list[int]]:
+    """The tokens of these answers."""
+    return [list(output.output_token_ids) for output in outputs]
+
+
+def check_idle(llm: LLM) -> None:
+    """The engine holds nothing of any request."""
+    stats = llm.stats()
+    assert stats.free_blocks == stats.max_blocks
+    llm._engine._kv.blocks.check_invariants()
 
 
 def hold_forwards(llm: LLM) -> tuple[threading.Event, threading.Event]:
