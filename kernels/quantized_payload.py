@@ -16,12 +16,14 @@ from torch import Tensor
 
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.kernels.host import reference
-from kvconnect.kernels.host.quantize import CHUNK_ELEMENTS, quantize_rows
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["dequantize_payload", "quantize_payload", "quantized_nbytes"]
+__all__ = ["dequantize_payload", "quantize_payload", "quantize_rows", "quantized_nbytes"]
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_MAX = torch.finfo(torch.float32).max
+_CHUNK_ELEMENTS = 1 << 16
+"""The elements of a chunk, whose float32 temporaries stay in the second-level cache."""
 
 
 def quantized_nbytes(layout: KvCacheLayout) -> int:
@@ -65,6 +67,22 @@ def dequantize_payload(encoded: Tensor, layout: KvCacheLayout, out: Tensor, *, d
     for rows, values, scales in _parts(out, layout, encoded, dtype):
         wanted = torch.float32 if layout.dtype == torch.float64 else layout.dtype
         rows.copy_(reference.dequantize(values, scales, dtype, wanted))
+
+
+def quantize_rows(rows: Tensor, code: str) -> tuple[Tensor, Tensor]:
+    """Quantises like `reference.quantize`, bit for bit, at two to three times its speed."""
+    limit = reference.LIMITS[code]
+    exact = rows.to(torch.float32, copy=True)
+    largest = exact.abs().amax(-1, keepdim=True)  # NaN where one is
+    scales = largest / limit
+    exact.mul_((torch.full_like(largest, limit) / largest).clamp_(max=_MAX))
+    finite = largest.isfinite()
+    if not bool((finite & (largest > 0)).all()):
+        exact.masked_fill_(~finite | (largest == 0), 0.0)
+        scales.masked_fill_(~finite, torch.nan)
+    exact.clamp_(-limit, limit)
+    values = exact.to(torch.float8_e4m3fn) if code == "fp8_e4m3" else exact.round_().to(torch.int8)
+    return values.view(torch.uint8), scales.squeeze(-1)
 
 
 def _num_rows(layout: KvCacheLayout) -> int:
@@ -113,7 +131,7 @@ def _uneven_parts(
 def _chunks(
     rows: Tensor, values: Tensor, scales: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    size = max(1, CHUNK_ELEMENTS // rows.shape[1])
+    size = max(1, _CHUNK_ELEMENTS // rows.shape[1])
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
         yield rows[part], values[part], scales[part]

@@ -54,29 +54,24 @@ class Settings(BaseModel):
             raise ConfigurationError(_explain(cls, error)) from error
 
     @classmethod
-    def checked(cls, field: str, value: object) -> Self:
+    def given(cls, field: str, value: object) -> Self:
         """Returns `value` with every field checked once more: pydantic's copies are not checked.
 
         Args:
             field: the caller's name of it, for the error.
-            value: given by a caller.
+            value: given by a caller; also as a mapping of field names to values.
 
         Raises:
             ConfigurationError: it is something else, or a field has a bad value.
         """
+        if isinstance(value, Mapping):
+            return cls(**{str(name): each for name, each in value.items()})
         if isinstance(value, cls):
             return type(value)(**vars(value))
         names = f"{', '.join(list(cls.model_fields)[:2])}, ..."
         raise ConfigurationError(
             f"{field}: {shown(value)} is a {type(value).__name__}; give a {cls.__name__}({names})"
         )
-
-    @classmethod
-    def given(cls, field: str, value: object) -> Self:
-        """Checks like `checked`, but also takes a mapping of field names to values."""
-        if isinstance(value, Mapping):
-            return cls(**{str(name): each for name, each in value.items()})
-        return cls.checked(field, value)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         """Refuses the change of a field.

@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from kvconnect.cache.pool.events import KvCacheEvent
-from kvconnect.cache.sequence.pinned_blocks import PinnedBlocks
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import ExternalMatcher, LlmRequest, ScheduledBatch
 
 __all__ = ["BaseKVCacheManager", "BaseResourceManager", "KVCacheManagerFactory", "PinnedBlocks"]
+
+
+class PinnedBlocks:
+    """An opaque handle of blocks that stay until it is passed to `BaseKVCacheManager.unpin`."""
+
+    __slots__ = ()
 
 
 class BaseResourceManager(ABC):

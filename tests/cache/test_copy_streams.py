@@ -170,20 +170,6 @@ each_order = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 
 
 @each_order
-def test_a_copy_comes_behind_what_was_computed_before_the_order(device, copier, order):
-    before = device.compute()
-    order(copier)
-    assert before in device.launched[1].behind
-
-
-@each_order
-def test_what_is_computed_after_an_order_comes_behind_the_copy(device, copier, order):
-    order(copier)
-    copy = device.launched[0]
-    assert copy in device.compute().behind
-
-
-@each_order
 def test_copies_do_not_run_on_the_compute_stream(device, copier, order):
     order(copier)
     assert device.launched[0].stream in device.copy_streams

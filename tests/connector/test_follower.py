@@ -16,11 +16,11 @@ from kvconnect.connector.ranks.communicator import CancelLoad, Instructions, Rep
 from kvconnect.engine.checkpoint.loading import load_model
 from kvconnect.engine.model.pool_groups import CacheGeometry
 from kvconnect.engine.ranks.follower import Follower
-from kvconnect.engine.ranks.messages import BlockCopy, Close, CopyKind, LifeSign, Setup, StepWork
+from kvconnect.engine.ranks.messages import BlockCopy, Close, LifeSign, Setup, StepWork
 from kvconnect.engine.ranks.settings import RankSettings
 from kvconnect.errors import RankDivergence, UsageError
 
-WORK = StepWork((BlockCopy(CopyKind.MOVE, 0, (1,), (2,)),), ())
+WORK = StepWork((BlockCopy("move", 0, (1,), (2,)),), ())
 
 
 class Group:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.engine.checkpoint.loading import LoadedModel, load_model
+from kvconnect.engine.checkpoint.random_model import make_model
 
 T = 16
 
@@ -58,6 +59,18 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma3 with windows of 24 in four of six layers, full attention in between."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    return make_model(
+        tmp_path_factory.mktemp("mixed"),
+        "gemma3",
+        num_layers=6,
+        config_overrides={"layer_types": kinds},
+    )
+
+
+@pytest.fixture(scope="session")
 def shelf() -> Shelf:
     """Models that were loaded before, by their files and how; those in use are not there."""
     return defaultdict(list)
@@ -94,3 +107,9 @@ def open_llm(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         llm.close()
     for key, loaded in lent:
         shelf[key].append(loaded)
+
+
+@pytest.fixture
+def llm(open_llm: Callable[..., LLM], llama: Path) -> LLM:
+    """An engine as it is by default."""
+    return open_llm(llama)

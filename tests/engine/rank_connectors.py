@@ -1,10 +1,14 @@
-"""Connectors that fail on one rank. In a module of its own, since ranks import it by name."""
+"""Connectors that fail, for a request or on a rank; other ranks import this module by name."""
 
 from __future__ import annotations
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.connector.worker import KvCacheConnectorWorker
+
+
+class Planted(RuntimeError):
+    """An error of a connector here."""
 
 
 class Scheduler(KvCacheConnectorScheduler):
@@ -42,27 +46,46 @@ class Worker(KvCacheConnectorWorker):
         pass
 
     def get_finished(self, finished_gen_req_ids, started_loading_req_ids):
-        return [], []
+        return finished_gen_req_ids, started_loading_req_ids
 
 
 class Picky(Scheduler):
-    """Raises for a request in the method that its ``kv_transfer_params`` name; loads for ever."""
+    """Raises for a request in the method that its ``kv_transfer_params`` name.
+
+    They may also say what it offers for it (``match``, ``loads``), and whether it saves (``keep``).
+    """
+
+    def on_new_request(self, request):
+        self._at("on_new_request", request)
+        self._at("arrival", request, SystemExit)
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         self._at("get_num_new_matched_tokens", request)
-        loads = (request.kv_transfer_params or {}).get("loads", False)
-        return (8, True) if loads else (0, False)
+        params = request.kv_transfer_params or {}
+        return params.get("match", 0), params.get("loads", False)
+
+    def update_state_after_alloc(self, request, block_ids):
+        self._at("update_state_after_alloc", request)
 
     def request_finished(self, request, cache_block_ids):
         self._at("request_finished", request)
-        return False
+        return (request.kv_transfer_params or {}).get("keep", False)
+
+    def request_aborted(self, request):
+        self._at("request_aborted", request)
 
     def request_reset(self, request):
         self._at("request_reset", request)
 
-    def _at(self, method, request):
+    def on_rewind(self, request, block_ids):
+        self._at("on_rewind", request)
+
+    def get_kv_transfer_params(self, request):
+        self._at("get_kv_transfer_params", request)
+
+    def _at(self, method, request, error=Planted):
         if (request.kv_transfer_params or {}).get("raise_in") == method:
-            raise RuntimeError(f"{method} of one request")
+            raise error(f"{method} of one request")
 
 
 class FollowerCannotLoad(Worker):
@@ -95,17 +118,37 @@ class FollowerCannotLoad(Worker):
 class FollowerFails(Worker):
     """The second rank's raises amid the forward pass."""
 
-    def save_kv_layer(self, layer_idx, stream):
-        if layer_idx == 1 and self._llm_args.rank == 1:
-            raise RuntimeError("the second rank has had enough")
-
-
-class LeaderFails(Worker):
-    """The first rank's raises amid the forward pass."""
+    rank = 1
+    error: BaseException = RuntimeError("the second rank has had enough")
 
     def save_kv_layer(self, layer_idx, stream):
-        if layer_idx == 1 and self._llm_args.rank == 0:
-            raise RuntimeError("the first rank has had enough")
+        if layer_idx == 1 and self._llm_args.rank == self.rank:
+            raise self.error
+
+
+class LeaderFails(FollowerFails):
+    """The first rank's does."""
+
+    rank = 0
+    error = RuntimeError("the first rank has had enough")
+
+
+class FollowerExits(FollowerFails):
+    """The second rank's asks its process to end."""
+
+    error = SystemExit("planted")
+
+
+class FollowerIsInterrupted(FollowerFails):
+    """As by Ctrl-C."""
+
+    error = KeyboardInterrupt("planted")
+
+
+class LeaderExits(LeaderFails):
+    """The first rank's asks its process to end."""
+
+    error = SystemExit("planted")
 
 
 class FailsToStart(Worker):
@@ -115,30 +158,6 @@ class FailsToStart(Worker):
         super().__init__(llm_args)
         if llm_args.rank == 1:
             raise ValueError("no room on the second rank")
-
-
-class FollowerExits(Worker):
-    """The second rank's asks its process to end, amid the forward pass."""
-
-    error: type[BaseException] = SystemExit
-
-    def save_kv_layer(self, layer_idx, stream):
-        if layer_idx == 1 and self._llm_args.rank == 1:
-            raise self.error("planted")
-
-
-class FollowerIsInterrupted(FollowerExits):
-    """As by Ctrl-C."""
-
-    error = KeyboardInterrupt
-
-
-class LeaderExits(Worker):
-    """The first rank's asks its process to end."""
-
-    def save_kv_layer(self, layer_idx, stream):
-        if layer_idx == 1 and self._llm_args.rank == 0:
-            raise SystemExit("planted")
 
 
 class FollowerExitsAtStart(Worker):

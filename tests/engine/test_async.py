@@ -13,11 +13,6 @@ SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
-@pytest.fixture
-def llm(open_llm, llama):
-    return open_llm(llama)
-
-
 async def test_awaiting_gives_the_output(llm, prompts):
     expected = llm.generate(prompts, SHORT)
     found = await asyncio.gather(*(llm.generate_async(prompt, SHORT) for prompt in prompts))

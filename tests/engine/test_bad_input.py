@@ -76,12 +76,6 @@ def test_what_is_no_prompt(llm, prompts, message):
         llm.generate(prompts)
 
 
-def test_a_tensor_is_a_prompt(llm):
-    assert llm.generate(torch.tensor([1, 2, 3]))[0].prompt_token_ids == (1, 2, 3)
-    assert llm.generate([torch.tensor([1, 2, 3])])[0].prompt_token_ids == (1, 2, 3)
-    assert [one.prompt_token_ids for one in llm.generate(torch.tensor([[1], [2]]))] == [(1,), (2,)]
-
-
 BAD_CARGO = [
     (
         {"sampling_params": {"temprature": 0.5}},
@@ -111,6 +105,7 @@ BAD_CARGO = [
         "KvCacheRetentionConfig.decode_duration_ms='1 h': ",
     ),
     ({"cache_salt": "a\udc80"}, r"cache_salt: '\\udc80' at position 1 is half of a surrogate"),
+    ({"cache_salt": ""}, "cache_salt: '' must not be empty"),
     ({"cache_salt": 5}, "cache_salt: 5 must be a string, or None"),
     ({"cache_salt": "s" * 1025}, r"cache_salt: 's{79}\.\.\. has 1,025 characters; give 1 to 1,024"),
     ({"lora_id": 1.5}, "lora_id: 1.5 is a float; give an integer, a string, or None"),
@@ -189,22 +184,6 @@ def test_one_bad_prompt_starts_none(llm):
     assert llm.stats().finished_requests == before + 1
 
 
-def test_params_of_another_number(llm):
-    with pytest.raises(ConfigurationError, match="sampling_params: 2 were given for 3 prompts"):
-        llm.generate([[1], [2], [3]], [SamplingParams()] * 2)
-
-
-def test_an_empty_salt(llm):
-    with pytest.raises(ConfigurationError, match="cache_salt: '' must not be empty"):
-        llm.generate([1], cache_salt="")
-
-
-def test_a_prompt_of_a_single_list_or_array(llm):
-    assert llm.generate([1, 2, 3])[0].prompt_token_ids == (1, 2, 3)
-    assert llm.generate(np.array([1, 2, 3]))[0].prompt_token_ids == (1, 2, 3)
-    assert llm.generate([]) == []
-
-
 def test_a_callers_array_may_change_afterwards(llm):
     prompt = np.arange(1, 50, dtype=np.int32)
     handle = llm.submit(prompt, SamplingParams(max_tokens=8))
@@ -257,13 +236,6 @@ def test_a_callers_array_may_change_afterwards(llm):
 def test_settings(llama, options, message):
     with pytest.raises(ConfigurationError, match=message):
         LLM(llama, **options)
-
-
-def test_settings_as_a_dict(llama, tmp_path):
-    cache = {"max_tokens": 256, "tokens_per_block": 16}
-    with LLM(llama, kv_cache=cache, connector={"url": f"disk://{tmp_path}/kv"}) as llm:
-        assert llm.stats().max_blocks == 16
-        assert llm.generate([1, 2])[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("field", ["max_attention_window", "pool_ratio"])

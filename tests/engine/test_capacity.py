@@ -4,32 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from watching import tokens, watch_batches
 
-from kvconnect import LLM, KvCacheConfig, SamplingParams
+from kvconnect import SamplingParams
 from kvconnect.errors import ConfigurationError, OutOfBlocks
 
 GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
 FULL = "max_utilization"
-
-
-def tokens(outputs):
-    return [list(output.output_token_ids) for output in outputs]
-
-
-def most_at_once(llm):
-    """The sizes of the engine's batches, from now on."""
-    sizes: list[int] = []
-    schedule = llm._engine._scheduler.schedule
-
-    def watched():
-        batch = schedule()
-        sizes.append(len(batch.requests))
-        return batch
-
-    llm._engine._scheduler.schedule = watched
-    return sizes
 
 
 def preempted_from(llm):
@@ -58,9 +39,9 @@ def test_a_request_is_admitted_as_soon_as_its_prompt_fits(open_llm, llama, four)
         open_llm(llama, max_tokens=128),
         open_llm(llama, max_tokens=128, scheduling=FULL),
     )
-    sizes, more = most_at_once(careful), most_at_once(full)
+    few, more = watch_batches(careful), watch_batches(full)
     assert tokens(careful.generate(four, GREEDY)) == tokens(full.generate(four, GREEDY))
-    assert (max(sizes), max(more)) == (2, 4)
+    assert (max(map(len, few)), max(map(len, more))) == (2, 4)
     assert careful.stats().preemptions == 0
     assert full.stats().preemptions >= 2
 
@@ -157,56 +138,3 @@ def test_one_that_cannot_go_on_even_alone_fails_and_others_go_on(open_llm, llama
 def test_an_unknown_policy_is_refused(open_llm, llama):
     with pytest.raises(ConfigurationError, match="scheduling: 'max_utilisation' is unknown; did"):
         open_llm(llama, scheduling="max_utilisation")
-
-
-@settings(max_examples=5, deadline=None)
-@given(data=st.data())
-def test_any_mix_gets_the_answers_it_gets_alone(crowded, data):
-    llm, answers, questions = crowded
-    numbers = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=20))
-    handles = [(number, llm.submit(*questions[number])) for number in numbers]
-    for number, handle in handles:
-        if data.draw(st.integers(0, 7)) == 0:
-            handle.abort()
-        output = handle.result(timeout=60)
-        expected = answers[number]
-        if output.finish_reason == "abort":
-            expected = expected[: len(output.output_token_ids)]
-        assert output.output_token_ids == expected
-    llm.generate([1], SamplingParams(max_tokens=1))
-    stats = llm.stats()
-    assert (stats.waiting_requests, stats.running_requests) == (0, 0)
-    assert stats.free_blocks == stats.max_blocks
-    llm._engine._kv.blocks.check_invariants()
-
-
-@pytest.fixture(scope="module")
-def crowded(llama):
-    """An engine that always has too few blocks and drafts, too; what it is asked, the answers."""
-    rng = np.random.default_rng(2)
-    stems = [rng.integers(0, 256, length).tolist() for length in (45, 37)]
-    questions = [
-        (
-            stems[number % 2] + rng.integers(0, 256, 3 * number + 1).tolist(),
-            SamplingParams(
-                max_tokens=4 + 5 * number,
-                ignore_eos=True,
-                temperature=float(number == 3),
-                seed=number,
-            ),
-        )
-        for number in range(8)
-    ]
-    roomy = KvCacheConfig(tokens_per_block=8, max_tokens=512, enable_block_reuse=False)
-    with LLM(llama, kv_cache=roomy, dtype="float64") as llm:
-        answers = [llm.generate(*question)[0].output_token_ids for question in questions]
-    small = KvCacheConfig(tokens_per_block=8, max_tokens=128)
-    with LLM(
-        llama,
-        kv_cache=small,
-        dtype="float64",
-        max_num_tokens=24,
-        scheduling=FULL,
-        speculative="ngram",
-    ) as llm:
-        yield llm, answers, questions

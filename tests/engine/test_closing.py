@@ -58,6 +58,7 @@ def test_a_store_that_blocks_its_loop(open_llm, llama, monkeypatch, method):
     check_close(open_llm, llama, method)
 
 
+@pytest.mark.slow
 def test_it_takes_no_longer_than_promised(open_llm, llama):
     check_close(open_llm, llama, "load")
 

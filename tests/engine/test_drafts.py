@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from watching import check_idle, tokens, watch_batches
 
 from kvconnect import SamplingParams
 from kvconnect.engine.sampling.drafts import NgramDrafter, NgramSpeculation, accepted_run
@@ -26,10 +27,6 @@ def ints(*values):
 
 def propose(tokens, limit=99, **settings):
     return NgramDrafter(NgramSpeculation(**settings)).propose(ints(*tokens), limit).tolist()
-
-
-def tokens(outputs):
-    return [list(output.output_token_ids) for output in outputs]
 
 
 class Parrot:
@@ -135,9 +132,7 @@ def test_the_answers_are_those_of_plain_greedy_decoding(
     for wrong_every in (0, 3):  # on what the first time published
         draft_with(llm, Parrot(whole, wrong_every))
         assert tokens(llm.generate(several, params)) == expected
-    stats = llm.stats()
-    assert stats.free_blocks == stats.max_blocks
-    llm._engine._kv.blocks.check_invariants()
+    check_idle(llm)
 
 
 @pytest.mark.parametrize(("tokens_per_block", "wrong_every"), [(2, 5), (16, 2), (4, 0)])
@@ -244,8 +239,7 @@ def test_stop_tokens_and_strings_inside_a_run_end_the_request_there(count, llama
             expected.output_text,
             expected.finish_reason,
         )
-        stats = llm.stats()
-        assert stats.free_blocks == stats.max_blocks
+        check_idle(llm)
         # What is left in the cache is right, too.
         again = [*prompt, *output.output_token_ids]
         greedy = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -268,16 +262,9 @@ def test_drafts_stay_within_the_budget_of_a_step(max_num_tokens, llama, open_llm
     expected = tokens(open_llm(llama).generate(prompts, params))
     llm = open_llm(llama, max_num_tokens=max_num_tokens, speculative=EAGER)
     draft_with(llm, Parrot([p + a for p, a in zip(prompts, expected, strict=True)], 4))
-    sizes, schedule = [], llm._engine._scheduler.schedule
-
-    def watched():
-        batch = schedule()
-        sizes.append(sum(request.num_scheduled_tokens for request in batch.requests))
-        return batch
-
-    llm._engine._scheduler.schedule = watched
+    batches = watch_batches(llm)
     assert tokens(llm.generate(prompts, params)) == expected
-    assert max(sizes) <= max_num_tokens
+    assert max(sum(count for _, count in batch) for batch in batches) <= max_num_tokens
 
 
 def test_with_a_store_and_a_restart(llama, open_llm, reference, prompts, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from watching import tokens
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
 
@@ -14,10 +15,6 @@ KINDS = ["llama", "gemma3", "deepseek_v3"]
 MORE = ["mixtral", "phi", "gpt_neox", "opt"]
 LESS_OFTEN = ["qwen2", "gemma", "olmo"]
 GREEDY = SamplingParams(max_tokens=20)
-
-
-def tokens(outputs):
-    return [list(output.output_token_ids) for output in outputs]
 
 
 def often(*seldom):
@@ -115,20 +112,7 @@ def test_after_a_restart(arch, model, open_llm, reference, prompts, tmp_path):
     with open_llm(model, connector=connector) as llm:
         llm.generate(prompts, GREEDY)
     llm = open_llm(model, connector=connector)
-    check_loaded(llm, model, reference, prompts)
-
-
-@pytest.mark.parametrize("arch", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
-def test_from_memory(arch, model, open_llm, reference, prompts):
-    # The store lives as long as its engine: many other prompts drive these off the device.
-    llm = open_llm(model, connector="memory:?capacity=32MiB", max_tokens=256)
-    llm.generate(prompts, GREEDY)
-    llm.generate([[seed] * 200 for seed in range(3)], GREEDY)
-    check_loaded(llm, model, reference, prompts)
-
-
-def check_loaded(llm, model, reference, prompts):
-    """All of `prompts` but their last tokens comes from the store, and the answers are right."""
+    # All of them but their last tokens comes from the store, and the answers are right.
     outputs = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
     assert tokens(outputs) == reference(model, prompts, 20)
     assert all(output.computed_tokens == 1 for output in outputs)

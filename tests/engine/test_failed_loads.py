@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from types import ModuleType
 
 import pytest
+import rank_connectors
 import torch
+from watching import check_idle, tokens
 
 from kvconnect import KvCacheConnectorConfig, SamplingParams
 from kvconnect.connector.data import Direction, TransferFailure
-from kvconnect.connector.scheduler import KvCacheConnectorScheduler
-from kvconnect.connector.worker import KvCacheConnectorWorker
 
 T = 16
 GREEDY = SamplingParams(max_tokens=20)
-MODULE = "connector_of_failed_loads"
 
 
 class Plan:
@@ -44,15 +41,12 @@ class Plan:
 PLAN = Plan()
 
 
-class Leader(KvCacheConnectorScheduler):
+class Leader(rank_connectors.Scheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         if request.prompt_len != 70 or num_computed_tokens or PLAN.loads or not PLAN.stored:
             return 0, False
         PLAN.loads += 1
         return PLAN.num_tokens, PLAN.is_async
-
-    def update_state_after_alloc(self, request, block_ids):
-        pass
 
     def build_connector_meta(self, scheduler_output):
         data = [*scheduler_output.loading_requests, *scheduler_output.new_requests]
@@ -65,7 +59,7 @@ class Leader(KvCacheConnectorScheduler):
         return False
 
 
-class Worker(KvCacheConnectorWorker):
+class Worker(rank_connectors.Worker):
     wakes = True
 
     def __init__(self, llm_args):
@@ -88,15 +82,6 @@ class Worker(KvCacheConnectorWorker):
                     good = index < PLAN.good_blocks or not PLAN.fails
                     PLAN.pool[block] = PLAN.stored[keys[index]] if good else torch.nan
                 self.loading[request_id] = blocks
-
-    def wait_for_layer_load(self, layer_idx, stream):
-        pass
-
-    def save_kv_layer(self, layer_idx, stream):
-        pass
-
-    def wait_for_save(self, stream):
-        pass
 
     def get_finished(self, finished_gen_req_ids, started_loading_req_ids):
         ended = PLAN.unreturned if PLAN.hold.is_set() else []
@@ -126,12 +111,9 @@ class Worker(KvCacheConnectorWorker):
 
 
 @pytest.fixture
-def plan(monkeypatch):
+def plan():
     global PLAN  # noqa: PLW0603
     PLAN = Plan()
-    module = ModuleType(MODULE)
-    module.Leader, module.Worker = Leader, Worker
-    monkeypatch.setitem(sys.modules, MODULE, module)
     return PLAN
 
 
@@ -139,9 +121,9 @@ def plan(monkeypatch):
 def llm(plan, open_llm, llama, prompts, tmp_path):
     """An engine that has everything in its store and nothing on its device."""
     connector = KvCacheConnectorConfig(
-        connector_module=MODULE,
-        connector_scheduler_class="Leader",
-        connector_worker_class="Worker",
+        connector_module=__name__,
+        connector_scheduler_class=Leader.__name__,
+        connector_worker_class=Worker.__name__,
         max_quarantined_fraction=1.0,
     )
     llm = open_llm(llama, connector=connector, max_num_tokens=48)
@@ -156,7 +138,7 @@ def expected(reference, llama, prompts):
 
 
 def answers(llm, prompts):
-    return [list(output.output_token_ids) for output in llm.generate(prompts, GREEDY)]
+    return tokens(llm.generate(prompts, GREEDY))
 
 
 @pytest.mark.parametrize(
@@ -176,21 +158,19 @@ def test_the_rest_is_computed(is_async, good_blocks, writes_ended, plan, llm, pr
     plan.hold.set()
     outputs = llm.generate(prompts, GREEDY)
     assert plan.loads == 1
-    assert [list(output.output_token_ids) for output in outputs] == expected
+    assert tokens(outputs) == expected
     # What was valid counts as reused; nothing else of the load does.
     assert outputs[0].reused_store_tokens == good_blocks * T
     assert outputs[0].computed_tokens == 70 - good_blocks * T
     # Nothing of the failed step is in the tree.
     assert answers(llm, prompts) == expected
-    stats = llm.stats()
-    assert stats.free_blocks == stats.max_blocks
-    llm._engine._kv.blocks.check_invariants()
+    check_idle(llm)
 
 
 def test_without_a_failure_it_is_all_reused(plan, llm, prompts, expected):
     plan.fails = False
     outputs = llm.generate(prompts, GREEDY)
-    assert [list(output.output_token_ids) for output in outputs] == expected
+    assert tokens(outputs) == expected
     assert (outputs[0].reused_store_tokens, outputs[0].computed_tokens) == (48, 22)
 
 
@@ -242,8 +222,7 @@ def test_aborting_while_it_loads(plan, llm, prompts, expected):
     plan.hold.set()
     plan.wakeup()
     assert answers(llm, prompts) == expected
-    stats = llm.stats()
-    assert stats.free_blocks == stats.max_blocks
+    check_idle(llm)
 
 
 def test_blocks_that_come_back_when_nobody_hopes_for_them_are_used(plan, llm, prompts, monkeypatch):

@@ -46,17 +46,6 @@ def test_an_error_in_a_step_reaches_every_waiter(open_llm, llama, prompts):
             list(handle.stream())
 
 
-def test_an_error_while_a_request_ends_reaches_its_waiter(open_llm, llama, monkeypatch):
-    def broken(live, reason):
-        raise Broken("no output can be made")
-
-    llm = open_llm(llama)
-    monkeypatch.setattr("kvconnect.engine.request.live_request.LiveRequest._make_output", broken)
-    handle = llm.submit([1], SHORT)
-    with pytest.raises(Broken, match="no output can be made"):
-        handle.result(timeout=60)
-
-
 def test_a_dead_engine_says_what_it_died_of(open_llm, llama):
     llm = open_llm(llama)
     break_after(llm, 0)

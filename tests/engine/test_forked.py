@@ -46,18 +46,19 @@ async def output_of(handle):
 @pytest.mark.parametrize(
     "work",
     [
-        lambda llm, handle: llm.generate([1], SHORT),
-        lambda llm, handle: llm.generate("text", SHORT),
-        lambda llm, handle: llm.submit([1], SHORT),
-        lambda llm, handle: list(llm.stream([1], SHORT)),
-        lambda llm, handle: handle.result(),
-        lambda llm, handle: list(handle.stream()),
-        lambda llm, handle: asyncio.run(output_of(handle)),
-        lambda llm, handle: asyncio.run(chunks_of(handle)),
-        lambda llm, handle: list(RequestHandle([*handle._lives] * 2, handle.abort).stream()),
+        lambda llm, handle, begun: llm.generate([1], SHORT),
+        lambda llm, handle, begun: llm.generate("text", SHORT),
+        lambda llm, handle, begun: llm.submit([1], SHORT),
+        lambda llm, handle, begun: list(llm.stream([1], SHORT)),
+        lambda llm, handle, begun: handle.result(),
+        lambda llm, handle, begun: list(handle.stream()),
+        lambda llm, handle, begun: list(begun),
+        lambda llm, handle, begun: asyncio.run(output_of(handle)),
+        lambda llm, handle, begun: asyncio.run(chunks_of(handle)),
+        lambda llm, handle, begun: list(RequestHandle([*handle._lives] * 2, handle.abort).stream()),
     ],
     ids=[
-        *("generate", "text", "submit", "stream", "result", "stream_of_handle"),
+        *("generate", "text", "submit", "stream", "result", "stream_of_handle", "begun"),
         *("await", "async_for", "several"),
     ],
 )
@@ -65,8 +66,9 @@ async def output_of(handle):
 def test_what_would_wait_for_a_thread_that_is_not_there(open_llm, llama, work):
     llm = open_llm(llama)
     handle = llm.submit([1], LONG)
-    next(handle.stream())
-    told = in_child(lambda: work(llm, handle))
+    begun = handle.stream()
+    next(begun)
+    told = in_child(lambda: work(llm, handle, begun))
     assert told.startswith(f"EngineClosed: the engine runs in process {os.getpid()}, and this one")
     assert told.endswith("was forked from it; make an LLM in this process")
     handle.abort()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from watching import tokens
 
 from kvconnect import KvCacheConfig, SamplingParams
 from kvconnect.engine.model.pages import LayerPages, PageNumbers, SlotNumbers
@@ -13,10 +14,6 @@ from kvconnect.layout import KvCacheLayout
 
 FP8 = KvCacheConfig(tokens_per_block=16, max_tokens=1024, dtype="fp8")
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
-
-
-def tokens(outputs):
-    return [list(output.output_token_ids) for output in outputs]
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import pkgutil
 import threading
 
 import pytest
-from forwards import hold_forwards
+from rank_connectors import Picky, Planted, Worker
+from watching import hold_forwards
 
 from kvconnect import KvCacheConnectorConfig, SamplingParams
-from kvconnect.connector.scheduler import KvCacheConnectorScheduler
-from kvconnect.connector.worker import KvCacheConnectorWorker
-from kvconnect.engine.sampling import sampler
 from kvconnect.errors import ConnectorContractError, EngineClosed
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -18,85 +17,31 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0, seed=3)
 
 
-class Planted(RuntimeError):
-    pass
-
-
-class Picky(KvCacheConnectorScheduler):
-    """Raises in the method that a request's ``kv_transfer_params`` name."""
-
-    def _at(self, method, request, error=Planted):
-        if (request.kv_transfer_params or {}).get("raise_in") == method:
-            raise error(f"{method} of {request.request_id}")
-
-    def build_connector_meta(self, scheduler_output):
-        return None
-
-    def on_new_request(self, request):
-        self._at("on_new_request", request)
-        self._at("arrival", request, SystemExit)
-
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        self._at("get_num_new_matched_tokens", request)
-        wrong = (request.kv_transfer_params or {}).get("match", 0)
-        return wrong, False
-
-    def update_state_after_alloc(self, request, block_ids):
-        self._at("update_state_after_alloc", request)
-
-    def request_finished(self, request, cache_block_ids):
-        self._at("request_finished", request)
-        return (request.kv_transfer_params or {}).get("keep", False)
-
-    def request_aborted(self, request):
-        self._at("request_aborted", request)
-
-    def request_reset(self, request):
-        self._at("request_reset", request)
-
-    def on_rewind(self, request, block_ids):
-        self._at("on_rewind", request)
-
-    def get_kv_transfer_params(self, request):
-        self._at("get_kv_transfer_params", request)
-
-
-class Idle(KvCacheConnectorWorker):
-    """Moves nothing. Stuck where a test says so."""
+class Stuck(Worker):
+    """Stuck where a test says so."""
 
     stuck_in = ""
     entered = threading.Event()
     go_on = threading.Event()
+
+    def start_load_kv(self, stream):
+        self._maybe_stuck("start_load_kv")
+
+    def shutdown(self):
+        self._maybe_stuck("shutdown")
 
     def _maybe_stuck(self, method):
         if self.stuck_in == method:
             self.entered.set()
             self.go_on.wait(60)
 
-    def register_kv_caches(self, kv_cache_tensor): ...
-
-    def start_load_kv(self, stream):
-        self._maybe_stuck("start_load_kv")
-
-    def wait_for_layer_load(self, layer_idx, stream): ...
-
-    def save_kv_layer(self, layer_idx, stream): ...
-
-    def wait_for_save(self, stream): ...
-
-    def get_finished(self, finished_gen_req_ids, started_loading_req_ids):
-        return finished_gen_req_ids, started_loading_req_ids
-
-    def shutdown(self):
-        self._maybe_stuck("shutdown")
-
 
 @pytest.fixture
 def picky():
     return KvCacheConnectorConfig(
         connector_module=__name__,
-        connector_scheduler_class="Picky",
-        connector_worker_class="Idle",
+        connector_scheduler_class=Picky.__name__,
+        connector_worker_class=Stuck.__name__,
         save_timeout_s=0.2,
     )
 
@@ -217,44 +162,46 @@ def test_what_ends_the_engine_while_it_takes_requests_in_reaches_them_all(open_l
     llm.close()
 
 
-@pytest.mark.parametrize("params", [SHORT, DRAWN])
-def test_a_step_that_fails_for_one_request(open_llm, llama, prompts, params, monkeypatch):
+def fails(monkeypatch, what, wanted):
+    """Lets the function `what` raise where its arguments are `wanted`."""
+    module, _, name = what.rpartition(".")
+    owner = pkgutil.resolve_name(module)
+    plain = getattr(owner, name)
+
+    def planted(*args):
+        if wanted(*args):
+            raise Planted
+        return plain(*args)
+
+    monkeypatch.setattr(owner, name, planted)
+
+
+@pytest.mark.parametrize(
+    ("params", "bad", "what", "wanted"),
+    [
+        (
+            *(SHORT, {"stop_token_ids": (1000,)}, "kvconnect.engine.request.stops.StopChecker.add"),
+            lambda checker, _: 1000 in checker._stop_tokens,
+        ),
+        (
+            *(DRAWN, {"stop_token_ids": (1000,)}, "kvconnect.engine.request.stops.StopChecker.add"),
+            lambda checker, _: 1000 in checker._stop_tokens,
+        ),
+        (
+            *(DRAWN, {"seed": 4}, "kvconnect.engine.sampling.sampler._draw"),
+            lambda scores, params, generator: params.seed == 4,
+        ),
+        (SHORT, {"logprobs": 1}, "kvconnect.engine.request.logprobs._top", lambda *_: True),
+    ],
+)
+def test_a_step_that_fails_for_one_request(
+    open_llm, llama, prompts, monkeypatch, params, bad, what, wanted
+):
     llm = open_llm(llama)
     expected = [one.output_token_ids for one in llm.generate(prompts, params)]
-    make = llm._make
-    bad = prompts[2]
-
-    def planted(*_):
-        raise Planted("no such token")
-
-    def make_one(prompt, *rest):
-        (live,) = make(prompt, *rest)
-        if prompt is bad:
-            live._stops.add = planted
-        return [live]
-
-    monkeypatch.setattr(llm, "_make", make_one)
-    handles = [llm.submit(prompt, params) for prompt in prompts]
-    with pytest.raises(Planted):
-        handles.pop(2).result(60)
-    outputs = [handle.result(60).output_token_ids for handle in handles]
-    assert outputs == expected[:2] + expected[3:]
-    check_unharmed(llm)
-
-
-def test_a_draw_that_fails_for_one_request(open_llm, llama, prompts, monkeypatch):
-    llm = open_llm(llama)
-    expected = [one.output_token_ids for one in llm.generate(prompts, DRAWN)]
-    draw = sampler._draw
-
-    def fails_for_one(scores, params, generator):
-        if params.seed == 4:
-            raise Planted("no token can be drawn")
-        return draw(scores, params, generator)
-
-    monkeypatch.setattr(sampler, "_draw", fails_for_one)
-    bad = DRAWN.model_copy(update={"seed": 4})
-    handles = [llm.submit(one, bad if at == 2 else DRAWN) for at, one in enumerate(prompts)]
+    fails(monkeypatch, what, wanted)
+    broken = params.model_copy(update=bad)
+    handles = [llm.submit(one, broken if at == 2 else params) for at, one in enumerate(prompts)]
     with pytest.raises(Planted):
         handles.pop(2).result(60)
     outputs = [handle.result(60).output_token_ids for handle in handles]
@@ -266,35 +213,16 @@ def test_a_first_completion_that_fails_leaves_the_others(open_llm, llama, prompt
     llm = open_llm(llama)
     several = DRAWN.model_copy(update={"n": 3})
     expected = llm.generate(prompts[0], several)[0].outputs[1:]
-    draw = sampler._draw
-
-    def fails_for_the_first(scores, params, generator):
-        if params.seed == several.seed:
-            raise Planted("no token can be drawn")
-        return draw(scores, params, generator)
-
-    monkeypatch.setattr(sampler, "_draw", fails_for_the_first)
+    fails(
+        monkeypatch,
+        "kvconnect.engine.sampling.sampler._draw",
+        lambda scores, params, generator: params.seed == several.seed,
+    )
     handle = llm.submit(prompts[0], several)
     with pytest.raises(Planted):
         handle.result(60)
     others = [live.result(60).output_token_ids for live in handle._lives[1:]]
     assert others == [one.token_ids for one in expected]
-    check_unharmed(llm)
-
-
-def test_log_probabilities_that_fail_for_one_request(open_llm, llama, prompts, monkeypatch):
-    llm = open_llm(llama)
-    expected = [one.output_token_ids for one in llm.generate(prompts, SHORT)]
-    monkeypatch.setattr(
-        "kvconnect.engine.request.logprobs._top",
-        lambda *_: (_ for _ in ()).throw(Planted("no memory")),
-    )
-    bad = SHORT.model_copy(update={"logprobs": 1})
-    handles = [llm.submit(one, bad if at == 2 else SHORT) for at, one in enumerate(prompts)]
-    with pytest.raises(Planted):
-        handles.pop(2).result(60)
-    outputs = [handle.result(60).output_token_ids for handle in handles]
-    assert outputs == expected[:2] + expected[3:]
     check_unharmed(llm)
 
 
@@ -315,12 +243,12 @@ def test_a_connector_that_is_stuck_keeps_no_result_waiting(
     open_llm, llama, picky, monkeypatch, method
 ):
     monkeypatch.setattr("kvconnect.engine.llm._CLOSE_S", 0.3)
-    monkeypatch.setattr(Idle, "stuck_in", method)
-    monkeypatch.setattr(Idle, "entered", threading.Event())
-    monkeypatch.setattr(Idle, "go_on", threading.Event())
+    monkeypatch.setattr(Stuck, "stuck_in", method)
+    monkeypatch.setattr(Stuck, "entered", threading.Event())
+    monkeypatch.setattr(Stuck, "go_on", threading.Event())
     llm = open_llm(llama, connector=picky)
     handles = [llm.submit([at], LONG) for at in range(3)]
-    assert method == "shutdown" or Idle.entered.wait(60)
+    assert method == "shutdown" or Stuck.entered.wait(60)
     closer = threading.Thread(target=llm.close)
     closer.start()
     closer.join(60)  # save_timeout_s is 0.2
@@ -332,6 +260,6 @@ def test_a_connector_that_is_stuck_keeps_no_result_waiting(
                 handle.result(0)
     with pytest.raises(EngineClosed):
         llm.submit([1])
-    Idle.go_on.set()
+    Stuck.go_on.set()
     llm._thread._thread.join(60)
     assert not llm._thread._thread.is_alive()

@@ -24,11 +24,6 @@ def model(llama):
     return AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float64)
 
 
-@pytest.fixture
-def llm(open_llm, llama):
-    return open_llm(llama)
-
-
 def generate(model, **settings):
     """What transformers answers to `PROMPT`."""
     ids = torch.tensor([PROMPT])

@@ -14,7 +14,7 @@ from kvconnect import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.cache.memory.copier import TensorCopier
 from kvconnect.cache.memory.pool_tensor import allocate_host_pool, allocate_pool
 from kvconnect.engine.model.sequence_step import SequenceStep
-from kvconnect.engine.ranks.copies import CopyLog, make_copies
+from kvconnect.engine.ranks.copies import LoggedCopier, make_copies
 from kvconnect.engine.ranks.messages import PlanReader, PlanWriter
 from kvconnect.engine.ranks.settings import RankSettings, check_tensor_parallel_size, rank_device
 from kvconnect.errors import ConfigurationError, RankDivergence
@@ -110,19 +110,18 @@ def test_all_copies_of_the_leader_are_made_by_its_followers():
         return pools
 
     leaders, followers = memory(), memory()
-    log = CopyLog()
-    copier = log.copier(*leaders, [layout])
+    log = []
+    copier = LoggedCopier(log, *leaders, [layout])
     copier.offload(0, [0, 1], [2, 3])
     copier.onboard(0, np.array([2, 0]), np.array([4, 1]))
     copier.move(0, [4], [5])
     copier.copy_tokens(0, 5, 0, 3)
     copier.copy_tokens(0, 1, 2, 2, from_host=True)
-    copies = pickle.loads(pickle.dumps(log.take()))
+    copies = pickle.loads(pickle.dumps(log))
     make_copies(TensorCopier(*followers, [layout]), copies)
     for (mine,), (yours,) in zip(leaders, followers, strict=True):
         assert torch.equal(mine, yours)
     assert len(copies) == 5
-    assert log.take() == ()
 
 
 def test_settings_travel_whole(tmp_path):

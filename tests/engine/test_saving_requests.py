@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-
 import pytest
+import rank_connectors
 
 from kvconnect import KvCacheConnectorConfig, SamplingParams
-from kvconnect.connector.scheduler import KvCacheConnectorScheduler
-from kvconnect.connector.worker import KvCacheConnectorWorker
 
 T = 16
-MODULE = "connector_of_slow_saves"
 GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)
 
 
-class Leader(KvCacheConnectorScheduler):
+class Leader(rank_connectors.Scheduler):
     """Keeps every request's blocks."""
-
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        return 0, False
-
-    def update_state_after_alloc(self, request, block_ids): ...
-
-    def build_connector_meta(self, scheduler_output):
-        return None
 
     def request_finished(self, request, cache_block_ids):
         return True
 
 
-class Worker(KvCacheConnectorWorker):
+class Worker(rank_connectors.Worker):
     """Returns what it saved once it is told to."""
 
     may_end = False
 
     def register_kv_caches(self, kv_cache_tensor):
         self.saving: list[int] = []
-
-    def start_load_kv(self, stream): ...
-
-    def wait_for_layer_load(self, layer_idx, stream): ...
-
-    def save_kv_layer(self, layer_idx, stream): ...
-
-    def wait_for_save(self, stream): ...
 
     def get_finished(self, finished_gen_req_ids, started_loading_req_ids):
         self.saving += finished_gen_req_ids
@@ -55,14 +34,11 @@ class Worker(KvCacheConnectorWorker):
 
 
 @pytest.fixture
-def connector(monkeypatch: pytest.MonkeyPatch) -> KvCacheConnectorConfig:
-    module = ModuleType(MODULE)
-    module.Leader, module.Worker = Leader, Worker
-    monkeypatch.setitem(sys.modules, MODULE, module)
+def connector() -> KvCacheConnectorConfig:
     return KvCacheConnectorConfig(
-        connector_module=MODULE,
-        connector_scheduler_class="Leader",
-        connector_worker_class="Worker",
+        connector_module=__name__,
+        connector_scheduler_class=Leader.__name__,
+        connector_worker_class=Worker.__name__,
     )
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from watching import tokens, watch_batches
 
-from kvconnect import KvCacheConfig, SamplingParams
+from kvconnect import SamplingParams
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.engine.request.live_request import LiveRequest
 from kvconnect.engine.scheduler import Scheduler
@@ -17,31 +16,16 @@ from kvconnect.request import LlmRequest
 SHORT = SamplingParams(max_tokens=20)
 
 
-def watch(llm):
-    """Every batch of the engine: (request id, scheduled tokens) of its requests."""
-    batches: list[list[tuple[int, int]]] = []
-    schedule = llm._engine._scheduler.schedule
-
-    def watched():
-        batch = schedule()
-        if batch.requests:
-            batches.append([(r.request_id, r.num_scheduled_tokens) for r in batch.requests])
-        return batch
-
-    llm._engine._scheduler.schedule = watched
-    return batches
-
-
 def test_a_prompt_is_computed_in_chunks_of_the_budget(open_llm, llama):
     llm = open_llm(llama, max_num_tokens=128)
-    batches = watch(llm)
+    batches = watch_batches(llm)
     llm.generate([7] * 300, SamplingParams(max_tokens=2, ignore_eos=True))
     assert batches == [[(0, 128)], [(0, 128)], [(0, 44)], [(0, 1)]]
 
 
 def test_chunks_fill_what_running_requests_leave(open_llm, llama):
     llm = open_llm(llama, max_num_tokens=50)
-    batches = watch(llm)
+    batches = watch_batches(llm)
     llm.generate([[1] * 40, [2] * 40, [3] * 5], SamplingParams(max_tokens=3, ignore_eos=True))
     assert batches[:3] == [
         [(0, 40), (1, 10)],  # the third would get nothing: it is not admitted
@@ -52,7 +36,7 @@ def test_chunks_fill_what_running_requests_leave(open_llm, llama):
 
 def test_the_budget_is_never_exceeded_and_nobody_starves(open_llm, llama, prompts):
     llm = open_llm(llama, max_num_tokens=5)
-    batches = watch(llm)
+    batches = watch_batches(llm)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
     assert all(sum(count for _, count in batch) <= 5 for batch in batches)
     assert all(count >= 1 for batch in batches for _, count in batch)
@@ -68,9 +52,9 @@ def test_prompts_that_are_not_to_be_divided_are_computed_in_one_step(
     # Nor where others begin alike.
     prompts += [prompts[0][:32] + [7] * 9, prompts[0][:32] + [8] * 3]
     llm = open_llm(llama, max_num_tokens=50, enable_chunked_prefill=False, scheduling=policy)
-    batches = watch(llm)
+    batches = watch_batches(llm)
     outputs = llm.generate(prompts, SHORT)
-    assert [list(one.output_token_ids) for one in outputs] == reference(llama, prompts, 20)
+    assert tokens(outputs) == reference(llama, prompts, 20)
     assert all(sum(count for _, count in batch) <= 50 for batch in batches)
     steps = [dict(batch) for batch in batches]
     for at, output in enumerate(outputs):
@@ -109,7 +93,7 @@ def test_prompts_whose_loads_failed_are_not_divided_either():
 
 def test_first_come_first_served(open_llm, llama):
     llm = open_llm(llama, max_batch_size=1)
-    batches = watch(llm)
+    batches = watch_batches(llm)
     llm.generate([[1] * 9, [2] * 9, [3] * 9], SamplingParams(max_tokens=2, ignore_eos=True))
     assert [batch[0][0] for batch in batches] == [0, 0, 1, 1, 2, 2]
 
@@ -118,14 +102,14 @@ def test_requests_queue_when_the_cache_is_full(open_llm, llama, reference, promp
     # Eight blocks: the longest prompt with its answer needs all of them.
     llm = open_llm(llama, max_tokens=128)
     outputs = llm.generate(prompts * 3, SHORT)
-    got = [list(output.output_token_ids) for output in outputs]
+    got = tokens(outputs)
     assert got == reference(llama, prompts * 3, 20)
     assert llm.stats().preemptions == 0
 
 
 def test_a_request_is_admitted_only_if_all_can_run_to_their_end(open_llm, llama):
     llm = open_llm(llama, max_tokens=96)  # six blocks
-    batches = watch(llm)
+    batches = watch_batches(llm)
     # Each holds one block at first and four at its end.
     llm.generate([[1] * 10, [2] * 10], SamplingParams(max_tokens=50, ignore_eos=True))
     assert all(len(batch) == 1 for batch in batches)
@@ -171,30 +155,6 @@ def test_an_idle_engine_sleeps(open_llm, llama):
     assert len(steps) <= 2 + 3
 
 
-@settings(max_examples=5, deadline=None)
-@given(data=st.data())
-def test_any_mix_of_requests_gets_the_answers_it_gets_alone(any_mix, data):
-    """Chunks, queueing, reuse and aborts together, in a cache that is nearly too small."""
-    llm, alone = any_mix
-    numbers = st.integers(0, 7)
-    handles = []
-    for number in data.draw(st.lists(numbers, min_size=1, max_size=24)):
-        handles.append((number, llm.submit(*alone.question(number))))
-        if data.draw(st.integers(0, 5)) == 0:
-            handles[-1][1].abort()
-    for number, handle in handles:
-        output = handle.result(timeout=60)
-        expected = alone.answer(number)
-        if output.finish_reason == "abort":
-            expected = expected[: len(output.output_token_ids)]
-        assert output.output_token_ids == expected
-    llm.generate([1], SamplingParams(max_tokens=1))
-    stats = llm.stats()
-    assert (stats.waiting_requests, stats.running_requests) == (0, 0)
-    assert stats.free_blocks == stats.max_blocks
-    llm._engine._kv.blocks.check_invariants()
-
-
 def test_long_prompts_that_resume_together_all_get_tokens():
     """As many as were loading when their store failed."""
     scheduler = Scheduler(NoLimits(), max_num_tokens=8, max_batch_size=4)
@@ -224,33 +184,3 @@ class NoLimits(BaseKVCacheManager):
         return 100
 
     get_num_free_blocks = get_max_resource_count
-
-
-class Alone:
-    """Eight questions over two prefixes, and what a fresh engine answers to each."""
-
-    def __init__(self, llm) -> None:
-        rng = np.random.default_rng(2)
-        stems = [rng.integers(0, 256, length).tolist() for length in (45, 37)]
-        self._prompts = [
-            stems[number % 2] + rng.integers(0, 256, 3 * number + 1).tolist() for number in range(8)
-        ]
-        self._answers = [llm.generate(*self.question(n))[0].output_token_ids for n in range(8)]
-
-    def question(self, number):
-        return self._prompts[number], SamplingParams(max_tokens=4 + 5 * number, ignore_eos=True)
-
-    def answer(self, number):
-        return self._answers[number]
-
-
-@pytest.fixture(scope="module")
-def any_mix(llama):
-    from kvconnect import LLM
-
-    cold = KvCacheConfig(tokens_per_block=8, max_tokens=512, enable_block_reuse=False)
-    with LLM(llama, kv_cache=cold, dtype="float64") as llm:
-        alone = Alone(llm)
-    small = KvCacheConfig(tokens_per_block=8, max_tokens=160)
-    with LLM(llama, kv_cache=small, dtype="float64", max_num_tokens=24) as llm:
-        yield llm, alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from watching import tokens
 
 from kvconnect import SamplingParams
 from kvconnect.request import RequestState
@@ -47,7 +48,7 @@ def test_what_was_left_in_a_block_never_shows(llama, open_llm, reference, prompt
     # The second time, parts of blocks are copied into blocks that were never used.
     for _ in range(2):
         outputs = llm.generate(prompts, SamplingParams(max_tokens=20))
-        assert [list(one.output_token_ids) for one in outputs] == reference(llama, prompts, 20)
+        assert tokens(outputs) == reference(llama, prompts, 20)
 
 
 def test_what_a_partial_copy_brings_along_never_shows(llama, open_llm, reference, prompts):
@@ -68,7 +69,7 @@ def test_what_a_partial_copy_brings_along_never_shows(llama, open_llm, reference
     kv.prepare_resources = prepare_and_spoil
     for _ in range(2):
         outputs = llm.generate(prompts, SamplingParams(max_tokens=20))
-        assert [list(one.output_token_ids) for one in outputs] == reference(llama, prompts, 20)
+        assert tokens(outputs) == reference(llama, prompts, 20)
     assert any(one.reused_device_tokens % 16 for one in outputs)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from forwards import hold_forwards
+from watching import check_idle, hold_forwards
 
 from kvconnect import SamplingParams
 from kvconnect.engine.request.handle import RequestHandle
@@ -20,11 +18,6 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
-@pytest.fixture
-def llm(open_llm, llama):
-    return open_llm(llama)
-
-
 def test_chunks_add_up_to_the_output(llm, prompts):
     whole = llm.generate(prompts[0], SHORT)[0]
     chunks = list(llm.stream(prompts[0], SHORT))
@@ -32,14 +25,6 @@ def test_chunks_add_up_to_the_output(llm, prompts):
     assert "".join(chunk.text for chunk in chunks) == whole.output_text
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].finish_reason == "length"
-
-
-def test_chunks_come_before_the_end(llm, prompts):
-    stream = llm.stream(prompts[0], LONG)
-    first = next(stream)
-    assert first.token_ids
-    assert first.finish_reason is None
-    stream.close()
 
 
 def test_a_stream_starts_before_it_is_iterated(llm, prompts):
@@ -151,17 +136,17 @@ def test_aborted_requests_give_their_blocks_back(llm, prompts):
     for handle in handles:
         handle.result(timeout=60)
     llm.generate(prompts[0], SHORT)
-    stats = llm.stats()
-    assert stats.free_blocks == stats.max_blocks
-    llm._engine._kv.blocks.check_invariants()
+    check_idle(llm)
 
 
 def test_tokens_that_come_with_the_end_are_not_lost():
-    class Interrupted(threading.Condition):
-        """Lets the engine go on as soon as a reader has let go of the lock."""
+    class Interrupted:
+        """A lock that lets the engine go on as soon as a reader has let go of it."""
+
+        def __enter__(self):
+            pass
 
         def __exit__(self, *error):
-            super().__exit__(*error)
             if meanwhile:
                 meanwhile.pop()()
 
@@ -173,35 +158,11 @@ def test_tokens_that_come_with_the_end_are_not_lost():
     live = LiveRequest(request, SimpleNamespace(abort=lambda: "c"))
     live.emit(TokenRun(live, [1], [StopStatus("a", None)], 0))
     meanwhile = [end]
-    live._changed = Interrupted()
+    live._lock = Interrupted()
     chunks = list(RequestHandle([live], lambda: None).stream())
     assert [chunk.token_ids for chunk in chunks] == [(1,), (2,)]
     assert "".join(chunk.text for chunk in chunks) == "abc"
     assert [chunk.finish_reason for chunk in chunks] == [None, "abort"]
-
-
-def test_text_held_back_at_an_abort_reaches_the_stream(llm, prompts):
-    whole = llm.generate(prompts[0], SHORT)[0].output_text
-    # May begin right away and never does: all text is held back.
-    params = SamplingParams(max_tokens=400, ignore_eos=True, stop=(whole[:8] + "never" * 200,))
-    gate, reached = hold_forwards(llm)
-    handle = llm.submit(prompts[0], params)
-    assert reached.wait(60)
-    forward = llm._engine._model.forward
-    steps = []
-
-    def counted(step):
-        steps.append(step)
-        if len(steps) == 6:
-            handle.abort()
-        return forward(step)
-
-    llm._engine._model.forward = counted
-    gate.set()
-    output = handle.result(timeout=60)
-    assert output.finish_reason == "abort"
-    assert output.output_text
-    assert "".join(chunk.text for chunk in handle.stream()) == output.output_text
 
 
 def test_result_with_a_timeout(llm, prompts):
@@ -211,18 +172,3 @@ def test_result_with_a_timeout(llm, prompts):
         handle.result(timeout=0.01)
     gate.set()
     assert handle.result(timeout=60).finish_reason == "length"
-
-
-def test_several_threads_stream_at_once(llm, prompts):
-    expected = [llm.generate(prompt, SHORT)[0].output_token_ids for prompt in prompts]
-    got: dict[int, tuple[int, ...]] = {}
-
-    def follow(index: int) -> None:
-        got[index] = sum((c.token_ids for c in llm.stream(prompts[index], SHORT)), ())
-
-    threads = [threading.Thread(target=partial(follow, i)) for i in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [got[index] for index in range(len(prompts))] == expected

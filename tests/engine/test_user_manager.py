@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 from torch import Tensor
+from watching import tokens
 
 from kvconnect import KvCacheConfig, SamplingParams
 from kvconnect.cache.resource_manager import BaseKVCacheManager
@@ -93,7 +94,7 @@ def test_it_serves_the_engine(arch, model_of, open_llm, reference, prompts, fact
     llm = open_llm(model_of(arch), kv_cache_manager=factory, max_tokens=160, max_num_tokens=48)
     for _ in range(2):
         outputs = llm.generate(prompts, GREEDY)
-        got = [list(output.output_token_ids) for output in outputs]
+        got = tokens(outputs)
         assert got == reference(model_of(arch), prompts, 20)
     assert {output.reused_device_tokens for output in outputs} == {0}
     assert len(made[0].free) == made[0].count

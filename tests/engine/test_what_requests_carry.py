@@ -49,7 +49,9 @@ def test_retention_reaches_the_blocks(each, llama, open_llm):
     assert list(seen.values()) == [[p] * 3 for p in ((90, 35, 10) if each else (90, 90, 90))]
 
 
-@pytest.mark.parametrize("field", ["cache_salt", "retention"])
+@pytest.mark.parametrize(
+    "field", ["sampling_params", "cache_salt", "retention", "kv_transfer_params"]
+)
 def test_as_many_as_prompts(field, llama, open_llm):
     with pytest.raises(ConfigurationError, match=f"{field}: 2 were given for 3 prompts"):
-        open_llm(llama).generate([PROMPT] * 3, ONE, **{field: [None, None]})
+        open_llm(llama).generate([PROMPT] * 3, **{field: [None, None]})

@@ -5,43 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from watching import check_idle, tokens
 
-from kvconnect import LLM, KvCacheConfig, SamplingParams
+from kvconnect import KvCacheConfig, SamplingParams
 from kvconnect.cache.kv_cache_manager import KVCacheManager
-from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.engine.sampling.drafts import NgramSpeculation
+from kvconnect.errors import UsageError
 
 GREEDY = SamplingParams(max_tokens=28)
 DRAFTS = NgramSpeculation(num_draft_tokens=5, min_ngram_size=1)
 
 
-def tokens(outputs):
-    return [list(output.output_token_ids) for output in outputs]
-
-
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory):
-    """Gemma3 with windows of 24 in four of six layers, full attention in between."""
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-    return make_model(
-        tmp_path_factory.mktemp("mixed"),
-        "gemma3",
-        num_layers=6,
-        config_overrides={"layer_types": kinds},
-    )
-
-
 @pytest.fixture
 def model(arch, model_of, mixed):
     return mixed if arch == "mixed" else model_of(arch)
-
-
-def check_idle(llm):
-    stats = llm.stats()
-    assert stats.free_blocks == stats.max_blocks
-    llm._engine._kv.blocks.check_invariants()
 
 
 @pytest.mark.parametrize(
@@ -60,6 +37,22 @@ def test_cold_and_reused(model, max_num_tokens, tokens_per_block, open_llm, refe
         assert tokens(outputs) == expected
     assert [output.reused_device_tokens for output in outputs] == [len(p) - 1 for p in prompts]
     check_idle(llm)
+
+
+def test_layers_of_one_window_share_a_pool(mixed, open_llm):
+    layouts = open_llm(mixed).layouts
+    assert [(one.window, one.layers) for one in layouts] == [(None, (2, 5)), (24, (0, 1, 3, 4))]
+
+
+def test_a_page_that_was_given_up_too_early_is_an_error_not_an_answer(mixed, open_llm):
+    class Hasty(KVCacheManager):
+        def get_group_cache_indices(self, requests, group):
+            tables = super().get_group_cache_indices(requests, group)
+            return {one: [-1, *table[1:]] for one, table in tables.items()}
+
+    llm = open_llm(mixed, kv_cache_manager=Hasty)
+    with pytest.raises(UsageError, match="the cache manager does not hold them"):
+        llm.generate([[1] * 20], GREEDY)
 
 
 def test_a_window_group_gives_up_what_it_cannot_reach(mixed, open_llm):
@@ -152,57 +145,3 @@ def test_what_left_the_device_comes_back_from_the_host(model, open_llm, referenc
     assert outputs[0].reused_host_tokens >= 64
     assert llm.stats().reused_host_tokens == sum(one.reused_host_tokens for one in outputs)
     check_idle(llm)
-
-
-@settings(max_examples=4, deadline=None)
-@given(data=st.data())
-def test_any_mix_gets_the_answers_it_gets_alone(crowded, data):
-    llm, answers, questions = crowded
-    numbers = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=20))
-    handles = [(number, llm.submit(*questions[number])) for number in numbers]
-    for number, handle in handles:
-        if data.draw(st.integers(0, 7)) == 0:
-            handle.abort()
-        output = handle.result(timeout=60)
-        expected = answers[number]
-        if output.finish_reason == "abort":
-            expected = expected[: len(output.output_token_ids)]
-        assert output.output_token_ids == expected
-    llm.generate([1], SamplingParams(max_tokens=1))
-    assert (llm.stats().waiting_requests, llm.stats().running_requests) == (0, 0)
-    check_idle(llm)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param("guaranteed_no_evict", marks=pytest.mark.slow), "max_utilization"],
-)
-def crowded(request, mixed):
-    """An engine with few blocks, a host tier and drafts; what it is asked, and the answers."""
-    rng = np.random.default_rng(2)
-    stems = [rng.integers(0, 256, length).tolist() for length in (45, 37)]
-    questions = [
-        (
-            stems[number % 2] + rng.integers(0, 256, 3 * number + 1).tolist(),
-            SamplingParams(
-                max_tokens=4 + 5 * number,
-                ignore_eos=True,
-                temperature=float(number == 3),
-                seed=number,
-            ),
-        )
-        for number in range(8)
-    ]
-    roomy = KvCacheConfig(tokens_per_block=8, max_tokens=2048, enable_block_reuse=False)
-    with LLM(mixed, kv_cache=roomy, dtype="float64") as llm:
-        answers = [llm.generate(*question)[0].output_token_ids for question in questions]
-    small = KvCacheConfig(tokens_per_block=8, max_tokens=160, host_cache_size=1 << 20)
-    with LLM(
-        mixed,
-        kv_cache=small,
-        dtype="float64",
-        max_num_tokens=24,
-        scheduling=request.param,
-        speculative=DRAFTS,
-    ) as llm:
-        yield llm, answers, questions

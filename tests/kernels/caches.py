@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.layout import KvCacheLayout
 
+POISON = 0xA5
 DTYPES = [
     torch.float64,
     torch.float32,
@@ -23,11 +25,32 @@ EVEN_FORMS = ["pool", "flat", "stacked", "interleaved", "pairs"]
 UNEVEN_FORMS = ["flat", "pairs"]
 BARE_FORMS = ["flat", "latent"]  # without values
 HND_FORMS = {"stacked", "interleaved", "pairs", "latent"}
+GAPS = [(0, 0, 0), (8, 0, 0), (0, 16, 0), (0, 0, 3), (1, 2, 1), (0, 0, 0, 16), (0, 0, 0, 0, 1)]
+_MOST_NBYTES = 1 << 23
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
+    """As many of them, each time the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def at_offset(nbytes: int, offset: int, fill: torch.Tensor | None = None) -> torch.Tensor:
+    """uint8 that begins `offset` bytes behind a multiple of 64."""
+    memory = np.full(nbytes + 128, POISON, np.uint8)
+    start = -memory.ctypes.data % 64 + offset
+    tensor = torch.from_numpy(memory[start : start + nbytes])
+    if fill is not None:
+        tensor.copy_(fill)
+    return tensor
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A cache: its form, its sizes, and how much is left out between the entries of each axis."""
+    """A cache: its form, its sizes, and how its elements lie.
+
+    `gaps` elements are left out behind the entries of each axis, `shift` before each tensor.
+    """
 
     form: str
     layout: str
@@ -39,21 +62,12 @@ class Shape:
     key_dim: int
     value_dim: int
     gaps: tuple[int, ...] = (0, 0, 0)
+    shift: int = 1
 
     def make(self, seed: int) -> Cache:
         """One full of random bytes."""
-        nbytes = 1 << 8
-        while True:
-            try:
-                random = torch.Generator().manual_seed(seed)
-                memory = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=random)
-                return Cache(self, memory)
-            except _TooSmall:
-                nbytes *= 2
-
-
-class _TooSmall(Exception):
-    pass
+        nbytes = Cache(self, torch.empty(_MOST_NBYTES, dtype=torch.uint8)).nbytes
+        return Cache(self, at_offset(nbytes, 0, random_bytes(nbytes, seed)))
 
 
 class Cache:
@@ -61,6 +75,8 @@ class Cache:
 
     Attributes:
         kv: it, bound.
+        tensors: the memory of each of its tensors, as bytes.
+        nbytes: of `memory` that it takes.
         planes: views ``[blocks, tokens, heads, dim]`` (HND: ``[blocks, heads, tokens, dim]``) as
             bytes, layer by layer, keys before values: made here, by plain indexing.
     """
@@ -68,13 +84,14 @@ class Cache:
     def __init__(self, shape: Shape, memory: torch.Tensor) -> None:
         self.shape = shape
         self.memory = memory
-        self._used = 0
+        self.tensors: list[torch.Tensor] = []
+        self.nbytes = 0
         self.kv, planes = getattr(self, f"_{shape.form}")()
         self.planes = [plane.view(torch.uint8) for plane in planes]
 
     def clone(self) -> Cache:
         """The same bytes elsewhere."""
-        return Cache(self.shape, self.memory.clone())
+        return Cache(self.shape, at_offset(self.nbytes, 0, self.memory))
 
     def row(self, block: int, layers: range | None = None) -> torch.Tensor:
         """A block's bytes in a contiguous buffer."""
@@ -112,11 +129,11 @@ class Cache:
         for axis in range(len(lengths) - 1, 0, -1):
             gap = self.shape.gaps[axis - 1] if axis - 1 < len(self.shape.gaps) else 0
             strides.insert(0, strides[0] * lengths[axis] + gap)
-        whole = strides[0] * lengths[0]
-        start = self._used // size + 1
-        self._used = (start + whole) * size
-        if self._used > self.memory.numel():
-            raise _TooSmall
+        start = self.nbytes // size + self.shape.shift
+        stop = start + strides[0] * lengths[0]
+        # Each begins as far behind a multiple of 64 as the first one does.
+        self.nbytes = -(-stop * size // 64) * 64
+        self.tensors.append(self.memory[start * size : stop * size])
         return self.memory.view(self.shape.dtype).as_strided(lengths, strides, start)
 
     def _inner(self, dim: int) -> tuple[int, int, int]:
@@ -187,23 +204,24 @@ class Cache:
 
 
 @st.composite
-def shapes(draw, dtypes=DTYPES):
+def shapes(draw, dtypes=DTYPES, blocks=(1, 3, 6)):
     """A cache's shape."""
-    key_dim = draw(st.sampled_from([1, 5, 8, 80, 96]))
-    value_dim = draw(st.sampled_from([key_dim, 3, 0]))
+    key_dim = draw(st.sampled_from([1, 5, 8, 16, 80, 96]))
+    value_dim = draw(st.sampled_from([key_dim, key_dim, 3, 32, 0]))
     forms = BARE_FORMS if not value_dim else EVEN_FORMS if value_dim == key_dim else UNEVEN_FORMS
     form = draw(st.sampled_from(forms))
     return Shape(
         form=form,
         layout=draw(st.sampled_from(["NHD", "HND"])) if form in HND_FORMS else "NHD",
-        dtype=draw(st.sampled_from(dtypes)),
+        dtype=(dtype := draw(st.sampled_from(dtypes))),
         layers=draw(st.integers(1, 3)),
-        blocks=draw(st.sampled_from([1, 3, 6])),
+        blocks=draw(st.sampled_from(blocks)),
         tokens=draw(st.sampled_from([2, 4, 16])),
         heads=1 if form == "latent" else draw(st.integers(1, 3)),
         key_dim=key_dim,
         value_dim=value_dim,
-        gaps=draw(st.sampled_from([(0, 0, 0), (8, 0, 0), (0, 16, 0), (0, 0, 3), (1, 2, 1)])),
+        gaps=draw(st.sampled_from(GAPS)),
+        shift=draw(st.sampled_from([0, 16, 8, 4, dtype.itemsize])) // dtype.itemsize,
     )
 
 

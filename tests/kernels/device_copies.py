@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from caches import POISON, random_bytes
 from fake_driver import DEVICE, PINNED
 from hypothesis import strategies as st
-from kv_cases import POISON, random_bytes
 
 from kvconnect.kernels.blocks.runs import RunTable
 from kvconnect.kernels.blocks.strips import Side, Strip

@@ -80,10 +80,3 @@ def test_what_is_wrong_is_said_and_nothing_written(shape, arguments, error, word
     with pytest.raises(error, match=words):
         reshape_and_cache(key, value, cache.kv, slots, layer=layer)
     assert torch.equal(cache.memory, before)
-
-
-def test_no_tokens_are_no_error():
-    cache = SHAPE.make(1)
-    before = cache.memory.clone()
-    reshape_and_cache(KEY[:0], KEY[:0], cache.kv, SLOTS[:0], layer=1)
-    assert torch.equal(cache.memory, before)

@@ -167,10 +167,3 @@ def test_nothing_to_copy_is_done_at_once(empty):
 def test_nothing_to_copy_needs_no_device(path):
     cache = SHAPE.make(1)
     assert gather_blocks(cache.kv, [-1], rows(1), path=path).done()
-
-
-def test_an_unknown_path_is_refused_by_name():
-    cache, out = SHAPE.make(1), rows(1)
-    with pytest.raises(ValueError, match="path='kernal': did you mean 'kernel'"):
-        gather_blocks(cache.kv, [0], out, path="kernal")
-    assert not out.any()

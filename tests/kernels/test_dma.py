@@ -61,11 +61,6 @@ def test_blocks_that_follow_each_other_on_both_sides_are_one_descriptor():
     assert sorted(runs.sizes.tolist()) == [64, 3 * 64]
 
 
-def test_blocks_that_follow_each_other_on_one_side_only_are_not():
-    made = HostCopy(Runs((64,)), [(3, 5), (5, 6), (7, 7)], Direction.STORE)
-    assert describe(made.copy).sizes.tolist() == [64] * 3
-
-
 def test_a_batch_has_at_most_8192_copies_and_none_is_lost():
     count = 2 * MAX_BATCH + 5
     ids = np.arange(count, dtype=np.int64)

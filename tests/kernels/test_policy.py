@@ -8,25 +8,8 @@ import sys
 import pytest
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction, Route
+from kvconnect.kernels.cuda.copy_policy import CopyPolicy
 from kvconnect.kernels.policy import capabilities
-
-KIB = 1024
-
-
-@pytest.mark.parametrize(
-    ("direction", "run_nbytes", "route"),
-    [
-        (Direction.WITHIN, 1, Route.KERNEL),
-        (Direction.WITHIN, 1 << 30, Route.KERNEL),
-        (Direction.LOAD, 28 * KIB - 1, Route.KERNEL),
-        (Direction.LOAD, 28 * KIB, Route.DMA),
-        (Direction.STORE, 64 * KIB - 1, Route.STAGED),
-        (Direction.STORE, 64 * KIB, Route.DMA),
-    ],
-)
-def test_the_default_policy_is_that_of_the_specification(direction, run_nbytes, route):
-    assert CopyPolicy().choose(direction, run_nbytes) is route
 
 
 @pytest.mark.parametrize("field", ["load_dma_from", "host_ctas", "num_slots"])

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.host import reference
-from kvconnect.kernels.host.quantize import quantize_rows
 from kvconnect.kernels.quantized_payload import (
     dequantize_payload,
     quantize_payload,
+    quantize_rows,
     quantized_nbytes,
 )
 from kvconnect.layout import KvCacheLayout

@@ -7,9 +7,9 @@ and everything that is not to be written is poisoned and compared.
 from __future__ import annotations
 
 import torch
+from caches import POISON, at_offset, random_bytes, shapes
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_cases import POISON, Case, as_bytes, at_offset, random_bytes, shapes
 from shim_runs import driver_of, grids, in_two_lengths
 
 from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks
@@ -25,11 +25,11 @@ def id_lists(num_blocks, size):
 def gathers(draw):
     shape = draw(shapes())
     size = draw(st.integers(1, 6))
-    first = draw(st.integers(0, shape.num_layers - 1))
+    first = draw(st.integers(0, shape.layers - 1))
     return (
-        Case(shape, draw(st.integers(0, 9))),
-        draw(id_lists(shape.num_blocks, size)),
-        slice(first, draw(st.integers(first + 1, shape.num_layers))),
+        shape.make(draw(st.integers(0, 9))),
+        draw(id_lists(shape.blocks, size)),
+        slice(first, draw(st.integers(first + 1, shape.layers))),
         draw(st.sampled_from([0, 16, 8, 4, 1])),
         draw(grids),
     )
@@ -47,7 +47,7 @@ def part_of(kv, layers):
 
 
 def row_nbytes(planes):
-    return sum(as_bytes(plane[0]).numel() for plane in planes)
+    return sum(plane[0].nbytes for plane in planes)
 
 
 def check_gather(shim, given_case):
@@ -100,16 +100,16 @@ def test_scatter_writes_just_the_blocks_and_layers_asked_for(shim, profile):
 
 @st.composite
 def mappings(draw):
-    shape = draw(shapes(max_blocks=8))
-    blocks = draw(st.permutations(range(shape.num_blocks)))
-    count = draw(st.integers(1, shape.num_blocks // 2))
+    shape = draw(shapes(blocks=(3, 8)))
+    blocks = draw(st.permutations(range(shape.blocks)))
+    count = draw(st.integers(1, shape.blocks // 2))
     pairs = list(zip(blocks[:count], blocks[count : 2 * count], strict=True))
     if draw(st.booleans()):
         pairs.append((-1, -1))
     tokens = st.sampled_from([0, 1, shape.tokens - 1, shape.tokens])
     counts = draw(st.none() | st.lists(tokens, min_size=len(pairs), max_size=len(pairs)))
-    other = draw(st.none() | st.just(Case(shape, 50)))
-    return Case(shape, draw(st.integers(0, 9))), other, pairs, counts, draw(grids)
+    other = draw(st.none() | st.just(shape.make(50)))
+    return shape.make(draw(st.integers(0, 9))), other, pairs, counts, draw(grids)
 
 
 def check_copy(shim, given_case):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from caches import POISON, random_bytes
 from device_copies import with_ids
 from fake_driver import FakeStream
-from kv_cases import POISON, random_bytes
 from shim_runs import driver_of, widths
 
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.runs import RunTable
 from kvconnect.kernels.blocks.strips import Side, Strip
 from kvconnect.kernels.blocks.work import BlockCopy, End
-from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks
+from kvconnect.kernels.copy import gather_blocks
 from kvconnect.kernels.cuda import device
 from kvconnect.kernels.cuda.launch.launcher import Grid, Launcher
 from kvconnect.kernels.cuda.launch.runs import INLINE_PAIRS, launch_copy
@@ -150,15 +150,3 @@ def test_a_table_is_uploaded_once(shim):
         submit(with_ids(copy, ids[::-1].copy(), ids))
         addresses.add(copy.table.kept[driver][0].runs.address)
     assert len(addresses) == 1
-
-
-def test_no_ids_are_no_launch(shim):
-    driver, policy = driver_of(shim, 2)
-    pool = torch.zeros(4, 1, 2, 4, 1, 8)
-    kv = PagedKv.from_pool(pool)
-    out = torch.zeros(0, kv.block_nbytes, dtype=torch.uint8)
-    with device.driven_by(driver, policy):
-        assert gather_blocks(kv, [], out, path="kernel").done()
-        assert scatter_blocks(out, kv, [], path="kernel").done()
-        assert copy_blocks(kv, kv, torch.zeros(0, 2, dtype=torch.int64), path="kernel").done()
-    assert not driver.works

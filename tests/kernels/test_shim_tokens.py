@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from caches import POISON, at_offset, random_bytes, shapes
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_cases import POISON, Case, at_offset, random_bytes, shapes
 from shim_runs import driver_of, grids, in_two_lengths, same_bytes
 
 from kvconnect.kernels.append import reshape_and_cache
@@ -148,7 +148,7 @@ def test_the_sequence_of_a_packed_token_is_found_in_any_batch(shim, batch):
 
 @st.composite
 def appends(draw):
-    case = Case(draw(shapes()), draw(st.integers(0, 9)))
+    case = draw(shapes()).make(draw(st.integers(0, 9)))
     kv = case.kv
     num_slots = kv.num_blocks * kv.tokens
     slots = draw(st.lists(st.integers(0, num_slots - 1), max_size=20, unique=True))

@@ -200,8 +200,10 @@ def test_a_second_ctrl_c_ends_it_at_once(kvconnect, trace, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "magic", "options"),
     [
-        ("a.png", b"\x89PNG\r\n", ("--device", "1GiB", "--bytes-per-token", 9999)),
-        ("a.svg", b"<?xml", ("--device", "60ktok", "--external", "2Mtok")),
+        (
+            *("a.svg", b"<?xml"),
+            ("--device", "1GiB", "--external", "9GiB", "--bytes-per-token", 9999),
+        ),
         ("b.png", b"\x89PNG\r\n", ("--sweep", "device=40ktok,80ktok,400ktok")),
         ("c.png", b"\x89PNG\r\n", ("--device", "60ktok", "--sweep", "external=0,400ktok")),
     ],

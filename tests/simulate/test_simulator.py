@@ -43,20 +43,6 @@ def test_the_same_prompt_again_is_found_but_for_its_last_token(request_of):
     assert counts.hit_rate() == counts.hit_rate("device") == 15 / 32
 
 
-def test_a_shared_beginning_is_found_as_far_as_it_goes(request_of):
-    left, right = [*run(1, 10), *run(2, 6)], [*run(1, 10), *run(3, 6)]
-    counts = served(simulator(), request_of(left), request_of(right))
-    assert counts.device_tokens == 10
-    assert counts.device_copied_tokens == 2
-
-
-def test_the_next_turn_finds_prompt_and_answer_but_the_last_token(request_of):
-    turn = request_of(run(1, 8), run(2, 8))
-    next_turn = request_of([*run(1, 8), *run(2, 8), *run(3, 8)])
-    # The last token of the answer was never fed back: 15 of 16 are there.
-    assert served(simulator(), turn, next_turn).device_tokens == 15
-
-
 def test_the_cache_forgets_what_was_used_longest_ago(request_of):
     # Four blocks: A and B fill them, C takes the place of A.
     a, b, c = (request_of(run(n, 8)) for n in (1, 2, 3))
@@ -173,11 +159,6 @@ def test_the_external_tier_goes_on_where_the_device_ends(request_of):
     assert counts.loaded_blocks - before.loaded_blocks == 13 - on_device // T
 
 
-def test_answers_are_saved_in_full_blocks(request_of):
-    counts = served(simulator(external_blocks=100), request_of(run(1, 6), run(2, 7)))
-    assert counts.saved_blocks == 3  # of 12 valid tokens
-
-
 def test_a_full_external_tier_forgets_the_oldest_chain_from_its_end(request_of):
     a, b = request_of(run(1, 12)), request_of(run(2, 8))
     sim = simulator(device=3, external_blocks=4)
@@ -187,19 +168,6 @@ def test_a_full_external_tier_forgets_the_oldest_chain_from_its_end(request_of):
     assert (counts.device_tokens, counts.external_tokens) == (4, 4)
     assert counts.saved_blocks == 3 + 2 + 1
     assert counts.external_evicted_blocks == 2
-
-
-def test_of_a_chain_longer_than_the_store_the_beginning_is_kept(request_of):
-    long, other = request_of(run(1, 24)), request_of(run(2, 24))
-    counts = served(simulator(device=6, external_blocks=3), long, long, other)
-    assert counts.saved_blocks == 6
-    assert counts.external_evicted_blocks == 3
-
-
-def test_the_external_tier_is_not_asked_for_what_the_device_has(request_of):
-    a = request_of(run(1, 16))
-    counts = served(simulator(external_blocks=100), a, a)
-    assert (counts.device_tokens, counts.external_tokens, counts.loaded_blocks) == (15, 0, 0)
 
 
 # ---------------------------------------------------------------- retention

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvconnect.cache.pool.block_pool import BlockPool
 from kvconnect.cache.pool.held_blocks import HeldBlocks, PinnedPath, no_ids
-from kvconnect.cache.sequence.pinned_blocks import PinnedBlocks
+from kvconnect.cache.resource_manager import PinnedBlocks
 from kvconnect.cache.tree.residence import BlockIds
 from kvconnect.cache.tree.retention import RetentionPlan
 from kvconnect.errors import ConfigurationError

@@ -26,7 +26,7 @@ from kvconnect.engine.model.forward_step import ForwardStep
 from kvconnect.engine.model.lean_layers import make_lean
 from kvconnect.engine.model.rank_sizes import check_size
 from kvconnect.engine.model.seam import ATTENTION, AttentionProbe, LayerShape
-from kvconnect.engine.model.sharding import ModelRanks, SingleRank, shard
+from kvconnect.engine.model.sharding import ModelRanks, shard
 from kvconnect.engine.model.unmapping import unmap
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 
@@ -50,7 +50,7 @@ class Model:
         directory: of the model.
         dtype: of weights and KV; ``auto``: the checkpoint's.
         device: ``auto``: CUDA where there is one.
-        ranks: that share the model; this one's part is loaded.
+        ranks: that share the model; this one's part is loaded. ``None``: the whole.
 
     Attributes:
         layers: what each attention layer stores here.
@@ -72,12 +72,13 @@ class Model:
         device: str = "auto",
         ranks: ModelRanks | None = None,
     ) -> None:
-        ranks = ranks or SingleRank()
         config = _load_config(directory)
         _refuse(config)
         self.device = _device(device)
         self._model = _load(directory, config, dtype)
-        heads = _sharded(self._model, ranks)
+        heads: dict[int, int] = {}
+        if ranks is not None:
+            heads = shard(self._model, _plan(self._model), ranks, num_heads=_num_heads(self._model))
         self._model.to(self.device).eval()
         self.config = config
         self.dtype: torch.dtype = self._model.dtype
@@ -90,8 +91,8 @@ class Model:
             replace(layer, num_kv_heads=heads.get(index, layer.num_kv_heads))
             for index, layer in enumerate(self.layers)
         ]
-        self._leads = ranks.rank == 0
-        if self.device.type == "cpu" and ranks.size == 1:
+        self._leads = ranks is None or ranks.rank == 0
+        if self.device.type == "cpu" and ranks is None:
             make_lean(self._model)
         unmap(self._model)  # last: what is packed is no copy of a file any more
 
@@ -213,13 +214,6 @@ def _no_thread_of_progress_bars() -> Iterator[None]:
         yield
     finally:
         tqdm.monitor_interval = before
-
-
-def _sharded(model: Any, ranks: ModelRanks) -> dict[int, int]:
-    """Cuts `model` down to this rank's part; returns KV heads in all by layer, where cut."""
-    if ranks.size == 1:
-        return {}
-    return shard(model, _plan(model), ranks, num_heads=_num_heads(model))
 
 
 def check_sharing(directory: Path, size: int) -> None:

@@ -28,7 +28,7 @@ from kvconnect.engine.model.rank_sizes import (
 )
 from kvconnect.errors import UnsupportedModel
 
-__all__ = ["ModelRanks", "SingleRank", "shard"]
+__all__ = ["ModelRanks", "shard"]
 
 _NUMBER = re.compile(r"\.(\d+)\.")
 
@@ -46,16 +46,6 @@ class ModelRanks(Protocol):
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replaces `tensor` by its sum over all ranks; collective, blocks until all came."""
-
-
-class SingleRank:
-    """The only rank, which has the model whole."""
-
-    rank = 0
-    size = 1
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Does nothing: `tensor` is the sum."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,43 +7,23 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvconnect.cache.memory.copier import BlockCopier, TensorCopier
-from kvconnect.engine.ranks.messages import BlockCopy, CopyKind
+from kvconnect.engine.ranks.messages import BlockCopy
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["CopyLog", "make_copies"]
+__all__ = ["LoggedCopier", "make_copies"]
 
 
-class CopyLog:
-    """The log of copies since they were last taken, in order."""
+class LoggedCopier(TensorCopier):
+    """A `TensorCopier` that keeps a log. A copy that raised is not in it: then the engine ends.
 
-    def __init__(self) -> None:
-        self._copies: list[BlockCopy] = []
-
-    def take(self) -> tuple[BlockCopy, ...]:
-        """Returns the copies so far, each once."""
-        taken, self._copies = tuple(self._copies), []
-        return taken
-
-    def add(self, copy: BlockCopy) -> None:
-        """Adds a copy that was made."""
-        self._copies.append(copy)
-
-    def copier(
-        self,
-        pools: Sequence[Tensor],
-        host_pools: Sequence[Tensor | None],
-        layouts: Sequence[KvCacheLayout],
-    ) -> TensorCopier:
-        """Makes a `TensorCopier` whose copies are in this log."""
-        return _LoggedCopier(self, pools, host_pools, layouts)
-
-
-class _LoggedCopier(TensorCopier):
-    """A `TensorCopier` that keeps a log. A copy that raised is not in it: then the engine ends."""
+    Args:
+        log: gets every copy that was made, in order.
+        pools, host_pools, layouts: as of `TensorCopier`.
+    """
 
     def __init__(
         self,
-        log: CopyLog,
+        log: list[BlockCopy],
         pools: Sequence[Tensor],
         host_pools: Sequence[Tensor | None],
         layouts: Sequence[KvCacheLayout],
@@ -52,51 +32,42 @@ class _LoggedCopier(TensorCopier):
         self._log = log
 
     def onboard(self, group: int, host_ids: Sequence[int], ids: Sequence[int]) -> None:
+        """Implements `BlockCopier`."""
         super().onboard(group, host_ids, ids)
-        self._log.add(BlockCopy(CopyKind.ONBOARD, group, _ints(host_ids), _ints(ids)))
+        self._log.append(BlockCopy("onboard", group, _ints(host_ids), _ints(ids)))
 
     def offload(self, group: int, ids: Sequence[int], host_ids: Sequence[int]) -> None:
+        """Implements `BlockCopier`."""
         super().offload(group, ids, host_ids)
-        self._log.add(BlockCopy(CopyKind.OFFLOAD, group, _ints(ids), _ints(host_ids)))
+        self._log.append(BlockCopy("offload", group, _ints(ids), _ints(host_ids)))
 
     def copy_tokens(
         self, group: int, source: int, target: int, num_tokens: int, *, from_host: bool = False
     ) -> None:
+        """Implements `BlockCopier`."""
         super().copy_tokens(group, source, target, num_tokens, from_host=from_host)
-        self._log.add(
-            BlockCopy(
-                CopyKind.TOKENS,
-                group,
-                (int(source),),
-                (int(target),),
-                num_tokens=int(num_tokens),
-                from_host=from_host,
-            )
-        )
+        ids = (int(source),), (int(target),)
+        self._log.append(BlockCopy("copy_tokens", group, *ids, int(num_tokens), from_host))
 
     def move(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Implements `BlockCopier`."""
         super().move(group, sources, targets)
-        self._log.add(BlockCopy(CopyKind.MOVE, group, _ints(sources), _ints(targets)))
+        self._log.append(BlockCopy("move", group, _ints(sources), _ints(targets)))
 
 
 def make_copies(copier: BlockCopier, copies: Sequence[BlockCopy]) -> None:
     """Makes `copies`, in order."""
     for one in copies:
-        match one.kind:
-            case CopyKind.ONBOARD:
+        match one.order:
+            case "onboard":
                 copier.onboard(one.group, one.sources, one.targets)
-            case CopyKind.OFFLOAD:
+            case "offload":
                 copier.offload(one.group, one.sources, one.targets)
-            case CopyKind.MOVE:
+            case "move":
                 copier.move(one.group, one.sources, one.targets)
-            case CopyKind.TOKENS:
-                copier.copy_tokens(
-                    one.group,
-                    one.sources[0],
-                    one.targets[0],
-                    one.num_tokens,
-                    from_host=one.from_host,
-                )
+            case "copy_tokens":
+                ids = one.sources[0], one.targets[0]
+                copier.copy_tokens(one.group, *ids, one.num_tokens, from_host=one.from_host)
 
 
 def _ints(ids: Sequence[int]) -> tuple[int, ...]:

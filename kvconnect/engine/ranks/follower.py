@@ -23,7 +23,6 @@ from kvconnect.engine.model.pool_groups import CacheGeometry
 from kvconnect.engine.ranks.copies import make_copies
 from kvconnect.engine.ranks.group import RankGroup
 from kvconnect.engine.ranks.meeting import Loaded, Meeting
-from kvconnect.engine.ranks.memory import free_nbytes
 from kvconnect.engine.ranks.messages import (
     BlockCopy,
     Close,
@@ -34,7 +33,7 @@ from kvconnect.engine.ranks.messages import (
     Setup,
     StepWork,
 )
-from kvconnect.engine.ranks.settings import RankSettings, rank_device
+from kvconnect.engine.ranks.settings import RankSettings, free_nbytes, rank_device
 from kvconnect.errors import UsageError
 from kvconnect.keys import Shard
 

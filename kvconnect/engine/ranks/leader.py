@@ -16,14 +16,20 @@ from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerF
 from kvconnect.config import KvCacheConfig
 from kvconnect.engine.checkpoint.loading import LoadedModel
 from kvconnect.engine.model.sequence_step import SequenceStep
-from kvconnect.engine.ranks.copies import CopyLog
+from kvconnect.engine.ranks.copies import LoggedCopier
 from kvconnect.engine.ranks.follower import follow
 from kvconnect.engine.ranks.group import CONNECT_S, RankGroup
 from kvconnect.engine.ranks.launch import FollowerProcesses
 from kvconnect.engine.ranks.meeting import Loaded, Meeting, rank_error, torchrun_rank
-from kvconnect.engine.ranks.memory import free_nbytes, limited
-from kvconnect.engine.ranks.messages import Close, LifeSign, PlanWriter, Setup, StepWork
-from kvconnect.engine.ranks.settings import RankSettings
+from kvconnect.engine.ranks.messages import (
+    BlockCopy,
+    Close,
+    LifeSign,
+    PlanWriter,
+    Setup,
+    StepWork,
+)
+from kvconnect.engine.ranks.settings import RankSettings, free_nbytes, limited
 from kvconnect.errors import ConfigurationError, KvConnectError, ModelChanged
 
 __all__ = ["Leader", "NoFollowers", "start_followers"]
@@ -77,7 +83,7 @@ class Leader:
         self._settings = settings
         self._meeting = meeting
         self._processes = processes
-        self._copies = CopyLog()
+        self._copies: list[BlockCopy] = []
         self._plans = PlanWriter()
         self.process_ids: tuple[int, ...] = ()
         self.group = RankGroup(0, settings.size, load_timeout_s=settings.load_timeout_s)
@@ -122,7 +128,7 @@ class Leader:
     @property
     def cache_factory(self) -> KVCacheManagerFactory:
         """Makes the leader's cache manager, whose copies all ranks make."""
-        return partial(KVCacheManager, make_copier=self._copies.copier)
+        return partial(KVCacheManager, make_copier=partial(LoggedCopier, self._copies))
 
     def set_up(self, kv: BaseKVCacheManager) -> None:
         """Sends the others the sizes of the pools; they attach their connectors now."""
@@ -158,7 +164,9 @@ class Leader:
             RankLost: a rank is lost; names it.
         """
         self._check()
-        return StepWork(self._copies.take(), self._plans.message(plan))
+        copies = tuple(self._copies)
+        self._copies.clear()
+        return StepWork(copies, self._plans.message(plan))
 
     def wait(self) -> None:
         """Keeps the others alive without work.

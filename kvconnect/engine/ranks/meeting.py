@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -47,7 +47,7 @@ class Loaded:
 
     digest: str = ""
     free_nbytes: int = 0
-    error: tuple[str, str] | None = None
+    error: Sequence[str] | None = None
     pid: int = field(default_factory=os.getpid)
 
 
@@ -135,7 +135,7 @@ class Meeting:
         beats = _Beats(self.store)
         while missing:
             for rank in [rank for rank in missing if self.store.check([f"loaded/{rank}"])]:
-                said[rank] = _read(self.store.get(f"loaded/{rank}"))
+                said[rank] = Loaded(**json.loads(self.store.get(f"loaded/{rank}")))
                 missing.remove(rank)
                 if (error := said[rank].error) is not None:
                     raise rank_error(rank, error)
@@ -231,13 +231,7 @@ def _not_connected(rank: int, seconds: float) -> RankLost:
     return RankLost(rank, f"rank {rank} is lost: it did not connect within {seconds:.1f} s")
 
 
-def _read(said: bytes) -> Loaded:
-    given = json.loads(said)
-    error = given.pop("error")
-    return Loaded(**given, error=None if error is None else (error[0], error[1]))
-
-
-def rank_error(rank: int, error: tuple[str, str]) -> KvConnectError:
+def rank_error(rank: int, error: Sequence[str]) -> KvConnectError:
     """Returns the leader's error for the class and text of a rank's error at its start."""
     name, text = error
     made = getattr(errors, name, None)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,6 @@ from kvconnect.tokens import TokenArray
 __all__ = [
     "BlockCopy",
     "Close",
-    "CopyKind",
     "LifeSign",
     "Message",
     "PlanReader",
@@ -32,27 +30,18 @@ __all__ = [
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 
 
-class CopyKind(Enum):
-    """A method of `BlockCopier`."""
-
-    ONBOARD = "onboard"
-    OFFLOAD = "offload"
-    MOVE = "move"
-    TOKENS = "copy_tokens"
-
-
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
     """A copy that the leader's block manager ordered; fields as of the methods of `BlockCopier`.
 
     Attributes:
-        kind: which method.
+        order: the method.
         group: of the pool.
         sources, targets: block ids.
         num_tokens, from_host: of ``copy_tokens``.
     """
 
-    kind: CopyKind
+    order: Literal["onboard", "offload", "move", "copy_tokens"]
     group: int
     sources: tuple[int, ...]
     targets: tuple[int, ...]

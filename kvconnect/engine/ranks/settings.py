@@ -1,4 +1,4 @@
-"""The start arguments of a follower."""
+"""The settings that ranks share, and the device and memory that each may take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.settings import Settings
 
-__all__ = ["RankSettings", "check_tensor_parallel_size", "rank_device"]
+__all__ = ["RankSettings", "check_tensor_parallel_size", "free_nbytes", "limited", "rank_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,3 +165,19 @@ def rank_device(device: str, rank: int, size: int) -> str:
             f"tensor_parallel_size: {size} ranks need as many GPUs, and there are {count}"
         )
     return f"cuda:{rank}"
+
+
+def free_nbytes(config: KvCacheConfig, device: torch.device) -> int:
+    """Returns the memory of `device` that the cache may take; 0 where that is no limit."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * config.free_gpu_memory_fraction)
+
+
+def limited(config: KvCacheConfig, nbytes: int) -> KvCacheConfig:
+    """Returns `config` for a cache of at most so many bytes; 0: no further limit."""
+    if not nbytes:
+        return config
+    given = config.max_gpu_total_bytes or nbytes
+    return config.model_copy(update={"max_gpu_total_bytes": min(given, nbytes)})

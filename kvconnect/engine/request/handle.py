@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from kvconnect.engine.request.live_request import LiveRequest
 from kvconnect.engine.request.logprobs import PromptLogprobs
 from kvconnect.engine.request.output import RequestOutput, StreamChunk, as_one
+from kvconnect.engine.request.owner import Owner
 
 __all__ = ["RequestHandle"]
 
@@ -78,13 +79,11 @@ class RequestHandle:
         Raises:
             KvConnectError: as in `result`, in place of the chunk that never came.
         """
-        if len(self._lives) == 1:
-            yield from _stream_of(self._lives[0])
-            return
-        changed = threading.Event()
+        changed, owner = threading.Event(), Owner()
         reader = _Reader(self._lives, changed.set)
         try:
             while not reader.ended:
+                owner.check()  # a fork may come between two chunks
                 changed.wait()
                 changed.clear()
                 yield from reader.take()
@@ -158,16 +157,6 @@ class _Reader:
         """Stops listening."""
         for live in self._lives:
             live.remove_listener(self._ring)
-
-
-def _stream_of(live: LiveRequest) -> Iterator[StreamChunk]:
-    seen = 0
-    while True:
-        chunk = live.wait_beyond(seen)
-        seen += len(chunk.token_ids)
-        yield chunk
-        if chunk.finish_reason is not None:
-            return
 
 
 class _Wakeup:

@@ -57,16 +57,13 @@ class Intake:
     ) -> LlmRequest:
         """Makes a request in the state QUEUED.
 
-        All its fields are checked here, on the thread of its submitter: an error in a step of the
-        engine would delay other requests.
+        It is checked here, on the thread of its submitter: an error in a step of the engine would
+        delay other requests.
 
         Raises:
             ConfigurationError: it is empty, has tokens that the model does not know, or is longer
                 than the model or the cache can ever hold; a setting is wrong.
         """
-        params = SamplingParams.checked("sampling_params", params)
-        if retention is not None:
-            retention = KvCacheRetentionConfig.checked("retention", retention)
         _check_transfer_params(kv_transfer_params)
         if params.stop and self._tokenizer is None:
             raise ConfigurationError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +54,7 @@ class TokenRun:
 class LiveRequest:
     """A request in the engine, its cost so far, and its output so far.
 
-    The engine's thread owns it. Any other may call `done`, `result`, `chunk_beyond`, `wait_beyond`,
+    The engine's thread owns it. Any other may call `done`, `result`, `chunk_beyond`,
     `add_listener` and `remove_listener`, and once there is a token `prompt_logprobs`, and nothing
     else: what they read is written under a lock.
 
@@ -86,14 +87,13 @@ class LiveRequest:
         self._first_token_at: float | None = None
         self._drafted_tokens = 0
         self._accepted_tokens = 0
-        self._changed = threading.Condition()
-        self._ended = threading.Event()  # apart: who waits for the end is not woken by each token
-        self._streams = 0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._tokens: list[int] = []
         self._texts: list[str] = []
         self._logprobs = LogprobTable(tokenizer)
         self._prompt_logprobs = LogprobTable(tokenizer)
-        self._listeners: tuple[Callable[[], None], ...] = ()
+        self._listeners: list[Callable[[], None]] = []
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
 
@@ -148,30 +148,28 @@ class LiveRequest:
         """Shows `run` to its waiters."""
         if self._first_token_at is None:
             self._first_token_at = time.perf_counter()
-        with self._changed:
+        with self._lock:
             self._tokens += run.tokens
             self._texts += [status.text for status in run.statuses]
             if run.top is not None:
                 self._logprobs.append(run.top)
-            if self._streams:
-                self._changed.notify_all()
         self._tell()
 
     def finish(self, reason: FinishReason) -> None:
         """Ends it; its waiters get its output."""
-        with self._changed:
+        with self._lock:
             if reason == "abort":
                 self._texts.append(self._stops.abort())
             self._output = self._make_output(reason)
-            self._end()
+            self._ended.set()
         self._tell()
 
     def fail(self, error: BaseException) -> None:
         """Ends it by an error; later ones are ignored."""
-        with self._changed:
+        with self._lock:
             if not self.done:
                 self._error = error
-            self._end()
+            self._ended.set()
         self._tell()
 
     @property
@@ -195,21 +193,9 @@ class LiveRequest:
         assert self._output is not None  # noqa: S101  done without an error
         return self._output
 
-    def wait_beyond(self, seen: int) -> StreamChunk:
-        """Waits for more than `seen` tokens, or the end; returns the output since."""
-        self._owner.check()
-        with self._changed:
-            self._streams += 1
-            try:
-                self._changed.wait_for(lambda: len(self._tokens) > seen or self.done)
-            finally:
-                self._streams -= 1
-            # All of it under the lock: an end that comes after these tokens may bring others.
-            return self._chunk(seen)
-
     def chunk_beyond(self, seen: int) -> StreamChunk | None:
         """Returns the output beyond `seen` tokens, or at the end; ``None``: neither yet."""
-        with self._changed:
+        with self._lock:
             return self._chunk(seen) if len(self._tokens) > seen or self.done else None
 
     def add_listener(self, listener: Callable[[], None]) -> None:
@@ -223,16 +209,15 @@ class LiveRequest:
         """
         if not self.done:
             self._owner.check()
-        with self._changed:
-            self._listeners += (listener,)
+        self._listeners.append(listener)
 
     def remove_listener(self, listener: Callable[[], None]) -> None:
         """Removes `listener`; a running call continues."""
-        with self._changed:
-            self._listeners = tuple(one for one in self._listeners if one != listener)
+        with suppress(ValueError):  # no lock: its holder may not exist in a forked process
+            self._listeners.remove(listener)
 
     def _tell(self) -> None:
-        for listener in self._listeners:
+        for listener in tuple(self._listeners):
             listener()
 
     def _chunk(self, seen: int) -> StreamChunk:
@@ -258,10 +243,6 @@ class LiveRequest:
         if self.request.sampling_params.logprobs is None:
             return None
         return self._logprobs.view(first)
-
-    def _end(self) -> None:
-        self._changed.notify_all()
-        self._ended.set()
 
     def _make_output(self, reason: FinishReason) -> RequestOutput:
         request = self.request
