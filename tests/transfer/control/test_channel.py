@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,12 +23,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from own_process import own_process
 
-from kvconnect.errors import ConfigurationError, RetryLater
+from kvconnect.errors import ConfigurationError
 from kvconnect.testing.processes.usage import descriptors
 from kvconnect.transfer.control import channel as channel_module
 from kvconnect.transfer.control.channel import Channel
 from kvconnect.transfer.control.endpoint import Timing
-from kvconnect.transfer.control.events import Connected, Disconnected, EventQueue
 from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.messages import (
     Abort,
@@ -235,32 +233,6 @@ def test_what_its_owner_raises_closes_the_channel(caplog):
         d.disconnected()
         d.connected()
     assert "ZeroDivisionError" in caplog.text
-
-
-def test_an_owner_that_takes_nothing_closes_channels_and_memory_is_bounded():
-    woken = []
-    events = EventQueue(limit=5, wake=partial(woken.append, 1))
-    p, d = Side("P", deliver=events.put), Side("D")
-    with Listener(p.endpoint) as listening, Peer(d.endpoint, "127.0.0.1", listening.port) as peer:
-        d.connected()
-        for number in range(20):
-            peer.send(mark(number))
-        d.disconnected()
-        until(lambda: peer.attempts > 2)  # a new one is not taken either
-        taken = [one.event for one in events.take()]
-        assert isinstance(taken[0], Connected)
-        assert [one.watermark.tokens for one in taken[1:5]] == [0, 1, 2, 3]
-        assert [type(one) for one in taken[5:]] == [Disconnected]
-        assert len(woken) == 1
-        until(events.take)  # now there is room
-        assert len(woken) == 2
-
-
-def test_a_queue_that_is_full_says_so():
-    events = EventQueue(limit=1)
-    events.put(None, Connected(Side("P").hello))
-    with pytest.raises(RetryLater, match="1 events"):
-        events.put(None, Ping(number=1))
 
 
 @pytest.mark.parametrize(
