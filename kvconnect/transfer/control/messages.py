@@ -184,6 +184,14 @@ class Pong(Message):
     number: Count
 
 
+class _OfLease(Record):
+    """The fields of the messages about one lease."""
+
+    seq: Count
+    request: Name
+    epoch: Count
+
+
 class Claim(Message):
     """Claims a request's blocks for D. Sent again, it is answered again.
 
@@ -201,28 +209,21 @@ class Claim(Message):
     readers: Annotated[int, Field(ge=1, le=4096)] = 1
 
 
-class Grant(Message):
+class Grant(Message, _OfLease):
     """Answers a `Claim`: the blocks stay for `lease_s` seconds from when this was written."""
 
     code: ClassVar[int] = 12
 
-    seq: Count
-    request: Name
-    epoch: Count
     lease_s: Seconds
     tokens: Number32
     blocks: Groups
     watermark: Watermark
 
 
-class Expired(Message):
+class Expired(Message, _OfLease):
     """Answers a `Claim` or `Release`: the lease existed, and it was broken."""
 
     code: ClassVar[int] = 13
-
-    seq: Count
-    request: Name
-    epoch: Count
 
 
 class Unknown(Message):
@@ -282,24 +283,16 @@ class Renewed(Message):
     unknown: Annotated[tuple[LeaseId, ...], Field(max_length=MAX_ENTRIES)] = ()
 
 
-class Release(Message):
+class Release(Message, _OfLease):
     """Reports to P that D's last read under the lease has ended."""
 
     code: ClassVar[int] = 18
 
-    seq: Count
-    request: Name
-    epoch: Count
 
-
-class ReleasedOk(Message):
+class ReleasedOk(Message, _OfLease):
     """Answers a `Release`: the lease was never broken, so all reads under it are valid."""
 
     code: ClassVar[int] = 19
-
-    seq: Count
-    request: Name
-    epoch: Count
 
 
 class Abort(Message):
