@@ -132,7 +132,7 @@ class Peers:
         transport: the transport that reads blocks.
         heard: receives the address of a peer and each event of its channel except answers, after
             the link has changed; see `Deliver`.
-        secret, timing: of the control channels.
+        secret, timing: of the control channels; by default the times of `Timing`.
         accepts: called with a peer's `Hello`; raises `KvConnectError` if the peer does not fit.
         one_connection: of several links to one process only the first one stays connected, and
             none to this process. Otherwise all do, and share one handle.
@@ -146,7 +146,7 @@ class Peers:
         heard: Callable[[str, Sender, Event], None],
         *,
         secret: SharedSecret | None,
-        timing: Timing,
+        timing: Timing | None = None,
         accepts: Callable[[Hello], None] = lambda _: None,
         one_connection: bool = False,
         idle_after_s: float = math.inf,
@@ -155,7 +155,7 @@ class Peers:
         self._transport = transport
         self._heard = heard
         self._secret = secret
-        self._timing = timing
+        self._timing = timing or Timing()
         self._accepts = accepts
         self._one_connection = one_connection
         self._idle_after_s = idle_after_s

@@ -248,7 +248,7 @@ async def test_a_peer_that_is_gone_is_tried_rarely_until_the_store_is_used(
 ):
     monkeypatch.setattr(node, "_IDLE_AFTER_S", 0.0)
     monkeypatch.setattr(peers, "_IDLE_PAUSE_S", 90.0)
-    monkeypatch.setattr(node, "Timing", partial(Timing, first_pause_s=60, last_pause_s=60))
+    monkeypatch.setattr(peers, "Timing", partial(Timing, first_pause_s=60, last_pause_s=60))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     near = await opened(instance(address))

@@ -111,10 +111,9 @@ def held_by(llm: LLM) -> dict[str, int]:
     if (fetcher := node.fetcher) is not None:
         held |= {"claims": len(fetcher.claims), "fetches": len(fetcher._fetches)}
         held |= {"expected": len(fetcher._expected)}
-        held |= {"quarantined": fetcher._quarantine.quarantined, "leases held": len(fetcher.client)}
+        held |= {"quarantined": fetcher._quarantine.quarantined, "leases held": len(node.client)}
         held |= {"handles": len(fetcher._handles), "flying bytes": fetcher._flying_nbytes}
-        links = node._peers._links.values() if node._peers is not None else ()
-        held |= {"users of links": sum(link.users for link in links)}
+        held |= {"users of links": sum(link.users for link in node.peers.links().values())}
     return {kind: number for kind, number in held.items() if number}
 
 

@@ -28,7 +28,7 @@ def test_a_crowd_keeps_no_decode_out(again, open_one, answer_of):
         assert list(output.output_token_ids) == answer_of(prompt)
         return output.reused_store_tokens > 0
 
-    with Crowd("channels", port, node._hello(), size, again=again) as crowd:
+    with Crowd("channels", port, node.hello(), size, again=again) as crowd:
         until(lambda: crowd.opened() >= size)
         until(is_fetched, 30)
         for _ in range(5):

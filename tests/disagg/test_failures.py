@@ -199,7 +199,7 @@ def test_one_prefill_by_two_names_is_read_by_both(open_one, answer_of, counted):
         (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=there)
         assert list(output.output_token_ids) == answer_of(prompt)
         assert output.reused_store_tokens == 89
-    links = node_of(decode)._peers._links
+    links = node_of(decode).peers._links
     assert [link.attempts for link in links.values()] == [1, 1]
     assert len(node_of(prefill)._listener.channels()) == 2
     # The one that ends takes nothing from the other.

@@ -67,7 +67,7 @@ def test_one_bit_that_differs_is_found(position, open_one, answer_of, counted, m
     def damaged(fetcher, fetch, pull, error):
         (block, *_) = fetch.order.blocks[0][position // 16 :]
         # Keys of the first layer, [tokens, heads, dim]: the first element of that token.
-        node_of(decode)._memory[0][block].reshape(-1)[position % 16 * width] += 1
+        node_of(decode)._regions[0][block].reshape(-1)[position % 16 * width] += 1
         done(fetcher, fetch, pull, error)
 
     layout = decode._engine._connector._worker._llm_args.layouts[0]
