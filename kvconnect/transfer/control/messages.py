@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError
 
-from kvconnect.errors import BadMessage, ConfigurationError
+from kvconnect.errors import BadMessage, ConfigurationError, MissingExtra
 from kvconnect.transfer.control.description import Compat, PoolInfo
 from kvconnect.transfer.control.fields import (
     MAX_ENTRIES,
@@ -22,7 +22,11 @@ from kvconnect.transfer.control.fields import (
     Seconds,
     Text,
 )
-from kvconnect.transfer.control.packing import pack, unpack
+
+try:
+    import msgpack
+except ModuleNotFoundError as missing:
+    raise MissingExtra("the control channel of transfers", "transfer") from missing
 
 __all__ = [
     "MAX_MESSAGE_NBYTES",
@@ -315,7 +319,7 @@ def encode(message: Message) -> bytes:
     Raises:
         ConfigurationError: they are more than `MAX_MESSAGE_NBYTES`.
     """
-    data = pack([message.code, message.model_dump(exclude_defaults=True)])
+    data: bytes = msgpack.packb([message.code, message.model_dump(exclude_defaults=True)])
     if len(data) > MAX_MESSAGE_NBYTES:
         raise ConfigurationError(
             f"{type(message).__name__}: {len(data)} bytes do not fit one message "
@@ -330,7 +334,16 @@ def decode(data: bytes) -> Message:
     Raises:
         BadMessage: it is not a message; names the wrong field, never the value.
     """
-    said = unpack(data)
+    try:
+        said: object = msgpack.unpackb(
+            data,
+            use_list=False,
+            max_array_len=MAX_ENTRIES,
+            max_map_len=MAX_ENTRIES,
+            max_ext_len=0,
+        )
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(f"no MessagePack: {type(error).__name__}") from error
     if not (isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], dict)):
         raise BadMessage("a message is [code, fields]")
     cls = _BY_CODE.get(said[0]) if type(said[0]) is int else None
