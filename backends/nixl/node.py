@@ -9,7 +9,7 @@ from kvconnect.backends.host.blocks import HostBlocks
 from kvconnect.backends.nixl.directory import Directory, connect
 from kvconnect.backends.nixl.publish import Publisher
 from kvconnect.backends.nixl.settings import NixlSettings
-from kvconnect.backends.nixl.staging import Registered, Staging
+from kvconnect.backends.nixl.staging import Staging
 from kvconnect.errors import ConfigurationError, PeerRefused
 from kvconnect.transfer.control.description import Compat
 from kvconnect.transfer.node import PeerNode
@@ -112,7 +112,7 @@ class NixlNode(PeerNode):
 
     def register(self, memory: Tensor) -> None:
         """Registers `memory`, so that blocks of peers arrive in it without a copy; after `open`."""
-        self._staging.add(Registered.of(self.transport.register(memory), memory))
+        self._staging.add(self.transport.register(memory), memory)
 
     @property
     def leases(self) -> int:
