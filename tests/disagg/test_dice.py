@@ -188,7 +188,7 @@ def nothing_is_left(prefill, decode):
     until(lambda: not (fetcher._fetches or fetcher.claims or fetcher._expected or fetcher._handles))
     until(lambda: not len(theirs.client))
     until(lambda: not len(offers.server.table))
-    until(lambda: not (offers._kept or offers._offered or offers.server._waiting or offers._ended))
+    until(lambda: not (offers._kept or offers.server._waiting or offers._ended))
     assert not fetcher._mine
     assert fetcher._flying_nbytes == 0
     assert fetcher._quarantine.quarantined == 0
