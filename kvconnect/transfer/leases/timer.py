@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Self
 
 from kvconnect.trace import count
 from kvconnect.transfer.leases.clock import Clock, lease_clock
@@ -39,12 +38,6 @@ class Timer:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def wake(self) -> None:
         """Makes the thread call `work` soon. Does not block."""

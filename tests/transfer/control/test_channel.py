@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from endpoints import QUICK, SHORT, Side, until
+from endpoints import QUICK, SHORT, Side, opened, until
 from hypothesis import given
 from hypothesis import strategies as st
 from own_process import own_process
@@ -103,7 +103,7 @@ def test_messages_arrive_in_order_from_several_threads(pair):
     p, _, peer = pair
     threads = [
         threading.Thread(target=lambda name=name: [
-            peer.send(Claim(seq=n, request=str(name))) for n in range(300)
+            peer.channel.send(Claim(seq=n, request=str(name))) for n in range(300)
         ])
         for name in range(4)
     ]  # fmt: skip
@@ -145,12 +145,12 @@ def test_what_is_sent_at_once_overtakes_nothing(steps, data):
 def test_what_was_said_before_closing_arrives(pair):
     p, d, peer = pair
     for number in range(1000):
-        peer.send(mark(number))
+        peer.channel.send(mark(number))
     peer.close()
     assert [p.next().watermark.tokens for _ in range(1000)] == list(range(1000))
     assert p.disconnected() == "the peer closed: closed here"
     assert d.disconnected() == "closed here"
-    assert not peer.send(mark(1))
+    assert peer.channel is None
 
 
 def test_what_was_said_before_closing_arrives_although_the_peer_talks_on(pair):
@@ -161,7 +161,7 @@ def test_what_was_said_before_closing_arrives_although_the_peer_talks_on(pair):
     for number in range(1000):
         if number % 100 == 0:
             channel.send(large)
-        peer.send(mark(number))
+        peer.channel.send(mark(number))
     peer.close()
     assert [p.next().watermark.tokens for _ in range(1000)] == list(range(1000))
 
@@ -169,7 +169,7 @@ def test_what_was_said_before_closing_arrives_although_the_peer_talks_on(pair):
 def test_a_large_message_arrives(pair):
     p, _, peer = pair
     blocks = (tuple(range(200_000)),)
-    peer.send(mark(1).model_copy(update={"first": (0,), "blocks": blocks}))
+    peer.channel.send(mark(1).model_copy(update={"first": (0,), "blocks": blocks}))
     assert p.next().blocks == blocks
 
 
@@ -225,7 +225,7 @@ def test_what_its_owner_raises_closes_the_channel(caplog):
         Peer(d.endpoint, "127.0.0.1", listening.port) as peer,
     ):
         d.connected()
-        peer.send(Claim(seq=1, request="r"))
+        peer.channel.send(Claim(seq=1, request="r"))
         p.connected()
         p.next()
         assert "Claim was not taken: a bug" in p.disconnected()
@@ -241,12 +241,12 @@ def test_a_killed_peer_is_noticed_at_once_and_its_successor_found(process):
     d = Side("D")
     with Peer(d.endpoint, "127.0.0.1", process.port) as peer:
         first = d.connected()
-        peer.send(Claim(seq=1, request="r"))
+        peer.channel.send(Claim(seq=1, request="r"))
         assert d.next() == Unknown(seq=1, request="r")
         killed_at = process.signal(signal.SIGKILL)
         d.disconnected()
         assert time.monotonic() - killed_at < 30
-        assert not peer.send(Claim(seq=2, request="r"))
+        assert peer.channel is None
         successor = Process(process.port)
         try:
             again = d.connected()
@@ -318,7 +318,7 @@ def test_a_step_that_takes_long_is_no_silence(process):
     d = Side("D", timing=SHORT)
     with Peer(d.endpoint, "127.0.0.1", process.port) as peer:
         d.connected()
-        peer.send(Release(seq=5, request="r", epoch=1))
+        peer.channel.send(Release(seq=5, request="r", epoch=1))
         assert d.next() == Unknown(seq=5, request="r")
 
 
@@ -326,7 +326,7 @@ def test_a_process_that_ends_takes_leave(process):
     d = Side("D")
     with Peer(d.endpoint, "127.0.0.1", process.port) as peer:
         d.connected()
-        peer.send(Abort(request="r"))
+        peer.channel.send(Abort(request="r"))
         assert "the peer is shutting down" in d.disconnected()
         assert process.child.wait(60) == 0
 
@@ -419,7 +419,7 @@ def test_no_thread_and_no_descriptor_is_left():
             Listener(p.endpoint) as listening,
             Peer(d.endpoint, "127.0.0.1", listening.port) as peer,
         ):
-            assert peer.wait(60)
+            assert opened(peer)
     assert threading.active_count() == 1
     assert descriptors() <= before
 
@@ -441,7 +441,7 @@ def test_when_descriptors_are_short_it_goes_on_later():
             client.close()
             other.close()
         with Peer(d.endpoint, "127.0.0.1", listening.port) as peer:
-            assert peer.wait(60)
+            assert opened(peer)
 
 
 def test_a_channel_whose_thread_cannot_be_had_is_closed(monkeypatch):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from endpoints import Side, until
+from endpoints import Side, opened, until
 from lease_process import read, serve
 
 from kvconnect.errors import DuplicateRequest
@@ -100,7 +100,7 @@ def d():
 
         def connect(port: int) -> Peer:
             peers.append(Peer(side.endpoint, "127.0.0.1", port))
-            assert peers[-1].wait(60)
+            assert opened(peers[-1])
             return peers[-1]
 
         yield client, connect
@@ -432,7 +432,7 @@ def test_a_timer_goes_on_after_an_error(caplog, monkeypatch):
         calls.append(1)
         raise ZeroDivisionError("a bug")
 
-    with Timer("kvconnect-test", work):
+    with closing(Timer("kvconnect-test", work)):
         until(lambda: len(calls) >= 3)
     assert "a bug" in caplog.text
     done = len(calls)
