@@ -48,7 +48,7 @@ class Stuck:
     def rebuild(self):
         self.rebuilding.set()
         assert self.go_on.wait(60)
-        self.rebuild()
+        self._rebuild()
         self.let_go()
 
     def let_go(self):
