@@ -8,6 +8,7 @@ from engines import (
     PREFILL,
     T,
     address_of,
+    hand_over,
     hands_out,
     is_claimed,
     leaks_nothing,
@@ -104,10 +105,7 @@ def test_both_roles_in_one_engine_each_way(open_one, answer_of):
     one, other = open_one("both"), open_one("both")
     for giver, taker, seed in ((one, other, 1), (other, one, 2)):
         prompt = prompt_of(70, seed)
-        (first,) = giver.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
-        (output,) = taker.generate([prompt], ANSWER, kv_transfer_params=first.kv_transfer_params)
-        assert list(output.output_token_ids) == answer_of(prompt)
-        assert output.reused_store_tokens == 69
+        assert hand_over(giver, taker, prompt) == (answer_of(prompt), 69)
     leaks_nothing(one, other)
 
 

@@ -13,6 +13,7 @@ from engines import (
     address_of,
     hands_out,
     leaks_nothing,
+    nbytes_read,
     node_of,
     prompt_of,
     until,
@@ -36,10 +37,6 @@ def read(process, decode, *, stop_at, transfer_id):
     assert process.call("wait_stopped")
     until(lambda: node_of(decode).fetcher._fetches)
     return handle
-
-
-def nbytes_read(decode):
-    return sum(fetch.nbytes for fetch in list(node_of(decode).fetcher._fetches.values()))
 
 
 def test_the_prefill_is_killed_and_starts_again(start_one, decode, answer_of):

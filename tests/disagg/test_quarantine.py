@@ -9,6 +9,7 @@ from engines import (
     ANSWER,
     PREFILL,
     address_of,
+    hand_over,
     hands_out,
     is_claimed,
     leaks_nothing,
@@ -60,10 +61,9 @@ class Stuck:
 def fetched(prefill, decode, seed, answer_of):
     """What of a prompt is fetched; its answer is right in any case."""
     prompt = prompt_of(100, seed)
-    (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
-    (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=first.kv_transfer_params)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    return output.reused_store_tokens
+    tokens, reused = hand_over(prefill, decode, prompt)
+    assert tokens == answer_of(prompt)
+    return reused
 
 
 def test_a_full_quarantine_ends_in_a_new_transport_and_fetching_goes_on(

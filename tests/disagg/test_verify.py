@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from engines import (
     ANSWER,
-    PREFILL,
     address_of,
+    hand_over,
     hands_out,
     is_claimed,
     leaks_nothing,
@@ -33,10 +33,7 @@ def transport(request):
 def test_what_is_equal_is_used(size, open_one, answer_of, counted):
     prefill, decode = open_one("prefill"), open_one("decode", transfer=FULL, tokens_per_block=size)
     prompt = prompt_of(100)
-    (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
-    (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=first.kv_transfer_params)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    assert output.reused_store_tokens == 99
+    assert hand_over(prefill, decode, prompt) == (answer_of(prompt), 99)
     assert counted["transfer.bad_digests"] == 0
     leaks_nothing(prefill, decode)
 
@@ -61,7 +58,6 @@ def test_one_bit_that_differs_is_found(position, open_one, answer_of, counted, m
     """Of the first, a middle, and the last token that is read."""
     prefill, decode = open_one("prefill"), open_one("decode", transfer=FULL)
     prompt = prompt_of(100)
-    (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
     done = Fetcher._pull_done
 
     def damaged(fetcher, fetch, pull, error):
@@ -73,9 +69,7 @@ def test_one_bit_that_differs_is_found(position, open_one, answer_of, counted, m
     layout = decode._engine._connector._worker._llm_args.layouts[0]
     width = layout.num_kv_heads * layout.key_dim
     monkeypatch.setattr(Fetcher, "_pull_done", damaged)
-    (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=first.kv_transfer_params)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    assert output.reused_store_tokens == 0
+    assert hand_over(prefill, decode, prompt) == (answer_of(prompt), 0)
     assert counted["transfer.bad_digests"] == 1
     leaks_nothing(prefill, decode)
 
@@ -83,13 +77,10 @@ def test_one_bit_that_differs_is_found(position, open_one, answer_of, counted, m
 def test_a_prefill_that_makes_no_digests_is_not_believed(open_one, answer_of, monkeypatch):
     prefill, decode = open_one("prefill"), open_one("decode", transfer=FULL)
     prompt = prompt_of(100)
-    (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
     monkeypatch.setattr(
         node_module.TransferNode, "_digest_of", lambda _, asked: FoundDigest(seq=asked.seq)
     )
-    (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=first.kv_transfer_params)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    assert output.reused_store_tokens == 0
+    assert hand_over(prefill, decode, prompt) == (answer_of(prompt), 0)
 
 
 @pytest.mark.parametrize("transport", ["tcp"], indirect=True)

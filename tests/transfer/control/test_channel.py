@@ -166,13 +166,7 @@ def test_what_was_said_before_closing_arrives_although_the_peer_talks_on(pair):
     assert [p.next().watermark.tokens for _ in range(1000)] == list(range(1000))
 
 
-def test_a_large_message_arrives(pair):
-    p, _, peer = pair
-    blocks = (tuple(range(200_000)),)
-    peer.channel.send(mark(1).model_copy(update={"first": (0,), "blocks": blocks}))
-    assert p.next().blocks == blocks
-
-
+@pytest.mark.slow
 @own_process
 def test_an_idle_channel_stays_open_and_costs_next_to_nothing():
     with connected(SHORT) as (_, d, peer):
