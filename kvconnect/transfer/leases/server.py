@@ -26,7 +26,6 @@ from kvconnect.transfer.control.messages import (
     Watermark,
     WatermarkOf,
 )
-from kvconnect.transfer.leases.clock import Clock, lease_clock
 from kvconnect.transfer.leases.let_go import LetGo
 from kvconnect.transfer.leases.table import (
     Answer,
@@ -35,7 +34,7 @@ from kvconnect.transfer.leases.table import (
     LeaseTable,
     Verdict,
 )
-from kvconnect.transfer.leases.timer import Timer
+from kvconnect.transfer.leases.timer import Clock, Timer, lease_clock
 
 __all__ = ["LeaseServer", "Send"]
 

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from kvconnect.errors import ConfigurationError, OutOfBlocks
 from kvconnect.trace import count
 from kvconnect.transfer.control.messages import NOTHING_COMPUTED, LeaseId, Watermark
-from kvconnect.transfer.leases.clock import Clock, lease_clock
+from kvconnect.transfer.leases.timer import Clock, lease_clock
 
 __all__ = ["Answer", "Blocks", "Ended", "LeaseTable", "Verdict"]
 

@@ -33,10 +33,9 @@ from kvconnect.transfer.control.messages import (
     Watermark,
 )
 from kvconnect.transfer.control.peer import Peer
-from kvconnect.transfer.leases.clock import lease_clock
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.leases.server import LeaseServer
-from kvconnect.transfer.leases.timer import Timer
+from kvconnect.transfer.leases.timer import Timer, lease_clock
 
 HERE = Path(__file__).parent
 LEASE_S = 2.0
