@@ -73,6 +73,12 @@ def hand_over(
     return list(output.output_token_ids), output.reused_store_tokens
 
 
+def result_of(handle: Any) -> tuple[list[int], int]:
+    """What a request answers, and how many tokens it fetched."""
+    output = handle.result(60)
+    return list(output.output_token_ids), output.reused_store_tokens
+
+
 def node_of(llm: LLM) -> TransferNode:
     """What of the transfer the engine's threads share."""
     node: TransferNode = llm._engine._connector._worker._open_node  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ from engines import (
     nbytes_read,
     node_of,
     prompt_of,
+    result_of,
     until,
 )
 
@@ -64,9 +65,7 @@ def test_the_answer_is_that_of_one_engine_over_nixl(transport, open_one, answer_
     here, there = hands_out(address_of(prefill), "over nixl")
     handle = decode.submit(prompt, ANSWER, kv_transfer_params=there)
     prefill.submit(prompt, PREFILL, kv_transfer_params=here)
-    output = handle.result(60)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    assert output.reused_store_tokens == 99
+    assert result_of(handle) == (answer_of(prompt), 99)
     leaks_nothing(prefill, decode)
 
 
@@ -150,9 +149,7 @@ def test_layers_are_fetched_while_later_ones_are_computed(open_one, answer_of, s
     expected = 3 * whole + 3 * (whole // 3) * 2
     until(lambda: nbytes_read(decode) == expected)
     gate.open()
-    output = handle.result(60)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    assert output.reused_store_tokens == 99
+    assert result_of(handle) == (answer_of(prompt), 99)
     leaks_nothing(prefill, decode)
 
 
@@ -168,7 +165,5 @@ def test_what_was_read_counts_once_the_blocks_are_sure_to_stay(open_one, answer_
     assert gate.reached.wait(60)
     until(lambda: nbytes_read(decode) == 7 * decode.layout.block_nbytes)  # of one still there
     gate.open()
-    output = handle.result(60)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    assert output.reused_store_tokens == 99
+    assert result_of(handle) == (answer_of(prompt), 99)
     leaks_nothing(prefill, decode)

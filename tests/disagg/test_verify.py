@@ -12,6 +12,7 @@ from engines import (
     leaks_nothing,
     node_of,
     prompt_of,
+    result_of,
     until,
 )
 
@@ -47,9 +48,7 @@ def test_what_a_prefill_writes_behind_the_prompt_is_no_difference(open_one, answ
         reading = decode.submit(prompt, ANSWER, kv_transfer_params=there)
         until(lambda: is_claimed(prefill))
         prefill.submit(prompt, ANSWER, kv_transfer_params=here)
-        output = reading.result(60)
-        assert list(output.output_token_ids) == answer_of(prompt)
-        assert output.reused_store_tokens == 99
+        assert result_of(reading) == (answer_of(prompt), 99)
     assert counted["transfer.bad_digests"] == 0
 
 

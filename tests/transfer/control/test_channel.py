@@ -381,28 +381,6 @@ def test_a_name_that_is_none_is_an_error_and_not_the_end_of_the_thread(host):
         assert peer._thread.is_alive()
 
 
-def test_what_is_not_needed_any_more_is_tried_no_more():
-    needed = iter([0.01, 0.01])
-    peer = Peer(Side("D").endpoint, "127.0.0.1", 1, longest_pause_s=lambda: next(needed, None))
-    peer._thread.join(60)
-    assert not peer._thread.is_alive()
-    assert peer.attempts == 3
-    peer.close()
-
-
-def test_a_pause_can_be_cut_short():
-    timing = Timing(first_pause_s=60, last_pause_s=60)
-    p, d = Side("P"), Side("D", timing=timing)
-    with Listener(p.endpoint) as listening:
-        port = listening.port
-    with Peer(d.endpoint, "127.0.0.1", port) as peer:
-        until(lambda: peer.error is not None)
-        with Listener(p.endpoint, port=port):
-            peer.hurry()
-            d.connected()
-            peer.close()
-
-
 @own_process
 def test_no_thread_and_no_descriptor_is_left():
     gc.collect()

@@ -137,18 +137,6 @@ def test_renewals_hold_it_for_as_long_as_it_is_needed(p, d):
     assert client.release(claimed) is Outcome.VALID
 
 
-def test_a_claim_waits_for_its_offer(p, d):
-    server, port, _ = p
-    client, connect = d
-    connect(port)
-    claimed = client.claim("P", "r")
-    until(lambda: server._waiting)
-    key = server.offer("r", tokens=64, nbytes=100)
-    until(claimed.lease.may_read)
-    assert claimed.lease.epoch == key.epoch
-    assert not server._waiting
-
-
 def test_an_abort_by_either_side_is_heard_by_the_other(p, d):
     server, port, unpinned = p
     client, connect = d
