@@ -33,7 +33,7 @@ class Directory:
     Args:
         url: of the Redis.
         prefix: of the set's key.
-        address: of this instance; ``None``: it only reads.
+        address: of this instance; empty: it only reads.
         peers: connected to those that are found.
         keep: peers that stay, also if they are not in the directory.
     """
@@ -42,7 +42,7 @@ class Directory:
         self,
         url: str,
         prefix: str,
-        address: str | None,
+        address: str,
         peers: Peers,
         *,
         keep: Collection[str] = (),
@@ -75,7 +75,7 @@ class Directory:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
-            if self._address is not None:
+            if self._address:
                 with suppress(BackendUnavailable, ConfigurationError), self._mapped():
                     self._redis.zrem(self._key, self._address)
         self._redis.close()
@@ -94,7 +94,7 @@ class Directory:
             seconds, micros = self._redis.time()
             now = seconds + micros / 1e6
             pipe = self._redis.pipeline(transaction=True)
-            if self._address is not None:
+            if self._address:
                 pipe.zadd(self._key, {self._address: now + _LIVES_S})
             pipe.zremrangebyscore(self._key, "-inf", now - _LIVES_S)
             pipe.expire(self._key, int(10 * _LIVES_S))
@@ -103,7 +103,7 @@ class Directory:
         self._use({one for one in map(_address_of, members) if one is not None})
 
     def _use(self, found: set[str]) -> None:
-        found.discard(self._address or "")
+        found.discard(self._address)
         self._peers.drop(self._found - found - self._keep)
         connect(self._peers, sorted(found), sorted(found - self._keep))
         self._found = found

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 import time
 from typing import TYPE_CHECKING
 
-from kvconnect.address import host_and_port
 from kvconnect.backends.host.blocks import HostBlocks
 from kvconnect.backends.nixl.directory import Directory, connect
 from kvconnect.backends.nixl.publish import Publisher
 from kvconnect.backends.nixl.settings import NixlSettings
-from kvconnect.backends.nixl.staging import Registered, Staging
+from kvconnect.backends.nixl.staging import Staging
 from kvconnect.errors import ConfigurationError, PeerRefused
-from kvconnect.transfer.choose import transport_of
-from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.description import Compat
-from kvconnect.transfer.control.endpoint import Endpoint, Timing
-from kvconnect.transfer.control.listener import Listener
-from kvconnect.transfer.control.messages import Hello
-from kvconnect.transfer.peers import Peers
+from kvconnect.transfer.node import PeerNode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,49 +27,40 @@ _POLL_S = 0.01
 _IDLE_AFTER_S = 10.0
 
 
-class NixlNode:
-    """The transport, leases and connections of one instance. `open` and `close` block.
+class NixlNode(PeerNode):
+    """The node of one instance, with its blocks and its directory. `open` and `close` block.
 
     Args:
         settings: the store's settings.
         blocks: that it publishes.
         staging: the memory that blocks of peers arrive in.
-
-    Attributes:
-        name: of this incarnation of this instance.
-        client: leases of peers' blocks.
-        transport: reads from peers.
-        peers: those that it reads from.
     """
 
     def __init__(self, settings: NixlSettings, blocks: HostBlocks, staging: Staging) -> None:
-        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self.client = LeaseClient()
-        self._settings = settings
-        self._blocks = blocks
-        self._staging = staging
-        self._boot = secrets.token_bytes(16)
-        self._secret = settings.shared_secret()
-        self.transport = transport_of(
-            settings.transport,
-            self.name,
+        super().__init__(
+            # Keys say what a block holds: any model's may be in one store.
+            Compat(
+                model="kvconnect: blocks by key",
+                dtype="uint8",
+                num_layers=0,
+                num_kv_heads=0,
+                key_dim=0,
+                value_dim=0,
+                block_format=_FORMAT,
+                transport=settings.transport,
+            ),
             listen=settings.listen,
             advertise=settings.advertise,
             device=settings.device,
-            secret=self._secret,
+            secret=settings.shared_secret(),
             connect_timeout_s=settings.timeout_s,
-        )
-        self.peers = Peers(
-            self._hello,
-            self.transport,
-            self.client.deliver,
-            secret=self._secret,
-            timing=Timing(),
             one_connection=True,  # a peer that is avoided under one name is avoided under all
             idle_after_s=_IDLE_AFTER_S,
         )
+        self._settings = settings
+        self._blocks = blocks
+        self._staging = staging
         self._publisher: Publisher | None = None
-        self._listener: Listener | None = None
         self._directory: Directory | None = None
 
     def open(self, *, publish: bool) -> None:
@@ -97,17 +79,14 @@ class NixlNode:
         region = self.transport.register(self._blocks.region.tensor)
         self._staging.region = self.transport.register(self._staging.tensor)
         self.client.start()
-        address = None
         if publish:
             self._publisher = publisher = Publisher(self._blocks, region, settings.lease_s)
             publisher.server.start()
-            endpoint = Endpoint(self._hello, publisher.deliver, self._secret)
-            self._listener = Listener(endpoint, *host_and_port(settings.listen))
-            address = self.address
+            self.listen(publisher.deliver)
         connect(self.peers, settings.peers)
         if settings.directory is not None:
             self._directory = Directory(
-                settings.directory, settings.prefix, address, self.peers, keep=settings.peers
+                settings.directory, settings.prefix, self.address, self.peers, keep=settings.peers
             )
             self._directory.open()
         self._wait_for_peers(settings.timeout_s)
@@ -126,55 +105,16 @@ class NixlNode:
         directory, self._directory = self._directory, None
         if directory is not None:
             directory.close()
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.close()
-        self.peers.close()
-        self.client.close()
-        self.transport.close()
+        super().close()
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             publisher.close()
 
     def register(self, memory: Tensor) -> None:
         """Registers `memory`, so that blocks of peers arrive in it without a copy; after `open`."""
-        self._staging.add(Registered.of(self.transport.register(memory), memory))
-
-    def rebuild(self) -> None:
-        """Ends every read, and connects anew; blocks."""
-        self.transport.rebuild()
-        # The peers on both sides have to learn the new transport.
-        if (listener := self._listener) is not None:
-            for channel in listener.channels():
-                channel.close("the transport was rebuilt")
-        self.peers.reconnect("the transport was rebuilt")
-
-    @property
-    def address(self) -> str:
-        """The address where peers reach it, ``host:port``."""
-        if self._listener is None:
-            return ""
-        return self._listener.address(self._settings.advertise)
+        self._staging.add(self.transport.register(memory), memory)
 
     @property
     def leases(self) -> int:
         """The number of peers' leases of blocks of this instance."""
         return 0 if self._publisher is None else self._publisher.leases
-
-    def _hello(self) -> Hello:
-        return Hello(
-            # Keys say what a block holds: any model's may be in one store.
-            compat=Compat(
-                model="kvconnect: blocks by key",
-                dtype="uint8",
-                num_layers=0,
-                num_kv_heads=0,
-                key_dim=0,
-                value_dim=0,
-                block_format=_FORMAT,
-                transport=self._settings.transport,
-            ),
-            engine_id=self.name,
-            boot=self._boot,
-            local=self.transport.local(),
-        )

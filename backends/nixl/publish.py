@@ -15,7 +15,7 @@ from kvconnect.backends.host.index import MemoryBlock
 from kvconnect.errors import OutOfBlocks
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count
-from kvconnect.transfer.control.events import Connected, Disconnected, Event, Sender
+from kvconnect.transfer.control.events import Event, Sender
 from kvconnect.transfer.control.keyed import (
     MAX_TOKENS,
     ClaimKeys,
@@ -28,7 +28,7 @@ from kvconnect.transfer.control.keyed import (
     GrantKeys,
     digested,
 )
-from kvconnect.transfer.control.messages import Claim, LeaseId, Message, Unknown
+from kvconnect.transfer.control.messages import Claim, LeaseId, Unknown
 from kvconnect.transfer.digests import digest_of
 from kvconnect.transfer.leases.server import LeaseServer, Send
 from kvconnect.transfer.leases.table import Ended
@@ -60,7 +60,6 @@ class Publisher:
         self._region = region
         self._lock = threading.Lock()
         self._held: dict[LeaseId, list[MemoryBlock]] = {}
-        self._ways: dict[Sender, tuple[str, Send]] = {}
         self.server = LeaseServer(
             self._unpin,
             max_lease_total=_LEASED_AT_MOST * blocks.region.tensor.numel(),
@@ -82,30 +81,22 @@ class Publisher:
 
     def deliver(self, channel: Sender, event: Event) -> None:
         """Handles an event of a peer's channel, on the thread of that channel."""
-        if isinstance(event, Connected):
-            self._ways[channel] = holder, send = event.hello.holder, channel.send
-            self.server.connected(holder, send)
-        elif isinstance(event, Disconnected):
-            self.server.disconnected(*self._ways.pop(channel))
+        send = channel.send
+        if isinstance(event, FindKeys):
+            found = self._blocks.present([BlockKey(key) for key in event.keys])
+            send(FoundKeys(seq=event.seq, found=bytes(found)))
+        elif isinstance(event, FindChildren):
+            parent = None if event.parent is None else BlockKey(event.parent)
+            send(_found(event.seq, self._blocks.children(parent)))
+        elif isinstance(event, ForgetKeys):
+            self._blocks.delete([BlockKey(key) for key in event.keys])
+            send(ForgotKeys(seq=event.seq))
+        elif isinstance(event, ClaimKeys):
+            self._grant(event, channel.peer.holder, send)
+        elif isinstance(event, Claim):
+            send(Unknown(seq=event.seq, request=event.request, epoch=event.epoch))
         else:
-            self._answer(event, *self._ways[channel])
-
-    def _answer(self, message: Message, holder: str, send: Send) -> None:
-        if isinstance(message, FindKeys):
-            found = self._blocks.present([BlockKey(key) for key in message.keys])
-            send(FoundKeys(seq=message.seq, found=bytes(found)))
-        elif isinstance(message, FindChildren):
-            parent = None if message.parent is None else BlockKey(message.parent)
-            send(_found(message.seq, self._blocks.children(parent)))
-        elif isinstance(message, ForgetKeys):
-            self._blocks.delete([BlockKey(key) for key in message.keys])
-            send(ForgotKeys(seq=message.seq))
-        elif isinstance(message, ClaimKeys):
-            self._grant(message, holder, send)
-        elif isinstance(message, Claim):
-            send(Unknown(seq=message.seq, request=message.request, epoch=message.epoch))
-        else:
-            self.server.handle(message, holder, send)
+            self.server.deliver(channel, event)
 
     def _grant(self, claim: ClaimKeys, holder: str, send: Send) -> None:
         blocks = self._hold(claim)

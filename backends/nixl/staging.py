@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvconnect.backends.host.region import MemoryRegion
@@ -12,31 +11,9 @@ from kvconnect.backends.host.region import MemoryRegion
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Registered", "Staging"]
+__all__ = ["Staging"]
 
 _SLOTS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """A caller's memory that the transport knows.
-
-    Attributes:
-        number: of the region at the transport.
-        start, end: addresses.
-        memory: kept alive.
-    """
-
-    number: int
-    start: int
-    end: int
-    memory: Tensor
-
-    @classmethod
-    def of(cls, number: int, memory: Tensor) -> Registered:
-        """Returns `memory` as the region with `number`."""
-        start = memory.data_ptr()
-        return cls(number, start, start + memory.numel() * memory.element_size(), memory)
 
 
 class Staging:
@@ -57,16 +34,16 @@ class Staging:
         self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()
         for slot in reversed(range(_SLOTS)):
             self._free.put_nowait(slot)
-        self._registered: tuple[Registered, ...] = ()
+        self._registered: tuple[tuple[int, Tensor], ...] = ()
 
     @property
     def tensor(self) -> Tensor:
         """The memory of all slots."""
         return self._memory.tensor
 
-    def add(self, registered: Registered) -> None:
-        """Adds memory in which blocks may arrive without a copy."""
-        self._registered = (*self._registered, registered)
+    def add(self, region: int, memory: Tensor) -> None:
+        """Adds `memory`, the transport's `region`, in which blocks may arrive without a copy."""
+        self._registered = (*self._registered, (region, memory))
 
     async def take(self) -> int:
         """Returns the offset of a free slot; waits for one."""
@@ -81,11 +58,12 @@ class Staging:
 
         Returns ``None`` if no single region has them all.
         """
-        for one in self._registered:
-            starts = [buffer.data_ptr() for buffer in buffers]
+        for region, memory in self._registered:
+            first = memory.data_ptr()
+            starts = [buffer.data_ptr() - first for buffer in buffers]
             if all(
-                one.start <= start and start + buffer.numel() <= one.end
+                start >= 0 and start + buffer.numel() <= memory.nbytes
                 for start, buffer in zip(starts, buffers, strict=True)
             ):
-                return one.number, [start - one.start for start in starts]
+                return region, starts
         return None

@@ -91,7 +91,7 @@ class NixlBackend(Backend):
             raise
         pulls = Pulls(node.transport, node.rebuild, lanes["control"], timeout_s=settings.timeout_s)
         fetcher = Fetcher(
-            node.name,
+            node.engine_id,
             node.client,
             pulls=pulls,
             staging=staging,

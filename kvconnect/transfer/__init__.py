@@ -2,12 +2,13 @@
 
 Imports only the vocabulary: no cache, store or connector. Begin with `transport` (the interface),
 `reads` (the pieces to read) and `pull` (a read that is under way). `tcp` and `nixl` implement the
-interface, and `choose` makes one of them. Both use `regions`, `local` and `deadlines`. `quarantine`
-keeps the destinations of failed reads that may still be written to.
+interface. Both use `regions`, `local` and `deadlines`. `quarantine` keeps the destinations of
+failed reads that may still be written to.
 
 `control` is the channel for messages about a transfer. `leases` decides how long bytes may be read.
 Neither imports a transport. `claims` asks peers for leases and renews them; each is a `claimed`.
-`peers` keeps the connections to the peers that this process reads from. `secret` is shared by all
+`peers` keeps the connections to the peers that this process reads from. `node` makes the transport
+and holds all of it for one process. `secret` is shared by all
 instances, `local_secret` by the processes of one user on one machine. `seal` makes the codes by
 which both sides see that a message is unchanged.
 """

@@ -25,10 +25,9 @@ from kvconnect.transfer.control.messages import (
     Unknown,
     WatermarkOf,
 )
-from kvconnect.transfer.leases.clock import Clock, lease_clock
 from kvconnect.transfer.leases.held import HeldLease, Outcome
 from kvconnect.transfer.leases.server import Send
-from kvconnect.transfer.leases.timer import Timer
+from kvconnect.transfer.leases.timer import Clock, Timer, lease_clock
 
 __all__ = ["LeaseClient"]
 

@@ -35,8 +35,13 @@ _IDLE_PAUSE_S = 30.0
 class PeerLink:
     """A peer that this process reads from, and its state.
 
-    Attributes:
+    Args:
         address: ``host:port`` of its control channel; its name among the leases, too.
+        connect: starts the attempts to connect.
+
+    Attributes:
+        address: as given.
+        peer: the attempts to connect, and their channel.
         hello: the peer's last `Hello`.
         channel: the open channel; ``None`` if the peer cannot be asked.
         handle: the transport's handle for reads; ``None`` if the peer is not connected.
@@ -50,9 +55,8 @@ class PeerLink:
         avoid_until: the time (monotonic) before which nothing is read from it.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, connect: Callable[[PeerLink], Peer]) -> None:
         self.address = address
-        self.peer: Peer | None = None
         self.hello: Hello | None = None
         self.channel: Sender | None = None
         self.handle: PeerHandle | None = None
@@ -65,6 +69,7 @@ class PeerLink:
         self.avoid_until = -math.inf
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
+        self.peer = connect(self)
 
     def __repr__(self) -> str:
         return f"PeerLink({self.address!r}, ready={self.ready})"
@@ -107,14 +112,12 @@ class PeerLink:
     @property
     def attempts(self) -> int:
         """The number of attempts to connect to the peer."""
-        return 0 if self.peer is None else self.peer.attempts
+        return self.peer.attempts
 
     @property
     def error(self) -> Exception | None:
         """The error of the last attempt to connect; ``None`` if connected or not tried."""
-        if self.peer is None or self.handle is not None:
-            return None
-        return self.refused or self.peer.error
+        return None if self.handle is not None else self.refused or self.peer.error
 
     @property
     def tried(self) -> bool:
@@ -132,7 +135,7 @@ class Peers:
         transport: the transport that reads blocks.
         heard: receives the address of a peer and each event of its channel except answers, after
             the link has changed; see `Deliver`.
-        secret, timing: of the control channels.
+        secret, timing: of the control channels; by default the times of `Timing`.
         accepts: called with a peer's `Hello`; raises `KvConnectError` if the peer does not fit.
         one_connection: of several links to one process only the first one stays connected, and
             none to this process. Otherwise all do, and share one handle.
@@ -146,7 +149,7 @@ class Peers:
         heard: Callable[[str, Sender, Event], None],
         *,
         secret: SharedSecret | None,
-        timing: Timing,
+        timing: Timing | None = None,
         accepts: Callable[[Hello], None] = lambda _: None,
         one_connection: bool = False,
         idle_after_s: float = math.inf,
@@ -155,7 +158,7 @@ class Peers:
         self._transport = transport
         self._heard = heard
         self._secret = secret
-        self._timing = timing
+        self._timing = timing or Timing()
         self._accepts = accepts
         self._one_connection = one_connection
         self._idle_after_s = idle_after_s
@@ -179,15 +182,8 @@ class Peers:
             link = self._links.pop(address, None)
             if link is None:
                 self._make_room()
-                link = PeerLink(address)
-                host, port = host_and_port(address)
-                deliver: Deliver = partial(self._deliver, link)
-                hello = partial(self._hello_of, next(self._numbers))
-                endpoint = Endpoint(hello, deliver, self._secret, self._timing)
-                link.peer = Peer(
-                    endpoint, host, port, longest_pause_s=partial(self._longest_pause_s, link)
-                )
-            elif not link.users and link.handle is None and link.peer is not None:
+                link = PeerLink(address, self._connect)
+            elif not link.users and link.handle is None:
                 link.peer.hurry()
             self._links[address] = link  # the last one is the one used last
             link.users += 1
@@ -203,8 +199,7 @@ class Peers:
         with self._lock:
             links = [self._links.pop(one) for one in addresses if one in self._links]
         for link in links:
-            if link.peer is not None:
-                link.peer.close(timeout_s=0)
+            link.peer.close(timeout_s=0)
 
     def links(self) -> dict[str, PeerLink]:
         """Returns the links that are or should be connected, by address."""
@@ -224,7 +219,7 @@ class Peers:
         links = self.links().values()
         if idle:
             for link in links:
-                if link.handle is None and link.peer is not None:
+                if link.handle is None:
                     link.peer.hurry()
         return [link for link in links if link.ready]
 
@@ -240,20 +235,24 @@ class Peers:
             for link in links:
                 link.handle = None  # nor is it shared with one that connects before the others
         for link in links:
-            if link.peer is not None:
-                link.peer.reconnect(reason)
+            link.peer.reconnect(reason)
 
     def close(self) -> None:
         """Ends all connections; blocks until they have ended."""
         with self._lock:
             links, self._links = list(self._links.values()), {}
-        peers = [link.peer for link in links if link.peer is not None]
-        for peer in peers:
-            peer.close(timeout_s=0)
-        for peer in peers:
-            peer.close()
         for link in links:
+            link.peer.close(timeout_s=0)
+        for link in links:
+            link.peer.close()
             link.forget_answers()
+
+    def _connect(self, link: PeerLink) -> Peer:
+        host, port = host_and_port(link.address)
+        deliver: Deliver = partial(self._deliver, link)
+        hello = partial(self._hello_of, next(self._numbers))
+        endpoint = Endpoint(hello, deliver, self._secret, self._timing)
+        return Peer(endpoint, host, port, longest_pause_s=partial(self._longest_pause_s, link))
 
     def _longest_pause_s(self, link: PeerLink) -> float | None:
         """Returns the longest pause for `link`; ``None`` ends the link, which is not used."""
@@ -275,7 +274,7 @@ class Peers:
         if len(self._links) < _MAX_LINKS:
             return
         idle = next((link for link in self._links.values() if link.users == 0), None)
-        if idle is None or idle.peer is None:
+        if idle is None:
             raise RetryLater(f"blocks are fetched from {_MAX_LINKS} engines already")
         del self._links[idle.address]
         idle.peer.close(timeout_s=0)
@@ -313,7 +312,6 @@ class Peers:
         """Sets `channel` for `link`, unless it leads to this process or to another link's peer."""
         link.is_self = hello.engine_id == self._hello().engine_id
         with self._lock:
-            peer = link.peer  # which `use` has noted now
             link.is_double = any(
                 other.hello is not None and other.hello.engine_id == hello.engine_id
                 for other in self._links.values()
@@ -322,8 +320,8 @@ class Peers:
             if not link.is_self and not link.is_double:
                 link.hello, link.channel = hello, channel
                 return True
-        if link.is_self and peer is not None:
-            peer.close()
+        if link.is_self:
+            link.peer.close()
         channel.close("it is known by another name")
         return False
 

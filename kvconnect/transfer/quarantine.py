@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from kvconnect.errors import ConfigurationError, KvConnectError
+from kvconnect.errors import KvConnectError
 from kvconnect.trace import count, warn_once
 from kvconnect.transfer.transport import PeerHandle, Pull
 
@@ -26,13 +26,11 @@ class Quarantine:
     terminal a moment after they were abandoned. Thread-safe; no method blocks.
 
     Args:
-        max_quarantined: blocks.
+        max_quarantined: blocks; at least 1.
         rebuild: `Transport.rebuild`, and whatever makes peers connect again.
     """
 
     def __init__(self, max_quarantined: int, rebuild: Callable[[], None]) -> None:
-        if max_quarantined < 1:
-            raise ConfigurationError(f"max_quarantined={max_quarantined}: must be >= 1")
         self._max = max_quarantined
         self._rebuild = rebuild
         self._changed = threading.Condition()

@@ -47,7 +47,7 @@ class _Instance:
 
     async def hello(self) -> Hello:
         """What it says of itself to all who connect."""
-        return self._store._parts.node._hello()
+        return self._store._parts.node.hello()
 
     async def save(self, values: Sequence[Value]) -> int:
         return await self._store.save([_block(*value) for value in values])

@@ -20,12 +20,11 @@ from kvconnect.backends import open_backend
 from kvconnect.backends.nixl import node
 from kvconnect.backends.nixl.pieces import portions
 from kvconnect.backends.nixl.settings import NixlSettings
-from kvconnect.errors import ConfigurationError, MissingExtra
+from kvconnect.errors import ConfigurationError
 from kvconnect.testing import BlockMaker
 from kvconnect.transfer import peers
 from kvconnect.transfer.control.endpoint import Timing
 from kvconnect.transfer.control.keyed import MAX_TOKENS, GrantKeys
-from kvconnect.transfer.nixl import library
 
 PATIENT = "patience=60s&timeout=60s"
 
@@ -248,7 +247,7 @@ async def test_a_peer_that_is_gone_is_tried_rarely_until_the_store_is_used(
 ):
     monkeypatch.setattr(node, "_IDLE_AFTER_S", 0.0)
     monkeypatch.setattr(peers, "_IDLE_PAUSE_S", 90.0)
-    monkeypatch.setattr(node, "Timing", partial(Timing, first_pause_s=60, last_pause_s=60))
+    monkeypatch.setattr(peers, "Timing", partial(Timing, first_pause_s=60, last_pause_s=60))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     near = await opened(instance(address))
@@ -381,15 +380,6 @@ def test_no_secret_and_no_password_is_shown(tmp_path):
         open_backend(url)
 
 
-async def test_a_port_that_is_taken_is_an_error_at_the_start(kit):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        store = open_backend(f"nixl://?transport=tcp&listen=127.0.0.1:{port}")
-        with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port} is taken"):
-            await store.open([kit.layout])
-        await store.close()
-
-
 async def test_a_peer_with_another_secret_is_an_error_at_the_start(kit, opened, tmp_path):
     files = [tmp_path / name for name in "ab"]
     for number, file in enumerate(files):
@@ -403,24 +393,6 @@ async def test_a_peer_with_another_secret_is_an_error_at_the_start(kit, opened, 
     keys = kit.keys("secret", count=2)
     await far.save(kit.chain(keys))
     assert await holds(kit, near, keys)
-
-
-async def test_a_peer_with_another_transport_is_an_error_at_the_start(kit, opened):
-    far = await opened(instance(transport="tcp"))
-    near = instance(far.address, transport="nixl")
-    with pytest.raises(ConfigurationError, match=r"transport: .*'tcp' here, 'nixl' at the peer"):
-        await near.open([kit.layout])
-
-
-async def test_a_missing_nixl_is_an_error_at_the_start(kit, monkeypatch):
-    def missing(name):
-        raise ModuleNotFoundError(name="nixl")
-
-    monkeypatch.setattr(library.importlib, "import_module", missing)
-    store = open_backend("nixl://")
-    with pytest.raises(MissingExtra, match=r"pip install '\.\[nixl\]'"):
-        await store.open([kit.layout])
-    await store.close()
 
 
 async def test_a_capacity_below_one_block_is_an_error_at_the_start(kit):

@@ -59,6 +59,26 @@ def hands_out(address: str, transfer_id: str) -> tuple[dict[str, Any], dict[str,
     )
 
 
+def hand_over(
+    prefill: LLM, decode: LLM, prompt: list[int], *, asked: list[int] | None = None, **changed: Any
+) -> tuple[list[int], int]:
+    """What `decode` answers to what `prefill` computed before, and how many tokens it fetched.
+
+    Its prompt may be another one, and `changed` what a router carries, or its ``cache_salt``.
+    """
+    options = {"cache_salt": changed.pop("cache_salt", None)}
+    (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
+    there = {**first.kv_transfer_params, **changed}
+    (output,) = decode.generate([asked or prompt], ANSWER, kv_transfer_params=there, **options)
+    return list(output.output_token_ids), output.reused_store_tokens
+
+
+def result_of(handle: Any) -> tuple[list[int], int]:
+    """What a request answers, and how many tokens it fetched."""
+    output = handle.result(60)
+    return list(output.output_token_ids), output.reused_store_tokens
+
+
 def node_of(llm: LLM) -> TransferNode:
     """What of the transfer the engine's threads share."""
     node: TransferNode = llm._engine._connector._worker._open_node  # type: ignore[union-attr]
@@ -111,10 +131,9 @@ def held_by(llm: LLM) -> dict[str, int]:
     if (fetcher := node.fetcher) is not None:
         held |= {"claims": len(fetcher.claims), "fetches": len(fetcher._fetches)}
         held |= {"expected": len(fetcher._expected)}
-        held |= {"quarantined": fetcher._quarantine.quarantined, "leases held": len(fetcher.client)}
+        held |= {"quarantined": fetcher._quarantine.quarantined, "leases held": len(node.client)}
         held |= {"handles": len(fetcher._handles), "flying bytes": fetcher._flying_nbytes}
-        links = node._peers._links.values() if node._peers is not None else ()
-        held |= {"users of links": sum(link.users for link in links)}
+        held |= {"users of links": sum(link.users for link in node.peers.links().values())}
     return {kind: number for kind, number in held.items() if number}
 
 

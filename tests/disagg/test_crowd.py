@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from crowd import Crowd
-from engines import ANSWER, PREFILL, leaks_nothing, node_of, prompt_of, until
+from engines import hand_over, leaks_nothing, node_of, prompt_of, until
 
 from kvconnect.transfer.control import listener
 
@@ -22,13 +22,11 @@ def test_a_crowd_keeps_no_decode_out(again, open_one, answer_of):
 
     def is_fetched() -> bool:
         prompt = prompt_of(100, next(seeds))
-        (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
-        there = first.kv_transfer_params
-        (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=there)
-        assert list(output.output_token_ids) == answer_of(prompt)
-        return output.reused_store_tokens > 0
+        tokens, reused = hand_over(prefill, decode, prompt)
+        assert tokens == answer_of(prompt)
+        return reused > 0
 
-    with Crowd("channels", port, node._hello(), size, again=again) as crowd:
+    with Crowd("channels", port, node.hello(), size, again=again) as crowd:
         until(lambda: crowd.opened() >= size)
         until(is_fetched, 30)
         for _ in range(5):

@@ -186,13 +186,13 @@ def nothing_is_left(prefill, decode):
     ours, theirs = node_of(prefill), node_of(decode)
     fetcher, offers = theirs.fetcher, ours.offers
     until(lambda: not (fetcher._fetches or fetcher.claims or fetcher._expected or fetcher._handles))
-    until(lambda: not len(fetcher.client))
+    until(lambda: not len(theirs.client))
     until(lambda: not len(offers.server.table))
-    until(lambda: not (offers._kept or offers._offered or offers.server._waiting or offers._ended))
+    until(lambda: not (offers._kept or offers.server._waiting or offers._ended))
     assert not fetcher._mine
     assert fetcher._flying_nbytes == 0
     assert fetcher._quarantine.quarantined == 0
-    assert [one.users for one in theirs._peers._links.values() if one.users] == []
+    assert [one.users for one in theirs.peers._links.values() if one.users] == []
     leaders = [llm._engine._connector._scheduler for llm in (prefill, decode)]
     for leader in leaders:
         book = leader._prefill
@@ -212,7 +212,7 @@ def test_faults_by_dice_cost_time_and_nothing_else(seed, open_one, answer_of, di
     prefill = open_one("prefill", max_num_tokens=48, transfer=short)
     decode = open_one("decode", transfer=short)
     dice = dice_of(seed)
-    dice.over(node_of(decode)._transport, monkeypatch)
+    dice.over(node_of(decode).transport, monkeypatch)
     dice.on = True
     answers = run(prefill, decode, random.Random(seed), 20 if seed == 1 else 60)
     dice.on = False

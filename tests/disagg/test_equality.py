@@ -8,12 +8,14 @@ from engines import (
     PREFILL,
     T,
     address_of,
+    hand_over,
     hands_out,
     is_claimed,
     leaks_nothing,
     nbytes_read,
     node_of,
     prompt_of,
+    result_of,
     until,
 )
 
@@ -63,9 +65,7 @@ def test_the_answer_is_that_of_one_engine_over_nixl(transport, open_one, answer_
     here, there = hands_out(address_of(prefill), "over nixl")
     handle = decode.submit(prompt, ANSWER, kv_transfer_params=there)
     prefill.submit(prompt, PREFILL, kv_transfer_params=here)
-    output = handle.result(60)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    assert output.reused_store_tokens == 99
+    assert result_of(handle) == (answer_of(prompt), 99)
     leaks_nothing(prefill, decode)
 
 
@@ -104,10 +104,7 @@ def test_both_roles_in_one_engine_each_way(open_one, answer_of):
     one, other = open_one("both"), open_one("both")
     for giver, taker, seed in ((one, other, 1), (other, one, 2)):
         prompt = prompt_of(70, seed)
-        (first,) = giver.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
-        (output,) = taker.generate([prompt], ANSWER, kv_transfer_params=first.kv_transfer_params)
-        assert list(output.output_token_ids) == answer_of(prompt)
-        assert output.reused_store_tokens == 69
+        assert hand_over(giver, taker, prompt) == (answer_of(prompt), 69)
     leaks_nothing(one, other)
 
 
@@ -152,9 +149,7 @@ def test_layers_are_fetched_while_later_ones_are_computed(open_one, answer_of, s
     expected = 3 * whole + 3 * (whole // 3) * 2
     until(lambda: nbytes_read(decode) == expected)
     gate.open()
-    output = handle.result(60)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    assert output.reused_store_tokens == 99
+    assert result_of(handle) == (answer_of(prompt), 99)
     leaks_nothing(prefill, decode)
 
 
@@ -170,7 +165,5 @@ def test_what_was_read_counts_once_the_blocks_are_sure_to_stay(open_one, answer_
     assert gate.reached.wait(60)
     until(lambda: nbytes_read(decode) == 7 * decode.layout.block_nbytes)  # of one still there
     gate.open()
-    output = handle.result(60)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    assert output.reused_store_tokens == 99
+    assert result_of(handle) == (answer_of(prompt), 99)
     leaks_nothing(prefill, decode)

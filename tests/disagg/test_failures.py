@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import socket
 import threading
 
@@ -13,6 +12,7 @@ from engines import (
     PREFILL,
     T,
     address_of,
+    hand_over,
     hands_out,
     is_claimed,
     leaks_nothing,
@@ -20,6 +20,7 @@ from engines import (
     node_of,
     open_engine,
     prompt_of,
+    result_of,
     until,
 )
 from own_process import own_process
@@ -49,22 +50,15 @@ def submit_both(prefill, decode, prompt, transfer_id, computing=PREFILL):
     return prefill.submit(prompt, computing, kv_transfer_params=here), reading
 
 
-@pytest.mark.parametrize("what", ["id", "prompt", "salt", "nobody"])
+@pytest.mark.parametrize("what", ["id", "nobody"])
 def test_what_is_not_there_is_computed(what, open_one, answer_of, counted):
     prefill = open_one("prefill", transfer={"claim_timeout_s": 0.2, "lease_s": 0.5})
     decode = open_one("decode", transfer={"claim_timeout_s": 0.2})
-    (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
-    there = dict(first.kv_transfer_params)
-    if what == "id":
-        there["transfer_id"] = "of nothing"
+    changed = {"transfer_id": "of nothing"}
     if what == "nobody":
         with socket.create_server(("127.0.0.1", 0)) as server:
-            there["address"] = f"127.0.0.1:{server.getsockname()[1]}"
-    prompt = [*PROMPT[:-2], 7, 7] if what == "prompt" else PROMPT
-    salt = "another tenant" if what == "salt" else None
-    (output,) = decode.generate([prompt], ANSWER, cache_salt=salt, kv_transfer_params=there)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    assert output.reused_store_tokens == 0
+            changed = {"address": f"127.0.0.1:{server.getsockname()[1]}"}
+    assert hand_over(prefill, decode, PROMPT, **changed) == (answer_of(PROMPT), 0)
     assert counted["transfer.fetched"] == 0
     leaks_nothing(prefill, decode)
 
@@ -73,15 +67,11 @@ def test_what_is_not_there_is_computed(what, open_one, answer_of, counted):
 def test_a_prefill_of_another_salt_or_prompt_is_not_waited_for(what, open_one, answer_of):
     """It has computed the transfer of that id: nothing else comes of it."""
     prefill, decode = open_one("prefill"), open_one("decode")  # they wait for 120 s
-    (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
-    prompt = [*PROMPT[:-2], 7, 7] if what == "prompt" else PROMPT
-    salt = "another tenant" if what == "salt" else None
-    reading = decode.submit(
-        prompt, ANSWER, cache_salt=salt, kv_transfer_params=first.kv_transfer_params
-    )
-    output = reading.result(60)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    assert output.reused_store_tokens == 0
+    if what == "salt":
+        assert hand_over(prefill, decode, PROMPT, cache_salt="another") == (answer_of(PROMPT), 0)
+    else:
+        asked = [*PROMPT[:-2], 7, 7]
+        assert hand_over(prefill, decode, PROMPT, asked=asked) == (answer_of(asked), 0)
 
 
 def test_a_piece_that_could_not_be_asked_for_does_not_count_as_read(
@@ -89,7 +79,6 @@ def test_a_piece_that_could_not_be_asked_for_does_not_count_as_read(
 ):
     """Whatever is raised on the way: the fetch fails, and its prompt is computed."""
     prefill, decode = open_one("prefill"), open_one("decode")
-    (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
     start, calls = Fetcher._start, itertools.count()
 
     def failing(*args):
@@ -98,10 +87,7 @@ def test_a_piece_that_could_not_be_asked_for_does_not_count_as_read(
         return start(*args)
 
     monkeypatch.setattr(Fetcher, "_start", failing)
-    there = first.kv_transfer_params
-    (output,) = decode.generate([PROMPT], ANSWER, kv_transfer_params=there)
-    assert list(output.output_token_ids) == answer_of(PROMPT)
-    assert output.reused_store_tokens == 0
+    assert hand_over(prefill, decode, PROMPT) == (answer_of(PROMPT), 0)
     assert (counted["transfer.fetch.error"], counted["transfer.fetched"]) == (1, 0)
     leaks_nothing(prefill, decode)
 
@@ -166,40 +152,15 @@ def test_a_port_that_is_taken_is_an_error_at_start(llama, transport):
     until(lambda: threading.active_count() == 1)
 
 
-def test_another_secret_is_computed(open_one, answer_of, counted):
-    prefill = open_one("prefill", transfer={"secret": "the secret of one side", "lease_s": 0.5})
-    decode = open_one("decode", transfer={"secret": "the secret of the other"})
-    (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
-    (output,) = decode.generate([PROMPT], ANSWER, kv_transfer_params=first.kv_transfer_params)
-    assert list(output.output_token_ids) == answer_of(PROMPT)
-    assert counted["transfer.fetched"] == 0
-    leaks_nothing(prefill, decode)
-
-
-def test_the_same_secret_is_no_hindrance(open_one, answer_of):
-    """Nor is white space around it, as of a file's last line."""
-    secret = "the secret of both sides"
-    prefill = open_one("prefill", transfer={"secret": secret})
-    decode = open_one("decode", transfer={"secret": f"{secret}\n"})
-    (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
-    (output,) = decode.generate([PROMPT], ANSWER, kv_transfer_params=first.kv_transfer_params)
-    assert list(output.output_token_ids) == answer_of(PROMPT)
-    assert output.reused_store_tokens == 99
-
-
 def test_one_prefill_by_two_names_is_read_by_both(open_one, answer_of, counted):
     """They are two connections, neither of which takes the other's place."""
     prefill, decode = open_one("prefill"), open_one("decode")
     address = address_of(prefill)
     for number in range(6):
         prompt = prompt_of(90, number)
-        (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
         name = address if number % 2 else address.replace("127.0.0.1", "localhost")
-        there = {**first.kv_transfer_params, "address": name}
-        (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=there)
-        assert list(output.output_token_ids) == answer_of(prompt)
-        assert output.reused_store_tokens == 89
-    links = node_of(decode)._peers._links
+        assert hand_over(prefill, decode, prompt, address=name) == (answer_of(prompt), 89)
+    links = node_of(decode).peers._links
     assert [link.attempts for link in links.values()] == [1, 1]
     assert len(node_of(prefill)._listener.channels()) == 2
     # The one that ends takes nothing from the other.
@@ -208,10 +169,7 @@ def test_one_prefill_by_two_names_is_read_by_both(open_one, answer_of, counted):
     until(lambda: first.handle is None)
     for number in range(6, 8):
         prompt = prompt_of(90, number)
-        (ready,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
-        there = {**ready.kv_transfer_params, "address": second.address}
-        (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=there)
-        assert output.reused_store_tokens == 89
+        assert hand_over(prefill, decode, prompt, address=second.address)[1] == 89
 
 
 @pytest.mark.planted("other-model-at-peer", "transfer", "refused")
@@ -221,18 +179,9 @@ def test_other_weights_are_refused(model_of, llama, open_one, answer_of, counted
     other = make_model(tmp_path / "other", "llama", num_layers=3, seed=5)
     prefill = open_one("prefill", other, transfer={"lease_s": 0.5})
     decode = open_one("decode")
-    (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
-    (output,) = decode.generate([PROMPT], ANSWER, kv_transfer_params=first.kv_transfer_params)
-    assert list(output.output_token_ids) == answer_of(PROMPT)
+    assert hand_over(prefill, decode, PROMPT)[0] == answer_of(PROMPT)
     assert counted["transfer.fetched"] == 0
     leaks_nothing(prefill, decode)
-
-
-def test_what_is_never_claimed_is_let_go_of_with_its_lease(open_one):
-    prefill = open_one("prefill", transfer={"lease_s": 0.4})
-    prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
-    assert prefill.stats().free_blocks < prefill.stats().max_blocks
-    leaks_nothing(prefill)
 
 
 def test_what_its_reader_let_go_of_before_it_was_computed_is_not_kept(open_one):
@@ -273,7 +222,7 @@ def test_a_prompt_whose_blocks_are_not_kept_is_handed_out_no_more(
         else:
             with pytest.raises(ValueError, match="planted"):
                 handle.result(60)
-        assert list(reading.result(60).output_token_ids) == answer_of(PROMPT)
+        assert result_of(reading)[0] == answer_of(PROMPT)
     prefill.generate([prompt_of(20)], PREFILL)
     connector = prefill._engine._connector
     until(lambda: not connector._scheduler._prefill._prompts)
@@ -323,9 +272,7 @@ def test_the_prefill_is_aborted_while_it_is_read(layer_calls, open_one, answer_o
         until(lambda: nbytes_read(decode) == blocks * layout.block_nbytes)
     computing.abort()
     gate.open()
-    output = reading.result(60)
-    assert list(output.output_token_ids) == answer_of(PROMPT)
-    assert output.reused_store_tokens == 0
+    assert result_of(reading) == (answer_of(PROMPT), 0)
     leaks_nothing(prefill, decode)
 
 
@@ -337,8 +284,7 @@ def test_the_prefill_closes_while_it_is_read(open_one, answer_of, stop_at):
     closing = threading.Thread(target=prefill.close)
     closing.start()
     gate.open()
-    output = reading.result(60)
-    assert list(output.output_token_ids) == answer_of(PROMPT)
+    assert result_of(reading)[0] == answer_of(PROMPT)
     closing.join()
     leaks_nothing(decode)
 
@@ -360,8 +306,7 @@ def test_a_prefill_that_does_not_go_on_is_not_waited_for(open_one, answer_of, st
     gate = stop_at(5)
     _, reading = submit_both(prefill, decode, PROMPT, "stuck")
     assert gate.reached.wait(60)
-    output = reading.result(60)
-    assert list(output.output_token_ids) == answer_of(PROMPT)
+    assert result_of(reading)[0] == answer_of(PROMPT)
     gate.open()
     leaks_nothing(prefill, decode)
 
@@ -385,8 +330,7 @@ def test_the_prefill_is_preempted(open_one, answer_of, stop_at):
     reading = decode.submit(PROMPT, ANSWER, kv_transfer_params=there)
     assert first.result(60).output_token_ids
     assert second.result(60).preemptions
-    output = reading.result(60)
-    assert list(output.output_token_ids) == answer_of(PROMPT)
+    assert result_of(reading)[0] == answer_of(PROMPT)
     leaks_nothing(prefill, decode)
 
 
@@ -400,29 +344,7 @@ def test_the_reader_has_little_room(open_one, answer_of):
         prefill.submit(prompt, PREFILL, kv_transfer_params=here)
         handles.append((prompt, decode.submit(prompt, ANSWER, kv_transfer_params=there)))
     for prompt, handle in handles:
-        assert list(handle.result(60).output_token_ids) == answer_of(prompt)
-    leaks_nothing(prefill, decode)
-
-
-@pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.slow)])
-def test_many_at_once_some_of_them_aborted(count, open_one, answer_of):
-    prefill = open_one("prefill", max_tokens=2048, max_num_tokens=64, transfer={"lease_s": 2.0})
-    decode = open_one("decode", max_tokens=2048)
-    rng = random.Random(count)
-    handles = []
-    for number in range(count):
-        prompt = prompt_of(rng.randrange(2, 120), number)
-        here, there = hands_out(address_of(prefill), f"one of many {number}")
-        sides = [(prefill, PREFILL, here), (decode, ANSWER, there)]
-        rng.shuffle(sides)
-        pair = {llm: llm.submit(prompt, how, kv_transfer_params=it) for llm, how, it in sides}
-        handles.append((prompt, pair[decode]))
-        if rng.random() < 0.3:
-            rng.choice([pair[prefill], pair[decode]]).abort()
-    for prompt, handle in handles:
-        output = handle.result(60)
-        if output.finish_reason != "abort":
-            assert list(output.output_token_ids) == answer_of(prompt)
+        assert result_of(handle)[0] == answer_of(prompt)
     leaks_nothing(prefill, decode)
 
 
@@ -431,10 +353,7 @@ def test_the_pairs_by_role(llama, answer_of):
         LLM(llama, connector=PrefillConnector(), kv_cache=SMALL, dtype="float64") as prefill,
         LLM(llama, connector=DecodeConnector(), kv_cache=SMALL, dtype="float64") as decode,
     ):
-        (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
-        (output,) = decode.generate([PROMPT], ANSWER, kv_transfer_params=first.kv_transfer_params)
-    assert list(output.output_token_ids) == answer_of(PROMPT)
-    assert output.reused_store_tokens == 99
+        assert hand_over(prefill, decode, PROMPT) == (answer_of(PROMPT), 99)
     assert PrefillConnector(transfer={"lease_s": 3}).transfer.role == "prefill"
     with pytest.raises(ConfigurationError, match="must be 'decode' or 'both'"):
         DecodeConnector(transfer={"role": "prefill"})

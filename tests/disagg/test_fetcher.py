@@ -9,12 +9,16 @@ import torch
 from engines import T, until
 
 from kvconnect.connector.disagg.fetch import fetcher as module
+from kvconnect.connector.disagg.fetch.claim_book import ClaimBook
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
 from kvconnect.connector.disagg.fetch.load import Load, Part
 from kvconnect.connector.disagg.fetch.sources import Source
 from kvconnect.connector.disagg.messages import FetchOrder
+from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout
+from kvconnect.shards import stored_heads
 from kvconnect.transfer.claimed import Claimed
+from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.messages import Unknown, Watermark
 from kvconnect.transfer.leases.held import HeldLease
 from kvconnect.transfer.pull import Pull
@@ -51,6 +55,7 @@ def links():
 def fetcher(links):
     fetcher = Fetcher(
         None,
+        ClaimBook(LeaseClient(), links, stored_heads((LAYOUT,), Shard())),
         layouts=(LAYOUT,),
         regions=(0,),
         load_s=20.0,
@@ -59,7 +64,6 @@ def fetcher(links):
         quarantine=Quarantine(4, lambda: None),
         wakeup=lambda: None,
     )
-    fetcher.claims.attach(links)
     yield fetcher
     fetcher.close()
 
@@ -67,14 +71,14 @@ def fetcher(links):
 def ends_nowhere(fetcher, links):
     """Nothing of any load is left."""
     until(lambda: not (fetcher._fetches or fetcher._expected or fetcher.claims))
-    assert (links.link.users, len(fetcher.client)) == (0, 0)
+    assert (links.link.users, len(fetcher.claims.client)) == (0, 0)
 
 
 def test_a_prompt_is_claimed_for_one_request_until_that_lets_go_of_it(fetcher, links):
     """Also once the other side has refused: what the first drops would be the second's."""
     first = fetcher.claims.claim("host:1", "name")
     seq = next(iter(first.lease._sent))
-    fetcher.client.handle(Unknown(seq=seq, request="name"), "host:1")
+    fetcher.claims.client.handle(Unknown(seq=seq, request="name"), "host:1")
     assert first.failed
     second = fetcher.claims.claim("host:1", "name")
     assert second.failed

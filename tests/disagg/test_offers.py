@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from kvconnect.connector.disagg.offers import Offers
@@ -65,21 +63,9 @@ def test_of_two_that_are_handed_out_under_one_name_either_can_be_claimed(offers,
     assert offers.is_gone("name")
 
 
-def test_a_prompt_whose_reader_had_let_go_is_gone_once_it_is_offered(offers, monkeypatch):
-    """Its lease ends with its beginning, which another thread tells at once."""
+def test_a_prompt_whose_reader_had_let_go_is_gone_once_it_is_offered(offers):
+    """Its lease ends with its beginning."""
     offers.server.handle(Claim(seq=1, request="name"), "reader", lambda _: True)
     offers.server.handle(Abort(request="name"), "reader", lambda _: True)
-    offer = offers.server.offer
-    reapers = []
-
-    def offer_and_reap(*args, **how):
-        made = offer(*args, **how)
-        reapers.append(threading.Thread(target=offers.server.reap))
-        reapers[0].start()
-        reapers[0].join(0.1)
-        return made
-
-    monkeypatch.setattr(offers.server, "offer", offer_and_reap)
     offers.offer("name", tokens=16, nbytes=60)
-    reapers[0].join()
     assert offers.is_gone("name")

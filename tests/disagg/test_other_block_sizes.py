@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engines import ANSWER, PREFILL, address_of, hands_out, leaks_nothing, prompt_of
+from engines import ANSWER, PREFILL, address_of, hand_over, hands_out, leaks_nothing, prompt_of
 
 LENGTHS = (2, 17, 71, 100)
 # What a window of 24 has given up before block 2 of 16 tokens, a block of 64 would have to hold.
@@ -48,8 +48,5 @@ def test_over_nixl(transport, open_one, answer_of):
     decode = open_one("decode", tokens_per_block=64)
     prompt = prompt_of(150)
     decode.generate([prompt[:70]], PREFILL)  # one block of it is there already
-    (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
-    (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=first.kv_transfer_params)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    assert output.reused_store_tokens == 149 - 64
+    assert hand_over(prefill, decode, prompt) == (answer_of(prompt), 149 - 64)
     leaks_nothing(prefill, decode)

@@ -13,8 +13,10 @@ from engines import (
     address_of,
     hands_out,
     leaks_nothing,
+    nbytes_read,
     node_of,
     prompt_of,
+    result_of,
     until,
 )
 
@@ -36,10 +38,6 @@ def read(process, decode, *, stop_at, transfer_id):
     assert process.call("wait_stopped")
     until(lambda: node_of(decode).fetcher._fetches)
     return handle
-
-
-def nbytes_read(decode):
-    return sum(fetch.nbytes for fetch in list(node_of(decode).fetcher._fetches.values()))
 
 
 def test_the_prefill_is_killed_and_starts_again(start_one, decode, answer_of):
@@ -83,9 +81,7 @@ def test_the_prefill_freezes_and_wakes(start_one, decode, answer_of):
     handle = read(process, decode, stop_at=5, transfer_id="frozen")
     process.signal(signal.SIGSTOP)
     frozen = time.monotonic()
-    output = handle.result(60)
-    assert list(output.output_token_ids) == answer_of(PROMPT)
-    assert output.reused_store_tokens == 0
+    assert result_of(handle) == (answer_of(PROMPT), 0)
     assert time.monotonic() - frozen < 60
     if node_of(decode).config.transport == "tcp":  # with NIXL a read that has begun goes on
         leaks_nothing(decode)

@@ -9,6 +9,7 @@ from engines import (
     ANSWER,
     PREFILL,
     address_of,
+    hand_over,
     hands_out,
     is_claimed,
     leaks_nothing,
@@ -31,7 +32,7 @@ class Stuck:
         self.pulls: list[Pull] = []
         self.rebuilding, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
-        self.transport = node_of(llm)._transport
+        self.transport = node_of(llm).transport
         self._pull, self._rebuild = self.transport.pull, self.transport.rebuild
         self.stuck = True
         monkeypatch.setattr(self.transport, "pull", self.pull)
@@ -60,10 +61,9 @@ class Stuck:
 def fetched(prefill, decode, seed, answer_of):
     """What of a prompt is fetched; its answer is right in any case."""
     prompt = prompt_of(100, seed)
-    (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
-    (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=first.kv_transfer_params)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    return output.reused_store_tokens
+    tokens, reused = hand_over(prefill, decode, prompt)
+    assert tokens == answer_of(prompt)
+    return reused
 
 
 def test_a_full_quarantine_ends_in_a_new_transport_and_fetching_goes_on(
@@ -80,7 +80,7 @@ def test_a_full_quarantine_ends_in_a_new_transport_and_fetching_goes_on(
         assert fetched(prefill, decode, number, answer_of) == 0
         number += 1
         assert number < 10 or stuck.rebuilding.wait(60)
-    before, pulls = node_of(decode)._transport.local(), len(stuck.pulls)
+    before, pulls = node_of(decode).transport.local(), len(stuck.pulls)
     assert counted["transfer.quarantined.blocks"] >= 12  # a tenth of the pool
     # Nothing is read from there meanwhile, and what may be written to is used by nobody.
     assert fetched(prefill, decode, 20, answer_of) == 0
@@ -88,7 +88,7 @@ def test_a_full_quarantine_ends_in_a_new_transport_and_fetching_goes_on(
     assert decode.stats().free_blocks <= decode.stats().max_blocks - 12
     stuck.go_on.set()
     leaks_nothing(decode)
-    until(lambda: node_of(decode)._transport.local() != before)
+    until(lambda: node_of(decode).transport.local() != before)
     assert counted["transfer.rebuilds"] == 1
     assert fetched(prefill, decode, 30, answer_of) == 99
     leaks_nothing(prefill, decode)
@@ -97,12 +97,12 @@ def test_a_full_quarantine_ends_in_a_new_transport_and_fetching_goes_on(
 def test_a_prefill_whose_transport_is_built_anew_is_read_from_again(open_one, answer_of):
     prefill, decode = open_one("both"), open_one("decode")
     assert fetched(prefill, decode, 0, answer_of) == 99
-    link = next(iter(node_of(decode)._peers._links.values()))
+    link = next(iter(node_of(decode).peers._links.values()))
     before = link.handle
-    node_of(prefill)._rebuild()
+    node_of(prefill).rebuild()
     until(lambda: link.handle is None)
     assert fetched(prefill, decode, 1, answer_of) == 99
-    (link,) = node_of(decode)._peers._links.values()
+    (link,) = node_of(decode).peers._links.values()
     assert link.handle.incarnation != before.incarnation
     leaks_nothing(prefill, decode)
 
@@ -151,4 +151,4 @@ def test_the_reader_is_preempted_while_it_loads(
     fetcher = node_of(decode).fetcher
     assert not fetcher._fetches
     assert not fetcher.claims
-    assert not len(fetcher.client)
+    assert not len(node_of(decode).client)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engines import ANSWER, PREFILL, leaks_nothing, prompt_of
+from engines import ANSWER, PREFILL, hand_over, leaks_nothing, prompt_of
 
 PROMPT = prompt_of(100)
 
@@ -14,9 +14,7 @@ def store(directory):
 def test_what_was_fetched_is_saved_by_the_reader(open_one, answer_of, tmp_path):
     prefill = open_one("prefill")
     with open_one("decode", **store(tmp_path)) as decode:
-        (first,) = prefill.generate([PROMPT], PREFILL, kv_transfer_params={"do": "prefill"})
-        (output,) = decode.generate([PROMPT], ANSWER, kv_transfer_params=first.kv_transfer_params)
-        assert output.reused_store_tokens == 99
+        assert hand_over(prefill, decode, PROMPT)[1] == 99
     again = open_one("both", **store(tmp_path))
     (output,) = again.generate([PROMPT], ANSWER)
     assert list(output.output_token_ids) == answer_of(PROMPT)

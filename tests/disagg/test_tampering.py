@@ -158,7 +158,7 @@ def test_reads_are_under_the_epoch_of_their_lease(open_one, monkeypatch):
     start, epochs = Fetcher._start, set()
 
     def noting(fetcher, link, reads, deadline_s):
-        (claimed,) = fetcher.client._claimed.values()
+        (claimed,) = fetcher.claims.client._claimed.values()
         epochs.add((reads.epoch, claimed.lease.epoch))
         return start(fetcher, link, reads, deadline_s)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from engines import (
     ANSWER,
-    PREFILL,
     address_of,
+    hand_over,
     hands_out,
     is_claimed,
     leaks_nothing,
     node_of,
     prompt_of,
+    result_of,
     until,
 )
 
@@ -33,10 +34,7 @@ def transport(request):
 def test_what_is_equal_is_used(size, open_one, answer_of, counted):
     prefill, decode = open_one("prefill"), open_one("decode", transfer=FULL, tokens_per_block=size)
     prompt = prompt_of(100)
-    (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
-    (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=first.kv_transfer_params)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    assert output.reused_store_tokens == 99
+    assert hand_over(prefill, decode, prompt) == (answer_of(prompt), 99)
     assert counted["transfer.bad_digests"] == 0
     leaks_nothing(prefill, decode)
 
@@ -50,9 +48,7 @@ def test_what_a_prefill_writes_behind_the_prompt_is_no_difference(open_one, answ
         reading = decode.submit(prompt, ANSWER, kv_transfer_params=there)
         until(lambda: is_claimed(prefill))
         prefill.submit(prompt, ANSWER, kv_transfer_params=here)
-        output = reading.result(60)
-        assert list(output.output_token_ids) == answer_of(prompt)
-        assert output.reused_store_tokens == 99
+        assert result_of(reading) == (answer_of(prompt), 99)
     assert counted["transfer.bad_digests"] == 0
 
 
@@ -61,21 +57,18 @@ def test_one_bit_that_differs_is_found(position, open_one, answer_of, counted, m
     """Of the first, a middle, and the last token that is read."""
     prefill, decode = open_one("prefill"), open_one("decode", transfer=FULL)
     prompt = prompt_of(100)
-    (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
     done = Fetcher._pull_done
 
     def damaged(fetcher, fetch, pull, error):
         (block, *_) = fetch.order.blocks[0][position // 16 :]
         # Keys of the first layer, [tokens, heads, dim]: the first element of that token.
-        node_of(decode)._memory[0][block].reshape(-1)[position % 16 * width] += 1
+        node_of(decode)._regions[0][block].reshape(-1)[position % 16 * width] += 1
         done(fetcher, fetch, pull, error)
 
     layout = decode._engine._connector._worker._llm_args.layouts[0]
     width = layout.num_kv_heads * layout.key_dim
     monkeypatch.setattr(Fetcher, "_pull_done", damaged)
-    (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=first.kv_transfer_params)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    assert output.reused_store_tokens == 0
+    assert hand_over(prefill, decode, prompt) == (answer_of(prompt), 0)
     assert counted["transfer.bad_digests"] == 1
     leaks_nothing(prefill, decode)
 
@@ -83,13 +76,10 @@ def test_one_bit_that_differs_is_found(position, open_one, answer_of, counted, m
 def test_a_prefill_that_makes_no_digests_is_not_believed(open_one, answer_of, monkeypatch):
     prefill, decode = open_one("prefill"), open_one("decode", transfer=FULL)
     prompt = prompt_of(100)
-    (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
     monkeypatch.setattr(
         node_module.TransferNode, "_digest_of", lambda _, asked: FoundDigest(seq=asked.seq)
     )
-    (output,) = decode.generate([prompt], ANSWER, kv_transfer_params=first.kv_transfer_params)
-    assert list(output.output_token_ids) == answer_of(prompt)
-    assert output.reused_store_tokens == 0
+    assert hand_over(prefill, decode, prompt) == (answer_of(prompt), 0)
 
 
 @pytest.mark.parametrize("transport", ["tcp"], indirect=True)

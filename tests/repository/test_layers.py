@@ -66,7 +66,7 @@ DOORS = {
     "digest": "",
     "engine.checkpoint": "engine.model engine.request.tokenizer",
     "transfer.control": "transfer.places transfer.seal transfer.secret",
-    "transfer.leases": ("transfer.control.messages transfer.control.fields transfer.control.keyed"),
+    "transfer.leases": "transfer.control.messages transfer.control.keyed transfer.control.events",
     "engine.model": "kernels cache.resource_manager",
     "engine.request": "engine.model engine.sampling.drafts",
     "engine.ranks": "engine.model engine.checkpoint engine.attachment connector cache",

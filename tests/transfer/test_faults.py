@@ -7,61 +7,20 @@ import time
 
 import numpy as np
 import pytest
-import torch
+from canaries import BOUND_S, PIECE, Canaries
 from peer_process import MiB, pattern
 
 from kvconnect.transfer.transport import PeerUnreachable, PullFailed, Reads
 
-CANARY = 0xA5
 NBYTES = 96 * MiB
-PIECE = 64 * 1024
-BOUND_S = 60.0
 
 kinds = pytest.mark.parametrize("kind", ["tcp", "nixl-tcp"])
-
-
-class Pair:
-    """A reader here, a peer in another process, and a destination full of canaries."""
-
-    def __init__(self, reader, peer):
-        self.reader, self.peer = reader, peer
-        self.memory = torch.full((NBYTES,), CANARY, dtype=torch.uint8)
-        self.into = reader.register(self.memory)
-        self.other = torch.zeros(16, dtype=torch.uint8)
-        self.elsewhere = reader.register(self.other)
-        self.handle = reader.connect(peer.local)
-
-    def pull_all(self, deadline_s):
-        offsets = np.arange(0, NBYTES, PIECE)
-        return self.reader.pull(
-            self.handle,
-            Reads(0, offsets, self.into, offsets, PIECE),
-            deadline_s=deadline_s,
-        )
-
-    def wait_until_some_bytes_are_there(self):
-        bound = time.monotonic() + BOUND_S
-        while self.memory[0] == CANARY and self.memory[NBYTES // 2] == CANARY:
-            assert time.monotonic() < bound
-
-    def put_canaries(self):
-        self.memory.fill_(CANARY)
-
-    def canaries_are_untouched(self):
-        return bool((self.memory == CANARY).all())
-
-    def read_a_little(self):
-        """Whatever the peer still had to send to this reader before, it has sent then."""
-        self.reader.pull(
-            self.handle, Reads(0, [16], self.elsewhere, [0], 16), deadline_s=BOUND_S
-        ).done.result(BOUND_S + 1)
-        assert np.array_equal(self.other, pattern(1, 32)[16:])
 
 
 @pytest.fixture
 def pair(kind, transport_of, peer_of):
     peer = peer_of(kind, seeds=[(1, NBYTES)], identity="peer")
-    return Pair(transport_of(kind, identity="reader"), peer)
+    return Canaries(NBYTES, transport_of(kind, identity="reader"), peer)
 
 
 def reason_of(pull):
@@ -73,7 +32,7 @@ def reason_of(pull):
 
 @kinds
 def test_a_peer_killed_while_it_is_read_from(pair):
-    pull = pair.pull_all(BOUND_S)
+    pull = pair.pull(NBYTES, BOUND_S)
     pair.wait_until_some_bytes_are_there()
     pair.peer.signal(signal.SIGKILL)
     assert reason_of(pull) == "peer"
@@ -89,7 +48,7 @@ def test_a_peer_killed_while_it_is_read_from(pair):
 def test_a_frozen_peer_is_seen_by_the_deadline(pair):
     pair.peer.freeze()
     started = time.monotonic()
-    pull = pair.pull_all(1.0)
+    pull = pair.pull(NBYTES, 1.0)
     assert reason_of(pull) == "deadline"
     assert 0.9 < time.monotonic() - started < BOUND_S
     pair.peer.wake()
@@ -102,7 +61,7 @@ def test_a_frozen_peer_is_seen_by_the_deadline(pair):
 
 @kinds
 def test_a_peer_frozen_mid_read_writes_nothing_after_a_rebuild(pair):
-    pull = pair.pull_all(2.0)
+    pull = pair.pull(NBYTES, 2.0)
     pair.wait_until_some_bytes_are_there()
     pair.peer.freeze()
     if not pull.done.done() or pull.done.exception():
@@ -120,7 +79,7 @@ def test_a_peer_frozen_mid_read_writes_nothing_after_a_rebuild(pair):
 @kinds
 def test_an_abandoned_pull_fails_at_once_and_is_terminal_later(pair):
     pair.peer.freeze()
-    pull = pair.pull_all(BOUND_S)
+    pull = pair.pull(NBYTES, BOUND_S)
     pull.abandon()
     pull.abandon()
     assert reason_of(pull) == "abandoned"
@@ -134,7 +93,7 @@ def test_an_abandoned_pull_fails_at_once_and_is_terminal_later(pair):
 @kinds
 def test_a_disconnect_fails_what_is_under_way(pair):
     pair.peer.freeze()
-    pull = pair.pull_all(BOUND_S)
+    pull = pair.pull(NBYTES, BOUND_S)
     pair.reader.disconnect(pair.handle)
     assert reason_of(pull) == "peer"
     pair.peer.wake()
@@ -152,7 +111,7 @@ def test_a_peer_that_restarted_is_another_incarnation(pair, kind, peer_of):
 
         settings["port"] = json.loads(pair.peer.local)["port"]
     new = peer_of(kind, seeds=[(1, NBYTES)], identity="peer", **settings)
-    stale, stale_handle = pair.pull_all(BOUND_S), pair.handle
+    stale, stale_handle = pair.pull(NBYTES, BOUND_S), pair.handle
     assert reason_of(stale) == "peer"
     pair.handle = pair.reader.connect(new.local)
     assert pair.handle.incarnation != stale_handle.incarnation
@@ -168,7 +127,7 @@ def test_after_a_rebuild_of_either_side_both_connect_again(pair):
     pair.handle = pair.reader.connect(pair.peer.local)
     pair.read_a_little()
     again = pair.peer.ask("rebuild")
-    assert reason_of(pair.pull_all(BOUND_S)) == "peer"
+    assert reason_of(pair.pull(NBYTES, BOUND_S)) == "peer"
     pair.handle = pair.reader.connect(again)
     pair.read_a_little()
 
@@ -177,19 +136,15 @@ def test_after_a_rebuild_of_either_side_both_connect_again(pair):
 def test_the_death_of_a_reader_mid_read_harms_no_other(kind, transport_of, peer_of):
     peer = peer_of(kind, seeds=[(1, NBYTES)])
     doomed = peer_of(kind, seeds=[(2, NBYTES)])
-    doomed.ask(
-        "start_pull",
-        peer.local,
-        [0, np.arange(0, NBYTES, PIECE), 0, np.arange(0, NBYTES, PIECE), PIECE],
-        BOUND_S,
-    )
+    offsets = np.arange(0, NBYTES, PIECE)
+    doomed.ask("start_pull", peer.local, [0, offsets, 0, offsets, PIECE], BOUND_S)
     doomed.signal(signal.SIGKILL)
-    Pair(transport_of(kind), peer).read_a_little()
+    Canaries(NBYTES, transport_of(kind), peer).read_a_little()
 
 
 def test_shared_memory_of_a_killed_peer_is_read_whole_or_fails(transport_of, peer_of):
-    pair = Pair(transport_of("nixl"), peer_of("nixl", seeds=[(1, NBYTES)]))
-    pull = pair.pull_all(BOUND_S)
+    pair = Canaries(NBYTES, transport_of("nixl"), peer_of("nixl", seeds=[(1, NBYTES)]))
+    pull = pair.pull(NBYTES, BOUND_S)
     pair.wait_until_some_bytes_are_there()
     pair.peer.signal(signal.SIGKILL)
     if pull.done.exception(60) is None:

@@ -24,8 +24,7 @@ from kvconnect.transfer.nixl import NixlTransport, agent_thread, library
 from kvconnect.transfer.nixl import transfers as cutting
 from kvconnect.transfer.nixl import transport as nixl_transport
 from kvconnect.transfer.nixl.agent import Agent, AgentError
-from kvconnect.transfer.nixl.nixl_pull import NixlPull
-from kvconnect.transfer.nixl.pull_part import PullPart
+from kvconnect.transfer.nixl.nixl_pull import NixlPull, PullPart
 from kvconnect.transfer.nixl.transfers import Base, transfers
 from kvconnect.transfer.reads import Reads, runs
 from kvconnect.transfer.transport import PeerUnreachable, PullFailed

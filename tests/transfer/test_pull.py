@@ -203,8 +203,3 @@ def test_a_rebuild_without_a_thread_is_tried_with_the_next(monkeypatch):
 class _NoThread(threading.Thread):
     def start(self):
         raise RuntimeError("can't start new thread")
-
-
-def test_a_bound_of_nothing_is_refused():
-    with pytest.raises(ConfigurationError, match="max_quarantined=0"):
-        Quarantine(0, lambda: None)

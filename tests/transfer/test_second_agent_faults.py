@@ -8,51 +8,22 @@ import time
 
 import numpy as np
 import pytest
-import torch
+from canaries import PIECE, Canaries
 from peer_process import MiB, pattern
 
 from kvconnect.transfer.nixl import transport as nixl_transport
 from kvconnect.transfer.nixl.agent import Agent
-from kvconnect.transfer.transport import Reads
 
-CANARY = 0xA5
 NBYTES = 48 * MiB
-PIECE = 64 * 1024
 DEADLINE_S = 0.5
 PATIENT_S = 60.0  # of reads that do not end by their deadline
-
-
-class Pair:
-    """A reader of two agents here, a peer in another process, a destination full of canaries."""
-
-    def __init__(self, reader, peer):
-        self.reader, self.peer = reader, peer
-        self.memory = torch.full((NBYTES,), CANARY, dtype=torch.uint8)
-        self.into = reader.register(self.memory)
-        self.handle = reader.connect(peer.local)
-        self.large = False
-
-    def pull(self, nbytes, deadline_s=DEADLINE_S):
-        self.large = nbytes > PIECE
-        offsets = np.arange(0, nbytes, PIECE)
-        reads = Reads(0, offsets, self.into, offsets, PIECE)
-        return self.reader.pull(self.handle, reads, deadline_s=deadline_s)
-
-    def read_a_little(self):
-        self.pull(PIECE, PATIENT_S).done.result(PATIENT_S + 1)
-
-    def put_canaries(self):
-        self.memory.fill_(CANARY)
-
-    def canaries_are_untouched(self):
-        return bool((self.memory == CANARY).all())
 
 
 @pytest.fixture
 def pair(transport_of, peer_of, monkeypatch):
     monkeypatch.setattr(nixl_transport, "_cores", lambda: 2)
     peer = peer_of("nixl", seeds=[(1, NBYTES)], identity="peer")
-    return Pair(transport_of("nixl", identity="reader"), peer)
+    return Canaries(NBYTES, transport_of("nixl", identity="reader"), peer)
 
 
 @pytest.fixture
@@ -87,7 +58,7 @@ def test_a_peer_that_froze_before_the_second_agent_read_from_it(pair, second_rea
         pair.read_a_little()
     pair.put_canaries()
     pair.peer.freeze()
-    pull = pair.pull(nbytes)
+    pull = pair.pull(nbytes, DEADLINE_S)
     error = outcome(pull)
     assert second_reads.is_set() == pair.large
     if error is None:
@@ -105,7 +76,7 @@ def test_a_peer_that_froze_before_the_second_agent_read_from_it(pair, second_rea
 def test_a_peer_that_froze_there_writes_nothing_after_a_rebuild(pair, second_reads):
     pair.read_a_little()
     pair.peer.freeze()
-    pull = pair.pull(NBYTES)
+    pull = pair.pull(NBYTES, DEADLINE_S)
     assert outcome(pull).reason == "deadline"
     assert second_reads.is_set()
     pair.reader.rebuild()

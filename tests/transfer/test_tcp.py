@@ -171,13 +171,6 @@ def test_half_open_connections_are_bounded_and_time_out():
         assert_serves(server, reader)
 
 
-def test_those_that_never_say_who_they_are_keep_no_reader_out(server, reader):
-    silent = [connection_to(server) for _ in range(40)]
-    assert_serves(server, reader)
-    for connection in silent[:8]:
-        assert ended(connection)
-
-
 def test_one_that_is_pushed_out_while_it_proves_itself_reads_nothing(server, monkeypatch):
     reached, pushed = threading.Event(), threading.Event()
     answer = source.answer

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -128,18 +125,14 @@ def test_both_may_read_from_each_other(reader, peer_of, kind):
     assert there == pattern(1, MiB)[:-4].tobytes() + bytes([1, 2, 3, 4])
 
 
-@pytest.mark.parametrize(
-    ("region", "offset", "nbytes"), [(0, MiB, 1), (0, MiB - 15, 16), (1, 0, 16), (0, 0, MiB + 1)]
-)
-def test_memory_that_the_peer_has_not_registered_is_refused(
-    reader, pair_of_one, region, offset, nbytes
-):
+def test_memory_that_the_peer_has_not_registered_is_refused(reader, pair_of_one):
     handle, into = pair_of_one
-    pull = reader.pull(handle, Reads(region, [offset], into, [0], nbytes), deadline_s=60)
-    with pytest.raises(PullFailed) as failed:
-        pull.done.result(60)
-    assert failed.value.reason == "refused"
-    assert pull.terminal.is_set()
+    for region, offset, nbytes in ((0, MiB, 1), (0, MiB - 15, 16), (1, 0, 16), (0, 0, MiB + 1)):
+        pull = reader.pull(handle, Reads(region, [offset], into, [0], nbytes), deadline_s=60)
+        with pytest.raises(PullFailed) as failed:
+            pull.done.result(60)
+        assert failed.value.reason == "refused"
+        assert pull.terminal.is_set()
 
 
 @pytest.fixture
@@ -189,20 +182,4 @@ def test_a_disconnected_peer_fails_pulls(reader, pair_of_one):
     with pytest.raises(PullFailed, match="disconnected") as failed:
         pull.done.result(60)
     assert failed.value.reason == "peer"
-    assert pull.terminal.wait(60)
-
-
-def test_a_killed_peer_fails_pulls_and_is_unreachable(reader, peer_of, kind):
-    peer = peer_of(kind)
-    _, into = destination(reader, MiB)
-    handle = reader.connect(peer.local)
-    reader.pull(handle, reads_of(0, MiB, into), deadline_s=60).done.result()
-    peer.signal(signal.SIGKILL)
-    peer.process.join(60)
-    started = time.monotonic()
-    pull = reader.pull(handle, reads_of(0, MiB, into), deadline_s=60)
-    with pytest.raises(PullFailed) as failed:
-        pull.done.result(60)
-    assert failed.value.reason == "peer"
-    assert time.monotonic() - started < 30
     assert pull.terminal.wait(60)

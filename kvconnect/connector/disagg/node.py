@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Sequence
 
@@ -14,31 +12,24 @@ from kvconnect.address import host_and_port
 from kvconnect.config import TransferConfig
 from kvconnect.connector.data import KvCachePool, LlmArgs
 from kvconnect.connector.disagg.device import DeviceOrder
+from kvconnect.connector.disagg.fetch.claim_book import ClaimBook
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
+from kvconnect.connector.disagg.fetch.sources import address_of_rank
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.offers import Offers
 from kvconnect.connector.disagg.pools import check_pools
 from kvconnect.errors import BadMessage, ConfigurationError, UsageError
 from kvconnect.shards import dividing_rank
 from kvconnect.trace import metrics
-from kvconnect.transfer.choose import transport_of
 from kvconnect.transfer.claimed import Claimed
 from kvconnect.transfer.control.description import Compat, PoolInfo
 from kvconnect.transfer.control.digests import FindDigest, FoundDigest
-from kvconnect.transfer.control.endpoint import Endpoint, Timing
-from kvconnect.transfer.control.events import Connected, Disconnected, Event, Sender
-from kvconnect.transfer.control.listener import Listener
+from kvconnect.transfer.control.events import Event, Sender
 from kvconnect.transfer.control.messages import Claim, Hello, Unknown
-from kvconnect.transfer.digests import (
-    LARGEST_DEVICE_NBYTES,
-    can_be_digested,
-    digest_of_pieces,
-)
-from kvconnect.transfer.leases.server import Send
-from kvconnect.transfer.peers import Peers
+from kvconnect.transfer.digests import LARGEST_DEVICE_NBYTES, can_be_digested, digest_of_pieces
+from kvconnect.transfer.node import PeerNode
 from kvconnect.transfer.quarantine import Quarantine
 from kvconnect.transfer.secret import SharedSecret
-from kvconnect.transfer.transport import Transport
 
 __all__ = ["TransferNode"]
 
@@ -47,7 +38,7 @@ _OWN_SHARE = 0.9
 _BLOCK_FORMAT = 1
 
 
-class TransferNode:
+class TransferNode(PeerNode):
     """An engine among those that exchange KV blocks. Made once per `LlmArgs`.
 
     The node holds no state of requests. Orders of the scheduler reach the worker in the step's
@@ -55,7 +46,6 @@ class TransferNode:
 
     Attributes:
         config: settings.
-        engine_id: of this incarnation of this engine.
     """
 
     def __init__(self, llm_args: LlmArgs) -> None:
@@ -70,26 +60,38 @@ class TransferNode:
                 f"transfer.listen='{config.listen}': with several ranks each listens one port "
                 "after the other; give the first one"
             )
+        layouts, heads, secret = llm_args.layouts, llm_args.stored_heads, config.secret
+        rank, tp_size = dividing_rank(heads)
+        super().__init__(
+            Compat(
+                model=llm_args.model_digest.hex(),
+                dtype=str(layouts[0].dtype).removeprefix("torch."),
+                num_layers=sum(layout.num_layers for layout in layouts),
+                num_kv_heads=heads[0].num_kv_heads,
+                key_dim=layouts[0].key_dim,
+                value_dim=layouts[0].value_dim,
+                block_format=_BLOCK_FORMAT,
+                transport=config.transport,
+            ),
+            listen=address_of_rank(config.listen, llm_args.place.tp_rank if port else 0),
+            advertise=config.advertise,
+            device=config.device,
+            secret=None if secret is None else SharedSecret(secret.get_secret_value()),
+            rank=rank,
+            tp_size=tp_size,
+            accepts=self._check_pools,
+        )
         self.config: TransferConfig = config
-        self._heads = llm_args.stored_heads
-        self.engine_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._llm_args = llm_args
-        self._boot = secrets.token_bytes(16)
-        secret = config.secret
-        self._secret = None if secret is None else SharedSecret(secret.get_secret_value())
+        self._heads = heads
+        self._users = 0
         self._wakeup: Callable[[], None] = lambda: None
-        self._pools: tuple[PoolInfo, ...] = ()
-        self._memory: tuple[Tensor, ...] = ()
         self._regions: dict[int, Tensor] = {}
-        self._transport: Transport | None = None
-        self._listener: Listener | None = None
-        self._peers: Peers | None = None
         self._offers: Offers | None = None
         self._fetcher: Fetcher | None = None
         self._quarantine: Quarantine | None = None
         self._device: DeviceOrder | None = None
         self._hide_gauges: Callable[[], None] = lambda: None
-        self._ways: dict[Sender, tuple[str, Send]] = {}
 
     # ------------------------------------------------------------------ its life
 
@@ -100,33 +102,29 @@ class TransferNode:
             ConfigurationError: the transport cannot be used, or the port cannot be had. Nothing is
                 left open once `close` was called.
         """
-        config = self.config
+        role, verify = self.config.role, self.config.verify
         self._device = DeviceOrder(pools[0].tensor.device)
-        self._transport = transport = self._make_transport()
-        transport.open()
-        self._memory = tuple(pool.tensor for pool in pools)
-        regions = [transport.register(memory) for memory in self._memory]
-        self._pools = tuple(
+        self.transport.open()
+        self._regions = {self.transport.register(pool.tensor): pool.tensor for pool in pools}
+        self.pools = tuple(
             PoolInfo.of(region, len(pool.tensor), pool.layout)
-            for region, pool in zip(regions, pools, strict=True)
+            for region, pool in zip(self._regions, pools, strict=True)
         )
-        if config.verify == "full" and not all(map(can_be_digested, self._memory)):
+        if verify == "full" and not all(map(can_be_digested, self._regions.values())):
             raise ConfigurationError(
                 f"transfer.verify='full': pools on a device may have {LARGEST_DEVICE_NBYTES} bytes "
                 "each at most, as every block is copied to the host for its digest"
             )
-        self._regions = dict(zip(regions, self._memory, strict=True))
-        if config.role != "decode":
+        if role != "decode":
             self._open_offers()
-        if config.role != "prefill":
-            self._quarantine = Quarantine(self._max_quarantined(pools), self._rebuild)
-            self._open_fetcher(transport, regions, self._quarantine)
+        if role != "prefill":
+            self._open_fetcher(pools)
         self._hide_gauges = metrics.add_gauges(self._sizes)
 
     def _open_offers(self) -> None:
-        config, connector = self.config, self._llm_args.kv_connector_config
-        pool_nbytes = sum(memory.numel() * memory.element_size() for memory in self._memory)
-        most_s = _OWN_SHARE * connector.save_timeout_s
+        config = self.config
+        pool_nbytes = sum(one.numel() * one.element_size() for one in self._regions.values())
+        most_s = _OWN_SHARE * self._llm_args.kv_connector_config.save_timeout_s
         self._offers = Offers(
             self._wake,
             max_lease_total=config.max_lease_total or pool_nbytes,
@@ -134,21 +132,19 @@ class TransferNode:
             max_idle_s=most_s,
             claim_wait_s=config.claim_timeout_s,
         )
-        host, port = host_and_port(config.listen)
-        endpoint = Endpoint(self._hello, self._deliver, self._secret, Timing())
-        if port:
-            port += self._llm_args.place.tp_rank
-        self._listener = Listener(endpoint, host, port)
+        self.listen(self._deliver)
 
-    def _open_fetcher(
-        self, transport: Transport, regions: list[int], quarantine: Quarantine
-    ) -> None:
-        config = self.config
-        self._fetcher = fetcher = Fetcher(
-            transport,
+    def _open_fetcher(self, pools: Sequence[KvCachePool]) -> None:
+        config, connector = self.config, self._llm_args.kv_connector_config
+        most = int(connector.max_quarantined_fraction * min(len(pool.tensor) for pool in pools))
+        self._quarantine = quarantine = Quarantine(max(1, most), self.rebuild)
+        self.client.start()
+        self._fetcher = Fetcher(
+            self.transport,
+            ClaimBook(self.client, self.peers, self._heads),
             layouts=self._llm_args.layouts,
-            regions=regions,
-            load_s=_OWN_SHARE * self._llm_args.kv_connector_config.load_timeout_s,
+            regions=list(self._regions),
+            load_s=_OWN_SHARE * connector.load_timeout_s,
             idle_s=config.claim_timeout_s,
             min_bytes_per_s=config.min_bytes_per_s,
             quarantine=quarantine,
@@ -156,73 +152,28 @@ class TransferNode:
             heads=self._heads,
             verified=self._regions if config.verify == "full" else None,
         )
-        self._peers = Peers(
-            self._hello,
-            transport,
-            fetcher.client.deliver,
-            secret=self._secret,
-            timing=Timing(),
-            accepts=self._check_pools,
-        )
-        fetcher.claims.attach(self._peers)
 
     def _sizes(self) -> dict[str, float]:
         """Returns the gauges of this node."""
         found: dict[str, float] = {}
-        if (listener := self._listener) is not None:
-            found["transfer.peers.readers"] = len(listener.channels())
         if (offers := self._offers) is not None:
+            found["transfer.peers.readers"] = self.readers
             found["transfer.leased_bytes"] = offers.server.table.total_nbytes
-        if (peers := self._peers) is not None:
-            found["transfer.peers.sources"] = peers.connected
         if (quarantine := self._quarantine) is not None:
+            found["transfer.peers.sources"] = self.peers.connected
             found["transfer.quarantined_blocks"] = quarantine.quarantined
         return found
-
-    def _max_quarantined(self, pools: Sequence[KvCachePool]) -> int:
-        fraction = self._llm_args.kv_connector_config.max_quarantined_fraction
-        return max(1, int(fraction * min(len(pool.tensor) for pool in pools)))
-
-    def _rebuild(self) -> None:
-        """Restarts the transport, so that no earlier read writes any more. Blocks."""
-        if (transport := self._transport) is not None:
-            transport.rebuild()
-        # Both the readers and the engines read from have to learn of the new one.
-        if (listener := self._listener) is not None:
-            for channel in listener.channels():
-                channel.close("the transport was rebuilt")
-        if (peers := self._peers) is not None:
-            peers.reconnect("the transport was rebuilt")
 
     def close(self) -> None:
         """Closes all connections; idempotent. Blocks until the transport leaves the pools alone."""
         self._hide_gauges()
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.close()
         if self._fetcher is not None:
             self._fetcher.close()
-        peers, self._peers = self._peers, None
-        if peers is not None:
-            peers.close()
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            transport.close()
+        super().close()
         if self._offers is not None:
-            self._offers.close(self._memory)
+            self._offers.close(tuple(self._regions.values()))
         if self._device is not None:
             self._device.close()
-
-    def _make_transport(self) -> Transport:
-        config = self.config
-        return transport_of(
-            config.transport,
-            self.engine_id,
-            listen=config.listen,
-            advertise=config.advertise,
-            device=config.device,
-            secret=self._secret,
-        )
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """Sets `wakeup`, which is called on any thread when a load or a lease ended."""
@@ -232,13 +183,6 @@ class TransferNode:
         self._wakeup()
 
     # ------------------------------------------------------------------ what it is used for
-
-    @property
-    def address(self) -> str:
-        """The address, ``host:port``, at which other engines reach this engine's first rank."""
-        if self._listener is None:
-            raise UsageError("the engine hands out nothing")
-        return self._listener.address(self.config.advertise)
 
     def new_transfer_id(self) -> str:
         """Returns an id that no other prompt of any engine has."""
@@ -284,46 +228,17 @@ class TransferNode:
 
     # ------------------------------------------------------------------ what others hear and say
 
-    def _hello(self) -> Hello:
-        transport = self._transport
-        layouts = self._llm_args.layouts
-        rank, tp_size = dividing_rank(self._heads)
-        return Hello(
-            compat=Compat(
-                model=self._llm_args.model_digest.hex(),
-                dtype=str(layouts[0].dtype).removeprefix("torch."),
-                num_layers=sum(layout.num_layers for layout in layouts),
-                num_kv_heads=self._heads[0].num_kv_heads,
-                key_dim=layouts[0].key_dim,
-                value_dim=layouts[0].value_dim,
-                block_format=_BLOCK_FORMAT,
-                transport=self.config.transport,
-            ),
-            engine_id=self.engine_id,
-            boot=self._boot,
-            rank=rank,
-            tp_size=tp_size,
-            local=b"" if transport is None else transport.local(),
-            pools=self._pools,
-        )
-
     def _check_pools(self, theirs: Hello) -> None:
-        check_pools(self._hello(), theirs, [one.num_kv_heads for one in self._heads])
+        check_pools(self.hello(), theirs, [one.num_kv_heads for one in self._heads])
 
     def _deliver(self, channel: Sender, event: Event) -> None:
         """Handles a message or a change of a reader's connection; on the channel's thread."""
-        server = self.offers.server
-        if isinstance(event, Connected):
-            self._ways[channel] = holder, send = event.hello.holder, channel.send
-            server.connected(holder, send)
-        elif isinstance(event, Disconnected):
-            server.disconnected(*self._ways.pop(channel))
-        elif isinstance(event, Claim) and self.offers.is_gone(event.request):
+        if isinstance(event, Claim) and self.offers.is_gone(event.request):
             channel.send(Unknown(seq=event.seq, request=event.request, epoch=event.epoch))
         elif isinstance(event, FindDigest):
             channel.send(self._digest_of(event))
         else:
-            server.handle(event, *self._ways[channel])
+            self.offers.server.deliver(channel, event)
 
     def _digest_of(self, asked: FindDigest) -> FoundDigest:
         memory, digest = self._regions.get(asked.region), None
@@ -344,30 +259,22 @@ class TransferNode:
             ConfigurationError: a setting is wrong.
         """
         with _lock:
-            entry = _nodes.get(id(llm_args))
-            if entry is None:
-                entry = _nodes[id(llm_args)] = _Entry(cls(llm_args))
-            entry.users += 1
-            return entry.node
+            node = _nodes.get(id(llm_args))
+            if node is None:
+                node = _nodes[id(llm_args)] = cls(llm_args)
+            node._users += 1
+            return node
 
     def release(self) -> None:
         """Removes one user; the last one closes the node."""
         with _lock:
-            entry = _nodes[id(self._llm_args)]
-            entry.users -= 1
-            if entry.users:
+            self._users -= 1
+            if self._users:
                 return
             del _nodes[id(self._llm_args)]
         self.close()
 
 
-class _Entry:
-    __slots__ = ("node", "users")
-
-    def __init__(self, node: TransferNode) -> None:
-        self.node = node  # and with it its llm_args, whose id no other gets meanwhile
-        self.users = 0
-
-
-_nodes: dict[int, _Entry] = {}
+# Each node keeps its `LlmArgs`, whose id no other gets meanwhile.
+_nodes: dict[int, TransferNode] = {}
 _lock = threading.Lock()

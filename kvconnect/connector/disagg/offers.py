@@ -11,7 +11,7 @@ from kvconnect.errors import OutOfBlocks
 from kvconnect.trace import warn_once
 from kvconnect.transfer.control.messages import LeaseId, Watermark
 from kvconnect.transfer.leases.server import LeaseServer
-from kvconnect.transfer.leases.table import Blocks, Ended
+from kvconnect.transfer.leases.table import Blocks
 
 __all__ = ["Offers"]
 
@@ -40,12 +40,9 @@ class Offers:
         self._lock = threading.Lock()
         self._kept: dict[LeaseId, int] = {}
         self._ended: list[int] = []
-        # By name: more than one if its prompt is computed several times.
-        self._offered: dict[str, set[LeaseId]] = {}
-        self._gone: OrderedDict[str, None] = OrderedDict()
-        self._transfers: OrderedDict[str, str] = OrderedDict()  # the last prompt of each
+        self._transfers: OrderedDict[str, str] = OrderedDict()  # the last prompt of each transfer
         self.server = LeaseServer(
-            self._unpinned,
+            lambda ended: self._let_go([one.key for one in ended]),
             max_lease_total=max_lease_total,
             lease_s=lease_s,
             max_idle_s=max_idle_s,
@@ -58,28 +55,25 @@ class Offers:
 
         Returns ``None`` if too many bytes are leased already.
         """
+        with self._lock:
+            self._transfers[transfer_id_of(name)] = name
+            if len(self._transfers) > _REMEMBERED:
+                self._transfers.popitem(last=False)
         try:
-            # The lease may end at once; its end must not be recorded before its beginning.
-            with self._lock:
-                key = self.server.offer(name, tokens=tokens, nbytes=nbytes)
-                self._offered.setdefault(name, set()).add(key)
-                self._gone.pop(name, None)
-                self._transfers[transfer_id_of(name)] = name
-                if len(self._transfers) > _REMEMBERED:
-                    self._transfers.popitem(last=False)
+            return self.server.offer(name, tokens=tokens, nbytes=nbytes)
         except OutOfBlocks as error:
             warn_once("transfer.offer", f"a prompt is not handed out: {error}")
             self.refuse(name)
             return None
-        return key
 
     def is_gone(self, name: str) -> bool:
         """Returns whether `name` is no longer, or never will be, published: peers need not wait."""
+        offered = self.server.table.is_offered(name)
+        if offered is not None:
+            return not offered
         with self._lock:
-            if name in self._offered:
-                return False
             # A transfer has one prompt: a reader with another prompt need not wait.
-            return name in self._gone or self._transfers.get(transfer_id_of(name), name) != name
+            return self._transfers.get(transfer_id_of(name), name) != name
 
     def advance(self, key: LeaseId, mark: Watermark, blocks: Blocks) -> bool:
         """Reports that more of the prompt is computed; returns False if no peer reads any more."""
@@ -97,11 +91,9 @@ class Offers:
 
         Does nothing if `name` is published for another request.
         """
-        with self._lock:
-            if name in self._offered:
-                return
-            self._note_gone(name)
-        self.server.withdraw(self.server.offer(name, tokens=1, nbytes=0), "it is not handed out")
+        if not self.server.table.is_offered(name):
+            key = self.server.offer(name, tokens=1, nbytes=0)
+            self.server.withdraw(key, "it is not handed out")
 
     def end(self, request_id: int, key: LeaseId | None) -> None:
         """Records that the request ended; its blocks are kept while the lease `key` lives.
@@ -129,23 +121,6 @@ class Offers:
         `memory` stays referenced until the leases would have ended.
         """
         self.server.close(memory)
-
-    def _unpinned(self, ended: Sequence[Ended]) -> None:
-        """Handles leases that ended; on the lease server's thread."""
-        with self._lock:
-            for one in ended:
-                same = self._offered.get(one.key.request, set())
-                if one.key in same:
-                    same.remove(one.key)
-                    if not same:
-                        del self._offered[one.key.request]
-                        self._note_gone(one.key.request)
-        self._let_go([one.key for one in ended])
-
-    def _note_gone(self, name: str) -> None:
-        self._gone[name] = None
-        if len(self._gone) > _REMEMBERED:
-            self._gone.popitem(last=False)
 
     def _let_go(self, keys: Sequence[LeaseId]) -> None:
         with self._lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field
@@ -10,7 +9,6 @@ from pydantic import Field
 from kvconnect.errors import ConfigurationError
 from kvconnect.layout import KvCacheLayout
 from kvconnect.transfer.control.fields import MAX_ENTRIES, Name, Number32, Record
-from kvconnect.transfer.control.packing import pack
 
 if TYPE_CHECKING:
     import torch
@@ -40,11 +38,6 @@ class Compat(Record):
     value_dim: Number32
     block_format: Number32
     transport: Name
-
-    def fingerprint(self) -> bytes:
-        """Returns 16 bytes that differ if any field or the protocol differs."""
-        said = pack([PROTOCOL, self.model_dump()])
-        return hashlib.blake2b(said, digest_size=16).digest()
 
 
 class PoolInfo(Record):

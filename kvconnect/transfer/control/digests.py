@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Annotated, ClassVar
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import Field
 
-from kvconnect.transfer.control.fields import Count, Number32
+from kvconnect.transfer.control.fields import Count, Number32, packed, unpacked
 from kvconnect.transfer.control.messages import Message
 
 __all__ = ["MAX_PIECES", "FindDigest", "FoundDigest"]
 
 MAX_PIECES = 1 << 16
 """The most pieces under one digest."""
-
-
-def _numbers_of(value: object) -> object:
-    if not isinstance(value, bytes):
-        return value
-    if len(value) % 8:
-        raise ValueError(f"{len(value)} bytes are no uint64 array")
-    return struct.unpack(f"<{len(value) // 8}Q", value)
-
-
-def _packed(numbers: tuple[int, ...]) -> bytes:
-    return struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
 class FindDigest(Message):
@@ -46,8 +33,8 @@ class FindDigest(Message):
     offsets: Annotated[
         tuple[Count, ...],
         Field(min_length=1, max_length=MAX_PIECES),
-        BeforeValidator(_numbers_of),
-        PlainSerializer(_packed),
+        unpacked("uint64"),
+        packed("uint64"),
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvconnect.errors import ConfigurationError
 from kvconnect.transfer.control.events import Deliver
 from kvconnect.transfer.control.messages import Hello
 from kvconnect.transfer.secret import SharedSecret
@@ -30,21 +29,6 @@ class Timing:
     handshake_s: float = 3.0
     first_pause_s: float = 0.1
     last_pause_s: float = 2.0
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name}: {getattr(self, name)!r} must be greater than 0")
-        if self.silence_s < 2 * self.heartbeat_s:
-            raise ConfigurationError(
-                f"silence_s: {self.silence_s} must be at least twice heartbeat_s, "
-                f"{self.heartbeat_s}"
-            )
-        if self.last_pause_s < self.first_pause_s:
-            raise ConfigurationError(
-                f"last_pause_s: {self.last_pause_s} must be at least first_pause_s, "
-                f"{self.first_pause_s}"
-            )
 
 
 @dataclass(frozen=True, slots=True)

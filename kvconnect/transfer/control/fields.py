@@ -6,7 +6,7 @@ Block ids travel as packed int32: a byte string cannot claim more elements than 
 from __future__ import annotations
 
 import struct
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
@@ -20,22 +20,34 @@ __all__ = [
     "Record",
     "Seconds",
     "Text",
+    "packed",
+    "unpacked",
 ]
 
 MAX_ENTRIES = 1024
 """The most leases in one `Renew`; longer lists of anything but block ids are refused."""
 
-
-def _ids_of(value: object) -> object:
-    if not isinstance(value, bytes):
-        return value
-    if len(value) % 4:
-        raise ValueError(f"{len(value)} bytes are no int32 array")
-    return struct.unpack(f"<{len(value) // 4}i", value)
+_LETTERS = {"int32": ("i", 4), "uint64": ("Q", 8)}
 
 
-def _packed(ids: tuple[int, ...]) -> bytes:
-    return struct.pack(f"<{len(ids)}i", *ids)
+def unpacked(kind: Literal["int32", "uint64"]) -> BeforeValidator:
+    """Returns a validator that takes the bytes of an array of `kind` as its numbers."""
+    letter, size = _LETTERS[kind]
+
+    def numbers_of(value: object) -> object:
+        if not isinstance(value, bytes):
+            return value
+        if len(value) % size:
+            raise ValueError(f"{len(value)} bytes are no {kind} array")
+        return struct.unpack(f"<{len(value) // size}{letter}", value)
+
+    return BeforeValidator(numbers_of)
+
+
+def packed(kind: Literal["int32", "uint64"]) -> PlainSerializer:
+    """Returns the serializer to which `unpacked` is the validator."""
+    letter, _ = _LETTERS[kind]
+    return PlainSerializer(lambda numbers: struct.pack(f"<{len(numbers)}{letter}", *numbers))
 
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -43,7 +55,7 @@ Number32 = Annotated[int, Field(ge=0, lt=1 << 31)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 Text = Annotated[str, Field(max_length=1024)]
-BlockIds = Annotated[tuple[Number32, ...], BeforeValidator(_ids_of), PlainSerializer(_packed)]
+BlockIds = Annotated[tuple[Number32, ...], unpacked("int32"), packed("int32")]
 Groups = Annotated[tuple[BlockIds, ...], Field(max_length=64)]
 
 

@@ -5,13 +5,20 @@ A process that never imports this module refuses them as unknown.
 
 from __future__ import annotations
 
-import struct
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from kvconnect.keys import KEY_NBYTES
-from kvconnect.transfer.control.fields import BlockIds, Count, Name, Number32, Seconds
+from kvconnect.transfer.control.fields import (
+    BlockIds,
+    Count,
+    Name,
+    Number32,
+    Seconds,
+    packed,
+    unpacked,
+)
 from kvconnect.transfer.control.messages import Message
 
 __all__ = [
@@ -57,18 +64,6 @@ def _keys_of(value: object) -> object:
     return tuple(value[at : at + KEY_NBYTES] for at in range(0, len(value), KEY_NBYTES))
 
 
-def _numbers_of(value: object) -> object:
-    if not isinstance(value, bytes):
-        return value
-    if len(value) % 8:
-        raise ValueError(f"{len(value)} bytes are no uint64 array")
-    return struct.unpack(f"<{len(value) // 8}Q", value)
-
-
-def _packed(numbers: tuple[int, ...]) -> bytes:
-    return struct.pack(f"<{len(numbers)}Q", *numbers)
-
-
 Key = Annotated[bytes, Field(min_length=KEY_NBYTES, max_length=KEY_NBYTES)]
 Keys = Annotated[
     tuple[Key, ...],
@@ -79,16 +74,10 @@ Keys = Annotated[
 Size = Annotated[int, Field(ge=0, lt=1 << 48)]
 Digest = Annotated[int, Field(ge=0, lt=1 << 64)]
 Sizes = Annotated[
-    tuple[Size, ...],
-    Field(max_length=MAX_KEYS),
-    BeforeValidator(_numbers_of),
-    PlainSerializer(_packed),
+    tuple[Size, ...], Field(max_length=MAX_KEYS), unpacked("uint64"), packed("uint64")
 ]
 Digests = Annotated[
-    tuple[Digest, ...],
-    Field(max_length=MAX_KEYS),
-    BeforeValidator(_numbers_of),
-    PlainSerializer(_packed),
+    tuple[Digest, ...], Field(max_length=MAX_KEYS), unpacked("uint64"), packed("uint64")
 ]
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError
 
-from kvconnect.errors import BadMessage, ConfigurationError
+from kvconnect.errors import BadMessage, ConfigurationError, MissingExtra
 from kvconnect.transfer.control.description import Compat, PoolInfo
 from kvconnect.transfer.control.fields import (
     MAX_ENTRIES,
@@ -22,7 +22,11 @@ from kvconnect.transfer.control.fields import (
     Seconds,
     Text,
 )
-from kvconnect.transfer.control.packing import pack, unpack
+
+try:
+    import msgpack
+except ModuleNotFoundError as missing:
+    raise MissingExtra("the control channel of transfers", "transfer") from missing
 
 __all__ = [
     "MAX_MESSAGE_NBYTES",
@@ -184,6 +188,14 @@ class Pong(Message):
     number: Count
 
 
+class _OfLease(Record):
+    """The fields of the messages about one lease."""
+
+    seq: Count
+    request: Name
+    epoch: Count
+
+
 class Claim(Message):
     """Claims a request's blocks for D. Sent again, it is answered again.
 
@@ -201,28 +213,21 @@ class Claim(Message):
     readers: Annotated[int, Field(ge=1, le=4096)] = 1
 
 
-class Grant(Message):
+class Grant(Message, _OfLease):
     """Answers a `Claim`: the blocks stay for `lease_s` seconds from when this was written."""
 
     code: ClassVar[int] = 12
 
-    seq: Count
-    request: Name
-    epoch: Count
     lease_s: Seconds
     tokens: Number32
     blocks: Groups
     watermark: Watermark
 
 
-class Expired(Message):
+class Expired(Message, _OfLease):
     """Answers a `Claim` or `Release`: the lease existed, and it was broken."""
 
     code: ClassVar[int] = 13
-
-    seq: Count
-    request: Name
-    epoch: Count
 
 
 class Unknown(Message):
@@ -282,24 +287,16 @@ class Renewed(Message):
     unknown: Annotated[tuple[LeaseId, ...], Field(max_length=MAX_ENTRIES)] = ()
 
 
-class Release(Message):
+class Release(Message, _OfLease):
     """Reports to P that D's last read under the lease has ended."""
 
     code: ClassVar[int] = 18
 
-    seq: Count
-    request: Name
-    epoch: Count
 
-
-class ReleasedOk(Message):
+class ReleasedOk(Message, _OfLease):
     """Answers a `Release`: the lease was never broken, so all reads under it are valid."""
 
     code: ClassVar[int] = 19
-
-    seq: Count
-    request: Name
-    epoch: Count
 
 
 class Abort(Message):
@@ -322,7 +319,7 @@ def encode(message: Message) -> bytes:
     Raises:
         ConfigurationError: they are more than `MAX_MESSAGE_NBYTES`.
     """
-    data = pack([message.code, message.model_dump(exclude_defaults=True)])
+    data: bytes = msgpack.packb([message.code, message.model_dump(exclude_defaults=True)])
     if len(data) > MAX_MESSAGE_NBYTES:
         raise ConfigurationError(
             f"{type(message).__name__}: {len(data)} bytes do not fit one message "
@@ -337,7 +334,16 @@ def decode(data: bytes) -> Message:
     Raises:
         BadMessage: it is not a message; names the wrong field, never the value.
     """
-    said = unpack(data)
+    try:
+        said: object = msgpack.unpackb(
+            data,
+            use_list=False,
+            max_array_len=MAX_ENTRIES,
+            max_map_len=MAX_ENTRIES,
+            max_ext_len=0,
+        )
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(f"no MessagePack: {type(error).__name__}") from error
     if not (isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], dict)):
         raise BadMessage("a message is [code, fields]")
     cls = _BY_CODE.get(said[0]) if type(said[0]) is int else None

@@ -16,7 +16,6 @@ from kvconnect.trace import count
 from kvconnect.transfer.control.channel import Channel
 from kvconnect.transfer.control.endpoint import Endpoint
 from kvconnect.transfer.control.handshake import OPENING_LIMIT, shake_hands
-from kvconnect.transfer.control.messages import Message
 from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout
 from kvconnect.transfer.secret import require_secret
 
@@ -54,7 +53,7 @@ class Peer:
         self.host = host
         self.port = port
         self._endpoint = endpoint
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._longest_pause_s = longest_pause_s or (lambda: endpoint.timing.last_pause_s)
         self._closed = threading.Event()
         self._hurried = threading.Event()  # or closed
@@ -94,24 +93,6 @@ class Peer:
         """The number of attempts to connect."""
         return self._attempts
 
-    def send(self, message: Message) -> bool:
-        """Queues `message`, as `Channel.send` does; returns False if there is no channel."""
-        channel = self._channel
-        return channel is not None and channel.send(message)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Blocks until the channel is open; False if it is refused, or not open at `timeout_s`."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self.channel is not None
-                    or isinstance(self._error, PeerRefused)
-                    or self._closed.is_set()
-                ),
-                timeout_s,
-            )
-            return self.channel is not None
-
     def reconnect(self, reason: str = "connecting anew") -> None:
         """Closes the channel, if there is one, and connects again soon. Does not block.
 
@@ -127,11 +108,10 @@ class Peer:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Closes the channel and connects no more. Blocks until that is done, or `timeout_s`."""
-        with self._changed:
+        with self._lock:
             self._closed.set()
             self._hurried.set()
             channel, wire = self._channel, self._wire
-            self._changed.notify_all()
         if channel is not None:
             channel.close()
         elif wire is not None:
@@ -176,9 +156,8 @@ class Peer:
         except RuntimeError as error:
             self._failed(error)
         finally:
-            with self._changed:
+            with self._lock:
                 self._channel = self._wire = None
-                self._changed.notify_all()
         logger.info("control channel to %s:%d: %s", self.host, self.port, channel.reason)
         return True
 
@@ -186,7 +165,7 @@ class Peer:
         timing = self._endpoint.timing
         sock = socket.create_connection((self.host, self.port), timing.handshake_s)
         wire = Wire(sock, limit=OPENING_LIMIT, silence_s=timing.silence_s)
-        with self._changed:
+        with self._lock:
             self._wire = wire
         opened = False
         try:
@@ -198,23 +177,21 @@ class Peer:
             opened = True
         finally:
             if not opened:
-                with self._changed:
+                with self._lock:
                     self._wire = None
                 wire.close()
-        with self._changed:
+        with self._lock:
             self._channel = channel
             self._error = None
             if self._closed.is_set():
                 channel.close()
-            self._changed.notify_all()
         return channel
 
     def _failed(self, error: Exception) -> None:
         count("transfer.control.not_connected")
         changed = str(error) != str(self._error)
-        with self._changed:
+        with self._lock:
             self._error = error
-            self._changed.notify_all()
         logger.log(
             logging.WARNING if changed else logging.DEBUG,
             "control channel to %s:%d: %s",

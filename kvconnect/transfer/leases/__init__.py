@@ -6,5 +6,5 @@ discarded. No module here touches a block manager: leases that ended are passed 
 
 Imports `messages` and `fields` of `kvconnect.transfer.control`, and the vocabulary. Begin with
 `table` (P's rules) and `held` (D's). `server` (with `let_go`) answers the messages that
-`kvconnect.transfer.claims` sends. `timer` is the thread of each.
+`kvconnect.transfer.claims` sends. `timer` has the clock and the thread of each.
 """

@@ -8,7 +8,7 @@ from enum import Enum
 
 from kvconnect.errors import UsageError
 from kvconnect.trace import count
-from kvconnect.transfer.leases.clock import MAX_DRIFT, Clock, lease_clock
+from kvconnect.transfer.leases.timer import MAX_DRIFT, Clock, lease_clock
 
 __all__ = ["HeldLease", "Outcome"]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvconnect.trace import count
+from kvconnect.transfer.control.events import Connected, Disconnected, Event, Sender
 from kvconnect.transfer.control.keyed import ClaimKeys, GrantKeys
 from kvconnect.transfer.control.messages import (
     Abort,
@@ -25,7 +26,6 @@ from kvconnect.transfer.control.messages import (
     Watermark,
     WatermarkOf,
 )
-from kvconnect.transfer.leases.clock import Clock, lease_clock
 from kvconnect.transfer.leases.let_go import LetGo
 from kvconnect.transfer.leases.table import (
     Answer,
@@ -34,7 +34,7 @@ from kvconnect.transfer.leases.table import (
     LeaseTable,
     Verdict,
 )
-from kvconnect.transfer.leases.timer import Timer
+from kvconnect.transfer.leases.timer import Clock, Timer, lease_clock
 
 __all__ = ["LeaseServer", "Send"]
 
@@ -206,6 +206,16 @@ class LeaseServer:
                 del self._senders[holder]
             for name in [name for name, one in self._waiting.items() if one.send == send]:
                 del self._waiting[name]
+
+    def deliver(self, channel: Sender, event: Event) -> None:
+        """Handles an event of the channel to a holder; see `Deliver`."""
+        holder, send = channel.peer.holder, channel.send
+        if isinstance(event, Connected):
+            self.connected(holder, send)
+        elif isinstance(event, Disconnected):
+            self.disconnected(holder, send)
+        else:
+            self.handle(event, holder, send)
 
     def handle(self, message: Message, holder: str, send: Send) -> bool:
         """Answers `message` of `holder` through `send`; returns False if it is not about leases.

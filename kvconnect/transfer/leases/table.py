@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from kvconnect.errors import ConfigurationError, OutOfBlocks
 from kvconnect.trace import count
 from kvconnect.transfer.control.messages import NOTHING_COMPUTED, LeaseId, Watermark
-from kvconnect.transfer.leases.clock import Clock, lease_clock
+from kvconnect.transfer.leases.timer import Clock, lease_clock
 
 __all__ = ["Answer", "Blocks", "Ended", "LeaseTable", "Verdict"]
 
@@ -138,6 +138,7 @@ class LeaseTable:
         self._live: dict[LeaseId, _Lease] = {}
         # By name of the request, the newest last; more than one if it is computed several times.
         self._offers: dict[str, list[LeaseId]] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()  # names of which no lease is left
         self._total = 0
         self._done: list[Ended] = []
         self._past: OrderedDict[LeaseId, dict[str, float | _Holding]] = OrderedDict()
@@ -173,6 +174,7 @@ class LeaseTable:
             self._next_epoch += 1
             self._live[key] = _Lease(key, tokens, blocks, nbytes, now + self.lease_s, now)
             self._offers.setdefault(request, []).append(key)
+            self._gone.pop(request, None)
             self._total += nbytes
         count("transfer.lease.offered", nbytes=nbytes)
         self._changed()
@@ -221,6 +223,14 @@ class LeaseTable:
             holders = lease.active()
         self._changed()
         return holders
+
+    def is_offered(self, request: str) -> bool | None:
+        """Returns whether a lease of `request` is left; ``None`` if none was offered of late."""
+        now = self._clock()
+        with self._lock:
+            for key in tuple(self._offers.get(request, ())):
+                self._settle(self._live[key], now)
+            return True if request in self._offers else False if request in self._gone else None
 
     def num_blocks(self, key: LeaseId) -> tuple[int, ...]:
         """Returns the number of known blocks by pool group; empty if none, or the lease ended."""
@@ -404,6 +414,9 @@ class LeaseTable:
         same.remove(lease.key)
         if not same:
             del self._offers[lease.key.request]
+            self._gone[lease.key.request] = None
+            if len(self._gone) > _REMEMBERED:
+                self._gone.popitem(last=False)
         self._done.append(Ended(lease.key, lease.nbytes, why))
         self._past[lease.key] = lease.holders
         self._past_holders += len(lease.holders)

@@ -1,21 +1,36 @@
-"""A thread that runs a callable when it is due."""
+"""The clock that leases are counted on, and a thread that runs a callable when it is due."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
-from typing import Self
+from typing import TypeAlias
 
 from kvconnect.trace import count
-from kvconnect.transfer.leases.clock import Clock, lease_clock
 
-__all__ = ["Timer"]
+__all__ = ["MAX_DRIFT", "Clock", "Timer", "lease_clock"]
 
 logger = logging.getLogger("kvconnect")
 
 _LONGEST_S = 1.0
 _AFTER_ERROR_S = 1.0
+
+Clock: TypeAlias = Callable[[], float]
+"""Seconds, never backwards, from any beginning."""
+
+MAX_DRIFT = 0.01
+"""By at most this fraction do clocks of two hosts run at different speed. NTP slews by 0.0005."""
+
+
+def lease_clock() -> float:
+    """Returns the seconds since this host started, including the time it was suspended.
+
+    ``time.monotonic`` does not advance while a host sleeps. After a sleep, a lease that the peer
+    has ended would seem to be held.
+    """
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Timer:
@@ -39,12 +54,6 @@ class Timer:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def wake(self) -> None:
         """Makes the thread call `work` soon. Does not block."""

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.transfer.nixl.library import errors_of
 from kvconnect.transfer.nixl.transfers import Transfer
 from kvconnect.transfer.regions import Region
 
@@ -52,7 +51,6 @@ class Agent:
 
     def __init__(self, bindings: Any, name: str, device: str, tls: str | None) -> None:
         self._nixl = bindings
-        self._errors = errors_of(bindings)
         config = bindings.nixlAgentConfig()
         config.useProgThread = True  # without it a target may be aborted by its reader's death
         config.pthrDelay = _PROGRESS_DELAY_US
@@ -63,13 +61,14 @@ class Agent:
         settings += [f"NET_DEVICES={device}"] if device != "all" else []
         engine = ",".join(settings)
         try:
-            self._agent = bindings.nixlAgent(name, config)
+            self._agent = self._call(bindings.nixlAgent, name, config)
             # The list of plug-ins names some that cannot be loaded: making one is the probe.
-            self._ucx = self._agent.createBackend(
+            self._ucx = self._call(
+                self._agent.createBackend,
                 "UCX",
                 {"ucx_error_handling_mode": "peer", "engine_config": engine},
             )
-        except self._errors as error:
+        except AgentError as error:
             raise ConfigurationError(
                 f"NIXL cannot make its UCX backend here: {error}; with UCX_LOG_LEVEL=warn and "
                 "NIXL_LOG_LEVEL=WARN in the environment they say more"

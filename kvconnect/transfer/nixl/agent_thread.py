@@ -14,8 +14,7 @@ from typing import Any, Literal, TypeVar
 from kvconnect.errors import PeerUnreachable, PullFailed
 from kvconnect.trace import count
 from kvconnect.transfer.nixl.agent import Agent, AgentError
-from kvconnect.transfer.nixl.nixl_pull import NixlPull
-from kvconnect.transfer.nixl.pull_part import PullPart
+from kvconnect.transfer.nixl.nixl_pull import NixlPull, PullPart
 
 __all__ = ["AgentThread"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvconnect.errors import ConfigurationError, MissingExtra
 
-__all__ = ["errors_of", "load", "rdma_possible", "shares_memory"]
+__all__ = ["load", "rdma_possible", "shares_memory"]
 
 _WITHOUT_RDMA = frozenset(("tcp", "cma", "sm", "shm", "self", "posix", "sysv", "knem", "xpmem"))
 _COPIED_BY_THE_KERNEL = frozenset(("all", "sm", "shm", "cma"))
@@ -41,16 +41,6 @@ def load() -> Any:
         raise ConfigurationError(f"nixl is installed, but not usable: {error}") from error
     except (ImportError, OSError) as error:
         raise ConfigurationError(f"nixl is installed, but not usable: {error}") from error
-
-
-def errors_of(bindings: Any) -> tuple[type[Exception], ...]:
-    """Returns the exception types of NIXL's calls, which have no base class of their own."""
-    found = [
-        value
-        for name, value in vars(bindings).items()
-        if name.startswith("nixl") and isinstance(value, type) and issubclass(value, Exception)
-    ]
-    return (*found, RuntimeError, ValueError)
 
 
 def rdma_possible(tls: str | None, device: str) -> bool:

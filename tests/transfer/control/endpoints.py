@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from kvconnect.errors import PeerRefused
 from kvconnect.transfer.control.description import Compat
 from kvconnect.transfer.control.endpoint import Endpoint, Timing
 from kvconnect.transfer.control.events import Connected, Disconnected
 from kvconnect.transfer.control.messages import Hello
+from kvconnect.transfer.control.peer import Peer
 
 QUICK = Timing(heartbeat_s=0.1, silence_s=60, handshake_s=60, first_pause_s=0.02, last_pause_s=0.2)
 """Of tests in which no peer is silent: a busy machine may stop one for a while."""
@@ -68,3 +70,9 @@ def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < end, "not in time"
         time.sleep(0.005)
+
+
+def opened(peer: Peer) -> bool:
+    """Whether the peer's channel opens; False: it is refused."""
+    until(lambda: peer.channel is not None or isinstance(peer.error, PeerRefused))
+    return peer.channel is not None

@@ -16,7 +16,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from endpoints import COMPAT, QUICK, SHORT, Side, until
+from endpoints import COMPAT, QUICK, SHORT, Side, opened, until
 
 from kvconnect.errors import BadMessage, ConfigurationError, PeerRefused
 from kvconnect.trace import metrics
@@ -104,8 +104,8 @@ def test_both_sides_say_hello(sides, secret):
     _, peer = sides(p, d)
     assert d.connected() == p.hello
     assert p.connected() == d.hello
-    assert peer.wait(0)
-    assert peer.send(Claim(seq=1, request="r"))
+    assert opened(peer)
+    assert peer.channel.send(Claim(seq=1, request="r"))
     assert p.next() == Claim(seq=1, request="r")
 
 
@@ -133,7 +133,7 @@ def test_the_field_that_differs_is_named_on_both_sides(sides, caplog, name):
     other = other_than(value)
     caplog.set_level(logging.WARNING)
     _, peer = sides(Side("P", secret=SECRET), Side("D", secret=SECRET, **{name: other}))
-    assert not peer.wait(60)
+    assert not opened(peer)
     assert isinstance(peer.error, PeerRefused)
     assert peer.error.field == name
     assert repr(other) in str(peer.error)
@@ -149,7 +149,7 @@ def test_one_that_has_proved_nothing_is_told_neither_field_nor_values(sides, cap
     p = Side("P", **{name: value})
     caplog.set_level(logging.WARNING)
     _, peer = sides(p, Side("D"))
-    assert not peer.wait(60)
+    assert not opened(peer)
     assert isinstance(peer.error, PeerRefused)
     assert peer.error.field == "compat"
     assert "another model or another cache" in str(peer.error)
@@ -175,7 +175,7 @@ def test_a_wrong_secret_is_refused_and_not_told(sides, caplog, ours, theirs, sai
     caplog.set_level(logging.DEBUG)
     p, d = Side("P", secret=theirs), Side("D", secret=ours)
     _, peer = sides(p, d)
-    assert not peer.wait(60)
+    assert not opened(peer)
     assert isinstance(peer.error, PeerRefused)
     assert peer.error.field == "secret"
     assert p.events.empty()
@@ -316,7 +316,7 @@ def test_beyond_loopback_it_works_with_one():
         Listener(p.endpoint, "0.0.0.0") as listening,
         Peer(d.endpoint, "127.0.0.1", listening.port) as peer,
     ):
-        assert peer.wait(60)
+        assert opened(peer)
 
 
 # ------------------------------------------------------------------------------ the port
@@ -362,7 +362,7 @@ def garbage() -> list[bytes]:
 def test_garbage_harms_nobody(sides):
     p, d = Side("P"), Side("D")
     listening, peer = sides(p, d)
-    assert peer.wait(60)
+    assert opened(peer)
     for data in garbage():
         with socket.create_connection(("127.0.0.1", listening.port)) as sock:
             sock.sendall(data)
@@ -375,7 +375,7 @@ def test_garbage_harms_nobody(sides):
                 except ConnectionResetError:
                     break
     assert peer.channel is not None
-    peer.send(Claim(seq=1, request="r"))
+    peer.channel.send(Claim(seq=1, request="r"))
     until(lambda: any(isinstance(one, Claim) for one in list(p.events.queue)))
     until(lambda: len(listening.channels()) == 1)
 
@@ -389,7 +389,7 @@ def test_half_open_connections_are_bounded_and_keep_nobody_out(sides, monkeypatc
     assert len(listening._opening) <= 4
     d = Side("D")
     with Peer(d.endpoint, "127.0.0.1", listening.port) as peer:
-        assert peer.wait(60)
+        assert opened(peer)
     until(lambda: not listening._opening)  # those that say nothing go, too
     until(lambda: not listening._threads)
     for sock in silent:
@@ -421,7 +421,7 @@ def test_channels_are_bounded_and_the_oldest_that_was_granted_nothing_goes():
         Listener(p.endpoint, max_channels=2) as listening,
         Peer(Side("reader").endpoint, "127.0.0.1", listening.port) as reader,
     ):
-        assert reader.wait(60)
+        assert opened(reader)
         until(lambda: p.channels)
         kept = p.channels[0]
         assert kept.send(GRANT)
@@ -451,7 +451,7 @@ def test_channels_are_bounded_and_the_oldest_that_was_granted_nothing_goes():
 def test_a_channel_is_of_use_once_it_was_granted_something(sides, answer, is_of_use):
     p = Side("P")
     _, peer = sides(p, Side("D"))
-    assert peer.wait(60)
+    assert opened(peer)
     until(lambda: p.channels)
     assert p.channels[0].used_at is None
     assert p.channels[0].send(answer)
@@ -474,7 +474,7 @@ def test_a_peer_that_connects_anew_takes_the_place_of_its_earlier_channel():
     with Listener(p.endpoint) as listening:
         before, after = Side("D"), Side("D")
         with Peer(before.endpoint, "127.0.0.1", listening.port) as first:
-            assert first.wait(60)
+            assert opened(first)
             p.connected()
             with Peer(after.endpoint, "127.0.0.1", listening.port):
                 before.connected()

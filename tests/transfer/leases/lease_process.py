@@ -9,43 +9,14 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import closing
+from functools import partial
 
 from endpoints import QUICK, Side
 
 from kvconnect.transfer.claims import LeaseClient
-from kvconnect.transfer.control.events import Connected, Disconnected
 from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.peer import Peer
 from kvconnect.transfer.leases.server import LeaseServer
-
-
-def serve(server: LeaseServer):
-    """What a channel's events mean for P."""
-
-    def deliver(channel, event):
-        holder = channel.peer.holder
-        if isinstance(event, Connected):
-            server.connected(holder, channel.send)
-        elif isinstance(event, Disconnected):
-            server.disconnected(holder, channel.send)
-        else:
-            server.handle(event, holder, channel.send)
-
-    return deliver
-
-
-def read(client: LeaseClient):
-    """What a channel's events mean for D."""
-
-    def deliver(channel, event):
-        if isinstance(event, Connected):
-            client.connected("P", channel.send)
-        elif isinstance(event, Disconnected):
-            client.disconnected("P", channel.send)
-        else:
-            client.handle(event, "P")
-
-    return deliver
 
 
 def p(port: str, lease_s: str, *requests: str) -> None:
@@ -55,7 +26,7 @@ def p(port: str, lease_s: str, *requests: str) -> None:
 
     with closing(LeaseServer(unpin, max_lease_total=1 << 30, lease_s=float(lease_s))) as server:
         server.start()
-        side = Side("P", deliver=serve(server), timing=QUICK)
+        side = Side("P", deliver=server.deliver, timing=QUICK)
         with Listener(side.endpoint, port=int(port)) as listening:
             for request in requests:
                 server.offer(request, tokens=64, nbytes=100, blocks=((1, 2),))
@@ -70,7 +41,7 @@ def listen(claimed) -> None:
 def d(port: str, *requests: str) -> None:
     with closing(LeaseClient()) as client:
         client.start()
-        side = Side("D", deliver=read(client), timing=QUICK)
+        side = Side("D", deliver=partial(client.deliver, "P"), timing=QUICK)
         for request in requests:
             listen(client.claim("P", request))  # sent when it is connected
         with Peer(side.endpoint, "127.0.0.1", int(port)):

@@ -8,8 +8,8 @@ import pytest
 
 from kvconnect.errors import UsageError
 from kvconnect.trace import metrics
-from kvconnect.transfer.leases.clock import MAX_DRIFT, lease_clock
 from kvconnect.transfer.leases.held import HeldLease, Outcome
+from kvconnect.transfer.leases.timer import MAX_DRIFT, lease_clock
 
 LATE = "transfer.late_reads"
 

@@ -68,28 +68,6 @@ def test_progress_keeps_an_offer_open(table, clock):
     assert table.claim("r", "D").verdict is Verdict.OK
 
 
-def test_a_claim_and_each_renewal_start_a_lease_anew(table, clock):
-    key = offer(table)
-    clock.now += 9
-    table.claim("r", "D")
-    for _ in range(4):
-        clock.now += 9
-        assert table.renew(key, "D").lease_s == 10
-    clock.now += 9.99
-    assert table.release(key, "D") is Verdict.OK
-    assert ended(table) == [(key, "released")]
-
-
-def test_a_broken_lease_stays_broken_also_if_nothing_was_reaped(table, clock):
-    key = offer(table)
-    table.claim("r", "D")
-    clock.now += 10
-    assert table.renew(key, "D").verdict is Verdict.EXPIRED
-    assert table.release(key, "D") is Verdict.EXPIRED
-    assert table.claim("r", "D", epoch=key.epoch).verdict is Verdict.EXPIRED
-    assert ended(table) == [(key, "expired")]
-
-
 def test_another_readers_lease_does_not_mend_a_broken_one(table, clock):
     key = offer(table)
     table.claim("r", "D", readers=2)

@@ -22,22 +22,19 @@ class ClaimBook:
 
     Args:
         client: that asks for leases.
+        peers: by which other engines are reached.
         heads: of each pool group, which of the model's this rank has.
     """
 
-    def __init__(self, client: LeaseClient, heads: Sequence[StoredHeads]) -> None:
-        self._client = client
+    def __init__(self, client: LeaseClient, peers: Peers, heads: Sequence[StoredHeads]) -> None:
+        self.client = client
+        self._peers = peers
         self._heads = heads
-        self._peers: Peers | None = None
         self._lock = threading.Lock()
         self._claims: dict[tuple[str, str], Claimed] = {}
 
     def __len__(self) -> int:
         return len(self._claims)
-
-    def attach(self, peers: Peers) -> None:
-        """Sets `peers`, by which other engines are reached; called once, first."""
-        self._peers = peers
 
     def claim_all(self, address: str, name: str, tp_size: int) -> list[Claimed]:
         """Returns claims on all ranks of the engine at `address` that this rank reads from.
@@ -56,20 +53,17 @@ class ClaimBook:
 
         Never raises.
         """
-        peers = self._peers
-        if peers is None:
-            return Claimed.refused(address, name, "this engine fetches nothing")
         with self._lock:  # a refused one is forgotten by the client before it is dropped
             if (address, name) in self._claims:
                 return Claimed.refused(address, name, "it is fetched for another request")
         try:
-            link = peers.use(address)
+            link = self._peers.use(address)
         except (ConfigurationError, RetryLater) as error:
             return Claimed.refused(address, name, str(error))
         try:
-            claimed = self._client.claim(address, name, readers=readers)
+            claimed = self.client.claim(address, name, readers=readers)
         except DuplicateRequest as error:
-            peers.leave(link)
+            self._peers.leave(link)
             return Claimed.refused(address, name, str(error))
         claimed.attach(link, self._dropped)
         with self._lock:
@@ -107,8 +101,8 @@ class ClaimBook:
             return list(self._claims.values())
 
     def _dropped(self, claim: Claimed) -> None:
-        self._client.abort(claim, "not needed")
+        self.client.abort(claim, "not needed")
         with self._lock:
             del self._claims[claim.peer, claim.lease.request]
-        if self._peers is not None and claim.link is not None:
+        if claim.link is not None:
             self._peers.leave(claim.link)

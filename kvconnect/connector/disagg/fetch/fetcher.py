@@ -25,7 +25,6 @@ from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import StoredHeads, stored_heads
 from kvconnect.trace import count, warn_once
-from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.digests import FindDigest, FoundDigest
 from kvconnect.transfer.digests import digest_of_pieces
 from kvconnect.transfer.peers import PeerLink
@@ -56,6 +55,7 @@ class Fetcher:
 
     Args:
         transport: that blocks travel by.
+        claims: made by the scheduler, or by a rank without a scheduler when its load begins.
         layouts, regions: of the pool groups, and of this side's pools at the transport.
         load_s: the longest time that a load may take.
         idle_s: how long a load waits for the other engine to compute more.
@@ -65,15 +65,12 @@ class Fetcher:
         verified: this engine's pools by region, if digests of both engines are compared before a
             load counts as valid; ``None``: digests are not compared.
         wakeup: called when `take_ended` or `take_failed` has news.
-
-    Attributes:
-        client: of leases; receives the peers' messages about them.
-        claims: made by the scheduler, or by a rank without a scheduler when its load begins.
     """
 
     def __init__(
         self,
         transport: Transport,
+        claims: ClaimBook,
         *,
         layouts: Sequence[KvCacheLayout],
         regions: Sequence[int],
@@ -95,9 +92,7 @@ class Fetcher:
         self._min_bytes_per_s = min_bytes_per_s
         self._quarantine = quarantine
         self._wakeup = wakeup
-        self.client = LeaseClient()
-        self.client.start()
-        self.claims = ClaimBook(self.client, self._heads)
+        self.claims = claims
         self._mine: set[int] = set()  # the engine's thread: loads that are not reported yet
         self._ended: deque[int] = deque()
         self._failed: deque[TransferFailure] = deque()
@@ -155,7 +150,6 @@ class Fetcher:
             self._changed.notify()
         self._thread.join()
         self.claims.drop_all()
-        self.client.close()
 
     # ------------------------------------------------------------------ the thread
 
@@ -201,7 +195,7 @@ class Fetcher:
         try:
             call()
             self._settle(part.order)
-            part.release(self.client)
+            part.release(self.claims.client)
         except Exception as error:
             part.fail(repr(error))  # a piece that was not read would count as read
             raise
