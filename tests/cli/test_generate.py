@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvconnect.backends.memory import MemoryBackend
-from kvconnect.cli.terminal import shown_on
+from kvconnect.cli.commands.generate import shown_on
 from kvconnect.trace import metrics
 
 FIELDS = [

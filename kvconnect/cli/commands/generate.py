@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from kvconnect.cli.command import Options, add_number, picked
 from kvconnect.cli.options.engine_options import (
@@ -20,14 +21,13 @@ from kvconnect.cli.options.engine_options import (
 )
 from kvconnect.cli.options.retention import parse_retention
 from kvconnect.cli.prompts import GivenPrompt, add_prompt_options, read_prompts
-from kvconnect.cli.terminal import shown_on
 from kvconnect.config import KvCacheRetentionConfig
 
 if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
     from kvconnect.engine.request.output import CompletionOutput, RequestOutput
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options", "run", "shown_on"]
 
 logger = logging.getLogger("kvconnect")
 
@@ -51,6 +51,8 @@ _SAMPLING = (
     *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "logprobs"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "ignore_eos"),
 )
+# All of C0 and C1 but tabs and ends of lines. A carriage return alone lets a line overwrite itself.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -218,3 +220,14 @@ def _print(output: RequestOutput) -> None:
         f"{', '.join(one.finish_reason for one in output.outputs)}]",
         file=sys.stderr,
     )
+
+
+def shown_on(stream: TextIO, text: str) -> str:
+    r"""Returns `text` as it is to be written to `stream`.
+
+    On a terminal, control characters but tabs and ends of lines are escaped (``\x1b``). Files and
+    pipes get `text` unchanged, since programs read them.
+    """
+    if not stream.isatty():
+        return text
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

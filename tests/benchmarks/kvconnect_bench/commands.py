@@ -14,7 +14,7 @@ from kvconnect.cli.command import (
     require_at_least_one,
     tell,
 )
-from kvconnect.cli.options.bench_options import add_model_options, add_run
+from kvconnect.cli.commands.bench import add_model_options, add_run
 from kvconnect_bench.options.engines import add_engines_options, run_engines
 from kvconnect_bench.options.identity import add_identity_options, run_identity
 from kvconnect_bench.options.serve import add_serve_options, run_serve
