@@ -54,12 +54,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--seed", "of everything random")
     parser.add_argument("--long", action="store_true", help="the long form: 200 kills, and so on")
     parser.add_argument("--soak", action="store_true", help="random faults, and nothing else")
-    add_number(parser, "--minutes", "of --soak", default=30.0, type=float, metavar="M")
+    add_number(parser, "--minutes", "of --soak", default=30.0, metavar="M")
     add_number(
         parser,
         "--tensor-parallel-size",
         "ranks of the engines that the check of a model's tokens, and --soak, run; each rank is a "
-        "process that opens the store (default: 1; then --soak calls the store itself)",
+        "process that opens the store; of one, --soak calls the store itself",
         default=1,
         metavar="RANKS",
     )

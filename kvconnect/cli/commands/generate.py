@@ -92,28 +92,19 @@ def _add_sharing(group: Options) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-    add_number(group, "--max-tokens", "(default: 64)", default=64)
-    add_number(group, "--min-tokens", "no end before so many (default: 0)", default=0)
-    add_number(group, "--n", "answers to each prompt; needs a temperature (default: 1)", default=1)
-    add_number(
-        group, "--temperature", "0 is greedy (default: 0)", default=0.0, type=float, metavar="X"
-    )
-    add_number(group, "--top-k", "0: all (default: 0)", default=0, metavar="K")
-    add_number(group, "--top-p", "(default: 1)", default=1.0, type=float, metavar="P")
+    add_number(group, "--max-tokens", default=64)
+    add_number(group, "--min-tokens", "no end before so many", default=0)
+    add_number(group, "--n", "answers to each prompt; needs a temperature", default=1)
+    add_number(group, "--temperature", "0 is greedy", default=0.0, metavar="X")
+    add_number(group, "--top-k", "0: all", default=0, metavar="K")
+    add_number(group, "--top-p", default=1.0, metavar="P")
     add_number(group, "--seed", "equal seeds give equal samples")
     for name, about, default in (
         ("presence", "against tokens that were generated, -2 to 2", 0.0),
         ("frequency", "the same for each time, -2 to 2", 0.0),
         ("repetition", "also against those of the prompt, above 0; 1 is none", 1.0),
     ):
-        add_number(
-            group,
-            f"--{name}-penalty",
-            f"{about} (default: {default:g})",
-            default=default,
-            type=float,
-            metavar="P",
-        )
+        add_number(group, f"--{name}-penalty", about, default=default, metavar="P")
     add_number(
         group,
         "--logprobs",

@@ -69,7 +69,7 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     known.add_argument(
         "--model", type=Path, metavar="DIR", help="the same, of the model whose config.json is here"
     )
-    add_number(group, "--tokens-per-block", "a power of two (default: 32)", default=32, metavar="T")
+    add_number(group, "--tokens-per-block", "a power of two", default=32, metavar="T")
     policy = group.add_mutually_exclusive_group()
     policy.add_argument(
         "--retention",
@@ -86,7 +86,7 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     add_number(
         group,
         "--offload-min-priority",
-        "blocks below it are dropped instead of copied to the host (default: 35)",
+        "blocks below it are dropped instead of copied to the host",
         default=35,
         metavar="P",
     )
@@ -95,30 +95,26 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
 def _add_serving(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
     add_number(group, "--requests", "only the first so many (default: all)")
-    add_number(
-        group, "--hash-tokens", "tokens that a hash id stands for (default: 512)", default=512
-    )
+    add_number(group, "--hash-tokens", "tokens that a hash id stands for", default=512)
     add_number(
         group,
         "--prefill-tokens-per-s",
-        "prompt tokens that one request computes per second (default: 8000)",
-        default=8000,
-        type=float,
+        "prompt tokens that one request computes per second",
+        default=8000.0,
         metavar="X",
     )
     add_number(
         group,
         "--decode-tokens-per-s",
-        "tokens that one request generates per second (default: 50)",
-        default=50,
-        type=float,
+        "tokens that one request generates per second",
+        default=50.0,
         metavar="X",
     )
     add_number(group, "--max-batch-size", "requests served at once (default: as many as have room)")
     add_number(
         group,
         "--max-waiting",
-        "requests that may wait for room; more are turned away (default: 10000)",
+        "requests that may wait for room; more are turned away",
         default=10_000,
     )
 

@@ -82,10 +82,8 @@ and how long after its recovery the store is used again. Takes some minutes.""",
     dead.add_argument("--stores", default="redis,s3", metavar="NAME,…", help="default: redis,s3")
     add_number(dead, "--prompt-tokens", default=64)
     add_number(dead, "--requests", "to a store that is left alone", default=200)
-    add_number(
-        dead, "--dead-s", "a store is dead at least so long", default=15.0, type=float, metavar="S"
-    )
-    add_number(dead, "--lookup-timeout-ms", default=20.0, type=float, metavar="MS")
+    add_number(dead, "--dead-s", "a store is dead at least so long", default=15.0, metavar="S")
+    add_number(dead, "--lookup-timeout-ms", default=20.0, metavar="MS")
     dead.add_argument("--directory", type=Path, metavar="DIR", help="for scratch files")
     add_run(dead, run_dead)
 

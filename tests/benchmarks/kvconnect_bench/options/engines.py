@@ -23,9 +23,9 @@ takes, against the floor of the same run."""
     add_peer_python(parser, about, required=True)
     names = ",".join(CONNECTORS)
     parser.add_argument("--connectors", default=names, metavar="NAME,…", help=f"default: {names}")
-    add_number(parser, "--prompt-tokens", "(default: 4096)", default=4096)
-    add_number(parser, "--steps", "of decoding (default: 200)", default=200)
-    add_number(parser, "--repeats", "restarts (default: 3)", default=3)
+    add_number(parser, "--prompt-tokens", default=4096)
+    add_number(parser, "--steps", "of decoding", default=200)
+    add_number(parser, "--repeats", "restarts", default=3)
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="default: a random Llama of 46 million parameters"
     )

@@ -27,8 +27,8 @@ to a step of vLLM."""
         "--model", type=Path, metavar="DIR", help="default: a random Llama of 46 million parameters"
     )
     parser.add_argument("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
-    add_number(parser, "--prompt-tokens", "(default: 512)", default=512)
-    add_number(parser, "--repeats", "(default: 5)", default=5)
+    add_number(parser, "--prompt-tokens", default=512)
+    add_number(parser, "--repeats", default=5)
     add_peer_python(parser, "vLLM, without which the part vllm is left out")
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="for scratch files, on the disk to measure"
