@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl
 from kvconnect.bench.checkout import from_checkout
-from kvconnect.cli.command import add_number
+from kvconnect.cli.command import add_number, require_at_least_one
 from kvconnect.cli.progress import Progress
 from kvconnect.errors import ConfigurationError
 
@@ -73,10 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.minutes <= 0:
         raise ConfigurationError(f"--minutes {arguments.minutes:g}: must be longer than nothing")
-    if arguments.tensor_parallel_size < 1:
-        raise ConfigurationError(
-            f"--tensor-parallel-size {arguments.tensor_parallel_size}: must be at least 1"
-        )
+    require_at_least_one(arguments, "tensor_parallel_size")
     seed = secrets.randbelow(1 << 31) if arguments.seed is None else arguments.seed
     subject = subject_of(arguments.url, small=arguments.small)
     subject.ranks = arguments.tensor_parallel_size

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvconnect.cli.command import add_number
+from kvconnect.cli.command import add_number, require_at_least_one
 from kvconnect.cli.interrupt import note_interrupt
 from kvconnect.cli.machines import parse_machines
 from kvconnect.cli.progress import Progress
@@ -144,8 +144,7 @@ def _simulate(arguments: argparse.Namespace) -> Report:
     from kvconnect.simulate.simulator import Simulator
     from kvconnect.simulate.trace_reader import TraceReader
 
-    if arguments.requests is not None and arguments.requests < 1:
-        raise ConfigurationError(f"--requests: {arguments.requests} must be at least 1")
+    require_at_least_one(arguments, "requests", "bytes_per_token")
     token_nbytes = _token_nbytes(arguments)
     policy = _policy(arguments)
     machines = parse_machines(arguments, token_nbytes)
@@ -201,10 +200,8 @@ def _progress(trace: TraceReader, most: int | None) -> AbstractContextManager[Pr
 
 
 def _token_nbytes(arguments: argparse.Namespace) -> int | None:
-    given: int | None = arguments.bytes_per_token
-    if given is not None and given < 1:
-        raise ConfigurationError(f"--bytes-per-token: {given} must be at least 1")
     if arguments.model is None:
+        given: int | None = arguments.bytes_per_token
         return given
     from kvconnect.simulate.model_size import token_nbytes
 
