@@ -129,16 +129,3 @@ def test_a_peer_that_fails_ends_the_benchmark_with_its_own_words(
     code, out, err = kvconnect("bench", "blocks", *TINY, "--peer-python", python)
     assert (code, out) == (1, "")
     assert "out of luck" in err
-
-
-def test_an_interpreter_that_is_not_there_is_refused_at_once(kvconnect, tmp_path: Path):
-    code, out, err = kvconnect("bench", "blocks", "--peer-python", tmp_path / "bin/python")
-    assert (code, out) == (2, "")
-    assert f"'{tmp_path}/bin/python' is no file" in err
-
-
-@pytest.mark.parametrize("option", ["--tokens", "--requests", "--cached-blocks", "--rounds"])
-def test_sizes_that_mean_nothing_are_refused(kvconnect, option: str):
-    code, out, err = kvconnect("bench", "blocks", option, 0)
-    assert (code, out) == (2, "")
-    assert f"{option[2:].replace('-', '_')}: 0 must be at least" in err

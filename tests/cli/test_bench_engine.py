@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import psutil
-import pytest
 from test_bench_blocks import installed
 
 TINY = ("--requests", 2, "--prompt-tokens", 4, "--max-tokens", 3, "--prefill-tokens", 9)
@@ -65,16 +64,3 @@ def test_an_interpreter_without_vllm_ends_it_with_its_words(kvconnect, model: Pa
     code, out, err = kvconnect("bench", "engine", *options)
     assert (code, out) == (1, "")
     assert "No module named 'vllm'" in err
-
-
-def test_an_interpreter_that_is_not_there_is_refused_at_once(kvconnect, model: Path):
-    code, out, err = kvconnect("bench", "engine", "--model", model, "--peer-python", "/no/python")
-    assert (code, out) == (2, "")
-    assert "'/no/python' is no file" in err
-
-
-@pytest.mark.parametrize("option", ["--requests", "--max-tokens", "--prefill-tokens"])
-def test_sizes_that_mean_nothing_are_refused(kvconnect, option: str):
-    code, out, err = kvconnect("bench", "engine", option, 0)
-    assert (code, out) == (2, "")
-    assert f"{option} 0: must be at least 1" in err

@@ -133,20 +133,6 @@ def test_if_nothing_starts_that_is_an_error(here, capsys, llama, tmp_path):
     assert "--connectors LMCache: none of them starts" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--connectors", "fz"), "--connectors fz: "),
-        (("--repeats", "0"), "--repeats 0: must be at least 1"),
-        (("--prompt-tokens", "0"), "--prompt-tokens 0: must be at least 1"),
-        (("--peer-python", "nowhere"), "--peer-python: 'nowhere' is no file"),
-    ],
-)
-def test_wrong_options_are_named(options, said, capsys):
-    assert main(["bench", "engines", "--peer-python", sys.executable, *options]) != 0
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["KvConnect", "ExampleConnector"])
 def test_a_connector_is_configured_with_its_directory(name, tmp_path):
     config = connector_config(name, tmp_path)

@@ -61,20 +61,6 @@ def identity(llama, capsys):
     return measured
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (("--parts", "canari"), "--parts canari: did you mean 'canary'?"),
-        (("--repeats", "0"), "--repeats 0: must be at least 1"),
-        (("--parts", "vllm"), "nothing of what was asked for can be measured"),
-        (("--parts", "vllm", "--peer-python", "nowhere"), "--peer-python: 'nowhere' is no file"),
-    ],
-)
-def test_wrong_options_are_refused(options, complaint, llama, capsys):
-    assert main(["bench", "identity", "--model", str(llama), *options]) != 0
-    assert complaint in capsys.readouterr().err
-
-
 def test_names_and_the_canary_stand_beside_loading_and_a_step(identity):
     found, _ = identity("weights,canary")
     targets = {name: one["target"] for name, one in found.items() if one["target"]}

@@ -22,9 +22,3 @@ def test_without_a_device_the_host_is_measured_and_the_rest_said_to_be_skipped(c
     assert figures["a call of reshape_and_cache"]["unit"] == "us"
     assert "no CUDA device" in err
     assert "skipped" in err
-
-
-@pytest.mark.parametrize("option", ["--mib", "--repeats"])
-def test_nothing_cannot_be_measured(option, capsys):
-    assert main(["bench", "kernels", option, "0"]) == 2
-    assert f"{option} 0: must be at least 1" in capsys.readouterr().err

@@ -146,21 +146,6 @@ def test_an_error_of_the_server_is_told(kvconnect, paced):
     assert "/v1/completions: status 429" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--concurrency", 0), "--concurrency 0: must be at least 1"),
-        (("--url", "http://127.0.0.1:1"), "--url: give --served-model-name, too"),
-        (("--workload", "chats", "--write-prompts", "x"), "--write-prompts: is for --workload pre"),
-        (("--write-prompts", "/nowhere/x"), "--write-prompts /nowhere/x: No such file"),
-    ],
-)
-def test_a_wrong_option_is_named(kvconnect, arguments, message):
-    code, _, err = kvconnect("bench", "serve", *arguments)
-    assert code == 2
-    assert message in err
-
-
 @pytest.mark.slow
 def test_a_server_of_its_own_is_measured(kvconnect, model: Path, tmp_path: Path):
     arguments = ("--requests", 8, "--prefixes", 2, "--prefix-tokens", 64, "--suffix-tokens", 8)

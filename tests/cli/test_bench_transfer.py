@@ -142,24 +142,6 @@ def test_what_this_machine_lacks_is_left_out_and_said(kvconnect, monkeypatch):
     assert "nothing of what was asked for can be measured" in err
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (("--parts", "host,lopback"), "--parts lopback: did you mean 'loopback'?"),
-        (("--transports", "udp"), "--transports udp: "),
-        (("--rounds", 0), "--rounds 0: must be at least 1"),
-        (("--total", "1MiB", "--piece", "3KiB"), "--piece 3KiB: must be a multiple of 8 bytes"),
-        (("--rates", "1,fast"), "--rates 1,fast: give numbers > 0"),
-        (("--rates", "0"), "--rates 0: give numbers > 0"),
-        (("--idle-s", "0"), "--idle-s 0.0: must be > 0"),
-    ],
-)
-def test_a_wrong_option_is_named(kvconnect, options, complaint):
-    code, out, err = kvconnect("bench", "transfer", *options)
-    assert (code, out) == (2, "")
-    assert complaint in err
-
-
 def test_each_target_stands_beside_its_figure():
     found = Handover(
         exposed=(0.001, 0.003, 0.002),

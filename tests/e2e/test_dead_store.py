@@ -97,7 +97,9 @@ def seconds(llm: LLM, numbers: Sequence[int], answers: list[list[int]]) -> float
 
 
 @pytest.mark.parametrize(
-    "mode", ["refused", pytest.param("black-holed", marks=pytest.mark.slow), "frozen"]
+    "mode",
+    # A server that is frozen: test_dead_servers.py.
+    ["refused", *(pytest.param(one, marks=pytest.mark.slow) for one in ("black-holed", "frozen"))],
 )
 def test_a_dead_store_costs_one_request_its_budget_and_is_used_again(
     model: Path, known: tuple[dict[BlockKey, Tensor], list[list[int]]], mode: str

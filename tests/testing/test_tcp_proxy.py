@@ -72,6 +72,20 @@ def receive(client, nbytes):
     return data
 
 
+def echoes(client, data=b"x"):
+    client.sendall(data)
+    return receive(client, len(data)) == data
+
+
+def is_silent(client):
+    client.sendall(b"b")
+    client.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        client.recv(1)
+    client.settimeout(60)
+    return True
+
+
 def test_bytes_pass_unchanged_in_both_directions(connect):
     client = connect()
     message = bytes(range(256)) * 4096
@@ -88,17 +102,14 @@ def test_end_of_a_stream_is_passed_on(connect):
 
 def test_refused(proxy, connect):
     old = connect()
-    old.sendall(b"x")
-    assert receive(old, 1) == b"x"
+    assert echoes(old)
     proxy.set(TcpFault(refused=True))
     with pytest.raises(ConnectionResetError):
         old.recv(1)
     with pytest.raises(ConnectionRefusedError):
         connect()
     proxy.heal()
-    new = connect()
-    new.sendall(b"y")
-    assert receive(new, 1) == b"y"
+    assert echoes(connect())
 
 
 def test_black_hole_answers_no_connection(proxy, connect):
@@ -106,37 +117,25 @@ def test_black_hole_answers_no_connection(proxy, connect):
     with pytest.raises(TimeoutError):
         connect(0.1)
     proxy.heal()
-    client = connect()
-    client.sendall(b"y")
-    assert receive(client, 1) == b"y"
+    assert echoes(connect())
 
 
 def test_frozen_connections_go_on_afterwards(proxy, connect):
     old = connect()
-    old.sendall(b"a")
-    assert receive(old, 1) == b"a"
+    assert echoes(old)
     proxy.set(TcpFault(frozen=True))
     new = connect()
-    for client in (old, new):
-        client.sendall(b"b")
-        client.settimeout(0.05)
-        with pytest.raises(TimeoutError):
-            client.recv(1)
-        client.settimeout(60)
+    assert is_silent(old)
+    assert is_silent(new)
     proxy.heal()
     assert receive(old, 1) == receive(new, 1) == b"b"
 
 
 def test_half_open_connections_are_silent_and_then_reset(proxy, connect):
     client = connect()
-    client.sendall(b"a")
-    assert receive(client, 1) == b"a"
+    assert echoes(client)
     proxy.set(TcpFault(half_open=True))
-    client.sendall(b"b")
-    client.settimeout(0.05)
-    with pytest.raises(TimeoutError):
-        client.recv(1)
-    client.settimeout(60)
+    assert is_silent(client)
     proxy.heal()
     with pytest.raises(ConnectionResetError):
         client.recv(1)
@@ -235,8 +234,7 @@ def test_a_dead_server_resets_the_client(proxy, connect):
 @pytest.mark.parametrize("fault", [TcpFault(frozen=True), TcpFault(black_hole=True), TcpFault()])
 def test_close_releases_everything_under_any_fault(proxy, connect, fault):
     client = connect()
-    client.sendall(b"x")
-    assert receive(client, 1) == b"x"
+    assert echoes(client)
     proxy.set(fault)
     proxy.close()
     with pytest.raises(ConnectionResetError):
@@ -280,9 +278,7 @@ def test_port_that_was_taken_meanwhile_is_an_error_until_it_is_free_again(proxy,
     ):
         proxy.heal()
     proxy.heal()
-    client = connect()
-    client.sendall(b"x")
-    assert receive(client, 1) == b"x"
+    assert echoes(connect())
 
 
 def test_connection_that_cannot_be_set_up_is_reset_on_both_sides(proxy, connect, monkeypatch):
