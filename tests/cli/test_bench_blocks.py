@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -68,10 +67,6 @@ def installed(folder: Path, files: dict[str, str]) -> Path:
     return python
 
 
-def figures(out: str) -> dict[str, dict[str, object]]:
-    return {figure["name"]: figure for figure in json.loads(out)["figures"]}
-
-
 @pytest.mark.slow
 def test_without_interpreters_kvconnect_is_alone_and_the_peers_are_left_out():
     before = set(psutil.Process().children())
@@ -83,13 +78,11 @@ def test_without_interpreters_kvconnect_is_alone_and_the_peers_are_left_out():
 
 
 @pytest.mark.slow
-def test_a_peer_is_measured_beside_kvconnect_with_its_version(kvconnect, tmp_path: Path):
+def test_a_peer_is_measured_beside_kvconnect_with_its_version(bench, tmp_path: Path):
     before = set(psutil.Process().children())
     python = installed(tmp_path, VLLM)
-    code, out, err = kvconnect("bench", "blocks", *TINY, "--json", "--peer-python", python)
-    assert code == 0, err
+    found, err = bench("blocks", *TINY, "--peer-python", python)
     assert set(psutil.Process().children()) <= before, "no party is left running"
-    found = figures(out)
     assert {
         "cached prompt: kvconnect",
         "fresh prompt: kvconnect",
@@ -116,6 +109,7 @@ def test_a_peer_is_measured_beside_kvconnect_with_its_version(kvconnect, tmp_pat
     assert "vLLM is left out" not in err
 
 
+@pytest.mark.slow  # of another benchmark: test_bench_engine.py
 def test_a_peer_that_fails_ends_the_benchmark_with_its_own_words(
     kvconnect, tmp_path: Path, monkeypatch
 ):

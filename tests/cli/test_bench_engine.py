@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -31,28 +30,17 @@ class LLM:
 }
 
 
-def figures(out: str) -> dict[str, dict[str, object]]:
-    return {figure["name"]: figure for figure in json.loads(out)["figures"]}
-
-
-def test_kvconnect_alone(kvconnect, model: Path):
-    code, out, err = kvconnect("bench", "engine", "--model", model, *TINY, "--repeats", 1, "--json")
-    assert code == 0, err
-    found = figures(out)
+def test_kvconnect_alone(bench, model: Path):
+    found, _ = bench("engine", "--model", model, *TINY, "--repeats", 1)
     assert list(found) == ["one request", "2 requests at once", "prefill of 9 tokens", "ratio"]
     assert all(figure["value"] > 0 for figure in found.values())
 
 
-def test_beside_vllm(kvconnect, model: Path, tmp_path: Path):
+def test_beside_vllm(bench, model: Path, tmp_path: Path):
     before = set(psutil.Process().children())
     python = installed(tmp_path, VLLM)
-    code, out, err = kvconnect(
-        *("bench", "engine", "--model", model, *TINY, "--repeats", 2, "--json"),
-        *("--peer-python", python),
-    )
-    assert code == 0, err
+    found, _ = bench("engine", "--model", model, *TINY, "--repeats", 2, "--peer-python", python)
     assert set(psutil.Process().children()) <= before, "no party is left running"
-    found = figures(out)
     for title in ("one request", "2 requests at once", "prefill of 9 tokens"):
         assert found[f"{title}: vLLM 9.9"]["value"] > 0
         assert found[f"{title}: kvconnect / vLLM 9.9"]["target"] == ">= 0.95"

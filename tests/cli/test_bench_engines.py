@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -84,19 +83,12 @@ def here(monkeypatch) -> None:
     monkeypatch.setattr(run, "Party", EngineHere)
 
 
-def figures(capsys, *options: str) -> dict[str, float]:
-    command = ("bench", "engines", "--peer-python", sys.executable, "--json", *options)
-    assert main(list(command)) == 0
-    found = json.loads(capsys.readouterr().out)
-    return {figure["name"]: figure["value"] for figure in found["figures"]}
-
-
-def test_each_connector_is_measured_cold_idle_and_restored(here, capsys, llama, tmp_path):
-    found = figures(
-        capsys,
-        *("--model", str(llama), "--directory", str(tmp_path)),
-        *("--prompt-tokens", "64", "--steps", "5", "--repeats", "2"),
+def test_each_connector_is_measured_cold_idle_and_restored(here, bench, llama, tmp_path):
+    figures, _ = bench(
+        *("engines", "--peer-python", sys.executable, "--model", llama, "--directory", tmp_path),
+        *("--prompt-tokens", 64, "--steps", 5, "--repeats", 2),
     )
+    found = {name: one["value"] for name, one in figures.items()}
     assert found["none: decode step"] == pytest.approx(10)
     for name in ("KvConnect", "KvConnectTier", "fs", "ExampleConnector"):
         # Of a tier its own part is told apart from vLLM's.

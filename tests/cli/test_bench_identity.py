@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
 
 from kvconnect.bench.report import Figure
-from kvconnect.cli.main import main
 from kvconnect_bench.blocks.party import PartyFailed
 from kvconnect_bench.engines import run as engines
 from kvconnect_bench.identity import run
@@ -49,14 +47,12 @@ class EngineHere:
 
 
 @pytest.fixture
-def identity(llama, capsys):
+def identity(llama, bench):
     """Runs some parts; returns their figures, and what was printed meanwhile."""
 
     def measured(parts: str, *options: str) -> tuple[dict[str, dict], str]:
-        small = ("--model", str(llama), "--repeats", "1", "--prompt-tokens", "20", "--json")
-        assert main(["bench", "identity", "--parts", parts, *small, *options]) == 0
-        shown = capsys.readouterr()
-        return {one["name"]: one for one in json.loads(shown.out)["figures"]}, shown.err
+        small = ("--model", llama, "--repeats", 1, "--prompt-tokens", 20)
+        return bench("identity", "--parts", parts, *small, *options)
 
     return measured
 

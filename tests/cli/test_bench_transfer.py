@@ -69,16 +69,8 @@ def parties_here(monkeypatch) -> None:
         monkeypatch.setattr(module, "Stream", module.Stream)  # put back what a party replaces
 
 
-def figures(out: str) -> dict[str, dict[str, object]]:
-    return {figure["name"]: figure for figure in json.loads(out)["figures"]}
-
-
-def test_a_pull_over_the_loopback_stands_beside_a_plain_socket(kvconnect, parties_here):
-    code, out, err = kvconnect(
-        *("bench", "transfer", "--parts", "loopback", "--transports", "tcp", *SMALL, "--json")
-    )
-    assert code == 0, err
-    found = figures(out)
+def test_a_pull_over_the_loopback_stands_beside_a_plain_socket(bench, parties_here):
+    found, _ = bench("transfer", "--parts", "loopback", "--transports", "tcp", *SMALL)
     assert list(found) == [
         "loopback: plain socket",
         "loopback: tcp",
@@ -101,18 +93,13 @@ def test_what_checksums_are_compared_with_has_none(parties_here, monkeypatch):
         pair.check(lambda: pair.pull("tcp", pieces, nbytes), pieces, nbytes)
 
 
-def test_a_pull_over_a_link_of_a_known_rate_is_authenticated(kvconnect, parties_here):
+def test_a_pull_over_a_link_of_a_known_rate_is_authenticated(bench, parties_here):
     try:
         with shaped_link(1):
             pass
     except LinkRefused as refused:
         pytest.skip(f"{refused}: NOT TESTED")
-    code, out, err = kvconnect(
-        *("bench", "transfer", "--parts", "link", "--transports", "tcp", *SMALL),
-        *("--rates", "1", "--json"),
-    )
-    assert code == 0, err
-    found = figures(out)
+    found, _ = bench("transfer", "--parts", "link", "--transports", "tcp", *SMALL, "--rates", 1)
     assert found["link of 1 Gbit/s: tcp / line rate"]["target"] == ">= 0.95"
     assert all(figure["value"] > 0 for figure in found.values())
     assert "kvbench-" not in _namespaces()
@@ -176,13 +163,11 @@ def _namespaces() -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # a dozen processes, each of which imports torch
-def test_all_of_it_on_this_machine(kvconnect, model: Path):
-    code, out, err = kvconnect(
-        *("bench", "transfer", *SMALL, "--model", model, "--prompt-tokens", 64, "--requests", 2),
-        *("--rates", 1, "--idle-s", 0.2, "--json"),
+def test_all_of_it_on_this_machine(bench, model: Path):
+    found, _ = bench(
+        *("transfer", *SMALL, "--model", model, "--prompt-tokens", 64, "--requests", 2),
+        *("--rates", 1, "--idle-s", 0.2),
     )
-    assert code == 0, err
-    found = figures(out)
     for name in ("loopback: tcp / plain socket", "handover, tcp: exposed transfer"):
         assert found[name]["value"] > 0
     if os.geteuid() == 0:
