@@ -62,6 +62,7 @@ import kvconnect.kernels.copy
 """
 
 
+@pytest.mark.slow  # as a script; from the folder itself: the next test
 def test_the_package_kernels_of_transformers_is_not_looked_for_in_the_checkout(
     repository: Path, tmp_path: Path
 ):

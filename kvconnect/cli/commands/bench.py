@@ -146,8 +146,10 @@ def run_store(arguments: argparse.Namespace) -> None:
         puts_in_flight=SAVES_IN_FLIGHT if at_once is None else at_once,
         gets_in_flight=LOADS_IN_FLIGHT if at_once is None else at_once,
     )
-    figures = bench_store(arguments.url, plan, tell)
+    peer = None
     if has_checkout() or arguments.peer_python is not None:
         peer = from_checkout("store.peer", "--peer-python")
+    figures = bench_store(arguments.url, plan, tell)
+    if peer is not None:
         figures += peer.bench_peer(arguments.url, plan, arguments.peer_python, tell)
     print(render(f"store {StoreUrl.parse(arguments.url)}", figures, as_json=arguments.json))
