@@ -181,7 +181,7 @@ def _drive(
                 done = num_read if most is not None else trace.bytes_read
                 progress.advance(done - told)
                 told = done
-            if interrupt.noted:
+            if interrupt.is_set():
                 return num_read, True
         for simulator in simulators:
             simulator.finish()
