@@ -25,11 +25,14 @@ def vanish(connection: socket.socket) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("leave", [socket.socket.close, vanish])
 def test_a_client_that_leaves_ends_its_request(server, stream, leave):
+    left = server.figure("kvconnect_http_answers_total", status="499")
     connection = server.connect()
     connection.sendall(request_bytes(LONG | {"stream": stream, "n": 3, "temperature": 1}))
     wait_until(lambda: server.live() == 3, "the completions run")
     leave(connection)
     wait_until(lambda: server.live() == 0, "they are aborted")
+    now = server.figure("kvconnect_http_answers_total", status="499")
+    assert now == left + (not stream), "it was not answered in full before"
     wait_until(
         lambda: server.figure("kvconnect_device_blocks", state="used") == 0,
         "their blocks are free",

@@ -246,7 +246,9 @@ def test_bodies_that_did_not_come_end_at_the_first_signal_and_what_runs_at_the_s
             assert answer.startswith(b"HTTP/1.1 503 "), answer
             assert b"the server is shutting down" in answer
         assert server.post(b"", "/health", method="GET")[0] == 503, "it drains"
-        assert server.stop() == 0
+        os.kill(server.pid, signal.SIGTERM)
+        assert runs.recv(65536).startswith(b"HTTP/1.1 503 "), "it was not waited for"
+        assert server.wait() == 0
         assert "Traceback" not in server.said()
 
 

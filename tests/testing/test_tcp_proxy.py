@@ -134,6 +134,13 @@ def test_reset_after_exactly_so_many_bytes(proxy, connect, at):
         client.recv(1)
 
 
+def test_throttled_answers_are_slow_and_whole(proxy, connect):
+    proxy.set(TcpFault(bytes_per_s=100))
+    start = time.monotonic()
+    assert echoes(connect(), b"0123456789")
+    assert time.monotonic() - start > 0.04
+
+
 def test_throttle_ends_when_healed(proxy, connect):
     proxy.set(TcpFault(bytes_per_s=1))
     client = connect()
