@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvconnect.cli.command import add_number, require_at_least_one
+from kvconnect.cli.command import add_number
 from kvconnect.cli.interrupt import note_interrupt
 from kvconnect.cli.machines import parse_machines
 from kvconnect.cli.progress import Progress
@@ -144,7 +144,11 @@ def _simulate(arguments: argparse.Namespace) -> Report:
     from kvconnect.simulate.simulator import Simulator
     from kvconnect.simulate.trace_reader import TraceReader
 
-    require_at_least_one(arguments, "requests", "bytes_per_token")
+    for name in ("requests", "bytes_per_token"):
+        number = getattr(arguments, name)
+        if number is not None and number < 1:
+            option = name.replace("_", "-")
+            raise ConfigurationError(f"--{option}: {number} must be at least 1")
     token_nbytes = _token_nbytes(arguments)
     policy = _policy(arguments)
     machines = parse_machines(arguments, token_nbytes)
