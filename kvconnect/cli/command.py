@@ -48,14 +48,16 @@ class Command(Protocol):
 def add_number(
     parser: Options,
     option: str,
-    about: str | None = None,
+    about: str = "",
     *,
     default: float | None = None,
-    type: type[int | float] = int,  # noqa: A002 - as argparse calls it
     metavar: str = "N",
 ) -> None:
-    """Adds an `option` that takes a number."""
-    parser.add_argument(option, type=type, default=default, metavar=metavar, help=about)
+    """Adds an `option` that takes a number: a whole one, unless its default is a ``float``."""
+    kind = float if isinstance(default, float) else int
+    if default is not None:
+        about = f"{about} (default: {f'{default:g}' if kind is float else default})".lstrip()
+    parser.add_argument(option, type=kind, default=default, metavar=metavar, help=about or None)
 
 
 def picked(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:

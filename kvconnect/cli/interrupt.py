@@ -8,9 +8,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Event
 from types import FrameType
 
-__all__ = ["Interrupt", "Terminated", "note_interrupt", "raise_on_sigterm"]
+__all__ = ["Terminated", "note_interrupt", "raise_on_sigterm"]
 
 
 class Terminated(BaseException):
@@ -34,22 +35,15 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-class Interrupt:
-    """The record whether Ctrl-C was pressed in a `note_interrupt` block."""
-
-    def __init__(self) -> None:
-        self.noted = False
-
-
 @contextmanager
-def note_interrupt() -> Iterator[Interrupt]:
-    """Notes the first Ctrl-C in the block; a second one raises. Main thread only."""
-    interrupt = Interrupt()
+def note_interrupt() -> Iterator[Event]:
+    """Sets the event at the first Ctrl-C in the block; a second one raises. Main thread only."""
+    interrupt = Event()
 
     def note(number: int, frame: FrameType | None) -> None:
-        if interrupt.noted:
+        if interrupt.is_set():
             raise KeyboardInterrupt
-        interrupt.noted = True
+        interrupt.set()
 
     previous = signal.signal(signal.SIGINT, note)
     try:

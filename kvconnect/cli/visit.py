@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
 
 from kvconnect.backend import Access, Backend
 from kvconnect.backends.guard.codecs import codec_names
 from kvconnect.backends.guard.store import GuardedBackend
-from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.registry import open_backend
 from kvconnect.backends.url import StoreUrl, without_codec
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 
-__all__ = ["add_url", "listed", "parts", "visit", "visiting"]
+__all__ = ["add_url", "listed", "parts", "visiting"]
 
 _DEADLINE_S = 60.0
 
@@ -25,14 +23,6 @@ def add_url(parser: argparse.ArgumentParser, name: str = "url") -> None:
     parser.add_argument(
         name, metavar=name.upper(), help="of a store, as in disk:///var/cache/kv or redis://host"
     )
-
-
-def visit(work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` to its end; Ctrl-C and SIGTERM cancel it, and it closes what it opened.
-
-    A store that is stuck is left behind some seconds later.
-    """
-    run_to_end(work)
 
 
 @asynccontextmanager

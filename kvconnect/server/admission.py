@@ -88,7 +88,10 @@ class Ticket:
         Raises:
             Busy: with the bodies of the others that is too much; the count is unchanged.
         """
-        self._admission.hold(self, body_nbytes)
+        counted = max(body_nbytes - _FREE_NBYTES, 0)
+        if counted:
+            self._admission.check_bodies(self, counted)
+        self.body_nbytes = counted
 
     def drop(self, why: RequestRefused) -> None:
         """Ends the reading of its body and answers it with `why`."""
@@ -160,18 +163,6 @@ class Admission:
         for oldest in others[: max(0, len(others) + 1 - _MAX_READING)]:
             oldest.drop(Dropped())
 
-    def hold(self, ticket: Ticket, body_nbytes: int) -> None:
-        """Counts so much of the body of `ticket` as held in memory, until its answer ends.
-
-        Raises:
-            Busy: with those of the others that run or wait that is too much; the count is
-                unchanged.
-        """
-        counted = max(body_nbytes - _FREE_NBYTES, 0)
-        if counted:
-            self._check_bodies(ticket, counted)
-        ticket.body_nbytes = counted
-
     def extend(self, ticket: Ticket, completions: int, logprobs: int = 0) -> None:
         """Counts so many completions for `ticket`, whose body is known now.
 
@@ -238,8 +229,12 @@ class Admission:
                 f"{taken} {self._noun} run or wait, and {self._max} may; try again after a moment"
             )
 
-    def _check_bodies(self, ticket: Ticket, counted: int) -> None:
-        """Makes sure that `counted` bytes of `ticket` fit beside those of its kind."""
+    def check_bodies(self, ticket: Ticket, counted: int) -> None:
+        """Makes sure that `counted` bytes of `ticket` fit beside those of its kind.
+
+        Raises:
+            Busy: they do not fit beside those of the others that run or wait.
+        """
         others = [
             one
             for one in self._tickets

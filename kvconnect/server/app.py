@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from functools import partial
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from kvconnect.engine.llm import LLM
-from kvconnect.prometheus import Collector
 from kvconnect.server.admission import Admission
 from kvconnect.server.endpoint import GenerationEndpoint
 from kvconnect.server.engine_endpoints import engine_routes
 from kvconnect.server.errors import RequestRefused, ShuttingDown
 from kvconnect.server.http.gate import Gate
+from kvconnect.server.http.metrics import metrics_endpoint
 from kvconnect.server.openai.chat_request import ChatRequest
 from kvconnect.server.openai.completion_request import CompletionRequest
 from kvconnect.server.openai.generation_request import GenerationRequest
@@ -40,7 +38,6 @@ def make_app(
         threads: for what blocks; the caller ends them.
     """
     model = _Model(llm, settings)
-    monitor = _Monitor(llm, admission, threads)
     kinds: dict[str, type[GenerationRequest]] = {
         "/v1/completions": CompletionRequest,
         "/v1/chat/completions": ChatRequest,
@@ -53,8 +50,8 @@ def make_app(
         *generations,
         Route("/v1/models", model.all),
         Route("/v1/models/{name:path}", model.one),
-        Route("/health", monitor.health),
-        Route("/metrics", monitor.metrics),
+        Route("/health", partial(_health, llm, admission)),
+        Route("/metrics", metrics_endpoint(threads.telling)),
         *engine_routes(llm, settings, admission, threads),
     ]
     return Gate(Router(routes, redirect_slashes=False), settings.api_key)
@@ -86,24 +83,9 @@ class _Model:
         return JSONResponse(entry)
 
 
-class _Monitor:
-    def __init__(self, llm: LLM, admission: Admission, threads: ServerThreads) -> None:
-        self._llm = llm
-        self._admission = admission
-        self._threads = threads
-        self._registry = CollectorRegistry()
-        self._registry.register(Collector())
-
-    async def health(self, request: Request) -> Response:
-        """Answers whether requests are accepted."""
-        if self._admission.closed:
-            raise ShuttingDown
-        self._llm.check_health()
-        return JSONResponse({"status": "ok"})
-
-    async def metrics(self, request: Request) -> Response:
-        """Answers a scrape of Prometheus."""
-        encode, kind = choose_encoder(request.headers.get("accept", ""))
-        loop = asyncio.get_running_loop()
-        text = await loop.run_in_executor(self._threads.telling, encode, self._registry)
-        return Response(text, media_type=kind)
+async def _health(llm: LLM, admission: Admission, request: Request) -> Response:
+    """Answers whether requests are accepted."""
+    if admission.closed:
+        raise ShuttingDown
+    llm.check_health()
+    return JSONResponse({"status": "ok"})

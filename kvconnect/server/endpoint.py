@@ -8,9 +8,8 @@ import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -40,12 +39,8 @@ _MANY_LOGPROBS = 1 << 12
 """From so many on, encoding them as JSON takes a few milliseconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Started:
-    """A request that runs, and the answer made of it."""
-
-    handles: Sequence[RequestHandle]
-    answer: Answer
+_Started: TypeAlias = tuple[Answer, Sequence[RequestHandle]]
+"""A request that runs: the answer made of it, and its work."""
 
 
 def check_model(settings: ServerSettings, name: str | None) -> None:
@@ -134,19 +129,19 @@ class GenerationEndpoint(Endpoint[GenerationRequest]):
         return await while_connected(request.receive, self._generate(wanted, ticket))
 
     async def _generate(self, wanted: GenerationRequest, ticket: Ticket) -> Response:
-        started = await self._submit(wanted)
-        self._admission.submitted(ticket, started.handles)
+        answer, handles = await self._submit(wanted)
+        self._admission.submitted(ticket, handles)
         if wanted.stream:
             return StreamingResponse(
-                self._events(wanted, started),
+                self._events(wanted, answer, handles),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             )
-        outputs = await outputs_of(started.handles)
+        outputs = await outputs_of(handles)
         more: dict[str, Any] = {}
         if wanted.hands_out:
             more["kv_transfer_params"] = KvTransferParams.handed_out(outputs[0].kv_transfer_params)
-        whole = partial(started.answer.whole, outputs, more)
+        whole = partial(answer.whole, outputs, more)
         if ticket.logprobs < _MANY_LOGPROBS:
             return Response(whole(), media_type="application/json")
         loop = asyncio.get_running_loop()
@@ -161,7 +156,7 @@ class GenerationEndpoint(Endpoint[GenerationRequest]):
             if left.is_set():
                 raise ClientDisconnect
             answer = wanted.answer(self._llm, self._settings.model_names[0])
-            return _Started(wanted.submit(self._llm), answer)
+            return answer, wanted.submit(self._llm)
 
         started = asyncio.get_running_loop().run_in_executor(self._threads.tokenizing, submit)
         try:
@@ -172,8 +167,9 @@ class GenerationEndpoint(Endpoint[GenerationRequest]):
             await asyncio.wait({started})
             raise
 
-    async def _events(self, wanted: GenerationRequest, started: _Started) -> AsyncGenerator[bytes]:
-        answer, handles = started.answer, started.handles
+    async def _events(
+        self, wanted: GenerationRequest, answer: Answer, handles: Sequence[RequestHandle]
+    ) -> AsyncGenerator[bytes]:
         try:
             for beginning in answer.begin(handles):
                 yield _event(beginning)
@@ -194,5 +190,6 @@ def _event(content: dict[str, Any]) -> bytes:
 
 def _abort_started(started: asyncio.Future[_Started]) -> None:
     if not started.cancelled() and started.exception() is None:
-        for handle in started.result().handles:
+        _, handles = started.result()
+        for handle in handles:
             handle.abort()

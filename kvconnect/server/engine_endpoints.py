@@ -30,7 +30,6 @@ def engine_routes(
     llm: LLM, settings: ServerSettings, admission: Admission, threads: ServerThreads
 ) -> list[BaseRoute]:
     """Returns the paths of vLLM's server beyond OpenAI's API; arguments as of `Endpoint`."""
-    cache = _Cache(llm, threads)
     return [
         *(
             Route(path, _TokenEndpoint(kind, llm, settings, admission, threads), methods=["POST"])
@@ -38,7 +37,7 @@ def engine_routes(
         ),
         Route("/tokenizer_info", partial(_tokenizer_info, llm)),
         Route("/version", _version),
-        Route("/reset_prefix_cache", cache.reset, methods=["POST"]),
+        Route("/reset_prefix_cache", partial(_reset, llm, threads), methods=["POST"]),
     ]
 
 
@@ -64,16 +63,11 @@ async def _version(request: Request) -> Response:
     return JSONResponse({"version": __version__})
 
 
-class _Cache:
-    def __init__(self, llm: LLM, threads: ServerThreads) -> None:
-        self._llm = llm
-        self._threads = threads
-
-    async def reset(self, request: Request) -> Response:
-        """Drops the cached blocks of device and host; the store keeps its blocks."""
-        loop = asyncio.get_running_loop()
-        if await loop.run_in_executor(self._threads.telling, self._llm.reset_prefix_cache):
-            return Response()
-        raise RequestRefused(
-            409, "requests run, or their blocks are being saved; try again later", "cache_in_use"
-        )
+async def _reset(llm: LLM, threads: ServerThreads, request: Request) -> Response:
+    """Drops the cached blocks of device and host; the store keeps its blocks."""
+    loop = asyncio.get_running_loop()
+    if await loop.run_in_executor(threads.telling, llm.reset_prefix_cache):
+        return Response()
+    raise RequestRefused(
+        409, "requests run, or their blocks are being saved; try again later", "cache_in_use"
+    )

@@ -28,7 +28,7 @@ async def outputs_of(handles: Sequence[RequestHandle]) -> list[RequestOutput]:
         ShuttingDown: one was aborted.
         Exception: the error of the first one that failed.
     """
-    outputs = await asyncio.gather(*(_output(handle) for handle in handles))
+    outputs = await asyncio.gather(*handles)
     _check_ended([one.finish_reason for output in outputs for one in output.outputs])
     return outputs
 
@@ -86,10 +86,6 @@ async def _feed(
         await queue.put(error)
     else:
         await queue.put(None)
-
-
-async def _output(handle: RequestHandle) -> RequestOutput:
-    return await handle
 
 
 def _check_ended(reasons: Sequence[str | None]) -> None:

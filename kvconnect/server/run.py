@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import uvicorn
+from starlette.types import ASGIApp
 
 from kvconnect.engine.llm import LLM
 from kvconnect.errors import EngineClosed
 from kvconnect.server.admission import Admission
 from kvconnect.server.app import make_app
-from kvconnect.server.http.http_server import HttpServer, uvicorn_config
+from kvconnect.server.http.http_server import HttpServer
 from kvconnect.server.http.listener import Listener
 from kvconnect.server.settings import ServerSettings
 from kvconnect.server.threads import ServerThreads
@@ -34,9 +34,9 @@ def serve(
     """
     admission = Admission(settings.max_completions, settings.max_bodies_bytes)
     with ServerThreads() as threads:
-        config = uvicorn_config(make_app(llm, settings, admission, threads), settings)
+        app = make_app(llm, settings, admission, threads)
+        server = _EngineServer(llm, app, settings, admission, ready)
         listener.listen()
-        server = _EngineServer(config, llm, admission, settings.shutdown_timeout_s, ready)
         server.run(sockets=list(listener.sockets))
     if server.failure is not None:
         raise server.failure
@@ -51,13 +51,13 @@ class _EngineServer(HttpServer):
 
     def __init__(
         self,
-        config: uvicorn.Config,
         llm: LLM,
+        app: ASGIApp,
+        settings: ServerSettings,
         admission: Admission,
-        patience_s: float,
         ready: Callable[[], None],
     ) -> None:
-        super().__init__(config, admission, patience_s, ready)
+        super().__init__(app, settings, admission, ready)
         self._llm = llm
         self.failure: EngineClosed | None = None
 

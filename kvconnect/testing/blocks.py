@@ -105,12 +105,13 @@ class BlockMaker:
         self,
         keys: Sequence[BlockKey],
         *,
+        after: BlockKey | None = None,
         nbytes: int | None = None,
         tokens: Sequence[int] | None = None,
         priority: int = 35,
     ) -> list[StoredBlock]:
-        """Makes blocks of `keys`, each the parent of the next."""
-        parents = [None, *keys]
+        """Makes blocks of `keys`, each the parent of the next, the first one below `after`."""
+        parents = [after, *keys]
         return [
             self.block(key, parent, nbytes=nbytes, tokens=tokens, priority=priority)
             for key, parent in zip(keys, parents, strict=False)

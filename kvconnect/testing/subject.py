@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -18,7 +18,9 @@ from kvconnect.keys import BlockKey
 from kvconnect.testing.blocks import BlockMaker
 from kvconnect.testing.faults.clock import ShiftedClock
 
-__all__ = ["Address", "Subject", "Unsupported", "Usage"]
+__all__ = ["Address", "Subject", "Unsupported", "Usage", "open_while"]
+
+StoreT = TypeVar("StoreT", bound=Backend)
 
 
 class Unsupported(Exception):
@@ -39,6 +41,16 @@ class Usage:
 
     claimed: float
     found: float
+
+
+@asynccontextmanager
+async def open_while(store: StoreT) -> AsyncIterator[StoreT]:
+    """Opens `store` for the blocks of `BlockMaker`; closes it at the end."""
+    await store.open([BlockMaker.layout])
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 class Subject(ABC):
@@ -178,30 +190,17 @@ class Subject(ABC):
         """Returns `backend` without the framework around it."""
         return backend.inner if isinstance(backend, GuardedBackend) else backend
 
-    @asynccontextmanager
-    async def opened(self, backend: Backend | None = None) -> AsyncIterator[Backend]:
-        """Yields the backend alone, open; closes it at the end."""
-        store = self.bare(backend or self.make_backend())
-        await store.open([BlockMaker.layout])
-        try:
-            yield store
-        finally:
-            await store.close()
+    def opened(self, backend: Backend | None = None) -> AbstractAsyncContextManager[Backend]:
+        """Opens the backend alone; the context closes it at the end."""
+        return open_while(self.bare(backend or self.make_backend()))
 
-    @asynccontextmanager
-    async def guarded(
+    def guarded(
         self, deadline_s: float = 10.0, backend: Backend | None = None
-    ) -> AsyncIterator[GuardedBackend]:
-        """Yields the backend with everything around it, open; closes it at the end."""
+    ) -> AbstractAsyncContextManager[GuardedBackend]:
+        """Opens the backend with everything around it; the context closes it at the end."""
         if backend is None:
-            store = self.make_guarded(deadline_s)
-        else:
-            store = open_backend(backend, deadline_s=deadline_s)
-        await store.open([BlockMaker.layout])
-        try:
-            yield store
-        finally:
-            await store.close()
+            return open_while(self.make_guarded(deadline_s))
+        return open_while(open_backend(backend, deadline_s=deadline_s))
 
     def require(self, capability: str) -> None:
         """Skips the check unless the backend declares `capability`.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.utils import logging
@@ -37,5 +39,17 @@ def kvconnect(capsys):
             code = error.code
         captured = capsys.readouterr()
         return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def bench(kvconnect):
+    """Runs a benchmark; returns its figures by name, and what it said besides."""
+
+    def run(*arguments: object) -> tuple[dict[str, dict[str, Any]], str]:
+        code, out, err = kvconnect("bench", *arguments, "--json")
+        assert code == 0, err
+        return {figure["name"]: figure for figure in json.loads(out)["figures"]}, err
 
     return run

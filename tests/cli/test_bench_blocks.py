@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -68,10 +67,6 @@ def installed(folder: Path, files: dict[str, str]) -> Path:
     return python
 
 
-def figures(out: str) -> dict[str, dict[str, object]]:
-    return {figure["name"]: figure for figure in json.loads(out)["figures"]}
-
-
 @pytest.mark.slow
 def test_without_interpreters_kvconnect_is_alone_and_the_peers_are_left_out():
     before = set(psutil.Process().children())
@@ -83,13 +78,11 @@ def test_without_interpreters_kvconnect_is_alone_and_the_peers_are_left_out():
 
 
 @pytest.mark.slow
-def test_a_peer_is_measured_beside_kvconnect_with_its_version(kvconnect, tmp_path: Path):
+def test_a_peer_is_measured_beside_kvconnect_with_its_version(bench, tmp_path: Path):
     before = set(psutil.Process().children())
     python = installed(tmp_path, VLLM)
-    code, out, err = kvconnect("bench", "blocks", *TINY, "--json", "--peer-python", python)
-    assert code == 0, err
+    found, err = bench("blocks", *TINY, "--peer-python", python)
     assert set(psutil.Process().children()) <= before, "no party is left running"
-    found = figures(out)
     assert {
         "cached prompt: kvconnect",
         "fresh prompt: kvconnect",
@@ -116,6 +109,7 @@ def test_a_peer_is_measured_beside_kvconnect_with_its_version(kvconnect, tmp_pat
     assert "vLLM is left out" not in err
 
 
+@pytest.mark.slow  # of another benchmark: test_bench_engine.py
 def test_a_peer_that_fails_ends_the_benchmark_with_its_own_words(
     kvconnect, tmp_path: Path, monkeypatch
 ):
@@ -129,16 +123,3 @@ def test_a_peer_that_fails_ends_the_benchmark_with_its_own_words(
     code, out, err = kvconnect("bench", "blocks", *TINY, "--peer-python", python)
     assert (code, out) == (1, "")
     assert "out of luck" in err
-
-
-def test_an_interpreter_that_is_not_there_is_refused_at_once(kvconnect, tmp_path: Path):
-    code, out, err = kvconnect("bench", "blocks", "--peer-python", tmp_path / "bin/python")
-    assert (code, out) == (2, "")
-    assert f"'{tmp_path}/bin/python' is no file" in err
-
-
-@pytest.mark.parametrize("option", ["--tokens", "--requests", "--cached-blocks", "--rounds"])
-def test_sizes_that_mean_nothing_are_refused(kvconnect, option: str):
-    code, out, err = kvconnect("bench", "blocks", option, 0)
-    assert (code, out) == (2, "")
-    assert f"{option[2:].replace('-', '_')}: 0 must be at least" in err

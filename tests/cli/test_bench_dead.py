@@ -2,23 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvconnect_bench.dead.run import Toll, figures_of
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (["--stores", "redis,s4"], "--stores s4: did you mean 's3'?"),
-        (["--requests", "0"], "--requests 0: must be at least 1"),
-        (["--prompt-tokens", "0"], "--prompt-tokens 0: must be at least 1"),
-    ],
-)
-def test_bad_options_are_named(kvconnect, options: list[str], complaint: str):
-    code, _, err = kvconnect("bench", "dead", *options)
-    assert code == 2
-    assert complaint in err
 
 
 def test_each_target_stands_beside_its_figure():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import psutil
-import pytest
 from test_bench_blocks import installed
 
 TINY = ("--requests", 2, "--prompt-tokens", 4, "--max-tokens", 3, "--prefill-tokens", 9)
@@ -32,28 +30,17 @@ class LLM:
 }
 
 
-def figures(out: str) -> dict[str, dict[str, object]]:
-    return {figure["name"]: figure for figure in json.loads(out)["figures"]}
-
-
-def test_kvconnect_alone(kvconnect, model: Path):
-    code, out, err = kvconnect("bench", "engine", "--model", model, *TINY, "--repeats", 1, "--json")
-    assert code == 0, err
-    found = figures(out)
+def test_kvconnect_alone(bench, model: Path):
+    found, _ = bench("engine", "--model", model, *TINY, "--repeats", 1)
     assert list(found) == ["one request", "2 requests at once", "prefill of 9 tokens", "ratio"]
     assert all(figure["value"] > 0 for figure in found.values())
 
 
-def test_beside_vllm(kvconnect, model: Path, tmp_path: Path):
+def test_beside_vllm(bench, model: Path, tmp_path: Path):
     before = set(psutil.Process().children())
     python = installed(tmp_path, VLLM)
-    code, out, err = kvconnect(
-        *("bench", "engine", "--model", model, *TINY, "--repeats", 2, "--json"),
-        *("--peer-python", python),
-    )
-    assert code == 0, err
+    found, _ = bench("engine", "--model", model, *TINY, "--repeats", 2, "--peer-python", python)
     assert set(psutil.Process().children()) <= before, "no party is left running"
-    found = figures(out)
     for title in ("one request", "2 requests at once", "prefill of 9 tokens"):
         assert found[f"{title}: vLLM 9.9"]["value"] > 0
         assert found[f"{title}: kvconnect / vLLM 9.9"]["target"] == ">= 0.95"
@@ -65,16 +52,3 @@ def test_an_interpreter_without_vllm_ends_it_with_its_words(kvconnect, model: Pa
     code, out, err = kvconnect("bench", "engine", *options)
     assert (code, out) == (1, "")
     assert "No module named 'vllm'" in err
-
-
-def test_an_interpreter_that_is_not_there_is_refused_at_once(kvconnect, model: Path):
-    code, out, err = kvconnect("bench", "engine", "--model", model, "--peer-python", "/no/python")
-    assert (code, out) == (2, "")
-    assert "'/no/python' is no file" in err
-
-
-@pytest.mark.parametrize("option", ["--requests", "--max-tokens", "--prefill-tokens"])
-def test_sizes_that_mean_nothing_are_refused(kvconnect, option: str):
-    code, out, err = kvconnect("bench", "engine", option, 0)
-    assert (code, out) == (2, "")
-    assert f"{option} 0: must be at least 1" in err

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
 
 from kvconnect.bench.report import Figure
-from kvconnect.cli.main import main
 from kvconnect_bench.blocks.party import PartyFailed
 from kvconnect_bench.engines import run as engines
 from kvconnect_bench.identity import run
@@ -49,30 +47,14 @@ class EngineHere:
 
 
 @pytest.fixture
-def identity(llama, capsys):
+def identity(llama, bench):
     """Runs some parts; returns their figures, and what was printed meanwhile."""
 
     def measured(parts: str, *options: str) -> tuple[dict[str, dict], str]:
-        small = ("--model", str(llama), "--repeats", "1", "--prompt-tokens", "20", "--json")
-        assert main(["bench", "identity", "--parts", parts, *small, *options]) == 0
-        shown = capsys.readouterr()
-        return {one["name"]: one for one in json.loads(shown.out)["figures"]}, shown.err
+        small = ("--model", llama, "--repeats", 1, "--prompt-tokens", 20)
+        return bench("identity", "--parts", parts, *small, *options)
 
     return measured
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (("--parts", "canari"), "--parts canari: did you mean 'canary'?"),
-        (("--repeats", "0"), "--repeats 0: must be at least 1"),
-        (("--parts", "vllm"), "nothing of what was asked for can be measured"),
-        (("--parts", "vllm", "--peer-python", "nowhere"), "--peer-python: 'nowhere' is no file"),
-    ],
-)
-def test_wrong_options_are_refused(options, complaint, llama, capsys):
-    assert main(["bench", "identity", "--model", str(llama), *options]) != 0
-    assert complaint in capsys.readouterr().err
 
 
 def test_names_and_the_canary_stand_beside_loading_and_a_step(identity):

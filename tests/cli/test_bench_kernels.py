@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from kvconnect.cli.main import main
-
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to measure")
-def test_without_a_device_the_host_is_measured_and_the_rest_said_to_be_skipped(capsys):
-    assert main(["bench", "kernels", "--mib", "1", "--repeats", "1", "--json"]) == 0
-    out, err = capsys.readouterr()
-    figures = {figure["name"]: figure for figure in json.loads(out)["figures"]}
+def test_without_a_device_the_host_is_measured_and_the_rest_said_to_be_skipped(bench):
+    figures, err = bench("kernels", "--mib", 1, "--repeats", 1)
     assert next(iter(figures)) == "memcpy"
     for name in ("gather, runs of 64 KiB", "scatter, runs of 2 MiB", "copy, runs of 512 B"):
         assert (figures[name]["unit"], figures[name]["value"] > 0) == ("%", True)
@@ -22,9 +16,3 @@ def test_without_a_device_the_host_is_measured_and_the_rest_said_to_be_skipped(c
     assert figures["a call of reshape_and_cache"]["unit"] == "us"
     assert "no CUDA device" in err
     assert "skipped" in err
-
-
-@pytest.mark.parametrize("option", ["--mib", "--repeats"])
-def test_nothing_cannot_be_measured(option, capsys):
-    assert main(["bench", "kernels", option, "0"]) == 2
-    assert f"{option} 0: must be at least 1" in capsys.readouterr().err

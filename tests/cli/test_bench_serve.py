@@ -70,20 +70,17 @@ def paced() -> Iterator[ThreadingHTTPServer]:
 
 
 @pytest.fixture
-def bench(kvconnect, paced):
+def measured(bench, paced):
     def run(*arguments: object) -> dict[str, float]:
         url = f"http://127.0.0.1:{paced.server_port}"
-        code, out, err = kvconnect(
-            *("bench", "serve", "--url", url, "--served-model-name", "m", "--json", *arguments)
-        )
-        assert code == 0, err
-        return {figure["name"]: figure["value"] for figure in json.loads(out)["figures"]}
+        found, _ = bench("serve", "--url", url, "--served-model-name", "m", *arguments)
+        return {name: figure["value"] for name, figure in found.items()}
 
     return run
 
 
-def test_the_pace_of_a_server_is_what_is_told(bench):
-    found = bench("--requests", 8, "--concurrency", 4)
+def test_the_pace_of_a_server_is_what_is_told(measured):
+    found = measured("--requests", 8, "--concurrency", 4)
     assert found["requests"] == 8
     assert found["hit rate: cached of them"] == 75
     assert found["time to first token, p50"] >= 1000 * FIRST_S
@@ -96,30 +93,30 @@ def test_the_pace_of_a_server_is_what_is_told(bench):
     assert found["output tokens per second"] == pytest.approx(8 * TOKENS / found["duration"])
 
 
-def test_what_a_clients_first_request_loads_is_not_measured(bench, paced):
+def test_what_a_clients_first_request_loads_is_not_measured(measured, paced):
     """It takes another request before; whatever comes of that."""
-    bench("--requests", 1)
+    measured("--requests", 1)
     assert paced.looked_at == [("/v1/models", 0)]
 
 
-def test_requests_share_prefixes_and_nothing_else(bench, paced):
-    bench("--requests", 6, "--prefixes", 2, "--prefix-tokens", 50, "--suffix-tokens", 20)
+def test_requests_share_prefixes_and_nothing_else(measured, paced):
+    measured("--requests", 6, "--prefixes", 2, "--prefix-tokens", 50, "--suffix-tokens", 20)
     prompts = [asked["prompt"] for _, asked, _ in paced.asked]
     assert {len(prompt) for prompt in prompts} == {70}
     assert len({prompt[:50] for prompt in prompts}) == 2
     assert len({prompt[50:] for prompt in prompts}) == 6
 
 
-def test_prompts_are_written_as_they_are_asked(bench, paced, tmp_path):
+def test_prompts_are_written_as_they_are_asked(measured, paced, tmp_path):
     file = tmp_path / "prompts.jsonl"
-    bench("--requests", 3, "--concurrency", 1, "--seed", 5, "--write-prompts", file)
+    measured("--requests", 3, "--concurrency", 1, "--seed", 5, "--write-prompts", file)
     written = [json.loads(line) for line in file.read_text().splitlines()]
     assert written == [{"prompt": asked["prompt"]} for _, asked, _ in paced.asked]
 
 
-def test_each_turn_of_a_chat_has_all_before_it(bench, paced, monkeypatch):
+def test_each_turn_of_a_chat_has_all_before_it(measured, paced, monkeypatch):
     monkeypatch.setenv("KVCONNECT_API_KEY", "secret")
-    found = bench("--workload", "chats", "--chats", 2, "--turns", 3, "--concurrency", 1)
+    found = measured("--workload", "chats", "--chats", 2, "--turns", 3, "--concurrency", 1)
     assert found["requests"] == 6
     assert {(path, key) for path, _, key in paced.asked} == {
         ("/v1/chat/completions", "Bearer secret")
@@ -131,9 +128,9 @@ def test_each_turn_of_a_chat_has_all_before_it(bench, paced, monkeypatch):
     assert third[:4] == second
 
 
-def test_a_server_that_counts_no_tokens_is_measured_too(bench, paced):
+def test_a_server_that_counts_no_tokens_is_measured_too(measured, paced):
     paced.counts = False
-    found = bench("--requests", 1, "--concurrency", 1)
+    found = measured("--requests", 1, "--concurrency", 1)
     assert found["hit rate: cached of them"] == 0
     assert found["time to first token, p50"] >= 1000 * FIRST_S
 
@@ -146,30 +143,11 @@ def test_an_error_of_the_server_is_told(kvconnect, paced):
     assert "/v1/completions: status 429" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--concurrency", 0), "--concurrency 0: must be at least 1"),
-        (("--url", "http://127.0.0.1:1"), "--url: give --served-model-name, too"),
-        (("--workload", "chats", "--write-prompts", "x"), "--write-prompts: is for --workload pre"),
-        (("--write-prompts", "/nowhere/x"), "--write-prompts /nowhere/x: No such file"),
-    ],
-)
-def test_a_wrong_option_is_named(kvconnect, arguments, message):
-    code, _, err = kvconnect("bench", "serve", *arguments)
-    assert code == 2
-    assert message in err
-
-
 @pytest.mark.slow
-def test_a_server_of_its_own_is_measured(kvconnect, model: Path, tmp_path: Path):
+def test_a_server_of_its_own_is_measured(bench, model: Path, tmp_path: Path):
     arguments = ("--requests", 8, "--prefixes", 2, "--prefix-tokens", 64, "--suffix-tokens", 8)
     store = ("--store", f"disk://{tmp_path}/kv?capacity=64MiB")
-    code, out, err = kvconnect(
-        *("bench", "serve", "--model", model, *arguments, *store, "--max-tokens", 4, "--json")
-    )
-    assert code == 0, err
-    found = {figure["name"]: figure["value"] for figure in json.loads(out)["figures"]}
-    assert found["requests"] == 8
-    assert found["prompt tokens"] == 8 * 72
-    assert found["hit rate: cached of them"] > 0
+    found, _ = bench("serve", "--model", model, *arguments, *store, "--max-tokens", 4)
+    assert found["requests"]["value"] == 8
+    assert found["prompt tokens"]["value"] == 8 * 72
+    assert found["hit rate: cached of them"]["value"] > 0

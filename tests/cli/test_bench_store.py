@@ -136,22 +136,6 @@ def test_a_peer_that_is_not_there_is_left_out_with_a_sentence(kvconnect):
     assert "guarded" in out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--sizes", "5000"], "--sizes 5000: must be multiples of 4096"),
-        (["--sizes", "big"], "--sizes=big: a size such as"),
-        (["--rounds", "0"], "--rounds 0: must be at least 1"),
-        (["--in-flight", "0"], "--in-flight 0: must be at least 1"),
-        (["--peer-python", "/nowhere"], "--peer-python: '/nowhere' is no file"),
-    ],
-)
-def test_odd_options_are_refused(kvconnect, options, message):
-    code, _, err = kvconnect("bench", "store", "memory:?capacity=8MiB", *SMALL, *options)
-    assert code == 2
-    assert message in err
-
-
 def test_payloads_are_sound_frames_of_exactly_that_size():
     payloads = Payloads(64 << 10, 4)
     for block in payloads.blocks:

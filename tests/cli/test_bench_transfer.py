@@ -69,16 +69,8 @@ def parties_here(monkeypatch) -> None:
         monkeypatch.setattr(module, "Stream", module.Stream)  # put back what a party replaces
 
 
-def figures(out: str) -> dict[str, dict[str, object]]:
-    return {figure["name"]: figure for figure in json.loads(out)["figures"]}
-
-
-def test_a_pull_over_the_loopback_stands_beside_a_plain_socket(kvconnect, parties_here):
-    code, out, err = kvconnect(
-        *("bench", "transfer", "--parts", "loopback", "--transports", "tcp", *SMALL, "--json")
-    )
-    assert code == 0, err
-    found = figures(out)
+def test_a_pull_over_the_loopback_stands_beside_a_plain_socket(bench, parties_here):
+    found, _ = bench("transfer", "--parts", "loopback", "--transports", "tcp", *SMALL)
     assert list(found) == [
         "loopback: plain socket",
         "loopback: tcp",
@@ -101,18 +93,13 @@ def test_what_checksums_are_compared_with_has_none(parties_here, monkeypatch):
         pair.check(lambda: pair.pull("tcp", pieces, nbytes), pieces, nbytes)
 
 
-def test_a_pull_over_a_link_of_a_known_rate_is_authenticated(kvconnect, parties_here):
+def test_a_pull_over_a_link_of_a_known_rate_is_authenticated(bench, parties_here):
     try:
         with shaped_link(1):
             pass
     except LinkRefused as refused:
         pytest.skip(f"{refused}: NOT TESTED")
-    code, out, err = kvconnect(
-        *("bench", "transfer", "--parts", "link", "--transports", "tcp", *SMALL),
-        *("--rates", "1", "--json"),
-    )
-    assert code == 0, err
-    found = figures(out)
+    found, _ = bench("transfer", "--parts", "link", "--transports", "tcp", *SMALL, "--rates", 1)
     assert found["link of 1 Gbit/s: tcp / line rate"]["target"] == ">= 0.95"
     assert all(figure["value"] > 0 for figure in found.values())
     assert "kvbench-" not in _namespaces()
@@ -140,24 +127,6 @@ def test_what_this_machine_lacks_is_left_out_and_said(kvconnect, monkeypatch):
     assert "nixl is not installed: left out" in err
     assert "links are left out: network namespaces need root" in err
     assert "nothing of what was asked for can be measured" in err
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (("--parts", "host,lopback"), "--parts lopback: did you mean 'loopback'?"),
-        (("--transports", "udp"), "--transports udp: "),
-        (("--rounds", 0), "--rounds 0: must be at least 1"),
-        (("--total", "1MiB", "--piece", "3KiB"), "--piece 3KiB: must be a multiple of 8 bytes"),
-        (("--rates", "1,fast"), "--rates 1,fast: give numbers > 0"),
-        (("--rates", "0"), "--rates 0: give numbers > 0"),
-        (("--idle-s", "0"), "--idle-s 0.0: must be > 0"),
-    ],
-)
-def test_a_wrong_option_is_named(kvconnect, options, complaint):
-    code, out, err = kvconnect("bench", "transfer", *options)
-    assert (code, out) == (2, "")
-    assert complaint in err
 
 
 def test_each_target_stands_beside_its_figure():
@@ -194,13 +163,11 @@ def _namespaces() -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # a dozen processes, each of which imports torch
-def test_all_of_it_on_this_machine(kvconnect, model: Path):
-    code, out, err = kvconnect(
-        *("bench", "transfer", *SMALL, "--model", model, "--prompt-tokens", 64, "--requests", 2),
-        *("--rates", 1, "--idle-s", 0.2, "--json"),
+def test_all_of_it_on_this_machine(bench, model: Path):
+    found, _ = bench(
+        *("transfer", *SMALL, "--model", model, "--prompt-tokens", 64, "--requests", 2),
+        *("--rates", 1, "--idle-s", 0.2),
     )
-    assert code == 0, err
-    found = figures(out)
     for name in ("loopback: tcp / plain socket", "handover, tcp: exposed transfer"):
         assert found[name]["value"] > 0
     if os.geteuid() == 0:

@@ -58,13 +58,11 @@ def test_help_waits_for_no_library():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "x"]])
 @pytest.mark.parametrize(
-    ("store", "message"),
+    ("command", "store", "message"),
     [
-        ("dsik:kv", "store scheme 'dsik' is unknown; did you mean 'disk'?"),
-        ("disk:kv?capcity=1GiB", "unknown parameter 'capcity'; did you mean 'capacity'?"),
-        ("disk:kv?codec=zst", "did you mean 'zstd'?"),
+        (["serve"], "disk:kv?codec=zst", "did you mean 'zstd'?"),
+        (["generate", "--prompt", "x"], "disk:kv?capcity=1GiB", "did you mean 'capacity'?"),
     ],
 )
 def test_a_wrong_store_is_refused_before_transformers_is_imported(command, store, message):

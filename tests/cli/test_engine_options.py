@@ -1,18 +1,21 @@
-"""Options of commands that run a model against the arguments of `LLM`: one list, one default."""
+"""Options of commands that run a model: what the engine is made of, and what it is asked."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 from inspect import signature
 
 import pytest
 
-from kvconnect import LLM
+from kvconnect import LLM, KvCacheConfig, KvCacheRetentionConfig, TokenRangeRetentionConfig
 from kvconnect.cli.commands import generate, serve
+from kvconnect.engine import llm as module
+from kvconnect.engine.sampling.drafts import NgramSpeculation
+from kvconnect.errors import ConfigurationError
 
 OTHERWISE = {"kv_cache", "connector", "speculative"}
 """Made of several options each."""
-
 IN_PYTHON_ONLY = {"kv_cache_manager", "enable_chunked_prefill", "max_logprobs"}
 
 
@@ -27,3 +30,89 @@ def test_every_argument_of_the_engine_has_an_option_with_its_default(command, ot
     for name in OTHERWISE | IN_PYTHON_ONLY:
         del defaults[name]
     assert {name: arguments[name] for name in defaults} == {**defaults, "model": "MODEL", **others}
+
+
+@pytest.fixture
+def given(kvconnect, model, monkeypatch):
+    """Runs `generate`; returns by name what the engine is given, and with the first prompt."""
+    found = {}
+
+    class Recording(LLM):
+        @functools.wraps(LLM.__init__)
+        def __init__(self, **arguments):
+            found.update(arguments)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Nothing was opened."""
+
+        def submit(self, prompt, sampling, **named):
+            found.update(dict(sampling), prompt=prompt, **named)
+            raise ConfigurationError("that is all")
+
+    def run(*arguments: object) -> dict[str, object]:
+        monkeypatch.setattr(module, "LLM", Recording)
+        code, _, err = kvconnect("generate", model, "--prompt", "x", *arguments)
+        assert (code, err) == (2, "kvconnect: error: that is all\n")
+        return found
+
+    return run
+
+
+CACHE = (
+    *("--tokens-per-block", 16, "--kv-cache-tokens", 224, "--kv-cache-dtype", "fp8"),
+    *("--host-cache", "64MiB", "--max-attention-window", 4096, 8),
+)
+RETENTION = ("--retention", "0:16=90:30s", "32:=10", "decode=5:1m")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--temperature", 1.5, "--seed", 5), {"temperature": 1.5, "seed": 5}),
+        (("--top-k", 50, "--top-p", 0.95), {"top_k": 50, "top_p": 0.95}),
+        (("--presence-penalty", 1.9), {"presence_penalty": 1.9}),
+        (("--frequency-penalty", 1.9), {"frequency_penalty": 1.9}),
+        (("--repetition-penalty", 1.9), {"repetition_penalty": 1.9}),
+        (("--min-tokens", 6, "--stop", "a", "b"), {"min_tokens": 6, "stop": ("a", "b")}),
+        (("--n", 3, "--temperature", 1, "--logprobs", 2), {"n": 3, "logprobs": 2}),
+        (("--cache-salt", "one"), {"cache_salt": "one"}),
+        (("--scheduling", "max_utilization"), {"scheduling": "max_utilization"}),
+        (("--speculative", "ngram"), {"speculative": NgramSpeculation()}),
+        (
+            ("--speculative", "ngram", "--num-draft-tokens", 3),
+            {"speculative": NgramSpeculation(num_draft_tokens=3)},
+        ),
+        (
+            CACHE,
+            {
+                "kv_cache": KvCacheConfig(
+                    tokens_per_block=16,
+                    max_tokens=224,
+                    dtype="fp8",
+                    host_cache_size=64 << 20,
+                    max_attention_window=(4096, 8),
+                )
+            },
+        ),
+        (
+            RETENTION,
+            {
+                "retention": KvCacheRetentionConfig(
+                    token_range_retention_configs=(
+                        TokenRangeRetentionConfig(0, 16, 90, 30_000),
+                        TokenRangeRetentionConfig(32, None, 10),
+                    ),
+                    decode_retention_priority=5,
+                    decode_duration_ms=60_000,
+                )
+            },
+        ),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, tuple) else "",
+)
+def test_an_option_reaches_the_engine(given, arguments, expected):
+    found = given(*arguments)
+    assert {name: found[name] for name in expected} == expected

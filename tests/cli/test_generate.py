@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvconnect.backends.memory import MemoryBackend
-from kvconnect.cli.terminal import shown_on
+from kvconnect.cli.commands.generate import shown_on
 from kvconnect.trace import metrics
 
 FIELDS = [
@@ -68,84 +68,12 @@ def test_a_second_command_loads_what_the_first_one_stored(answer, tmp_path: Path
     assert warm["output_token_ids"] == cold["output_token_ids"]
 
 
-def test_another_salt_shares_nothing(answer, tmp_path: Path):
-    store = ("--store", f"disk://{tmp_path}/kv?capacity=16MiB")
-    answer(*store, "--cache-salt", "one", "--prompt", TEXT)
-    (other,) = answer(*store, "--cache-salt", "two", "--prompt", TEXT)
-    assert other["reused_store_tokens"] == 0
-
-
 def test_prompts_come_from_files_and_from_standard_input(answer, tmp_path: Path, monkeypatch):
     file = tmp_path / "prompt.txt"
     file.write_text("from a file, héllo", encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
     objects = answer("--prompt-file", file, "-")
     assert [each["prompt_tokens"] for each in objects] == [19, 11]
-
-
-def test_drafts_preemptions_and_a_rounded_cache(answer):
-    (plain,) = answer("--prompt", TEXT)
-    (drafted,) = answer("--prompt", TEXT, "--speculative", "ngram", "--num-draft-tokens", 3)
-    assert drafted["output_token_ids"] == plain["output_token_ids"]
-    assert drafted["drafted_tokens"] >= drafted["accepted_tokens"] >= 0
-    full = ("--scheduling", "max_utilization", "--kv-cache-tokens", 224, "--tokens-per-block", 16)
-    both = answer(*full, "--prompt", TEXT[:94], TEXT[50:144], "--max-tokens", 20)
-    assert sum(each["preemptions"] for each in both) == 1
-    (rounded,) = answer("--prompt", TEXT, "--kv-cache-dtype", "fp8")
-    assert len(rounded["output_token_ids"]) == 6
-    (narrow,) = answer("--prompt", TEXT, "--max-attention-window", 4096, 8)
-    assert narrow["output_token_ids"] != plain["output_token_ids"]
-
-
-def test_what_left_the_device_comes_back_from_the_host(answer):
-    prompts = [letter * 90 for letter in "abcd"]
-    small = ("--kv-cache-tokens", 128, "--tokens-per-block", 16, "--max-batch-size", 1)
-    objects = answer(*small, "--host-cache", "64MiB", "--prompt", *prompts, *prompts)
-    assert [each["reused_host_tokens"] for each in objects[:4]] == [0] * 4
-    assert all(each["reused_host_tokens"] > 32 for each in objects[4:])
-    assert all(each["reused_device_tokens"] == 89 for each in objects[4:])
-    assert [each["output_text"] for each in objects[4:]] == [
-        each["output_text"] for each in objects[:4]
-    ]
-
-
-def test_retention_goes_with_every_prompt(kvconnect, model: Path, monkeypatch):
-    from kvconnect.engine.llm import LLM
-
-    seen = []
-    submit = LLM.submit
-
-    def watched(self, *arguments, **named):
-        seen.append(named["retention"])
-        return submit(self, *arguments, **named)
-
-    monkeypatch.setattr(LLM, "submit", watched)
-    kept = ("--retention", "0:16=90:30s", "32:=10", "decode=5:1m", "--max-tokens", 1)
-    code, _, err = kvconnect("generate", model, "--prompt", "one", "two", *kept)
-    assert code == 0, err
-    first, second = seen
-    assert first == second
-    ranges = [
-        (one.token_start, one.token_end, one.priority, one.duration_ms)
-        for one in first.token_range_retention_configs
-    ]
-    assert ranges == [(0, 16, 90, 30_000), (32, None, 10, None)]
-    assert (first.decode_retention_priority, first.decode_duration_ms) == (5, 60_000)
-
-
-def test_equal_seeds_give_equal_samples(answer):
-    sampled = ("--temperature", 1.5, "--top-k", 50, "--top-p", 0.95, "--prompt", TEXT)
-    (one,), (two,) = (answer(*sampled, "--seed", 5) for _ in range(2))
-    (other,) = answer(*sampled, "--seed", 6)
-    assert one["output_token_ids"] == two["output_token_ids"] != other["output_token_ids"]
-
-
-def test_a_stop_string_ends_the_answer(answer):
-    (free,) = answer("--prompt", TEXT)
-    stop = free["output_text"][2]
-    (stopped,) = answer("--prompt", TEXT, "--stop", stop)
-    assert stopped["finish_reason"] == "stop"
-    assert stopped["output_text"] == free["output_text"].partition(stop)[0]
 
 
 def test_without_json_the_text_goes_to_standard_output_and_numbers_to_standard_error(

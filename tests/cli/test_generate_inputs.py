@@ -47,12 +47,14 @@ def jsonl(tmp_path):
     return write
 
 
-def test_a_line_is_a_prompt_in_any_form(answer, jsonl):
+def test_a_line_is_a_prompt_in_any_form(answer, jsonl, monkeypatch):
     tokens = list(b"Hello")
     forms = ["Hello", tokens, {"prompt": "Hello"}, {"prompt_token_ids": tokens}]
     expected = answer("--prompt", "Hello")[0]["output_token_ids"]
-    found = answer("--jsonl", jsonl(*forms))
-    assert [one["output_token_ids"] for one in found] == [expected] * 4
+    monkeypatch.setattr(sys, "stdin", io.StringIO('"one"\n\n"three"'))
+    found = answer("--jsonl", jsonl(*forms), "-")
+    assert [one["output_token_ids"] for one in found[:4]] == [expected] * 4
+    assert [one["prompt_tokens"] for one in found[4:]] == [3, 5], "of standard input"
 
 
 def test_a_line_has_its_own_parameters(answer, jsonl):
@@ -72,11 +74,6 @@ def test_a_line_has_its_own_salt(answer, jsonl):
     salts = [{"prompt": text, "cache_salt": salt} for salt in ("a", "b", "a")]
     found = answer("--jsonl", jsonl(*salts), "--max-batch-size", 1)
     assert [one["reused_device_tokens"] > 0 for one in found] == [False, False, True]
-
-
-def test_lines_from_standard_input(answer, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO('"one"\n\n"three"'))
-    assert [one["prompt_tokens"] for one in answer("--jsonl", "-")] == [3, 5]
 
 
 def test_chat_puts_prompts_into_the_template(answer, jsonl):
@@ -111,15 +108,6 @@ def test_several_answers_and_log_probabilities(answer, kvconnect, chatty):
     assert code == 0
     assert out == "".join(one["text"] + "\n" for one in found["outputs"])
     assert "18 tokens, length, length, length]" in err
-
-
-def test_penalties_and_the_least_length(answer):
-    (plain,) = answer("--prompt", "Hello", "--max-tokens", 20)
-    for option in ("--presence-penalty", "--frequency-penalty", "--repetition-penalty"):
-        (other,) = answer("--prompt", "Hello", "--max-tokens", 20, option, 1.9)
-        assert other["output_token_ids"] != plain["output_token_ids"]
-    (stopped,) = answer("--prompt", "Hello", "--min-tokens", 6, "--stop", *"aeiou")
-    assert stopped["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize(

@@ -2,156 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import disk_url, open_llm
+from harness import open_llm
 
-from kvconnect import (
-    LLM,
-    KvCacheConfig,
-    KvCacheConnectorConfig,
-    KvCacheRetentionConfig,
-    SamplingParams,
-    TokenRangeRetentionConfig,
-)
+from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.errors import ConfigurationError
 
-OPENING: dict[str, tuple[Callable[[Path, Path], object], str]] = {
-    "missing model directory": (
-        lambda model, tmp: LLM(tmp / "nowhere"),
-        r"model.*nowhere.*not a directory",
-    ),
-    "unknown URL scheme": (
-        lambda model, tmp: LLM(model, connector="disc:///tmp/x"),
-        r"'disc'.*'disk'",
-    ),
-    "peer without a port": (
-        lambda model, tmp: LLM(model, connector="nixl://127.0.0.1?transport=tcp"),
-        r"peer '127.0.0.1'.*host:port",
-    ),
-    "capacity below one block": (
-        lambda model, tmp: LLM(model, connector=disk_url(tmp / "store", "4KiB")),
-        r"capacity=4096.*one block takes",
-    ),
-    "unknown parameter of a URL": (
-        lambda model, tmp: LLM(model, connector=f"disk://{tmp}/store?capcity=1GiB"),
-        r"'capcity'.*'capacity'",
-    ),
-    "tokens_per_block": (
-        lambda model, tmp: KvCacheConfig(tokens_per_block=24),
-        r"tokens_per_block=24.*power of two",
-    ),
-    "unknown field": (
-        lambda model, tmp: KvCacheConfig(token_per_block=32),
-        r"'token_per_block'.*'tokens_per_block'",
-    ),
-    "overlapping retention ranges": (
-        lambda model, tmp: KvCacheRetentionConfig(
-            token_range_retention_configs=(
-                TokenRangeRetentionConfig(token_start=0, token_end=64),
-                TokenRangeRetentionConfig(token_start=30, token_end=128),
-            )
-        ),
-        r"\[0, 64\).*overlaps.*\[30, 128\)",
-    ),
-    "empty retention range": (
-        lambda model, tmp: TokenRangeRetentionConfig(token_start=64, token_end=32),
-        r"token_end=32.*token_start=64",
-    ),
-    "priority": (
-        lambda model, tmp: TokenRangeRetentionConfig(token_start=0, priority=101),
-        r"priority=101",
-    ),
-    "connector with block reuse off": (
-        lambda model, tmp: LLM(
-            model, kv_cache=KvCacheConfig(enable_block_reuse=False), connector="memory:"
-        ),
-        r"enable_block_reuse=False.*connector",
-    ),
-    "half a connector": (
-        lambda model, tmp: KvCacheConnectorConfig(connector_module="mine"),
-        r"required together.*connector_scheduler_class",
-    ),
-    "no connector at all": (
-        lambda model, tmp: LLM(model, connector=KvCacheConnectorConfig()),
-        r"url",
-    ),
-    "no such connector module": (
-        lambda model, tmp: LLM(
-            model,
-            connector=KvCacheConnectorConfig(
-                connector_module="no_such_module",
-                connector_scheduler_class="A",
-                connector_worker_class="B",
-            ),
-        ),
-        r"no_such_module",
-    ),
-    "no such connector class": (
-        lambda model, tmp: LLM(
-            model,
-            connector=KvCacheConnectorConfig(
-                connector_module="failing_connector",
-                connector_scheduler_class="FailingSchedule",
-                connector_worker_class="FailingWorker",
-            ),
-        ),
-        r"FailingSchedule.*FailingScheduler",
-    ),
-    "dtype": (lambda model, tmp: LLM(model, dtype="float31"), r"'float31'.*'float32'"),
-    "pool below one block": (
-        lambda model, tmp: LLM(model, kv_cache=KvCacheConfig(max_gpu_total_bytes=100)),
-        r"max_gpu_total_bytes",
-    ),
-    "staging below one block": (
-        lambda model, tmp: LLM(
-            model, connector=KvCacheConnectorConfig(url="memory:", staging_bytes=100)
-        ),
-        r"staging_bytes=100",
-    ),
-}
+
+def own(module: str, scheduler: str) -> KvCacheConnectorConfig:
+    return KvCacheConnectorConfig(
+        connector_module=module,
+        connector_scheduler_class=scheduler,
+        connector_worker_class="FailingWorker",
+    )
 
 
-@pytest.mark.parametrize("case", OPENING)
-def test_at_the_start(case: str, model: Path, tmp_path: Path) -> None:
-    act, message = OPENING[case]
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"connector": "disc:///tmp/x"}, r"'disc'.*'disk'"),
+        ({"connector": "nixl://127.0.0.1?transport=tcp"}, r"peer '127.0.0.1'.*host:port"),
+        ({"connector": "disk://{tmp}/kv?capacity=4KiB"}, r"capacity=4096.*one block takes"),
+        ({"connector": "disk://{tmp}/kv?capcity=1GiB"}, r"'capcity'.*'capacity'"),
+        (
+            {"connector": "memory:", "kv_cache": KvCacheConfig(enable_block_reuse=False)},
+            r"enable_block_reuse=False.*connector",
+        ),
+        ({"connector": KvCacheConnectorConfig()}, r"url"),
+        ({"connector": own("no_such_module", "A")}, r"no_such_module"),
+        (
+            {"connector": own("failing_connector", "FailingSchedule")},
+            r"FailingSchedule.*FailingScheduler",
+        ),
+        (
+            {"connector": KvCacheConnectorConfig(url="memory:", staging_bytes=100)},
+            r"staging_bytes=100",
+        ),
+        ({"dtype": "float31"}, r"'float31'.*'float32'"),
+        ({"kv_cache": KvCacheConfig(max_gpu_total_bytes=100)}, r"max_gpu_total_bytes"),
+    ],
+)
+def test_at_the_start(model: Path, tmp_path: Path, given: dict[str, object], message: str) -> None:
+    url = given.get("connector")
+    if isinstance(url, str):
+        given = given | {"connector": url.replace("{tmp}", str(tmp_path))}
     with pytest.raises(ConfigurationError, match=f"(?s){message}"):
-        act(model, tmp_path)
+        LLM(model, **given)  # type: ignore[arg-type]
 
 
-PROMPTS: dict[str, tuple[object, SamplingParams, str]] = {
-    "empty prompt": ([[]], SamplingParams(), r"prompt"),
-    "empty text": ([""], SamplingParams(), r"prompt"),
-    "prompt longer than the pool": ([[1] * 3000], SamplingParams(), r"3000|3015|max_tokens"),
-    "prompt longer than the model": ([[1] * 9000], SamplingParams(), r"9000|8192"),
-    "prompt and answer longer than the pool": (
-        [[1] * 2000],
-        SamplingParams(max_tokens=500),
-        r"max_tokens",
-    ),
-    "token outside int32": ([[1, 1 << 40]], SamplingParams(), r"1099511627776"),
-    "token outside the vocabulary": ([[1, 100_000]], SamplingParams(), r"100000"),
-    "negative token": ([[1, -5]], SamplingParams(), r"-5"),
-    "floats": ([[1.5, 2.5]], SamplingParams(), r"integers"),
-}
-
-
-@pytest.mark.parametrize("case", PROMPTS)
-def test_in_a_request(case: str, model: Path) -> None:
-    prompts, params, message = PROMPTS[case]
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[LLM]:
     with open_llm(model) as llm:
-        with pytest.raises(ConfigurationError, match=message):
-            llm.generate(prompts, params)  # type: ignore[arg-type]
-        # Nothing is left of it, and the engine goes on.
-        assert llm.stats().waiting_requests == 0
-        assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].output_token_ids) <= 2
+        yield llm
 
 
-def test_an_empty_salt(model: Path) -> None:
-    with open_llm(model) as llm, pytest.raises(ConfigurationError, match="cache_salt"):
-        llm.generate([[1, 2, 3]], cache_salt="")
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 16, "prompt"),
+        ("", 16, "prompt"),
+        ([1] * 3000, 16, "3000|3015|max_tokens"),
+        ([1] * 9000, 16, "9000|8192"),
+        ([1] * 2000, 500, "max_tokens"),
+        ([1, 1 << 40], 16, "1099511627776"),
+        ([1, 100_000], 16, "100000"),
+        ([1, -5], 16, "-5"),
+        ([1.5, 2.5], 16, "integers"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_in_a_request(engine: LLM, prompt: object, max_tokens: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        engine.generate([prompt], SamplingParams(max_tokens=max_tokens))  # type: ignore[arg-type]
+    # Nothing is left of it, and the engine goes on.
+    assert engine.stats().waiting_requests == 0
+    assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].output_token_ids) <= 2
 
 
 def test_a_closed_engine(model: Path) -> None:

@@ -73,16 +73,6 @@ def test_each_file_deleted_in_turn(
         assert list(answer(model, disk_url(directory)).output_token_ids) == expected, path
 
 
-def test_swapped_pages(model: Path, store: Path, expected: list[int]) -> None:
-    """Every 4 KiB page of the data files changes places: right bytes in wrong places."""
-    for path in store_files(store):
-        if path.stat().st_size > 1 << 16 and "sqlite" not in path.name and ".db" not in path.name:
-            data = path.read_bytes()
-            pages = [data[at : at + 4096] for at in range(0, len(data), 4096)]
-            path.write_bytes(b"".join(reversed(pages)))
-    assert list(answer(model, disk_url(store)).output_token_ids) == expected
-
-
 def test_swapped_blocks(model: Path, store: Path, expected: list[int]) -> None:
     """Whole blocks change places: each is sound, and another key's."""
     swapped = 0
@@ -101,15 +91,3 @@ def test_swapped_blocks(model: Path, store: Path, expected: list[int]) -> None:
     damaged = answer(model, disk_url(store))
     assert list(damaged.output_token_ids) == expected
     assert damaged.reused_store_tokens == 0
-
-
-def test_another_prompts_data_under_this_index(
-    model: Path, store: Path, expected: list[int], tmp_path: Path
-) -> None:
-    other = tmp_path / "other"
-    answer(model, disk_url(other), prompt=PROMPT[::-1])
-    for path in store_files(store):
-        twin = other / path.relative_to(store)
-        if twin.is_file() and "sqlite" not in path.name and ".db" not in path.name:
-            shutil.copyfile(twin, path)
-    assert list(answer(model, disk_url(store)).output_token_ids) == expected

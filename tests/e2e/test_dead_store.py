@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import T, open_llm
+from test_faulty_backends import DictBackend
 from torch import Tensor
 
 from kvconnect import LLM, KvCacheConnectorConfig, SamplingParams
-from kvconnect.backend import Backend, StoredBlock
+from kvconnect.backend import Capabilities, StoredBlock
 from kvconnect.engine.request.output import RequestOutput
 from kvconnect.keys import BlockKey
 from kvconnect_bench.dead.run import told_of
@@ -28,14 +29,16 @@ PROMPTS = [
 ]
 
 
-class Store(Backend):
+class Store(DictBackend):
     """A dictionary that can be refused, black-holed or frozen while it is in use.
 
     Frozen calls are answered after the thaw; those of a black hole never are.
     """
 
+    capabilities = Capabilities()
+
     def __init__(self) -> None:
-        self.frames: dict[BlockKey, Tensor] = {}
+        super().__init__()
         self.mode = "answers"
         self.calls = 0
         self._thawed = threading.Event()
@@ -60,26 +63,15 @@ class Store(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         await self._act()
-        return next((i for i, key in enumerate(keys) if key not in self.frames), len(keys))
+        return await super().lookup(keys)
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         await self._act()
-        for i, (key, buffer) in enumerate(zip(keys, into, strict=True)):
-            if key not in self.frames:
-                return i
-            buffer.copy_(self.frames[key])
-        return len(keys)
+        return await super().load(keys, into)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         await self._act()
-        for block in blocks:
-            self.frames.setdefault(block.key, block.data.clone())
-        return len(blocks)
-
-    async def delete(self, keys: Sequence[BlockKey]) -> None:
-        await self._act()
-        for key in keys:
-            self.frames.pop(key, None)
+        return await super().save(blocks)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +97,9 @@ def seconds(llm: LLM, numbers: Sequence[int], answers: list[list[int]]) -> float
 
 
 @pytest.mark.parametrize(
-    "mode", ["refused", pytest.param("black-holed", marks=pytest.mark.slow), "frozen"]
+    "mode",
+    # A server that is frozen: test_dead_servers.py.
+    ["refused", *(pytest.param(one, marks=pytest.mark.slow) for one in ("black-holed", "frozen"))],
 )
 def test_a_dead_store_costs_one_request_its_budget_and_is_used_again(
     model: Path, known: tuple[dict[BlockKey, Tensor], list[list[int]]], mode: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,12 @@ def test_a_longer_prompt_reuses_its_stored_beginning(model: Path, tmp_path: Path
     assert extended.reused_store_tokens == 90  # the partial tail, too
 
 
-def test_another_prompt_does_not_hit(model: Path, master_store: Path) -> None:
-    other = [token + 1 for token in PROMPT]
-    stored = answer(model, disk_url(master_store), prompt=other)
-    assert stored.reused_store_tokens == 0
-    assert stored.output_token_ids == answer(model, prompt=other).output_token_ids
+def test_the_same_model_in_another_directory_hits(
+    model: Path, master_store: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "moved")
+    shutil.copytree(master_store, tmp_path / "store")
+    assert answer(tmp_path / "moved", disk_url(tmp_path / "store")).computed_tokens == 1
 
 
 def test_another_salt_never_hits(model: Path, tmp_path: Path, expected: list[int]) -> None:

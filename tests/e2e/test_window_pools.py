@@ -185,11 +185,3 @@ def test_many_requests_in_little_memory_are_all_right(
                 assert [output.output_token_ids for output in outputs] == expected
                 reused += sum(output.reused_store_tokens for output in outputs)
     assert reused > 0
-
-
-def test_another_window_finds_nothing(copied: Path, tmp_path: Path) -> None:
-    size = {"num_layers": 4, "sliding_window": WINDOW + 1, "max_position_embeddings": 1024}
-    other = make_model(tmp_path / "other", "gemma3", seed=3, **size)
-    output = answer(other, CountingDisk(copied))
-    assert output.reused_store_tokens == 0
-    assert output.output_token_ids == answer(other).output_token_ids

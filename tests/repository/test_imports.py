@@ -44,17 +44,6 @@ for url in ("s3://bucket/kv", "redis://host"):
     assert all(f"pip install '.[{extra}]'" in said for extra in ("hf", "s3", "redis"))
 
 
-@pytest.mark.parametrize("option", ["--help", "--version"])
-def test_help_and_version_do_not_wait_for_torch(repository: Path, option: str):
-    source = f"""
-import sys
-sys.modules["torch"] = sys.modules["numpy"] = None  # importing it raises
-from kvconnect.cli.main import main
-main(["{option}"])
-"""
-    assert "kvconnect" in run(["-c", source], repository)
-
-
 def test_the_vocabulary_is_there_once_kvconnect_is_imported(repository: Path):
     source = """
 import kvconnect
@@ -73,6 +62,7 @@ import kvconnect.kernels.copy
 """
 
 
+@pytest.mark.slow  # as a script; from the folder itself: the next test
 def test_the_package_kernels_of_transformers_is_not_looked_for_in_the_checkout(
     repository: Path, tmp_path: Path
 ):

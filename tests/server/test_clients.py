@@ -25,11 +25,14 @@ def vanish(connection: socket.socket) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("leave", [socket.socket.close, vanish])
 def test_a_client_that_leaves_ends_its_request(server, stream, leave):
+    left = server.figure("kvconnect_http_answers_total", status="499")
     connection = server.connect()
     connection.sendall(request_bytes(LONG | {"stream": stream, "n": 3, "temperature": 1}))
     wait_until(lambda: server.live() == 3, "the completions run")
     leave(connection)
     wait_until(lambda: server.live() == 0, "they are aborted")
+    now = server.figure("kvconnect_http_answers_total", status="499")
+    assert now == left + (not stream), "it was not answered in full before"
     wait_until(
         lambda: server.figure("kvconnect_device_blocks", state="used") == 0,
         "their blocks are free",
@@ -45,18 +48,6 @@ def test_requests_sent_ahead_are_answered_in_order(server):
         answers = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answers.count(b"HTTP/1.1 200 ") == 4
     assert answers.index(b"text_completion") < answers.index(b'{"status":"ok"}')
-
-
-def test_the_official_client_may_close_a_stream(server, client):
-    with client.completions.create(
-        model="tiny",
-        prompt="a stream",
-        max_tokens=4000,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    ) as stream:
-        next(iter(stream))
-    wait_until(lambda: server.live() == 0, "it is aborted")
 
 
 def test_a_client_that_leaves_before_its_body_is_forgotten(server):
@@ -144,6 +135,6 @@ def test_a_crowd_of_clients_each_gets_its_own_answer(server):
             answer = client.completions.create(**ONE | {"prompt": prompt, "max_tokens": 8})
             return answer.choices[0].text
 
-        alone = [ask(number) for number in range(30)]
-        with ThreadPoolExecutor(30) as threads:
-            assert list(threads.map(ask, range(30))) == alone
+        alone = [ask(number) for number in range(20)]
+        with ThreadPoolExecutor(20) as threads:
+            assert list(threads.map(ask, range(20))) == alone

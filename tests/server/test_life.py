@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -35,21 +34,24 @@ def settings(**fields: object) -> ServerSettings:
 # ------------------------------------------------------------------------------------ where
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
-def test_beyond_loopback_a_key_is_needed(host):
-    with pytest.raises(ConfigurationError, match="set an API key"):
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        *((host, "set an API key") for host in ("0.0.0.0", "::", "192.0.2.1")),
+        ("no.such.invalid", r"host: 'no\.such\.invalid' cannot be resolved"),
+    ],
+)
+def test_a_host_that_is_unknown_or_beyond_loopback_without_a_key_is_refused(host, message):
+    with pytest.raises(ConfigurationError, match=message):
         Listener.bind(settings(host=host))
 
 
-def test_with_a_key_it_listens_anywhere():
-    listener = Listener.bind(settings(host="0.0.0.0", api_key="secret"))
-    assert listener.port > 0
-    listener.close()
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
-def test_on_loopback_no_key_is_needed(host):
-    listener = Listener.bind(settings(host=host))
+@pytest.mark.parametrize(
+    ("host", "key"),
+    [("127.0.0.1", None), ("::1", None), ("localhost", None), ("0.0.0.0", "secret")],
+)
+def test_on_loopback_or_with_a_key_it_listens(host, key):
+    listener = Listener.bind(settings(host=host, api_key=key))
     listener.listen()
     with socket.create_connection((host, listener.port)):
         pass
@@ -73,45 +75,31 @@ def test_a_client_timeout_that_the_system_cannot_count_is_refused(timeout_s):
         settings(client_timeout_s=timeout_s)
 
 
-@pytest.mark.parametrize(
-    ("limits", "room", "raised"),
-    [
-        ((1024, 20_000), 4096, [(4352, 20_000)]),
-        ((1024, 2000), 1744, [(2000, 2000)]),
-        ((100, 100), 1, [(100, 100)]),
-        ((20_000, 20_000), 4096, []),
-        ((1024, resource.RLIM_INFINITY), 4096, [(4352, resource.RLIM_INFINITY)]),
-        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 4096, []),
-    ],
-)
-def test_connections_leave_descriptors_for_all_else(monkeypatch, limits, room, raised):
-    found = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
-    monkeypatch.setattr(resource, "setrlimit", lambda _, both: found.append(both))
-    assert (_room_for(4096), found) == (room, raised)
+ENDLESS = resource.RLIM_INFINITY
+ROUTER = (2 * 1024, 2)
+"""The connections to servers of all its requests, and of one of them."""
 
 
 @pytest.mark.parametrize(
-    ("limits", "room", "raised"),
+    ("limits", "outgoing", "room", "raised"),
     [
-        ((1024, 20_000), 4096, [(6400, 20_000)]),
-        ((1024, 4096), 1792, [(4096, 4096)]),
-        ((1024, 2000), 581, [(2000, 2000)]),
-        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 4096, []),
+        ((1024, 20_000), (), 4096, [(4352, 20_000)]),
+        ((1024, 2000), (), 1744, [(2000, 2000)]),
+        ((100, 100), (), 1, [(100, 100)]),
+        ((20_000, 20_000), (), 4096, []),
+        ((1024, ENDLESS), (), 4096, [(4352, ENDLESS)]),
+        ((ENDLESS, ENDLESS), (), 4096, []),
+        ((1024, 20_000), ROUTER, 4096, [(6400, 20_000)]),
+        ((1024, 4096), ROUTER, 1792, [(4096, 4096)]),
+        ((1024, 2000), ROUTER, 581, [(2000, 2000)]),
+        ((ENDLESS, ENDLESS), ROUTER, 4096, []),
     ],
 )
-def test_a_router_leaves_descriptors_for_two_servers_of_each_request(
-    monkeypatch, limits, room, raised
-):
+def test_connections_leave_descriptors_for_all_else(monkeypatch, limits, outgoing, room, raised):
     found = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: found.append(both))
-    assert (_room_for(4096, 2 * 1024, 2), found) == (room, raised)
-
-
-def test_an_unknown_host_is_named():
-    with pytest.raises(ConfigurationError, match=r"host: 'no\.such\.invalid' cannot be resolved"):
-        Listener.bind(settings(host="no.such.invalid"))
+    assert (_room_for(4096, *outgoing), found) == (room, raised)
 
 
 def test_a_port_that_is_taken_is_named_before_the_model_is_loaded(capsys):
@@ -236,37 +224,32 @@ def test_what_runs_too_long_is_aborted(model: Path, tmp_path: Path):
             client.models.list()
 
 
-def test_bodies_that_did_not_come_end_when_a_shutdown_begins(model: Path, tmp_path: Path):
-    """They hold nothing up, get a proper answer, and leave no traceback."""
+def test_bodies_that_did_not_come_end_at_the_first_signal_and_what_runs_at_the_second(
+    model: Path, tmp_path: Path
+):
+    """The bodies hold nothing up, get a proper answer, and leave no traceback."""
     whole = request_bytes(ASKED)
     with (
         running(model, tmp_path / "output", "--shutdown-timeout", "600") as server,
         server.connect() as half,
         server.connect() as chunked,
+        server.connect() as runs,
     ):
         half.sendall(whole[:-9])
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         chunked.sendall(head + b'Transfer-Encoding: chunked\r\n\r\n3\r\n{"a\r\n')
-        assert server.post(ASKED)[0] == 200  # both heads came before
+        runs.sendall(request_bytes(LONG))
+        wait_until(lambda: server.live() == 1, "it runs, and the other heads came before")
         os.kill(server.pid, signal.SIGTERM)
         for one in (half, chunked):
             answer = b"".join(iter(lambda one=one: one.recv(65536), b""))
             assert answer.startswith(b"HTTP/1.1 503 "), answer
             assert b"the server is shutting down" in answer
+        assert server.post(b"", "/health", method="GET")[0] == 503, "it drains"
+        os.kill(server.pid, signal.SIGTERM)
+        assert runs.recv(65536).startswith(b"HTTP/1.1 503 "), "it was not waited for"
         assert server.wait() == 0
         assert "Traceback" not in server.said()
-
-
-def test_a_second_signal_does_not_wait(model: Path, tmp_path: Path):
-    with (
-        running(model, tmp_path / "output", "--shutdown-timeout", "600") as server,
-        server.connect() as one,
-    ):
-        one.sendall(request_bytes(LONG))
-        wait_until(lambda: server.live() == 1, "it runs")
-        os.kill(server.pid, signal.SIGTERM)
-        wait_until(lambda: server.post(b"", "/health", method="GET")[0] == 503, "it drains")
-        assert server.stop() == 0
 
 
 def test_an_engine_that_fails_ends_the_server(model: Path, tmp_path: Path):
@@ -292,14 +275,3 @@ def test_a_missing_extra_is_named(monkeypatch, capsys, name):
     monkeypatch.setitem(sys.modules, name, None)
     assert main(["serve", "/no/model"]) == 2
     assert "pip install '.[serve]'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_command_line_serves(model: Path):
-    command = [sys.executable, "-m", "kvconnect", "serve", str(model), "--port", "0"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    line = running.stdout.readline()
-    assert line.startswith(f"kvconnect: {model} on http://127.0.0.1:")
-    running.send_signal(signal.SIGTERM)
-    out, err = running.communicate(timeout=60)
-    assert (running.returncode, out, err) == (0, "", "")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import openai
 import pytest
 
@@ -185,14 +183,3 @@ def test_an_answer_says_what_stopped_it(client):
     choice = client.completions.create(stop=stop, **asked).choices[0]
     assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
     assert choice.stop_reason == stop
-
-
-def test_requests_at_once_answer_as_alone(client):
-    prompts = [f"{PROMPT} {number}" for number in range(8)]
-
-    def ask(prompt: str) -> str:
-        return client.completions.create(prompt=prompt, **COMPLETION).choices[0].text
-
-    alone = [ask(prompt) for prompt in prompts]
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(ask, prompts)) == alone

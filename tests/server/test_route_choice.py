@@ -15,8 +15,7 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.server.route.fleet import Fleet
 from kvconnect.server.route.instance import InstanceFailed
 from kvconnect.server.route.opened import begin
-from kvconnect.server.route.prefixes import HeldPrefixes
-from kvconnect.server.route.prompt import Prompt
+from kvconnect.server.route.prompt import HeldPrefixes, Prompt
 from kvconnect.server.route.settings import RouteSettings
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"

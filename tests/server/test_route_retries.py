@@ -215,14 +215,13 @@ async def test_another_prefill_server_is_tried(routed, status):
     assert all(asked["kv_transfer_params"] for asked in one.decode[0].asked)
 
 
-async def test_a_prefill_server_without_parameters_in_its_answer_is_none(routed):
-    one = await routed([answered], [answered])
-    assert (await one.post()).status_code == 200
-    assert "kv_transfer_params" not in one.decode[0].asked[0]
-
-
-async def test_a_prefill_server_that_is_late_is_not_waited_for(routed):
-    one = await routed([silence, silence], [answered], prefill_timeout_s=0.2)
+@pytest.mark.parametrize(
+    ("prefill", "settings"), [([answered], {}), ([silence, silence], {"prefill_timeout_s": 0.2})]
+)
+async def test_a_prefill_server_that_is_late_or_gives_no_parameters_is_none(
+    routed, prefill, settings
+):
+    one = await routed(prefill, [answered], **settings)
     assert (await one.post()).status_code == 200
     assert "kv_transfer_params" not in one.decode[0].asked[0]
 
@@ -358,43 +357,39 @@ def _stopped(after_s: float, seconds: float) -> None:
     asyncio.get_running_loop().call_later(after_s, time.sleep, seconds)
 
 
+@asynccontextmanager
+async def asking(after_s: float, **settings: float) -> AsyncIterator[tuple[Fleet, InstanceClient]]:
+    """A router's side of one decode server that takes so long for each answer."""
+    async with listening(_answers_after(after_s)) as url:
+        made = RouteSettings(decode=(url,), **settings)
+        client = InstanceClient(made)
+        yield Fleet(made), client
+        await client.close()
+
+
 async def test_a_router_that_was_stopped_does_not_take_its_servers_for_dead():
-    async with listening(_answers_after(0.1)) as url:
-        settings = RouteSettings(decode=(url,), health_timeout_s=1.5)
-        fleet, client = Fleet(settings), InstanceClient(settings)
-        try:
-            _stopped(0.05, 2.0)
-            await ask_all(fleet, client)
-            assert fleet.decode[0].down is None
-        finally:
-            await client.close()
+    async with asking(0.1, health_timeout_s=1.5) as (fleet, client):
+        _stopped(0.05, 2.0)
+        await ask_all(fleet, client)
+        assert fleet.decode[0].down is None
 
 
 async def test_a_server_that_does_not_say_how_it_is_counts_as_dead_in_time():
-    async with listening(_answers_after(120)) as url:
-        settings = RouteSettings(decode=(url,), health_timeout_s=0.3)
-        fleet, client = Fleet(settings), InstanceClient(settings)
-        try:
-            started = time.monotonic()
-            await ask_all(fleet, client)
-            assert fleet.decode[0].down is not None
-            assert time.monotonic() - started < 60
-        finally:
-            await client.close()
+    async with asking(120, health_timeout_s=0.3) as (fleet, client):
+        started = time.monotonic()
+        await ask_all(fleet, client)
+        assert fleet.decode[0].down is not None
+        assert time.monotonic() - started < 60
 
 
 async def test_a_router_that_is_stopped_while_it_connects_connects_again(monkeypatch):
     monkeypatch.setattr(route_client, "_CONNECT_S", 0.2)
-    async with listening(_answers_after(0)) as url:
-        settings = RouteSettings(decode=(url,))
-        instance, client = Fleet(settings).decode[0], InstanceClient(settings)
-        try:
-            _stopped(0, 1.0)
-            async with client.post(instance, "/v1/completions", b"{}", transfers=False) as answer:
-                assert await answer.aread() == b"{}"
-            assert instance.down is None
-        finally:
-            await client.close()
+    async with asking(0) as (fleet, client):
+        (instance,) = fleet.decode
+        _stopped(0, 1.0)
+        async with client.post(instance, "/v1/completions", b"{}", transfers=False) as answer:
+            assert await answer.aread() == b"{}"
+        assert instance.down is None
 
 
 async def test_an_answer_to_a_client_that_left_fills_no_log(caplog):

@@ -45,6 +45,25 @@ def test_only_peers_may_be_named(peers, host, port, taken):
             check_transfer(one, Headers(), params)
 
 
+@pytest.mark.parametrize(
+    ("role", "params", "kind", "message"),
+    [
+        (None, {"do_remote_decode": True}, RequestRefused, "started without --role"),
+        (None, FETCH | {"remote_host": "127.0.0.1"}, RequestRefused, "started without --role"),
+        (None, {}, RequestRefused, "started without --role"),
+        ("prefill", FETCH | {"remote_host": "127.0.0.1"}, ConfigurationError, "has role 'prefill'"),
+        ("decode", {"do_remote_decode": True}, ConfigurationError, "has role 'decode'"),
+        *(
+            ("decode", FETCH | {"remote_host": host}, RequestRefused, "no peer of this server")
+            for host in ("192.0.2.1", "example.com", "127.1", "[::1]")
+        ),
+    ],
+)
+def test_a_role_does_only_its_own_part_for_peers_of_this_machine(role, params, kind, message):
+    with pytest.raises(kind, match=message):
+        check_transfer(settings(role=role), Headers(), KvTransferParams(**params))
+
+
 def test_every_rank_of_a_peer_must_be_one() -> None:
     params = KvTransferParams(**FETCH | {"remote_host": "10.0.0.7", "tp_size": 2})
     assert params.addresses == ("10.0.0.7:7600", "10.0.0.7:7601")
@@ -59,6 +78,7 @@ def test_the_number_of_ranks_travels_from_one_engine_to_the_other() -> None:
     result = {"transfer_id": "one", "address": "10.0.0.7:7600", "tokens": 31, "tp_size": 4}
     told = KvTransferParams.handed_out(result)
     assert KvTransferParams(**told).for_engine() == result
+    assert KvTransferParams(do_remote_prefill=False, remote_engine_id="gone").for_engine() is None
     del result["tp_size"]
     assert KvTransferParams(**KvTransferParams.handed_out(result)).for_engine() == result
 

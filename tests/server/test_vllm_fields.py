@@ -193,11 +193,6 @@ def test_a_chat_tells_token_ids(server):
     assert streamed == whole["choices"][0]["token_ids"]
 
 
-def test_min_p_is_served(server):
-    greedy = ask(server, **ASKED)["choices"][0]["text"]
-    assert ask(server, **ASKED | {"temperature": 3, "min_p": 1})["choices"][0]["text"] == greedy
-
-
 def test_the_clients_id_is_in_the_answers(server):
     assert ask(server, **ASKED, request_id="mine-7")["id"] == "cmpl-mine-7"
     ids = {event["id"] for event in server.events(ASKED | {"stream": True, "request_id": "a"})}

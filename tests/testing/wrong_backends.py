@@ -21,7 +21,7 @@ from kvconnect.backends import GuardedBackend
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.errors import BackendTimeout
-from kvconnect.testing.subject import Address, Subject, Usage
+from kvconnect.testing.subject import Address, Subject, Usage, open_while
 from kvconnect.testing.subjects import DiskSubject, MemorySubject
 
 # ---------------------------------------------------------------------------------------- memory
@@ -394,10 +394,8 @@ class DeletesEqualContent(DictBackend):
 class Unguarded(MemorySubject):
     """Without what stands around a backend."""
 
-    @contextlib.asynccontextmanager
-    async def guarded(self, deadline_s=10.0, backend=None):
-        async with self.opened(backend) as store:
-            yield store
+    def guarded(self, deadline_s=10.0, backend=None):
+        return self.opened(backend)
 
     def bare(self, backend):
         return backend
@@ -406,14 +404,9 @@ class Unguarded(MemorySubject):
 class Unchecked(MemorySubject):
     """Frames are not checked."""
 
-    @contextlib.asynccontextmanager
-    async def guarded(self, deadline_s=10.0, backend=None):
+    def guarded(self, deadline_s=10.0, backend=None):
         made = backend or self.make_backend()
-        store = GuardedBackend(made, deadline_s=deadline_s, verify_frames=False)
-        async with contextlib.AsyncExitStack() as stack:
-            await store.open([self.blocks().layout])
-            stack.push_async_callback(store.close)
-            yield store
+        return open_while(GuardedBackend(made, deadline_s=deadline_s, verify_frames=False))
 
 
 class ShiftsShortOnes(MemoryBackend):
@@ -449,13 +442,8 @@ class WithGuard(MemorySubject):
 
     guard = GuardedBackend
 
-    @contextlib.asynccontextmanager
-    async def guarded(self, deadline_s=10.0, backend=None):
-        store = self.guard(backend or self.make_backend(), deadline_s=deadline_s)
-        async with contextlib.AsyncExitStack() as stack:
-            await store.open([self.blocks().layout])
-            stack.push_async_callback(store.close)
-            yield store
+    def guarded(self, deadline_s=10.0, backend=None):
+        return open_while(self.guard(backend or self.make_backend(), deadline_s=deadline_s))
 
 
 class HandsBuffersOn(GuardedBackend):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import struct
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -265,24 +262,3 @@ def test_of_tokens_that_changed_a_snapshot_tells_nothing(changed, num_hashed, nu
     one.adopt(snapshot)
     assert one.keys() == chain(others[:num_left]).keys()
     assert snapshot.keys() == chain().keys()
-
-
-@pytest.mark.parametrize("seed", ["0", pytest.param("1", marks=pytest.mark.slow)])
-def test_keys_are_the_same_in_every_process(seed):
-    source = """
-import numpy as np, torch
-from kvconnect.keys import *
-from kvconnect.layout import KvCacheLayout
-root = root_key(b"m" * 32, [KvCacheLayout(2, 2, 8, 8, 16, torch.float32)], Namespace("salt", 3))
-print(store_key(chain_key(root, np.arange(16, dtype=np.int32))).hex())
-"""
-    command = [sys.executable, "-c", source]
-    output = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONHASHSEED": seed},
-    ).stdout
-    root = root_key(MODEL, [LAYOUT], Namespace("salt", 3))
-    assert output.strip() == store_key(chain_key(root, TOKENS[:16])).hex()

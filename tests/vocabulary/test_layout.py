@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -57,21 +54,9 @@ def test_the_fingerprint_changes_with_every_field(change):
     assert dataclasses.replace(LAYOUT, **change).fingerprint() != LAYOUT.fingerprint()
 
 
-def test_the_fingerprint_is_the_same_in_every_process():
-    source = f"""
-import torch
-from kvconnect.layout import KvCacheLayout
-print({LAYOUT!r}.fingerprint().hex())
-"""
-    command = [sys.executable, "-c", source]
-    output = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONHASHSEED": "7"},
-    ).stdout
-    assert output.strip() == LAYOUT.fingerprint().hex()
+def test_the_fingerprint_stays_the_same():
+    # What is in stores, on disk and in other processes has it.
+    assert LAYOUT.fingerprint().hex() == "4361267fc27523edeaa640be7b609411"
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from kvconnect.backends.url import StoreUrl, parse_size
 from kvconnect.bench.checkout import from_checkout, has_checkout
 from kvconnect.cli.command import Subparsers, add_number, require_at_least_one, tell
-from kvconnect.cli.options.bench_options import add_model_options, add_run
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["add_options"]
+__all__ = ["add_model_options", "add_options", "add_run"]
 
 _OF_A_CHECKOUT = (
     *("engine", "serve", "transfer", "engines", "identity", "blocks", "dead", "kernels"),
@@ -46,6 +46,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         )
         missing.add_argument("ignored", nargs="*")
         missing.set_defaults(run=partial(_refuse, name))
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the model, and of the folder for scratch files."""
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="default: a random Llama of 46 million parameters"
+    )
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="for scratch files, on the disk to measure"
+    )
+
+
+def add_run(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None]) -> None:
+    """Adds ``--json``, and makes the command call `run` with the arguments."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
 
 
 def _refuse(name: str, arguments: argparse.Namespace) -> None:
@@ -130,8 +146,10 @@ def run_store(arguments: argparse.Namespace) -> None:
         puts_in_flight=SAVES_IN_FLIGHT if at_once is None else at_once,
         gets_in_flight=LOADS_IN_FLIGHT if at_once is None else at_once,
     )
-    figures = bench_store(arguments.url, plan, tell)
+    peer = None
     if has_checkout() or arguments.peer_python is not None:
         peer = from_checkout("store.peer", "--peer-python")
+    figures = bench_store(arguments.url, plan, tell)
+    if peer is not None:
         figures += peer.bench_peer(arguments.url, plan, arguments.peer_python, tell)
     print(render(f"store {StoreUrl.parse(arguments.url)}", figures, as_json=arguments.json))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl
 from kvconnect.bench.checkout import from_checkout
-from kvconnect.cli.command import add_number
+from kvconnect.cli.command import add_number, require_at_least_one
 from kvconnect.cli.progress import Progress
 from kvconnect.errors import ConfigurationError
 
@@ -54,12 +54,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--seed", "of everything random")
     parser.add_argument("--long", action="store_true", help="the long form: 200 kills, and so on")
     parser.add_argument("--soak", action="store_true", help="random faults, and nothing else")
-    add_number(parser, "--minutes", "of --soak", default=30.0, type=float, metavar="M")
+    add_number(parser, "--minutes", "of --soak", default=30.0, metavar="M")
     add_number(
         parser,
         "--tensor-parallel-size",
         "ranks of the engines that the check of a model's tokens, and --soak, run; each rank is a "
-        "process that opens the store (default: 1; then --soak calls the store itself)",
+        "process that opens the store; of one, --soak calls the store itself",
         default=1,
         metavar="RANKS",
     )
@@ -73,10 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.minutes <= 0:
         raise ConfigurationError(f"--minutes {arguments.minutes:g}: must be longer than nothing")
-    if arguments.tensor_parallel_size < 1:
-        raise ConfigurationError(
-            f"--tensor-parallel-size {arguments.tensor_parallel_size}: must be at least 1"
-        )
+    require_at_least_one(arguments, "tensor_parallel_size")
     seed = secrets.randbelow(1 << 31) if arguments.seed is None else arguments.seed
     subject = subject_of(arguments.url, small=arguments.small)
     subject.ranks = arguments.tensor_parallel_size

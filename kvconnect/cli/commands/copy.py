@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.cli.listing import each_block
 from kvconnect.cli.options.selection import Selection
 from kvconnect.cli.progress import Progress
-from kvconnect.cli.visit import add_url, listed, visit, visiting
+from kvconnect.cli.visit import add_url, listed, visiting
 from kvconnect.errors import BackendUnavailable, BadFrame, ConfigurationError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
     done = _Copied()
     start = time.monotonic()
     try:
-        visit(_copy(arguments, selection, done))
+        run_to_end(_copy(arguments, selection, done))
         done.complete = True
     finally:
         if done.opened:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from kvconnect.cli.command import Options, add_number, picked
 from kvconnect.cli.options.engine_options import (
@@ -20,14 +21,13 @@ from kvconnect.cli.options.engine_options import (
 )
 from kvconnect.cli.options.retention import parse_retention
 from kvconnect.cli.prompts import GivenPrompt, add_prompt_options, read_prompts
-from kvconnect.cli.terminal import shown_on
 from kvconnect.config import KvCacheRetentionConfig
 
 if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
     from kvconnect.engine.request.output import CompletionOutput, RequestOutput
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options", "run", "shown_on"]
 
 logger = logging.getLogger("kvconnect")
 
@@ -51,6 +51,8 @@ _SAMPLING = (
     *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "logprobs"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "ignore_eos"),
 )
+# All of C0 and C1 but tabs and ends of lines. A carriage return alone lets a line overwrite itself.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -90,28 +92,19 @@ def _add_sharing(group: Options) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-    add_number(group, "--max-tokens", "(default: 64)", default=64)
-    add_number(group, "--min-tokens", "no end before so many (default: 0)", default=0)
-    add_number(group, "--n", "answers to each prompt; needs a temperature (default: 1)", default=1)
-    add_number(
-        group, "--temperature", "0 is greedy (default: 0)", default=0.0, type=float, metavar="X"
-    )
-    add_number(group, "--top-k", "0: all (default: 0)", default=0, metavar="K")
-    add_number(group, "--top-p", "(default: 1)", default=1.0, type=float, metavar="P")
+    add_number(group, "--max-tokens", default=64)
+    add_number(group, "--min-tokens", "no end before so many", default=0)
+    add_number(group, "--n", "answers to each prompt; needs a temperature", default=1)
+    add_number(group, "--temperature", "0 is greedy", default=0.0, metavar="X")
+    add_number(group, "--top-k", "0: all", default=0, metavar="K")
+    add_number(group, "--top-p", default=1.0, metavar="P")
     add_number(group, "--seed", "equal seeds give equal samples")
     for name, about, default in (
         ("presence", "against tokens that were generated, -2 to 2", 0.0),
         ("frequency", "the same for each time, -2 to 2", 0.0),
         ("repetition", "also against those of the prompt, above 0; 1 is none", 1.0),
     ):
-        add_number(
-            group,
-            f"--{name}-penalty",
-            f"{about} (default: {default:g})",
-            default=default,
-            type=float,
-            metavar="P",
-        )
+        add_number(group, f"--{name}-penalty", about, default=default, metavar="P")
     add_number(
         group,
         "--logprobs",
@@ -218,3 +211,14 @@ def _print(output: RequestOutput) -> None:
         f"{', '.join(one.finish_reason for one in output.outputs)}]",
         file=sys.stderr,
     )
+
+
+def shown_on(stream: TextIO, text: str) -> str:
+    r"""Returns `text` as it is to be written to `stream`.
+
+    On a terminal, control characters but tabs and ends of lines are escaped (``\x1b``). Files and
+    pipes get `text` unchanged, since programs read them.
+    """
+    if not stream.isatty():
+        return text
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

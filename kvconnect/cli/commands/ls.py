@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from kvconnect.backend import StoredEntry
+from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import format_size
-from kvconnect.cli.command import add_number
+from kvconnect.cli.command import add_number, require_at_least_one
 from kvconnect.cli.listing import each_block
 from kvconnect.cli.options.selection import Selection
 from kvconnect.cli.progress import Progress
-from kvconnect.cli.visit import add_url, listed, visit, visiting
-from kvconnect.errors import ConfigurationError
+from kvconnect.cli.visit import add_url, listed, visiting
 from kvconnect.keys import KEY_NBYTES, salt_of
 
 __all__ = ["add_options", "as_json", "run"]
@@ -52,10 +52,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Prints the listing."""
-    if arguments.limit is not None and arguments.limit < 1:
-        raise ConfigurationError(f"--limit {arguments.limit}: must be at least 1")
+    require_at_least_one(arguments, "limit")
     selection = Selection.from_arguments(arguments)
-    visit(_list(arguments, selection))
+    run_to_end(_list(arguments, selection))
 
 
 async def _list(arguments: argparse.Namespace, selection: Selection) -> None:

@@ -25,33 +25,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "process. Equal options write equal traces."
     )
     parser.add_argument("file", metavar="FILE", help="to write; - is standard output")
-    add_number(parser, "--requests", "lines (default: 10000)", default=10_000)
-    add_number(parser, "--seed", "(default: 0)", default=0)
-    add_number(
-        parser, "--rate", "requests per second (default: 10)", default=10.0, type=float, metavar="X"
-    )
+    add_number(parser, "--requests", "lines", default=10_000)
+    add_number(parser, "--seed", default=0)
+    add_number(parser, "--rate", "requests per second", default=10.0, metavar="X")
     parser.add_argument(
         "--mix",
         default="prompt=0.2,chat=0.4,agent=0.4",
         metavar="KIND=SHARE,…",
         help="about which share of the requests (default: prompt=0.2,chat=0.4,agent=0.4)",
     )
-    add_number(parser, "--system-prompts", "of each kind (default: 16)", default=16)
+    add_number(parser, "--system-prompts", "of each kind", default=16)
     add_number(
         parser,
         "--system-tokens",
-        "length of a system prompt; half of it for chats, twice for agents (default: 1536)",
+        "length of a system prompt; half of it for chats, twice for agents",
         default=1536,
     )
-    add_number(
-        parser,
-        "--max-tokens",
-        "a session ends before it gets longer (default: 32768)",
-        default=32_768,
-    )
-    add_number(
-        parser, "--hash-tokens", "tokens that a hash id stands for (default: 512)", default=512
-    )
+    add_number(parser, "--max-tokens", "a session ends before it gets longer", default=32_768)
+    add_number(parser, "--hash-tokens", "tokens that a hash id stands for", default=512)
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
     parser.set_defaults(run=run)
 

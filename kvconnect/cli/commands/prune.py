@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 from kvconnect.backend import Access, Backend, StoredEntry
+from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import format_size, parse_size
 from kvconnect.cli.command import NothingMatched
 from kvconnect.cli.listing import each_block
 from kvconnect.cli.options.selection import Selection
 from kvconnect.cli.progress import Progress
-from kvconnect.cli.visit import add_url, listed, visit, visiting
+from kvconnect.cli.visit import add_url, listed, visiting
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
 
@@ -126,7 +127,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     pruned = _Pruned()
     try:
-        visit(_prune(arguments, selection, size, pruned))
+        run_to_end(_prune(arguments, selection, size, pruned))
     finally:
         if pruned.opened:
             _report(arguments, pruned)

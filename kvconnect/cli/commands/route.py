@@ -53,23 +53,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="send a prompt to the decode server when it is computed (default: at once, so that "
         "each layer is fetched while the next one is computed)",
     )
-    _seconds(group, "--prefill-timeout", "then the decode server computes the prompt", 60.0)
-    _seconds(group, "--request-timeout", "of a whole answer", 600.0)
-    _seconds(group, "--health-interval", "between questions to each server how it is", 1.0)
-    _seconds(group, "--health-timeout", "a server that does not say is down", 5.0)
+    for option, about, default in (
+        ("--prefill-timeout", "then the decode server computes the prompt", 60.0),
+        ("--request-timeout", "of a whole answer", 600.0),
+        ("--health-interval", "between questions to each server how it is", 1.0),
+        ("--health-timeout", "a server that does not say is down", 5.0),
+    ):
+        add_number(group, option, about, default=default, metavar="S")
     add_number(
-        group,
-        "--max-requests",
-        "that are under way; more are answered with 429 (default: 1024)",
-        default=1024,
+        group, "--max-requests", "that are under way; more are answered with 429", default=1024
     )
     add_http_options(parser.add_argument_group("router"))
     parser.set_defaults(run=run)
-
-
-def _seconds(group: argparse._ArgumentGroup, option: str, about: str, default: float) -> None:
-    about = f"{about} (default: {default:g})"
-    add_number(group, option, about, default=default, type=float, metavar="S")
 
 
 def run(arguments: argparse.Namespace) -> None:

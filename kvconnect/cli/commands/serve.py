@@ -71,7 +71,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     add_number(
         group,
         "--max-queue",
-        "completions that wait beyond --max-batch-size; more are answered with 429 (default: 256)",
+        "completions that wait beyond --max-batch-size; more are answered with 429",
         default=256,
     )
 

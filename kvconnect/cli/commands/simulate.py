@@ -69,7 +69,7 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     known.add_argument(
         "--model", type=Path, metavar="DIR", help="the same, of the model whose config.json is here"
     )
-    add_number(group, "--tokens-per-block", "a power of two (default: 32)", default=32, metavar="T")
+    add_number(group, "--tokens-per-block", "a power of two", default=32, metavar="T")
     policy = group.add_mutually_exclusive_group()
     policy.add_argument(
         "--retention",
@@ -86,7 +86,7 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     add_number(
         group,
         "--offload-min-priority",
-        "blocks below it are dropped instead of copied to the host (default: 35)",
+        "blocks below it are dropped instead of copied to the host",
         default=35,
         metavar="P",
     )
@@ -95,30 +95,26 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
 def _add_serving(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
     add_number(group, "--requests", "only the first so many (default: all)")
-    add_number(
-        group, "--hash-tokens", "tokens that a hash id stands for (default: 512)", default=512
-    )
+    add_number(group, "--hash-tokens", "tokens that a hash id stands for", default=512)
     add_number(
         group,
         "--prefill-tokens-per-s",
-        "prompt tokens that one request computes per second (default: 8000)",
-        default=8000,
-        type=float,
+        "prompt tokens that one request computes per second",
+        default=8000.0,
         metavar="X",
     )
     add_number(
         group,
         "--decode-tokens-per-s",
-        "tokens that one request generates per second (default: 50)",
-        default=50,
-        type=float,
+        "tokens that one request generates per second",
+        default=50.0,
         metavar="X",
     )
     add_number(group, "--max-batch-size", "requests served at once (default: as many as have room)")
     add_number(
         group,
         "--max-waiting",
-        "requests that may wait for room; more are turned away (default: 10000)",
+        "requests that may wait for room; more are turned away",
         default=10_000,
     )
 
@@ -148,8 +144,11 @@ def _simulate(arguments: argparse.Namespace) -> Report:
     from kvconnect.simulate.simulator import Simulator
     from kvconnect.simulate.trace_reader import TraceReader
 
-    if arguments.requests is not None and arguments.requests < 1:
-        raise ConfigurationError(f"--requests: {arguments.requests} must be at least 1")
+    for name in ("requests", "bytes_per_token"):
+        number = getattr(arguments, name)
+        if number is not None and number < 1:
+            option = name.replace("_", "-")
+            raise ConfigurationError(f"--{option}: {number} must be at least 1")
     token_nbytes = _token_nbytes(arguments)
     policy = _policy(arguments)
     machines = parse_machines(arguments, token_nbytes)
@@ -186,7 +185,7 @@ def _drive(
                 done = num_read if most is not None else trace.bytes_read
                 progress.advance(done - told)
                 told = done
-            if interrupt.noted:
+            if interrupt.is_set():
                 return num_read, True
         for simulator in simulators:
             simulator.finish()
@@ -205,10 +204,8 @@ def _progress(trace: TraceReader, most: int | None) -> AbstractContextManager[Pr
 
 
 def _token_nbytes(arguments: argparse.Namespace) -> int | None:
-    given: int | None = arguments.bytes_per_token
-    if given is not None and given < 1:
-        raise ConfigurationError(f"--bytes-per-token: {given} must be at least 1")
     if arguments.model is None:
+        given: int | None = arguments.bytes_per_token
         return given
     from kvconnect.simulate.model_size import token_nbytes
 

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvconnect.backend import StoredEntry
+from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size, parse_size
 from kvconnect.cli.listing import each_block
 from kvconnect.cli.progress import Progress
-from kvconnect.cli.visit import add_url, parts, visit, visiting
+from kvconnect.cli.visit import add_url, parts, visiting
 
 __all__ = ["add_options", "run"]
 
@@ -36,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Prints the numbers."""
-    visit(_sum_up(arguments))
+    run_to_end(_sum_up(arguments))
 
 
 @dataclass(slots=True)

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.cli.listing import each_block
 from kvconnect.cli.progress import Progress
-from kvconnect.cli.visit import add_url, listed, parts, visit, visiting
+from kvconnect.cli.visit import add_url, listed, parts, visiting
 from kvconnect.errors import BadFrame
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Checks, reports (also after Ctrl-C), and raises `BadFrame` if a block is bad."""
     findings = _Findings(url=str(StoreUrl.parse(arguments.url)))
     try:
-        visit(_verify(arguments, findings))
+        run_to_end(_verify(arguments, findings))
         findings.complete = True
     finally:
         if findings.opened:

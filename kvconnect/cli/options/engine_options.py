@@ -43,14 +43,12 @@ def add_cache_options(
     add_number(
         group,
         "--lookup-timeout-ms",
-        "what the store may delay a step by; later answers are misses "
-        f"(default: {lookup_timeout_ms:g})",
+        "what the store may delay a step by; later answers are misses",
         default=lookup_timeout_ms,
-        type=float,
         metavar="MS",
     )
     group.add_argument("--dtype", default="auto", metavar="D", help="of model and cache")
-    add_number(group, "--tokens-per-block", "a power of two (default: 32)", default=32, metavar="T")
+    add_number(group, "--tokens-per-block", "a power of two", default=32, metavar="T")
     add_number(group, "--kv-cache-tokens", "at most so many tokens fit the cache")
     group.add_argument(
         "--kv-cache-dtype",
@@ -113,7 +111,7 @@ def add_engine_options(
         group,
         "--tensor-parallel-size",
         "ranks that each compute a part of every layer, on a GPU each or sharing the CPU's cores, "
-        "in processes that this one starts (default: 1)",
+        "in processes that this one starts",
         default=1,
         metavar="RANKS",
     )

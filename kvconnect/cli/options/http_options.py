@@ -29,7 +29,7 @@ def add_http_options(group: Options) -> None:
         help="address to listen on (default: 127.0.0.1, this machine only); beyond this machine "
         "an API key is required",
     )
-    add_number(group, "--port", "(default: 8000; 0: any free one)", default=8000, metavar="PORT")
+    add_number(group, "--port", "0: any free one", default=8000, metavar="PORT")
     group.add_argument(
         "--api-key",
         metavar="KEY",
@@ -42,17 +42,15 @@ def add_http_options(group: Options) -> None:
     add_number(
         group,
         "--client-timeout",
-        "a client may take so long to send a request, or to take what was written (default: 60)",
+        "a client may take so long to send a request, or to take what was written",
         default=60.0,
-        type=float,
         metavar="S",
     )
     add_number(
         group,
         "--shutdown-timeout",
-        "running requests may take so long when the server is stopped (default: 30)",
+        "running requests may take so long when the server is stopped",
         default=30.0,
-        type=float,
         metavar="S",
     )
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager
 from email.message import Message
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from kvconnect.server.admission import Ticket
 from kvconnect.server.errors import RequestRefused
 from kvconnect.server.http.json_text import TooManyValues, parse_json
 from kvconnect.server.settings import HttpSettings
@@ -23,22 +23,12 @@ T = TypeVar("T")
 _LONG_NBYTES = 1 << 14  # takes a millisecond
 
 
-class Place(Protocol):
-    """The interface of a request's ticket, such as `Ticket`."""
-
-    def reading(self, within_s: float) -> AbstractAsyncContextManager[None]:
-        """Limits the reading of the body; raises `RequestRefused` if that takes too long."""
-
-    def hold(self, body_nbytes: int) -> None:
-        """Counts so much of the body as in memory; raises `RequestRefused` if there is no room."""
-
-
 async def read_json(
     request: Request,
     settings: HttpSettings,
     thread: Executor,
     make: Callable[[dict[str, Any]], T],
-    place: Place,
+    ticket: Ticket,
 ) -> T:
     """Returns the result of `make` for the JSON object that `request` carries.
 
@@ -48,7 +38,7 @@ async def read_json(
         thread: where long bodies are parsed, and `make` is called with them: one thread, since more
             of them would only take turns.
         make: does not block.
-        place: the request's ticket.
+        ticket: of the request.
 
     Raises:
         RequestRefused: it is no JSON (400, also where it nests deeper than 200 or has a key twice),
@@ -61,9 +51,9 @@ async def read_json(
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > settings.max_body_bytes:
         raise _too_large(settings)
-    async with place.reading(settings.client_timeout_s):
-        body = await _read(request, settings, place)
-    place.hold(len(body))  # among those that are answered now
+    async with ticket.reading(settings.client_timeout_s):
+        body = await _read(request, settings, ticket)
+    ticket.hold(len(body))  # among those that are answered now
     if len(body) < _LONG_NBYTES:
         return make(_parsed(body, settings))
     loop = asyncio.get_running_loop()
@@ -96,12 +86,12 @@ def _check_kind(request: Request) -> None:
         raise RequestRefused(415, f"Content-Encoding: {shown(coding)}: send the body as it is")
 
 
-async def _read(request: Request, settings: HttpSettings, place: Place) -> bytes:
+async def _read(request: Request, settings: HttpSettings, ticket: Ticket) -> bytes:
     body = bytearray()
     async for piece in request.stream():
         if len(body) + len(piece) > settings.max_body_bytes:
             raise _too_large(settings)
-        place.hold(len(body) + len(piece))
+        ticket.hold(len(body) + len(piece))
         body += piece
     return bytes(body)
 

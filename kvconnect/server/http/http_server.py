@@ -17,7 +17,7 @@ from kvconnect.server.admission import Admission
 from kvconnect.server.http.connection import Connection
 from kvconnect.server.settings import HttpSettings
 
-__all__ = ["HttpServer", "uvicorn_config"]
+__all__ = ["HttpServer"]
 
 _log = logging.getLogger(__name__)
 
@@ -27,37 +27,10 @@ _OTHER_DESCRIPTORS = 256
 """The descriptors for stores, the model and refused connections, beside the connections."""
 
 
-def uvicorn_config(
-    app: ASGIApp, settings: HttpSettings, *, max_outgoing: int = 0, outgoing: int = 0
-) -> uvicorn.Config:
-    """Returns the configuration of uvicorn for `app`.
-
-    Args:
-        app: answers.
-        settings: of the server.
-        max_outgoing: connections to other servers that all requests have open at once, at most.
-        outgoing: that one request has open, at most.
-    """
-    return uvicorn.Config(
-        app,
-        http=Connection.with_timeout(settings.client_timeout_s),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        # Errors of clients are answered, not logged.
-        log_level=logging.INFO if _log.isEnabledFor(logging.DEBUG) else logging.ERROR,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        limit_concurrency=_room_for(settings.max_connections, max_outgoing, outgoing),
-        timeout_graceful_shutdown=int(_ABORT_S),
-    )
-
-
 def _room_for(connections: int, max_outgoing: int = 0, outgoing: int = 0) -> int:
     """Returns how many connections the process may have open beside outgoing ones.
 
-    Its limit of open files is raised as far as allowed. Arguments are those of `uvicorn_config`.
+    Its limit of open files is raised as far as allowed. Arguments are those of `HttpServer`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + max_outgoing + _OTHER_DESCRIPTORS
@@ -76,22 +49,41 @@ class HttpServer(uvicorn.Server):
     """A uvicorn server that continues to answer while running requests end.
 
     Args:
-        config: of uvicorn.
+        app: answers.
+        settings: of the server.
         admission: of its requests.
-        patience_s: how long a shutdown waits for running requests.
         ready: called once clients may connect.
+        max_outgoing: connections to other servers that all requests have open at once, at most.
+        outgoing: that one request has open, at most.
     """
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        app: ASGIApp,
+        settings: HttpSettings,
         admission: Admission,
-        patience_s: float,
         ready: Callable[[], None],
+        *,
+        max_outgoing: int = 0,
+        outgoing: int = 0,
     ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=Connection.with_timeout(settings.client_timeout_s),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            # Errors of clients are answered, not logged.
+            log_level=logging.INFO if _log.isEnabledFor(logging.DEBUG) else logging.ERROR,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=_room_for(settings.max_connections, max_outgoing, outgoing),
+            timeout_graceful_shutdown=int(_ABORT_S),
+        )
         super().__init__(config)
         self._admission = admission
-        self._patience_s = patience_s
+        self._patience_s = settings.shutdown_timeout_s
         self._ready = ready
         self._signals = 0
         self._give_up_at = float("inf")

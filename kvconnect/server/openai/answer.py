@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
-from kvconnect.engine.request.logprobs import PromptLogprobs
+from kvconnect.engine.request.logprobs import Logprob, PromptLogprobs
 from kvconnect.engine.request.output import CompletionOutput, RequestOutput, StreamChunk
-from kvconnect.server.openai.token_text import told_logprob
-from kvconnect.server.openai.usage import counts, usage_of
 
-__all__ = ["Answer", "AnswerForm", "Prompted", "made_late"]
+__all__ = ["Answer", "AnswerForm", "Prompted", "made_late", "token_text", "told_logprob"]
+
+_NEVER = -9999.0
+"""The number of OpenAI for an impossible token: JSON has no infinity."""
 
 
 class Prompted(Protocol):
@@ -87,7 +88,7 @@ class Answer(ABC):
         """
         head = _encoded(self._object(self.kind) | self._of_prompt(outputs[0]))
         choices = b",".join(map(_encoded, self._choices(outputs)))
-        usage = {"usage": usage_of(outputs, self._form.granularity)}
+        usage = {"usage": _usage_of(outputs, self._form.granularity)}
         return head[:-1] + b',"choices":[' + choices + b"]," + _encoded(usage | dict(more))[1:]
 
     def begin(self, prompts: Sequence[Prompted]) -> Iterable[dict[str, Any]]:
@@ -109,7 +110,7 @@ class Answer(ABC):
 
     def end(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Returns the last chunk, with the counts of tokens."""
-        usage = usage_of(outputs, self._form.granularity)
+        usage = _usage_of(outputs, self._form.granularity)
         return self._object(self.chunk_kind) | {"choices": [], "usage": usage}
 
     def _choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
@@ -127,7 +128,7 @@ class Answer(ABC):
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         made = self._object(self.chunk_kind) | {"choices": choices}
         if self._form.running_usage:
-            made["usage"] = counts(self._prompt_tokens, self._answer_tokens)
+            made["usage"] = _counts(self._prompt_tokens, self._answer_tokens)
         elif self._form.usage:
             made["usage"] = None
         return made
@@ -181,11 +182,49 @@ def made_late(value: object) -> object:
     return value()
 
 
+def token_text(token: int, logprob: Logprob) -> str:
+    """Returns its text alone; without a tokenizer its id as vLLM writes it."""
+    return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
+
+
+def told_logprob(logprob: Logprob) -> float:
+    """Returns a log probability that is finite in any case."""
+    return max(_NEVER, logprob.logprob)
+
+
 def _of_prompt_token(logprobs: PromptLogprobs, index: int) -> dict[int, dict[str, Any]] | None:
     found = logprobs[index]
     if found is None:
         return None
     return {token: asdict(each) | {"logprob": told_logprob(each)} for token, each in found.items()}
+
+
+def _usage_of(outputs: Sequence[RequestOutput], granularity: int) -> dict[str, Any]:
+    """Returns OpenAI's ``usage`` of all prompts of a request together.
+
+    ``cached_tokens`` are the prompt tokens that were not computed, wherever their KV came from.
+    With several completions, the prompt tokens that each of them computed are subtracted.
+
+    Args:
+        outputs: of each prompt.
+        granularity: the cached tokens of each prompt are rounded down to a multiple of it.
+    """
+    cached = 0
+    for output in outputs:
+        reused = max(0, output.prompt_tokens - output.computed_tokens)
+        cached += reused - reused % granularity
+    prompt = sum(output.prompt_tokens for output in outputs)
+    answer = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    return _counts(prompt, answer) | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _counts(prompt: int, answer: int) -> dict[str, Any]:
+    """Returns the part of ``usage`` that is known at any time."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+    }
 
 
 def _encoded(content: dict[str, Any]) -> bytes:

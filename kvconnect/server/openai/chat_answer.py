@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from kvconnect.engine.request.logprobs import Logprob, TokenLogprobs
 from kvconnect.engine.request.output import CompletionOutput, StreamChunk
-from kvconnect.server.openai.answer import Answer, AnswerForm, Prompted
-from kvconnect.server.openai.token_text import token_text, told_logprob
+from kvconnect.server.openai.answer import Answer, AnswerForm, Prompted, token_text, told_logprob
 
 __all__ = ["ChatAnswer"]
 

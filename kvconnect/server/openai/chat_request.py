@@ -15,26 +15,57 @@ from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.sampling_params import Integer
 from kvconnect.server.openai.chat_answer import ChatAnswer
 from kvconnect.server.openai.generation_request import GenerationRequest
+from kvconnect.server.openai.model_request import ModelRequest
 
-__all__ = ["ChatRequest", "check_template_variables"]
+__all__ = ["ChatRequest", "TemplateRequest"]
 
 
-class ChatRequest(GenerationRequest):
+class TemplateRequest(ModelRequest):
+    """A request whose conversation goes through the model's chat template.
+
+    Attributes:
+        add_generation_prompt, continue_final_message, chat_template_kwargs: as in `LLM.chat`.
+    """
+
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _variables_are_the_templates(self) -> Self:
+        reserved = (self.chat_template_kwargs or {}).keys() & _reserved()
+        if reserved:
+            raise ValueError(
+                f"chat_template_kwargs: '{min(reserved)}' is no variable of a template"
+            )
+        return self
+
+    def formatted(self, llm: LLM, messages: list[dict[str, Any]]) -> Any:
+        """Returns the prompt that `messages` make.
+
+        Raises:
+            ConfigurationError: there is no template, or it does not take them.
+        """
+        return llm.chat_prompt(
+            messages,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+
+class ChatRequest(TemplateRequest, GenerationRequest):
     """Answers a conversation; without a length it may be as long as model and cache allow.
 
     Attributes:
         messages: dicts with ``role`` and ``content``.
         logprobs: whether to give the log probability of each token.
         top_logprobs: also of so many likeliest ones.
-        add_generation_prompt, continue_final_message, chat_template_kwargs: as in `LLM.chat`.
     """
 
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     logprobs: StrictBool = False
     top_logprobs: Integer | None = None
-    add_generation_prompt: StrictBool = True
-    continue_final_message: StrictBool = False
-    chat_template_kwargs: dict[str, Any] | None = None
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "add_special_tokens": (False,),
@@ -45,7 +76,6 @@ class ChatRequest(GenerationRequest):
     def _consistent(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
-        check_template_variables(self.chat_template_kwargs)
         return self
 
     @property
@@ -55,12 +85,7 @@ class ChatRequest(GenerationRequest):
 
     def submit(self, llm: LLM) -> list[RequestHandle]:
         """Starts it."""
-        prompt: Any = llm.chat_prompt(
-            self.messages,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
+        prompt = self.formatted(llm, self.messages)
         most = self.length
         if most is None:
             # A prompt beyond the limit is refused with what there is room for.
@@ -79,17 +104,6 @@ class ChatRequest(GenerationRequest):
     def max_prompt_tokens(self, longest: int) -> int:
         """Implements `GenerationRequest.max_prompt_tokens`."""
         return longest
-
-
-def check_template_variables(given: Mapping[str, object] | None) -> None:
-    """Refuses ``chat_template_kwargs`` that are no variables of a template.
-
-    Raises:
-        ValueError: one is an argument of transformers' own.
-    """
-    reserved = (given or {}).keys() & _reserved()
-    if reserved:
-        raise ValueError(f"chat_template_kwargs: '{min(reserved)}' is no variable of a template")
 
 
 @cache

@@ -12,10 +12,10 @@ from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.sampling_params import Integer
 from kvconnect.server.openai.completion_answer import CompletionAnswer, Echo
 from kvconnect.server.openai.generation_request import GenerationRequest
+from kvconnect.server.openai.model_request import kinds_in
 
 __all__ = ["CompletionRequest"]
 
-_AT_ONCE = 1 << 15  # the interpreter does nothing else meanwhile
 _ADDED_TOKENS = 16
 
 
@@ -25,20 +25,13 @@ def _prompt(given: object) -> object:
     if isinstance(given, str):
         return given
     if isinstance(given, list):
-        kinds = _kinds(given)
+        kinds = kinds_in(given)
         if kinds == {list}:
-            if all(_kinds(each) <= {int} for each in given):
+            if all(kinds_in(each) <= {int} for each in given):
                 return given
         elif kinds <= {int} or kinds == {str}:
             return given
     raise ValueError("must be text, token ids, or a list of either")
-
-
-def _kinds(given: list[object]) -> set[type]:
-    found: set[type] = set()
-    for start in range(0, len(given), _AT_ONCE):
-        found.update(map(type, given[start : start + _AT_ONCE]))
-    return found
 
 
 class CompletionRequest(GenerationRequest):

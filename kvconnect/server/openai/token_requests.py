@@ -9,13 +9,11 @@ from pydantic import Field, PlainValidator, StrictBool, model_validator
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.tokenizer import Tokenizer
 from kvconnect.errors import ConfigurationError
-from kvconnect.server.openai.chat_request import check_template_variables
-from kvconnect.server.openai.model_request import ModelRequest
+from kvconnect.server.openai.chat_request import TemplateRequest
+from kvconnect.server.openai.model_request import ModelRequest, kinds_in
 from kvconnect.text import check_text
 
 __all__ = ["DetokenizeRequest", "TokenRequest", "TokenizeRequest", "tokenizer_of"]
-
-_AT_ONCE = 1 << 15  # the interpreter does nothing else meanwhile
 
 
 class TokenRequest(ModelRequest):
@@ -30,7 +28,7 @@ class TokenRequest(ModelRequest):
         raise NotImplementedError
 
 
-class TokenizeRequest(TokenRequest):
+class TokenizeRequest(TemplateRequest, TokenRequest):
     """Returns the tokens of a text, or of a conversation.
 
     Attributes:
@@ -38,16 +36,12 @@ class TokenizeRequest(TokenRequest):
         messages: or a conversation, which the model's chat template formats.
         add_special_tokens: with those that the model expects; without a value of its text alone.
         return_token_strs: include the text of each token.
-        add_generation_prompt, continue_final_message, chat_template_kwargs: as in `LLM.chat`.
     """
 
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     add_special_tokens: StrictBool | None = None
     return_token_strs: StrictBool = False
-    add_generation_prompt: StrictBool = True
-    continue_final_message: StrictBool = False
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -55,20 +49,13 @@ class TokenizeRequest(TokenRequest):
             raise ValueError("prompt, messages: give one of them")
         if self.messages is not None and self.add_special_tokens:
             raise ValueError("add_special_tokens: the chat template writes them; leave it out")
-        check_template_variables(self.chat_template_kwargs)
         return self
 
     def answer(self, llm: LLM) -> dict[str, Any]:
         """Implements `TokenRequest.answer`."""
         tokenizer = tokenizer_of(llm)
         if self.messages is not None:
-            prompt: Any = llm.chat_prompt(
-                self.messages,
-                add_generation_prompt=self.add_generation_prompt,
-                continue_final_message=self.continue_final_message,
-                chat_template_kwargs=self.chat_template_kwargs,
-            )
-            tokens = prompt["prompt_token_ids"].tolist()
+            tokens = self.formatted(llm, self.messages)["prompt_token_ids"].tolist()
         else:
             text = self.prompt or ""
             check_text("prompt", text)
@@ -81,10 +68,8 @@ class TokenizeRequest(TokenRequest):
 
 def _token_ids(given: object) -> object:
     # Pydantic would report an error for each entry of a long list.
-    if isinstance(given, list):
-        pieces = (given[start : start + _AT_ONCE] for start in range(0, len(given), _AT_ONCE))
-        if all(set(map(type, piece)) == {int} for piece in pieces):
-            return given
+    if isinstance(given, list) and kinds_in(given) <= {int}:
+        return given
     raise ValueError("must be a list of token ids")
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import Executor
 from typing import Any
 
 import httpx2
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from kvconnect.prometheus import Collector
 from kvconnect.server.admission import Admission
 from kvconnect.server.errors import RequestRefused, ShuttingDown
 from kvconnect.server.http.gate import Gate
+from kvconnect.server.http.metrics import metrics_endpoint
 from kvconnect.server.route.client import InstanceClient
 from kvconnect.server.route.endpoint import RouteEndpoint
 from kvconnect.server.route.fleet import Fleet
@@ -50,7 +47,7 @@ def make_app(
         Route("/v1/models", monitor.models),
         Route("/v1/models/{name:path}", monitor.model),
         Route("/health", monitor.health),
-        Route("/metrics", monitor.metrics),
+        Route("/metrics", metrics_endpoint(None)),
     ]
     return Gate(Router(routes, redirect_slashes=False), settings.api_key)
 
@@ -60,8 +57,6 @@ class _Monitor:
         self._fleet = fleet
         self._client = client
         self._admission = admission
-        self._registry = CollectorRegistry()
-        self._registry.register(Collector())
 
     async def models(self, request: Request) -> Response:
         """Answers with the models of a decode server; all servers have the same."""
@@ -99,8 +94,3 @@ class _Monitor:
         if all(one.down is not None for one in self._fleet.decode):
             raise RequestRefused(503, "no decode server is up", "no_decode_server")
         return JSONResponse({"status": "ok"} | up)
-
-    async def metrics(self, request: Request) -> Response:
-        """Answers a scrape with the router's own metrics."""
-        encode, kind = choose_encoder(request.headers.get("accept", ""))
-        return Response(await asyncio.to_thread(encode, self._registry), media_type=kind)

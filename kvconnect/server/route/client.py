@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
 
 import httpx2
 
 from kvconnect.server.route.instance import Instance, InstanceFailed, Outcome
 from kvconnect.server.route.settings import RouteSettings
-from kvconnect.server.route.timeouts import within
 from kvconnect.server.trust import ROUTER_SECRET_HEADER
 
 __all__ = ["InstanceClient", "ServerAnswered"]
+
+T = TypeVar("T")
 
 _CONNECT_S = 2.0
 _MAX_KEPT = 128
 _LATE_S = 0.5
 """A timeout that comes so much later came after a time in which this process did not run."""
+_LOOK_S = 0.25
+"""The seconds between two checks of the clock, which show whether this process ran meanwhile."""
 _KEPT_S = 2.0
 """Less than servers keep an idle connection; else requests meet connections being closed."""
 
@@ -121,4 +125,27 @@ class InstanceClient:
             httpx2.HTTPError: it does not answer.
             TimeoutError: it does not answer in time.
         """
-        return await within(self._health_s, self._http.get(instance.url + path, timeout=None))
+        return await _within(self._health_s, self._http.get(instance.url + path, timeout=None))
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `work`, or raises its error.
+
+    Time in which this process was stopped is not counted, except a quarter of a second: answers
+    that arrived meanwhile have not been read yet.
+
+    Raises:
+        TimeoutError: it takes longer than `seconds`; it is cancelled, and has ended.
+    """
+    task = asyncio.create_task(work)
+    try:
+        while seconds > 0:
+            done, _ = await asyncio.wait({task}, timeout=min(seconds, _LOOK_S))
+            if done:
+                return task.result()
+            seconds -= _LOOK_S
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    raise TimeoutError

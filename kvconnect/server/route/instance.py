@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Literal, TypeAlias
 
-from kvconnect.server.route.prefixes import HeldPrefixes
+from kvconnect.server.route.prompt import HeldPrefixes
 
 __all__ = ["Address", "Instance", "InstanceFailed", "Outcome", "Role"]
 

@@ -7,10 +7,10 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import uvicorn
+from starlette.types import ASGIApp
 
 from kvconnect.server.admission import Admission
-from kvconnect.server.http.http_server import HttpServer, uvicorn_config
+from kvconnect.server.http.http_server import HttpServer
 from kvconnect.server.http.listener import Listener
 from kvconnect.server.route.app import make_app
 from kvconnect.server.route.client import InstanceClient
@@ -40,14 +40,8 @@ def route(settings: RouteSettings, listener: Listener, ready: Callable[[], None]
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="kvconnect-route-parsing") as parsing:
             app = make_app(fleet, client, settings, admission, parsing)
-            config = uvicorn_config(
-                app,
-                settings,
-                max_outgoing=_OUTGOING * settings.max_requests,
-                outgoing=_OUTGOING,
-            )
+            server = _RouteServer(fleet, client, app, settings, admission, ready)
             listener.listen()
-            server = _RouteServer(config, admission, settings, ready, fleet, client)
             server.run(sockets=list(listener.sockets))
     finally:
         remove()
@@ -58,14 +52,15 @@ class _RouteServer(HttpServer):
 
     def __init__(
         self,
-        config: uvicorn.Config,
-        admission: Admission,
-        settings: RouteSettings,
-        ready: Callable[[], None],
         fleet: Fleet,
         client: InstanceClient,
+        app: ASGIApp,
+        settings: RouteSettings,
+        admission: Admission,
+        ready: Callable[[], None],
     ) -> None:
-        super().__init__(config, admission, settings.shutdown_timeout_s, ready)
+        most = _OUTGOING * settings.max_requests
+        super().__init__(app, settings, admission, ready, max_outgoing=most, outgoing=_OUTGOING)
         self._fleet = fleet
         self._client = client
         self._interval_s = settings.health_interval_s

@@ -30,10 +30,7 @@ Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
 def chain_of(blocks: BlockMaker, start: int, count: int, nbytes: int) -> Sequence[StoredBlock]:
     """Returns blocks number `start` and on of one long chain."""
     keys = [blocks.key(number) for number in range(start, start + count)]
-    parents = [blocks.key(start - 1) if start else None, *keys]
-    return [
-        blocks.block(key, parent, nbytes=nbytes) for key, parent in zip(keys, parents, strict=False)
-    ]
+    return blocks.chain(keys, after=blocks.key(start - 1) if start else None, nbytes=nbytes)
 
 
 def _store(subject: Subject, capacity: int | None) -> Backend:

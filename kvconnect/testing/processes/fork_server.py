@@ -55,12 +55,9 @@ def _child(job: dict[str, Any], subject: Subject, tell: Tell) -> None:
 def _start(job: dict[str, Any], running: dict[int, Tell], tell: Tell) -> None:
     try:
         subject = unpack(bytes.fromhex(job["subject"]))
-    except Unguarded as error:
-        tell({"error": str(error)})
-        tell({"ended": 1 << 8})
-        return
-    except Exception:  # noqa: BLE001 - the module is the user's, and may raise anything
-        tell({"error": traceback.format_exc()[-_LINE_NBYTES:]})
+    except Exception as error:  # noqa: BLE001 - the module is the user's, and may raise anything
+        unguarded = isinstance(error, Unguarded)
+        tell({"error": str(error) if unguarded else traceback.format_exc()[-_LINE_NBYTES:]})
         tell({"ended": 1 << 8})
         return
     pid = os.fork()

@@ -18,7 +18,7 @@ from kvconnect.cli.command import (
     require_at_least_one,
     tell,
 )
-from kvconnect.cli.options.bench_options import add_model_options, add_run
+from kvconnect.cli.commands.bench import add_model_options, add_run
 from kvconnect.errors import ConfigurationError
 from kvconnect_bench.options import engines, identity, serve, transfer
 from kvconnect_bench.peer_python import add_peer_python
@@ -76,10 +76,8 @@ and how long after its recovery the store is used again. Takes some minutes."""
     dead.add_argument("--stores", default="redis,s3", metavar="NAME,…", help="default: redis,s3")
     add_number(dead, "--prompt-tokens", default=64)
     add_number(dead, "--requests", "to a store that is left alone", default=200)
-    add_number(
-        dead, "--dead-s", "a store is dead at least so long", default=15.0, type=float, metavar="S"
-    )
-    add_number(dead, "--lookup-timeout-ms", default=20.0, type=float, metavar="MS")
+    add_number(dead, "--dead-s", "a store is dead at least so long", default=15.0, metavar="S")
+    add_number(dead, "--lookup-timeout-ms", default=20.0, metavar="MS")
     dead.add_argument("--directory", type=Path, metavar="DIR", help="for scratch files")
 
 

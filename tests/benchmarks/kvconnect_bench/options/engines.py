@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvconnect.bench.report import Figure
 from kvconnect.bench.workload import model_and_scratch
 from kvconnect.cli.command import add_number, chosen, picked, require_at_least_one, tell
-from kvconnect.cli.options.bench_options import add_model_options
+from kvconnect.cli.commands.bench import add_model_options
 from kvconnect_bench.engines.plan import CONNECTORS, EnginesPlan
 from kvconnect_bench.peer_python import add_peer_python
 
@@ -25,9 +25,9 @@ takes, against the floor of the same run."""
     add_peer_python(parser, about, required=True)
     names = ",".join(CONNECTORS)
     parser.add_argument("--connectors", default=names, metavar="NAME,…", help=f"default: {names}")
-    add_number(parser, "--prompt-tokens", "(default: 4096)", default=4096)
-    add_number(parser, "--steps", "of decoding (default: 200)", default=200)
-    add_number(parser, "--repeats", "restarts (default: 3)", default=3)
+    add_number(parser, "--prompt-tokens", default=4096)
+    add_number(parser, "--steps", "of decoding", default=200)
+    add_number(parser, "--repeats", "restarts", default=3)
     add_model_options(parser)
 
 

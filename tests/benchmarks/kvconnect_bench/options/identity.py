@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvconnect.bench.report import Figure
 from kvconnect.bench.workload import model_and_scratch
 from kvconnect.cli.command import add_number, chosen, picked, require_at_least_one, tell
-from kvconnect.cli.options.bench_options import add_model_options
+from kvconnect.cli.commands.bench import add_model_options
 from kvconnect_bench.identity.plan import PARTS, IdentityPlan
 from kvconnect_bench.peer_python import add_peer_python
 
@@ -26,8 +26,8 @@ to a step of vLLM."""
     parser.add_argument("--parts", default=names, metavar="NAME,…", help=f"default: {names}")
     add_model_options(parser)
     parser.add_argument("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
-    add_number(parser, "--prompt-tokens", "(default: 512)", default=512)
-    add_number(parser, "--repeats", "(default: 5)", default=5)
+    add_number(parser, "--prompt-tokens", default=512)
+    add_number(parser, "--repeats", default=5)
     add_peer_python(parser, "vLLM, without which the part vllm is left out")
 
 

@@ -38,17 +38,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="prefixes",
         help="prompts that share prefixes (default), or chats of several turns",
     )
-    add_number(load, "--requests", "that share prefixes (default: 64)", default=64)
-    add_number(load, "--prefixes", "that they share (default: 8)", default=8)
-    add_number(load, "--chats", "(default: 8)", default=8)
-    add_number(load, "--turns", "of each chat (default: 4)", default=4)
-    add_number(
-        load, "--prefix-tokens", "of each prefix, or of all chats' one (default: 512)", default=512
-    )
-    add_number(load, "--suffix-tokens", "that follow, of each turn (default: 64)", default=64)
-    add_number(load, "--max-tokens", "of each answer (default: 32)", default=32)
-    add_number(load, "--concurrency", "clients at once (default: 8)", default=8)
-    add_number(load, "--seed", "of all texts (default: 0)", default=0)
+    add_number(load, "--requests", "that share prefixes", default=64)
+    add_number(load, "--prefixes", "that they share", default=8)
+    add_number(load, "--chats", default=8)
+    add_number(load, "--turns", "of each chat", default=4)
+    add_number(load, "--prefix-tokens", "of each prefix, or of all chats' one", default=512)
+    add_number(load, "--suffix-tokens", "that follow, of each turn", default=64)
+    add_number(load, "--max-tokens", "of each answer", default=32)
+    add_number(load, "--concurrency", "clients at once", default=8)
+    add_number(load, "--seed", "of all texts", default=0)
     load.add_argument(
         "--write-prompts",
         type=Path,

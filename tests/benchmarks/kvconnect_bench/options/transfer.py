@@ -36,18 +36,16 @@ token, and what two connected engines cost while they are idle."""
     pulls.add_argument(
         "--piece", default="64KiB", metavar="SIZE", help="of its pieces (default: 64KiB)"
     )
-    add_number(pulls, "--rounds", "medians of so many (default: 7)", default=7)
+    add_number(pulls, "--rounds", "medians of so many", default=7)
     pulls.add_argument(
         "--rates", default="1,8", metavar="GBIT,…", help="of the links, in Gbit/s (default: 1,8)"
     )
     handover = parser.add_argument_group("prefill to decode")
     handover.add_argument("--model", type=Path, metavar="DIR", help="default: a random Llama")
     handover.add_argument("--directory", type=Path, metavar="DIR", help="for scratch files")
-    add_number(handover, "--prompt-tokens", "(default: 512)", default=512)
-    add_number(handover, "--requests", "medians of so many (default: 20)", default=20)
-    add_number(
-        handover, "--idle-s", "of watching idle engines (default: 5)", default=5.0, type=float
-    )
+    add_number(handover, "--prompt-tokens", default=512)
+    add_number(handover, "--requests", "medians of so many", default=20)
+    add_number(handover, "--idle-s", "of watching idle engines", default=5.0)
 
 
 def measure(arguments: argparse.Namespace) -> Sequence[Figure]:

@@ -1,0 +1,145 @@
+"""The pages in docs name what is there: files, classes, parameters, checks and reasons."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvconnect import SamplingParams
+from kvconnect.backends import StoreUrl, open_backend
+from kvconnect.digest.doubts import Doubt
+from kvconnect.errors import ConfigurationError
+from kvconnect.testing.checks import all_checks
+
+Page = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def page(repository: Path) -> Page:
+    """Returns the text of a page by its name."""
+    return lambda name: (repository / f"docs/{name}.md").read_text(encoding="utf-8")
+
+
+def test_readme_begins_with_making_a_model_and_names_targets_of_make(repository: Path):
+    readme = (repository / "README.md").read_text(encoding="utf-8")
+    first, *others = re.findall(r"^kvconnect ([^#\n]*\w)", readme, re.MULTILINE)
+    assert first == "make-model model"
+    assert len(others) >= 2
+    targets = set(re.findall(r"^([\w-]+):", (repository / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test"} <= set(re.findall(r"`?make ([a-z][\w-]*)`?", readme)) <= targets
+
+
+# ---------------------------------------------------------------------------------- architecture
+
+
+def test_every_file_that_the_architecture_names_is_there(repository: Path, page: Page):
+    named = set(
+        re.findall(r"`((?:kvconnect|backends|kernels|docs|tests)/[\w./*]+)`", page("architecture"))
+    )
+    assert len(named) > 30
+    assert not [name for name in named if not list(repository.glob(name))]
+
+
+def test_every_method_that_the_architecture_names_is_there(repository: Path, page: Page):
+    text = "\n".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("kvconnect", "backends", "kernels")
+        for path in (repository / folder).rglob("*.py")
+    )
+    named = set(re.findall(r"`([A-Z]\w+)\.(\w+)`", page("architecture")))
+    assert len(named) > 10
+    for cls, method in named:
+        body = re.search(rf"^class {cls}\b.*?(?=^class |\Z)", text, re.MULTILINE | re.DOTALL)
+        assert body is not None, cls
+        assert re.search(rf"^    (async )?def {method}\b", body[0], re.MULTILINE), (cls, method)
+
+
+# ---------------------------------------------------------------------------------- tables
+
+
+def test_the_table_of_sampling_has_every_parameter_and_its_default(page: Page):
+    rows = re.findall(r"^\| `(\w+)` \| \**`?([\w.-]+)", page("generate"), re.MULTILINE)
+    defaults = {name: field.default for name, field in SamplingParams.model_fields.items()}
+    assert [name for name, _ in rows] == [name for name, _ in rows if name in defaults]
+    assert {name for name, _ in rows} == set(defaults)
+    for name, shown in rows:
+        default = defaults[name]
+        assert shown == ("none" if default == () else f"{default}".removesuffix(".0"))
+
+
+def test_every_reason_against_caching_is_on_the_page_in_its_words(page: Page):
+    section = page("identity").partition("## What is not cached, and why")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if re.match(r"\| `(?!reason`)", line)]
+    expected = [f"| `{doubt.value}` | {doubt.sentence} |" for doubt in Doubt]
+    assert rows == expected, "the table should be:\n" + "\n".join(expected)
+
+
+def test_the_page_about_identity_is_short_and_pages_that_speak_of_keys_lead_there(page: Page):
+    lines = page("identity").splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 120] == []
+    for name in ("architecture", "engines", "stores"):
+        assert "(identity.md)" in page(name), name
+
+
+def test_every_attack_is_on_the_page_with_its_tries(repository: Path, page: Page):
+    rows = re.findall(
+        r"^\| .* \| ([\d,]+) tries.* \| `(tests/\S+)` \|$", page("reliability"), re.MULTILINE
+    )
+    told = {file: tries for tries, file in rows}
+    there = sorted((repository / "tests/hostile").glob("test_*.py"))
+    assert told.keys() == {file.relative_to(repository).as_posix() for file in there}
+    for file in there:
+        (tries,) = re.findall(r'param\((\d+), id="long"', file.read_text(encoding="utf-8"))
+        assert told[file.relative_to(repository).as_posix()] == f"{int(tries):,}"
+
+
+# ---------------------------------------------------------------------------------- stores
+
+
+def test_what_covers_the_faults_seen_elsewhere_exists(repository: Path, page: Page):
+    _, _, table = page("stores").partition("| seen elsewhere | covered by |\n")
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", table.partition("\n\n")[0], re.MULTILINE)
+    scorecard = {fault: re.findall(r"`([^`]+)`", covered) for fault, covered in rows}
+    assert len(scorecard) == 14
+    assert all(scorecard.values())
+    checks = {one.id for one in all_checks()}
+    for name in (name for covered in scorecard.values() for name in covered):
+        file, is_test, test = name.partition("::")
+        if not is_test:
+            assert name in checks
+        else:
+            source = (repository / file).read_text(encoding="utf-8")
+            assert re.search(rf"^(async )?def {test}\(", source, re.MULTILINE), name
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        ("memory:",),
+        ("disk:/kv",),
+        ("redis://h", "redis+unix:///s", "redis+sentinel://h/s", "redis+cluster://h"),
+        ("s3://bucket",),
+        ("nixl:",),
+        ("tiered:",),
+    ],
+)
+def test_the_parameters_are_those_that_the_store_takes(page: Page, urls: tuple[str, ...]):
+    documented = {}
+    for section in re.split(r"^## ", page("stores"), flags=re.MULTILINE):
+        heading, _, body = section.partition("\n")
+        first = re.match(r"`(\w+):", heading)
+        if first is not None:
+            cells = re.findall(r"^\| (`.+?) \| ", body, re.MULTILINE)
+            names = re.findall(r"`(\w+)`", " ".join(cells)) + re.findall(r"\?(\w+)=", heading)
+            documented[first[1]] = set(names)
+    taken = set()
+    for url in urls:
+        with pytest.raises(ConfigurationError) as caught:
+            open_backend(f"{url}?qqqqqqqq=1")
+        taken |= set(str(caught.value).partition("valid are ")[2].split(", "))
+    of_every_store = {"codec", "key_file"}
+    assert documented[StoreUrl.parse(urls[0]).scheme] == taken - of_every_store
