@@ -25,15 +25,6 @@ async def store(make_backend, kit):
         yield backend
 
 
-async def test_batch_larger_than_one_read_comes_back_whole(store, kit):
-    keys = kit.keys("large", count=700)
-    assert await store.save(kit.chain(keys)) == 700
-    assert await store.lookup(keys) == 700
-    into = kit.buffers(700)
-    assert await store.load(keys, into) == 700
-    assert all(kit.holds(b, key) for b, key in zip(into, keys, strict=True))
-
-
 async def test_closed_store_refuses_calls(make_backend, kit):
     store = make_backend()
     await store.open([kit.layout])

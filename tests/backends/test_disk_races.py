@@ -245,14 +245,6 @@ def test_index_whose_locks_are_held_is_not_read_without_them(path, settings, mon
             connect_read_only(path)
 
 
-def test_log_that_vanishes_while_it_is_looked_for_is_none(path, settings, monkeypatch, lanes):
-    DiskDirectory(settings, lanes).close()
-    log = path / f"{INDEX_NAME}-wal"
-    exists = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda self: self == log or exists(self))
-    connect_read_only(path).close()
-
-
 def test_directory_that_is_removed_while_it_is_made_may_be_made_later(path, monkeypatch):
     def there_a_moment_ago(self, *arguments, **options):
         raise FileExistsError(errno.EEXIST, "File exists")

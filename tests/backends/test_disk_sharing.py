@@ -111,27 +111,6 @@ async def expect_blocks_right(path, nbytes, seeds, count):
     return found
 
 
-async def test_five_processes_never_exceed_the_capacity(tmp_path):
-    path, nbytes = tmp_path / "store", 128 << 10
-    capacity = 64 * nbytes
-    job = {"path": str(path), "capacity": capacity, "nbytes": nbytes, "batch": 8, "blocks": 128}
-    files, total = [], []
-
-    def measure():
-        for sizes, size in zip((files, total), sizes_on_disk(path), strict=True):
-            sizes.append(size)
-
-    # Together they save ten times what fits.
-    acked = run_together([{**job, "seed": seed} for seed in range(5)], measure)
-    assert capacity * 3 // 4 < max(files) <= capacity
-    # Everything in the directory: the index's log is longer than planned for now and then while
-    # several write to it, but by less than one block of each.
-    assert max(total) <= capacity + 5 * nbytes
-    assert sizes_on_disk(path)[1] <= capacity
-    assert all(sum(counts.values()) > 0 for counts in acked)
-    assert await expect_blocks_right(path, nbytes, range(5), 128) > 48
-
-
 @pytest.mark.parametrize("blocks_that_fit", [pytest.param(64, marks=pytest.mark.slow), 4096])
 async def test_five_processes_killed_at_once_lose_nothing_they_told_of(tmp_path, blocks_that_fit):
     path, nbytes = tmp_path / "store", 32 << 10
@@ -217,32 +196,6 @@ async def test_while_a_process_is_stopped_in_its_transaction(make_disk, kit, mon
             assert await kit.stored(late, [*keys, *fresh]) == [True] * 6
 
 
-async def test_two_processes_that_save_the_same_blocks_agree(tmp_path):
-    path, nbytes = tmp_path / "store", 64 << 10
-    job = {"path": str(path), "capacity": 64 << 20, "nbytes": nbytes, "batch": 8, "seed": 1}
-    acked = run_together([{**job, "blocks": 160}] * 2, lambda: None)
-    assert acked == [dict.fromkeys(range(0, 160, 8), 8)] * 2
-    assert await expect_blocks_right(path, nbytes, [1], 160) == 160
-
-
-async def test_one_sees_at_once_what_the_other_has_saved_or_deleted(make_disk, kit):
-    keys = kit.keys("shared", count=4)
-    async with kit.opened(make_disk()) as one, kit.opened(make_disk()) as other:
-        await one.save(kit.chain(keys))
-        assert await kit.stored(other, keys) == [True] * 4
-        await other.delete(keys[2:])
-        assert await one.lookup(keys) == 2
-
-
-async def test_everything_is_there_after_reopening(make_disk, kit):
-    keys = kit.keys("again", count=20)
-    async with kit.opened(make_disk()) as store:
-        await store.save(kit.chain(keys))
-    async with kit.opened(make_disk()) as store:
-        assert await store.lookup(keys) == 20
-        assert await kit.stored(store, keys) == [True] * 20
-
-
 async def test_power_durability_syncs_data_before_the_row(make_disk, kit, monkeypatch):
     synced = []
     fsync = os.fsync
@@ -312,21 +265,6 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-async def test_block_expires_at_its_time_and_can_be_saved_again(make_disk, kit, clock):
-    keys = kit.keys("ttl", count=4)
-    async with kit.opened(make_disk(ttl=60)) as store:
-        await store.save(kit.chain(keys, tokens=[1]))
-        clock.forward(59.9)
-        assert await kit.stored(store, keys) == [True] * 4
-        clock.forward(0.2)
-        assert await kit.stored(store, keys) == [False] * 4
-        assert await store.lookup(keys) == 0
-        assert list(await store.children(keys[0])) == []
-        assert [entry async for entry in store.scan()] == []
-        assert await store.save(kit.chain(keys)) == 4
-        assert await kit.stored(store, keys) == [True] * 4
-
-
 async def test_slots_of_expired_blocks_are_used_again(make_disk, kit, clock):
     async with kit.opened(make_disk(ttl=60)) as store:
         for turn in range(10):
@@ -334,17 +272,6 @@ async def test_slots_of_expired_blocks_are_used_again(make_disk, kit, clock):
             clock.forward(61)
         assert (await store.stats())["blocks"] <= 200
         assert (await store.stats())["file_bytes"] <= 16 << 20
-
-
-@pytest.mark.parametrize("jump", [-30 * 86400, 30 * 86400])
-async def test_jump_of_the_clock_loses_nothing_without_ttl(make_disk, kit, clock, jump):
-    keys = kit.keys("jump", count=4)
-    async with kit.opened(make_disk(capacity=40 * kit.frame_nbytes)) as store:
-        await store.save(kit.chain(keys))
-        clock.forward(jump)
-        assert await kit.stored(store, keys) == [True] * 4
-        for turn in range(20):
-            assert await store.save(kit.chain(kit.keys("after", turn, count=10))) == 10
 
 
 # ---------------------------------------------------------------------------------------- format

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.backends.host import fused_copy as module
-from kvconnect.backends.host.fused_copy import FusedCopy, ValueCopy, fused_copy
+from kvconnect.backends.host.fused_copy import ValueCopy, fused_copy
 from kvconnect.frame import CHECKSUM_AT, HEADER_NBYTES
 
 PIECE = 256 << 10
@@ -77,25 +77,6 @@ def test_more_frames_than_are_hashed_at_once_and_several_threads():
         assert np.array_equal(target, source)
 
 
-def test_what_is_not_to_be_hashed_is_copied_all_the_same():
-    source = np.random.default_rng(0).integers(0, 256, (3, 8192), np.uint8)
-    target = np.zeros_like(source)
-    values = [ValueCopy([pair], 0) for pair in zip(source, target, strict=True)]
-    assert fused_copy(wait=True).run(values) == [xxhash.xxh3_128_digest(b"")] * 3
-    assert np.array_equal(target, source)
-    assert fused_copy(wait=True).run([]) == []
-
-
-def test_lengths_that_differ_are_refused_before_anything_is_copied():
-    target = np.zeros(4096, np.uint8)
-    good = (np.ones(2048, np.uint8), target[:2048])
-    with pytest.raises(ValueError, match="4096 bytes cannot be copied to 2048"):
-        fused_copy(wait=True).run(
-            [ValueCopy([good, (np.ones(4096, np.uint8), target[2048:])], 4096)]
-        )
-    assert not target.any()
-
-
 @pytest.mark.usefixtures("forgotten")
 def test_nobody_waits_for_it_to_be_made(monkeypatch):
     gate = threading.Event()
@@ -147,12 +128,6 @@ def test_nobody_waits_while_another_thread_begins_with_it():
     assert fused_copy(wait=True) is not None
 
 
-@pytest.mark.usefixtures("forgotten")
-def test_an_xxhash_without_its_c_functions_is_not_used(monkeypatch):
-    monkeypatch.setattr(module, "_function", lambda library, name, arguments: library.n)
-    assert fused_copy(wait=True) is None
-
-
 def hashing_too_little(loop):
     return lambda parts, ends, states: loop(parts, ends - 1, states)
 
@@ -173,23 +148,3 @@ def test_functions_that_do_something_else_are_not_used(wrong, monkeypatch, caplo
     with caplog.at_level(logging.DEBUG, "kvconnect"):
         assert fused_copy(wait=True) is None
     assert "do not do what is expected of them" in caplog.text
-
-
-def test_states_are_used_again():
-    fused = FusedCopy()
-    target = np.zeros(4096, np.uint8)
-    for _ in range(10):
-        fused.run([ValueCopy([(np.ones(4096, np.uint8), target)], 4096)])
-    assert len(fused._idle) == 1
-
-
-def test_states_that_another_thread_takes_first_are_made_anew():
-    class Taken(list):
-        def __bool__(self):
-            return True
-
-    fused = FusedCopy()
-    fused._idle = Taken()
-    target = np.zeros(4096, np.uint8)
-    fused.run([ValueCopy([(np.ones(4096, np.uint8), target)], 4096)])
-    assert target.all()

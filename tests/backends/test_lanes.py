@@ -44,11 +44,6 @@ class Held:
         assert await asyncio.to_thread(self.entered.wait, 60)
 
 
-async def test_work_runs_on_a_thread_of_the_lane(lane):
-    assert (await lane.run(lambda: threading.current_thread().name)).startswith("lane-")
-    assert lane.running == 0
-
-
 async def test_errors_are_raised_where_they_are_waited_for(lane):
     def fail() -> None:
         raise KeyError("x")

@@ -10,18 +10,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from own_process import own_process
 
 from kvconnect import frame
 from kvconnect.backends.host import copier as memory_copier
 from kvconnect.backends.host.copier import Copy
 from kvconnect.backends.host.fused_copy import fused_copy
 from kvconnect.backends.lanes import Lane
-from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.errors import BadFrame
 from kvconnect.frame import FrameChecksum, FrameHeader, frame_nbytes
 from kvconnect.keys import BlockKey
-from kvconnect.testing import BlockMaker
 
 MIB = 1 << 20
 
@@ -186,52 +183,3 @@ async def test_error_of_a_half_is_the_call_s(copy_all):
     longer = np.empty(2 * MIB, np.uint8)
     with pytest.raises(ValueError, match=r"broadcast|cannot be copied"):
         await copy_all([Copy([(np.empty(2 * MIB - 1, np.uint8), longer)])])
-
-
-async def test_cancelled_call_ends_when_nothing_is_copied_any_more(copy_all, monkeypatch):
-    begun, gate, copied = threading.Semaphore(0), threading.Event(), []
-
-    def run(copies, fused):
-        begun.release()
-        assert gate.wait(60)
-        copied.append(copies)
-
-    monkeypatch.setattr(memory_copier, "_run", run)
-    source = np.ones(4 * MIB, np.uint8)
-    call = asyncio.create_task(copy_all([Copy([(source, np.zeros_like(source))])]))
-    for _ in range(2):  # both halves are on their threads
-        assert await asyncio.to_thread(begun.acquire, timeout=60)
-    call.cancel()
-    assert not (await asyncio.wait({call}, timeout=0.1))[0]
-    gate.set()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert len(copied) == 2
-
-
-@own_process
-def test_closed_store_leaves_no_thread(way):
-    kit, made = BlockMaker(), fused_copy(wait=True) if way == "fused" else None
-    memory_copier.fused_copy = lambda: made  # this process ends with the test
-
-    async def use():
-        for _ in range(2):
-            store = MemoryBackend(8 * MIB)
-            await store.open([kit.layout])
-            await store.save([kit.block(kit.key("large"), nbytes=4 * MIB)])
-            await store.close()
-            await store.close()
-
-    asyncio.run(use())
-    assert threading.active_count() == 1
-
-
-async def test_threads_that_run_out_later_harm_no_copy(copy_all, monkeypatch):
-    def refused(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    source = np.ones(4 * MIB, np.uint8)
-    target = np.zeros_like(source)
-    await copy_all([Copy([(source, target)])])
-    assert target.all()
