@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.backends.host import fused_copy as module
-from kvconnect.backends.host.fused_copy import ValueCopy, fused_copy
+from kvconnect.backends.host.fused_copy import FusedCopy, ValueCopy, fused_copy
 from kvconnect.frame import CHECKSUM_AT, HEADER_NBYTES
 
 PIECE = 256 << 10
@@ -148,3 +148,10 @@ def test_functions_that_do_something_else_are_not_used(wrong, monkeypatch, caplo
     with caplog.at_level(logging.DEBUG, "kvconnect"):
         assert fused_copy(wait=True) is None
     assert "do not do what is expected of them" in caplog.text
+
+
+def test_states_are_used_again():
+    fused, target = FusedCopy(), np.zeros(4096, np.uint8)
+    for _ in range(3):
+        fused.run([ValueCopy([(np.ones(4096, np.uint8), target)], 4096)])
+    assert len(fused._idle) == 1

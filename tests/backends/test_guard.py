@@ -16,6 +16,7 @@ from kvconnect import frame
 from kvconnect.backend import StoredBlock
 from kvconnect.backends import GuardedBackend
 from kvconnect.backends.guard import breaker, pieces
+from kvconnect.backends.guard.calls import counted
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.errors import (
     BackendTimeout,
@@ -154,6 +155,12 @@ async def test_block_that_is_saved_just_after_it_was_asked_for_is_not_dropped(
     assert kit.untouched(into)
     assert counter("store.bad_frame") == before
     assert await store.load([key], [into]) == 1
+
+
+@pytest.mark.parametrize("answer", [-1, 2, None, "1", 1.0])
+def test_impossible_count_is_a_failure_of_the_store(answer):
+    with pytest.raises(BackendUnavailable, match="load of 1 blocks answered"):
+        counted(answer, 1, "store", "load")
 
 
 async def test_check_that_is_switched_off_is_logged(kit, inner, caplog):

@@ -44,6 +44,20 @@ def frames(kit, keys, parent=None):
 # ------------------------------------------------------------------------------------ reading
 
 
+async def test_prefix_in_pieces_is_counted_and_loaded_in_order(kit):
+    one, two, three = DictTier(), DictTier(), DictTier()
+    keys = kit.keys("pieces", count=10)
+    blocks = kit.chain(keys)
+    one.put(*blocks[:2], *blocks[6:8])
+    two.put(*blocks[2:4])
+    three.put(*blocks[4:6], blocks[8])
+    async with tiered(one, two, three) as store:
+        into = kit.buffers(10)
+        assert await store.lookup(keys) == await store.load(keys, into) == 9
+        assert all(kit.holds(b, key) for b, key in zip(into[:9], keys, strict=False))
+        assert kit.untouched(into[9])
+
+
 async def test_block_is_loaded_from_the_first_tier_that_has_it(kit):
     one, two = DictTier(), DictTier()
     keys = kit.keys("first", count=4)
