@@ -57,7 +57,7 @@ class Breaker:
         name: str,
         probe: Callable[[], Coroutine[Any, Any, object]] | None,
         *,
-        failures: int = 5,
+        failures: int,
     ) -> None:
         self.name = name
         self.state = BreakerState.CLOSED

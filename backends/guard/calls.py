@@ -25,6 +25,11 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _DRAIN_POLL_S = 0.05
+# The calls that run at a time; further ones wait for their turn.
+_MOST_AT_A_TIME = 64
+# The running calls past their deadline after which calls fail at once: each may hold a thread and
+# buffers, and a store that hangs must not take them all.
+_MOST_ABANDONED = 16
 
 
 @contextmanager
@@ -66,12 +71,9 @@ class Calls:
     Args:
         name: the backend's name, for messages.
         deadline_s: the time that a call may take, including the wait for its turn.
-        max_concurrent: the calls that run at a time; further ones wait for their turn.
         probe: a cheap call to the store that shows whether it works again.
         probe_load: a load, begun with its `Call`, that shows whether loads work again.
         failures: the failures in a row after which calls fail at once, until a probe succeeds.
-        max_abandoned: the running calls past their deadline after which calls fail at once: each
-            may hold a thread and buffers, and a store that hangs must not take them all.
     """
 
     def __init__(
@@ -81,9 +83,7 @@ class Calls:
         *,
         probe: Callable[[], Coroutine[Any, Any, object]],
         probe_load: Callable[[Call], Coroutine[Any, Any, object]],
-        failures: int = 5,
-        max_concurrent: int = 64,
-        max_abandoned: int = 16,
+        failures: int,
     ) -> None:
         self.name = name
         self.deadline_s = deadline_s
@@ -93,8 +93,7 @@ class Calls:
         self._breaker = Breaker(name, self._probe, failures=failures)
         self._loads = Breaker(f"{name}: load", self._probe_load, failures=failures)
         self._breakers = {"lookup": self._breaker, "load": self._loads}
-        self._max_abandoned = max_abandoned
-        self._turns = asyncio.Semaphore(max_concurrent)
+        self._turns = asyncio.Semaphore(_MOST_AT_A_TIME)
         self._running: set[asyncio.Task[Any]] = set()
         self._abandoned: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -114,22 +113,16 @@ class Calls:
         """Returns whether `drain` was called."""
         return self._closed
 
-    @property
-    def abandoned(self) -> int:
-        """The number of calls past their deadline that have not ended yet."""
-        return len(self._abandoned)
-
-    @property
-    def running(self) -> int:
-        """The number of calls that have not ended yet, abandoned ones included."""
-        return len(self._running)
-
     def numbers(self) -> dict[str, float]:
-        """Returns these numbers as entries of `Backend.stats`."""
+        """Returns the state and the numbers of calls as entries of `Backend.stats`.
+
+        ``running`` are calls that have not ended yet, ``abandoned`` ones included: those past their
+        deadline.
+        """
         return {
             "breaker_state": float(self.state),
-            "running": self.running,
-            "abandoned": self.abandoned,
+            "running": len(self._running),
+            "abandoned": len(self._abandoned),
         }
 
     @property
@@ -245,7 +238,7 @@ class Calls:
 
     @property
     def _hangs(self) -> str:
-        if len(self._abandoned) < self._max_abandoned:
+        if len(self._abandoned) < _MOST_ABANDONED:
             return ""
         return f"{len(self._abandoned)} calls past their deadline still run"
 
