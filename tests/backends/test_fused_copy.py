@@ -27,6 +27,14 @@ def forgotten(monkeypatch):
     monkeypatch.setattr(module, "_maker", module._Maker())
 
 
+def made():
+    """Waits until it is made, or cannot be made."""
+    fused_copy()
+    if module._maker.thread is not None:
+        module._maker.thread.join()
+    return fused_copy()
+
+
 lengths = st.lists(
     st.one_of(st.integers(1, 300), st.sampled_from([4096, PIECE - 1, PIECE, PIECE + 1])),
     min_size=1,
@@ -45,7 +53,7 @@ def test_every_byte_arrives_and_every_digest_is_right(frames):
         sources.append(source)
         targets.append(target)
         copies.append(ValueCopy(pairs, max(1, sum(parts) - padding)))
-    digests = fused_copy(wait=True).run(copies)
+    digests = made().run(copies)
     for source, target, copy, digest in zip(sources, targets, copies, digests, strict=True):
         assert np.array_equal(target[1:-1], source)
         assert (target[0], target[-1]) == (0xC5, 0xC5)
@@ -65,7 +73,7 @@ def test_more_frames_than_are_hashed_at_once_and_several_threads():
         for _ in range(20):
             target = np.zeros_like(source)
             copies = [ValueCopy([pair], 8192) for pair in zip(source, target, strict=True)]
-            found[thread] = fused_copy(wait=True).run(copies), target
+            found[thread] = made().run(copies), target
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -85,9 +93,9 @@ def test_nobody_waits_for_it_to_be_made(monkeypatch):
     assert fused_copy() is None
     assert fused_copy() is None
     gate.set()
-    made = fused_copy(wait=True)
-    assert made is not None
-    assert fused_copy() is made
+    found = made()
+    assert found is not None
+    assert fused_copy() is found
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -97,14 +105,14 @@ def test_it_is_made_as_soon_as_there_is_a_thread_for_it(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refused)
-        assert fused_copy(wait=True) is None
-    assert fused_copy(wait=True) is not None
+        assert made() is None
+    assert made() is not None
 
 
 @pytest.mark.usefixtures("forgotten")
 def test_without_numba_there_is_none(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert fused_copy(wait=True) is None
+    assert made() is None
 
 
 @pytest.mark.parametrize("error", [SystemError, RuntimeError, ValueError])
@@ -116,7 +124,7 @@ def test_a_numba_that_is_broken_is_not_used(error, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     said = []
     monkeypatch.setattr(threading, "excepthook", said.append)
-    assert fused_copy(wait=True) is None
+    assert made() is None
     assert not said
 
 
@@ -125,7 +133,7 @@ def test_nobody_waits_while_another_thread_begins_with_it():
     # Nor does the child of a process that forked meanwhile: there that thread is no more.
     with module._maker._lock:
         assert fused_copy() is None
-    assert fused_copy(wait=True) is not None
+    assert made() is not None
 
 
 def hashing_too_little(loop):
@@ -146,7 +154,7 @@ def test_functions_that_do_something_else_are_not_used(wrong, monkeypatch, caplo
     compiled = module._compiled
     monkeypatch.setattr(module, "_compiled", lambda hashes: wrong(compiled(hashes)))
     with caplog.at_level(logging.DEBUG, "kvconnect"):
-        assert fused_copy(wait=True) is None
+        assert made() is None
     assert "do not do what is expected of them" in caplog.text
 
 

@@ -10,11 +10,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from test_fused_copy import made as fused_made
 
 from kvconnect import frame
 from kvconnect.backends.host import copier as memory_copier
 from kvconnect.backends.host.copier import Copy
-from kvconnect.backends.host.fused_copy import fused_copy
 from kvconnect.backends.lanes import Lane
 from kvconnect.errors import BadFrame
 from kvconnect.frame import FrameChecksum, FrameHeader, frame_nbytes
@@ -26,7 +26,7 @@ MIB = 1 << 20
 @pytest.fixture(params=["piece by piece", "fused"], autouse=True)
 def way(request, monkeypatch):
     """How copies are done."""
-    made = fused_copy(wait=True) if request.param == "fused" else None
+    made = fused_made() if request.param == "fused" else None
     assert (made is not None) == (request.param == "fused")
     monkeypatch.setattr(memory_copier, "fused_copy", lambda: made)
     return request.param
