@@ -65,7 +65,9 @@ def run(*command):
 # ---------------------------------------------------------------------------------------- injected
 
 
-async def test_failing_write_stores_nothing_and_keeps_no_slot(store, kit, monkeypatch):
+async def test_failing_write_is_unavailable_stores_nothing_and_keeps_no_slot(
+    store, kit, monkeypatch
+):
     keys = kit.keys("write", count=4)
     await store.save(kit.chain(keys[:1]))
     monkeypatch.setattr(os, "pwritev", failing(errno.EIO))
