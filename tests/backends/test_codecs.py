@@ -7,6 +7,7 @@ import struct
 import sys
 import threading
 import tracemalloc
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -84,14 +85,25 @@ def other_key_file(tmp_path):
     return str(path)
 
 
-async def opened(inner, codec=None, key_file=None, **options):
+async def opened_store(inner, codec=None, key_file=None, **options):
     store = open_backend(inner, codec=codec, key_file=key_file, **options)
     await store.open([LAYOUT])
     return store
 
 
-def needs_key(codec):
-    return "aes-gcm" in codec
+@pytest.fixture
+async def opened(key_file):
+    """Opens stores, with a key where their codec needs one, and closes them at the end."""
+    async with AsyncExitStack() as stack:
+
+        async def opened(inner, codec=None, **options):
+            if codec and "aes-gcm" in codec:
+                options = {"key_file": key_file, **options}
+            store = await opened_store(inner, codec, **options)
+            stack.push_async_callback(store.close)
+            return store
+
+        yield opened
 
 
 def counter(name):
@@ -106,9 +118,9 @@ LOSSY = ["fp8", "int8", "fp8+zstd", "int8+lz4+aes-gcm"]
 
 
 @pytest.mark.parametrize("codec", [*LOSSLESS, *LOSSY])
-async def test_what_is_saved_comes_back_and_its_payload_stays_as_it_is(kit, key_file, codec):
+async def test_what_is_saved_comes_back_and_its_payload_stays_as_it_is(kit, opened, codec):
     inner = Values()
-    store = await opened(inner, codec, key_file if needs_key(codec) else None)
+    store = await opened(inner, codec)
     keys = kit.keys(codec, count=5)
     blocks = [block(key, number) for number, key in enumerate(keys)]
     for _ in range(2):  # who saves a block twice must not store twice encoded bytes under its key
@@ -127,10 +139,9 @@ async def test_what_is_saved_comes_back_and_its_payload_stays_as_it_is(kit, key_
         sizes = {one.data.numel() for one in inner.blocks.values()}
         assert all(size % frame.ALIGNMENT == 0 for size in sizes)
         assert codec == "aes-gcm" or max(sizes) < FRAME
-    await store.close()
 
 
-async def test_what_does_not_get_smaller_is_stored_as_it_is(kit):
+async def test_what_does_not_get_smaller_is_stored_as_it_is(kit, opened):
     inner = Values()
     store = await opened(inner, "zstd")
     key = kit.key("random")
@@ -142,11 +153,10 @@ async def test_what_does_not_get_smaller_is_stored_as_it_is(kit):
     into = buffer()
     assert await store.load([key], [into]) == 1
     assert torch.equal(frame.payload(into, NBYTES), noise)
-    await store.close()
 
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
-async def test_anybody_reads_what_was_compressed(kit, codec):
+async def test_anybody_reads_what_was_compressed(kit, opened, codec):
     inner = Values()
     store = await opened(inner, codec)
     await store.save([block(kit.key(1))])
@@ -155,12 +165,10 @@ async def test_anybody_reads_what_was_compressed(kit, codec):
         into = buffer()
         assert await reader.load([kit.key(1)], [into]) == 1
         assert torch.equal(frame.payload(into, NBYTES), content())
-        await reader.close()
-    await store.close()
 
 
 @pytest.mark.parametrize("codec", ["fp8", "int8"])
-async def test_rounded_blocks_have_one_length_and_every_store_takes_them(kit, codec):
+async def test_rounded_blocks_have_one_length_and_every_store_takes_them(kit, opened, codec):
     inner = fixed_length()
     store = await opened(inner, codec)
     keys = kit.keys(codec, count=3)
@@ -169,7 +177,6 @@ async def test_rounded_blocks_have_one_length_and_every_store_takes_them(kit, co
         frame.frame_nbytes(quantized_nbytes(LAYOUT))
     }
     assert await store.load(keys, [buffer() for _ in keys]) == 3
-    await store.close()
 
 
 @pytest.mark.parametrize(
@@ -183,7 +190,7 @@ async def test_rounded_blocks_have_one_length_and_every_store_takes_them(kit, co
 @pytest.mark.parametrize("codec", ["zstd", "fp8+zstd", "aes-gcm"])
 async def test_own_stores_take_every_codec(kit, tmp_path, key_file, url, codec):
     url = url.format(path=tmp_path, codec=codec)
-    store = open_backend(url + (f"&key_file={key_file}" if needs_key(codec) else ""))
+    store = open_backend(url + (f"&key_file={key_file}" if "aes-gcm" in codec else ""))
     await store.open([LAYOUT])
     keys = kit.keys("own", count=6)
     assert await store.save([block(key, number) for number, key in enumerate(keys)]) == 6
@@ -262,46 +269,40 @@ def test_keys_and_values_of_different_length_have_scales_of_their_own():
     ("saved", "read"),
     [("fp8", None), ("fp8", "int8"), ("int8", "fp8+zstd"), (None, "fp8"), ("fp8+zstd", "zstd")],
 )
-async def test_another_rounding_is_a_miss_that_stays(kit, saved, read):
+async def test_another_rounding_is_a_miss_that_stays(kit, opened, saved, read):
     inner = Values()
     writer, reader = await opened(inner, saved), await opened(inner, read)
     await writer.save([block(kit.key(1))])
     assert await reader.load([kit.key(1)], [buffer()]) == 0
     assert kit.key(1) in inner.blocks
     assert await writer.load([kit.key(1)], [buffer()]) == 1
-    await writer.close()
-    await reader.close()
 
 
 async def test_another_secret_is_a_miss_that_stays_and_is_told_of(
-    kit, key_file, other_key_file, caplog
+    kit, opened, key_file, other_key_file, caplog
 ):
     inner = Values()
-    writer = await opened(inner, "aes-gcm", key_file)
+    writer = await opened(inner, "aes-gcm")
     await writer.save([block(kit.key(1), parent=kit.key(0), tokens=[1, 2, 3])])
     metrics._warned.clear()
     before = counter("store.other_codec")
     for codec, file in (("aes-gcm", other_key_file), (None, None)):
-        reader = await opened(inner, codec, file)
+        reader = await opened(inner, codec, key_file=file)
         assert await reader.load([kit.key(1)], [buffer()]) == 0
-        await reader.close()
     assert "another key_file" in caplog.text
     assert counter("store.other_codec") == before + 2
     assert await writer.load([kit.key(1)], [buffer()]) == 1
-    await writer.close()
 
 
-async def test_what_anybody_can_write_is_not_read_where_encryption_is_configured(kit, key_file):
+async def test_what_anybody_can_write_is_not_read_where_encryption_is_configured(kit, opened):
     inner = Values()
-    plain, secret = await opened(inner), await opened(inner, "aes-gcm", key_file)
+    plain, secret = await opened(inner), await opened(inner, "aes-gcm")
     await plain.save([block(kit.key(1))])
     assert await secret.load([kit.key(1)], [buffer()]) == 0
     assert kit.key(1) in inner.blocks
-    await plain.close()
-    await secret.close()
 
 
-async def test_a_package_that_is_missing_makes_it_a_miss(kit, monkeypatch):
+async def test_a_package_that_is_missing_makes_it_a_miss(kit, opened, monkeypatch):
     inner = Values()
     writer, reader = await opened(inner, "zstd"), await opened(inner)
     await writer.save([block(kit.key(1))])
@@ -309,8 +310,6 @@ async def test_a_package_that_is_missing_makes_it_a_miss(kit, monkeypatch):
     monkeypatch.setattr("kvconnect.backends.guard.codecs._compressors", {})
     assert await reader.load([kit.key(1)], [buffer()]) == 0
     assert kit.key(1) in inner.blocks
-    await writer.close()
-    await reader.close()
 
 
 # ---------------------------------------------------------------------------------------- attacks
@@ -330,10 +329,10 @@ def header_of(value):
 
 
 async def test_an_encrypted_block_under_another_key_is_rejected_whatever_its_header_says(
-    kit, key_file
+    kit, opened
 ):
     inner = Values()
-    store = await opened(inner, "zstd+aes-gcm", key_file)
+    store = await opened(inner, "zstd+aes-gcm")
     first, second = kit.key(1), kit.key(2)
     await store.save([block(first, 1), block(second, 2)])
     moved = inner.value(first)
@@ -342,7 +341,6 @@ async def test_an_encrypted_block_under_another_key_is_rejected_whatever_its_hea
         inner.hold(second, resealed(moved, forged))
         assert await store.load([second], [buffer()]) == 0
         assert second not in inner.blocks
-    await store.close()
 
 
 @pytest.mark.parametrize(
@@ -355,20 +353,19 @@ async def test_an_encrypted_block_under_another_key_is_rejected_whatever_its_hea
     ],
     ids=["tokens", "not compressed", "another codec", "shorter"],
 )
-async def test_a_changed_header_of_an_encrypted_block_is_rejected(kit, key_file, change):
+async def test_a_changed_header_of_an_encrypted_block_is_rejected(kit, opened, change):
     inner = Values()
-    store = await opened(inner, "zstd+aes-gcm", key_file)
+    store = await opened(inner, "zstd+aes-gcm")
     key = kit.key(1)
     await store.save([block(key)])
     inner.hold(key, resealed(inner.value(key), change(header_of(inner.value(key)))))
     assert await store.load([key], [buffer()]) == 0
     assert key not in inner.blocks
-    await store.close()
 
 
-async def test_nothing_of_the_block_or_its_tokens_is_in_an_encrypted_store(kit, key_file):
+async def test_nothing_of_the_block_or_its_tokens_is_in_an_encrypted_store(kit, opened):
     inner = Values()
-    store = await opened(inner, "aes-gcm", key_file)
+    store = await opened(inner, "aes-gcm")
     tokens = list(range(70_000, 70_016))
     key, parent = kit.key(1), kit.key(0)
     await store.save([block(key, parent=parent, tokens=tokens)])
@@ -383,17 +380,15 @@ async def test_nothing_of_the_block_or_its_tokens_is_in_an_encrypted_store(kit, 
     assert await store.children(kit.key(9)) == []
     inner.blocks = {key: replace(listed, tokens=listed.tokens[:5])}
     assert await store.children(parent) == []
-    await store.close()
 
 
-async def test_two_saves_of_a_block_share_no_nonce(kit, key_file):
+async def test_two_saves_of_a_block_share_no_nonce(kit, opened):
     seen = set()
     for _ in range(2):
         inner = Values()
-        store = await opened(inner, "aes-gcm", key_file)
+        store = await opened(inner, "aes-gcm")
         await store.save([block(kit.key(1))])
         seen.add(header_of(inner.value(kit.key(1))).codec_data[8:20])
-        await store.close()
     assert len(seen) == 2
 
 
@@ -444,7 +439,7 @@ LIES = {
 async def load_lie(lie) -> int:
     """Loads a frame that lies, which is bad; returns how much memory that took."""
     inner, key = Values(), BlockMaker().key("bomb")
-    store = await opened(inner)
+    store = await opened_store(inner)
     data = as_frame(key, LIES[lie](), CodecFlag[lie.partition(":")[0].upper()])
     assert data.numel() <= FRAME  # or it would not get that far
     inner.hold(key, data)
@@ -467,25 +462,23 @@ async def test_a_frame_that_lies_about_its_lengths_is_bad_and_takes_no_memory():
 
 
 @pytest.mark.parametrize("flags", [32, 0x8000, CodecFlag.FP8 | CodecFlag.INT8, 3])
-async def test_unknown_and_impossible_flags_are_bad_frames(kit, flags):
+async def test_unknown_and_impossible_flags_are_bad_frames(kit, opened, flags):
     inner = Values()
     store = await opened(inner)
     key = kit.key(1)
     inner.hold(key, as_frame(key, content().numpy().tobytes(), flags))
     assert await store.load([key], [buffer()]) == 0
     assert not inner.blocks
-    await store.close()
 
 
 @pytest.mark.parametrize("length", [0, 100, quantized_nbytes(LAYOUT) - 1])
-async def test_a_rounded_block_of_another_length_is_bad(kit, length):
+async def test_a_rounded_block_of_another_length_is_bad(kit, opened, length):
     inner = Values()
     store = await opened(inner, "fp8")
     key = kit.key(1)
     inner.hold(key, as_frame(key, bytes(length), CodecFlag.FP8))
     assert await store.load([key], [buffer()]) == 0
     assert not inner.blocks
-    await store.close()
 
 
 def test_every_store_key_has_an_encryption_key_of_its_own(kit, key_file):
@@ -510,7 +503,7 @@ def test_damage_with_a_checksum_that_fits_is_a_miss_or_right(codec, position, ch
     # Not even a writer that seals what it damaged gets more than wrong bytes of the right length.
     async def run():
         inner = Values()
-        store = await opened(inner, codec)
+        store = await opened_store(inner, codec)
         key = b"k" * 32
         await store.save([block(key)])
         value = inner.value(key)
@@ -527,7 +520,7 @@ def test_damage_with_a_checksum_that_fits_is_a_miss_or_right(codec, position, ch
     asyncio.run(run())
 
 
-async def test_a_checksum_guards_encoded_frames_too(kit):
+async def test_a_checksum_guards_encoded_frames_too(kit, opened):
     inner = Values()
     store = await opened(inner, "zstd")
     key = kit.key(1)
@@ -536,13 +529,12 @@ async def test_a_checksum_guards_encoded_frames_too(kit):
         inner.value(key)[position] ^= 1
         assert await store.load([key], [buffer()]) == 0
         assert key not in inner.blocks
-    await store.close()
 
 
 # -------------------------------------------------------------------------------- memory and time
 
 
-async def test_encoding_happens_off_the_event_loop_and_piece_by_piece(kit, monkeypatch):
+async def test_encoding_happens_off_the_event_loop_and_piece_by_piece(kit, opened, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_NBYTES", 2 * FRAME)
     ran_on, order = set(), []
     real = Codecs.encode
@@ -567,10 +559,9 @@ async def test_encoding_happens_off_the_event_loop_and_piece_by_piece(kit, monke
     assert order.count("save") == 5
     assert order.index("save") == 2
     assert order[-1] == "save"
-    await store.close()
 
 
-async def test_scratch_memory_is_bounded_whatever_hangs(kit, monkeypatch):
+async def test_scratch_memory_is_bounded_whatever_hangs(kit, opened, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_NBYTES", 2 * FRAME)
     taken = []
     real = framing.ScratchPair.room
@@ -594,7 +585,6 @@ async def test_scratch_memory_is_bounded_whatever_hangs(kit, monkeypatch):
     assert all(isinstance(result, TimeoutError) for result in results)
     assert sum(dict(taken).values()) <= 4 * (2 * FRAME + frame.ALIGNMENT)
     release.set()
-    await store.close()
 
 
 # ---------------------------------------------------------------------------------- configuration
@@ -699,9 +689,9 @@ def test_a_url_without_its_codec_is_for_raw_access(url, plain):
     assert without_codec(url) == plain
 
 
-async def test_raw_access_leaves_frames_encoded(kit, key_file):
+async def test_raw_access_leaves_frames_encoded(kit, opened):
     inner = Values()
-    store = await opened(inner, "zstd+aes-gcm", key_file)
+    store = await opened(inner, "zstd+aes-gcm")
     await store.save([block(kit.key(1), tokens=[1, 2, 3])])
     raw = open_backend(inner, raw=True)
     await raw.open([])
@@ -715,7 +705,7 @@ async def test_raw_access_leaves_frames_encoded(kit, key_file):
     other = open_backend(copy, raw=True)
     await other.open([])
     await other.save([replace(inner.blocks[kit.key(1)], data=into)])
-    reader = await opened(copy, "zstd+aes-gcm", key_file)
+    reader = await opened(copy, "zstd+aes-gcm")
     back = buffer()
     assert await reader.load([kit.key(1)], [back]) == 1
     assert torch.equal(frame.payload(back, NBYTES), content())
@@ -731,7 +721,7 @@ def test_a_missing_package_names_the_extra(monkeypatch, key_file, codec, module)
     if module == "cryptography":
         monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
     with pytest.raises(MissingExtra, match=r"pip install '\.\[codecs\]'"):
-        open_backend(Values(), codec=codec, key_file=key_file if needs_key(codec) else None)
+        open_backend(Values(), codec=codec, key_file=key_file if "aes-gcm" in codec else None)
 
 
 def test_only_what_changes_what_comes_back_changes_the_identity(key_file, other_key_file):
