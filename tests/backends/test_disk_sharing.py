@@ -138,9 +138,9 @@ async def test_five_processes_killed_at_once_lose_nothing_they_told_of(tmp_path,
 
 async def test_processes_of_different_models_share_the_capacity(tmp_path):
     path = tmp_path / "store"
-    capacity = 8 << 20
+    capacity = 4 << 20
     jobs = [
-        {"path": str(path), "capacity": capacity, "nbytes": nbytes, "batch": 4, "blocks": 80}
+        {"path": str(path), "capacity": capacity, "nbytes": nbytes, "batch": 4, "blocks": 48}
         for nbytes in (32 << 10, 80 << 10, 100_000)
     ]
     files, total = [], []
@@ -155,7 +155,7 @@ async def test_processes_of_different_models_share_the_capacity(tmp_path):
     assert max(total) <= capacity + (4 << 20)
     assert sizes_on_disk(path)[1] <= capacity
     found = [
-        await expect_blocks_right(path, job["nbytes"], [seed], 80) for seed, job in enumerate(jobs)
+        await expect_blocks_right(path, job["nbytes"], [seed], 48) for seed, job in enumerate(jobs)
     ]
     assert sum(found) > 5
 

@@ -41,14 +41,14 @@ async def test_what_was_used_longest_ago_goes_first(small, kit):
 async def test_low_priority_goes_before_high(small, kit):
     high = kit.keys("high", count=16)
     await small.save(kit.chain(high, priority=80))
-    await press(small, kit, 4 * SLOTS, priority=20)
+    await press(small, kit, 2 * SLOTS, priority=20)
     assert await small.lookup(high) == 16
 
 
 async def test_high_priority_goes_when_there_is_nothing_else(small, kit):
     high = kit.keys("high", count=SLOTS - 16)
     await small.save(kit.chain(high, priority=80))
-    await press(small, kit, 4 * SLOTS, priority=80)
+    await press(small, kit, 2 * SLOTS, priority=80)
     assert await kit.stored(small, high) == [False] * len(high)
 
 
@@ -69,7 +69,7 @@ async def test_block_of_high_priority_keeps_its_low_priority_ancestors(small, ki
     keys = kit.keys("mixed", count=6)
     chain = [*kit.chain(keys[:5], priority=1), kit.block(keys[5], keys[4], priority=90)]
     await small.save(chain)
-    await press(small, kit, 4 * SLOTS, priority=50)
+    await press(small, kit, 2 * SLOTS, priority=50)
     assert await small.lookup(keys) == 6
 
 
