@@ -21,8 +21,8 @@ from tier_store import DictTier
 from kvconnect import frame
 from kvconnect.backend import StoredBlock
 from kvconnect.backends import open_backend
+from kvconnect.backends.guard import codecs, pieces
 from kvconnect.backends.guard import frames as framing
-from kvconnect.backends.guard import pieces
 from kvconnect.backends.guard.codecs import CodecFlag, Codecs
 from kvconnect.backends.url import StoreUrl, without_codec
 from kvconnect.errors import BadFrame, ConfigurationError, MissingExtra
@@ -307,7 +307,7 @@ async def test_a_package_that_is_missing_makes_it_a_miss(kit, opened, monkeypatc
     writer, reader = await opened(inner, "zstd"), await opened(inner)
     await writer.save([block(kit.key(1))])
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    monkeypatch.setattr("kvconnect.backends.guard.codecs._compressors", {})
+    codecs._compressor.cache_clear()
     assert await reader.load([kit.key(1)], [buffer()]) == 0
     assert kit.key(1) in inner.blocks
 
@@ -717,6 +717,7 @@ async def test_raw_access_leaves_frames_encoded(kit, opened):
     ("codec", "module"), [("zstd", "zstandard"), ("lz4", "lz4.block"), ("aes-gcm", "cryptography")]
 )
 def test_a_missing_package_names_the_extra(monkeypatch, key_file, codec, module):
+    codecs._compressor.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
     if module == "cryptography":
         monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
