@@ -74,6 +74,9 @@ class Calls:
         probe: a cheap call to the store that shows whether it works again.
         probe_load: a load, begun with its `Call`, that shows whether loads work again.
         failures: the failures in a row after which calls fail at once, until a probe succeeds.
+
+    Attributes:
+        closed: whether `drain` was called.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Calls:
         self._turns = asyncio.Semaphore(_MOST_AT_A_TIME)
         self._running: set[asyncio.Task[Any]] = set()
         self._abandoned: set[asyncio.Task[Any]] = set()
-        self._closed = False
+        self.closed = False
 
     @property
     def labels(self) -> Labels:
@@ -107,11 +110,6 @@ class Calls:
     def labels(self, labels: Labels) -> None:
         for breaker in self._breakers.values():
             breaker.labels = labels
-
-    @property
-    def closed(self) -> bool:
-        """Returns whether `drain` was called."""
-        return self._closed
 
     def numbers(self) -> dict[str, float]:
         """Returns the state and the numbers of calls as entries of `Backend.stats`.
@@ -198,7 +196,7 @@ class Calls:
 
         Abandoned calls are not waited for: their deadline has passed, and they may never end.
         """
-        self._closed = True
+        self.closed = True
         for breaker in self._breakers.values():
             breaker.stop()
         deadline = asyncio.get_running_loop().time() + self.deadline_s
@@ -211,7 +209,7 @@ class Calls:
 
     def _admit(self, operation: str) -> Breaker:
         # The one place that refuses calls before they cost anything.
-        if self._closed:
+        if self.closed:
             raise BackendUnavailable(f"{self.name}: is closed")
         self._breaker.check()
         if operation == "lookup":
@@ -265,7 +263,7 @@ class Calls:
         pending.set_running_or_notify_cancel()
         task.add_done_callback(lambda _: _settle(pending, task))
         self._abandoned.add(task)
-        if self._hangs and not self._closed:
+        if self._hangs and not self.closed:
             self._breaker.open(self._hangs)
         if not holds_buffers:
             task.cancel()
