@@ -99,19 +99,6 @@ def make_bare(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., B
     return make
 
 
-@pytest.fixture(params=["bare", "guarded"])
-def make_backend(
-    request: pytest.FixtureRequest, make_bare: Callable[..., Backend]
-) -> Callable[..., Backend]:
-    """The same, and once more with everything that `open_backend` puts around it."""
-
-    def make(*, capacity: int = 64 << 20) -> Backend:
-        bare = make_bare(capacity=capacity)
-        return bare if request.param == "bare" else open_backend(bare)
-
-    return make
-
-
 @pytest.fixture
 def make_disk(tmp_path: Path) -> Callable[..., DiskBackend]:
     """Makes disk stores in one directory, ``tmp_path / "store"``."""

@@ -13,9 +13,7 @@ import threading
 import time
 from contextlib import suppress
 
-import numpy as np
 import pytest
-import torch
 
 from kvconnect.backends import open_backend
 from kvconnect.backends.disk.files import direct_io
@@ -107,18 +105,6 @@ async def test_failed_save_ends_only_when_all_its_writes_have(kit, make_disk, mo
         assert ended
 
 
-async def test_large_block_is_moved_in_parts_and_comes_back_whole(kit, make_disk):
-    nbytes = (9 << 20) + 4096
-    block = kit.block(kit.key("large"), nbytes=nbytes)
-    block.data.numpy()[:] = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
-    (into,) = kit.buffers(1, nbytes)
-    async with kit.opened(make_disk()) as store:
-        assert await store.save([block]) == 1
-        assert await store.load([block.key], [into]) == 1
-        assert kit.margins_whole(into)
-        assert torch.equal(into, block.data)
-
-
 @pytest.mark.parametrize("number", FULL)
 async def test_full_disk_at_a_write_stores_nothing_with_one_warning(
     store, kit, monkeypatch, caplog, number
@@ -191,18 +177,6 @@ async def test_row_that_disappears_while_its_slot_is_read_is_a_miss(store, kit, 
     monkeypatch.undo()
     assert await kit.stored(store, new) == [True, True]
     await other.close()
-
-
-async def test_index_that_stays_locked_is_unavailable_in_bounded_time(kit, make_disk, monkeypatch):
-    monkeypatch.setattr("kvconnect.backends.disk.format._BUSY_S", 0.05)
-    async with kit.opened(make_disk()) as store, kit.opened(make_disk()) as other:
-        keys = kit.keys("locked", count=2)
-        await store.save(kit.chain(keys))
-        with other._client.directory.writer._transaction():
-            with pytest.raises(BackendUnavailable, match="lock"):
-                await store.save(kit.chain(kit.keys("more", count=2)))
-            assert await kit.stored(store, keys) == [True, True]
-        assert await store.save(kit.chain(kit.keys("more", count=2))) == 2
 
 
 # ---------------------------------------------------------------------------------------- real

@@ -10,13 +10,10 @@ import zlib
 from contextlib import closing
 
 import pytest
-import torch
 
-from kvconnect.backends import open_backend
 from kvconnect.backends.disk import format as disk_schema
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.errors import BackendUnavailable, ConfigurationError
-from kvconnect.layout import KvCacheLayout
 from kvconnect.testing.processes import children
 from kvconnect.testing.subjects import DiskSubject
 
@@ -196,19 +193,6 @@ async def test_another_slot_size_gets_the_room_of_blocks_unused_for_longer(make_
         back = kit.keys("back", count=200)
         assert await store.save(kit.chain(back, nbytes=8192)) == 200
         assert await store.lookup(back) == 200
-
-
-async def test_model_with_other_blocks_shares_the_directory(make_disk, kit, tmp_path):
-    layout = KvCacheLayout(3, 2, 16, 16, 16, torch.float16)
-    keys = kit.keys("model", count=4)
-    async with kit.opened(open_backend(make_disk())) as store:
-        await store.save(kit.chain(keys))
-    other = open_backend(make_disk())
-    await other.open([layout])
-    assert await other.lookup(kit.keys("other model", count=4)) == 0
-    await other.close()
-    async with kit.opened(open_backend(make_disk())) as store:
-        assert await kit.stored(store, keys) == [True] * 4
 
 
 # ---------------------------------------------------------------------------------------- time

@@ -11,8 +11,6 @@ import torch
 from tier_store import DictTier, tiered, until
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.disk.store import DiskBackend
-from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.backends.tiered.settings import TieredSettings, parse_tiered
 from kvconnect.backends.tiered.store import TieredBackend
 from kvconnect.backends.url import StoreUrl
@@ -288,23 +286,6 @@ async def test_by_url_a_bad_frame_in_memory_is_replaced_from_disk(kit, tmp_path)
         await written(store.inner)
         assert await memory.lookup(keys) == 6  # the sound copy has taken its place
         assert await disk.lookup(keys) == 6
-
-
-async def test_blocks_of_another_run_come_from_disk_and_then_from_memory(kit, tmp_path):
-    keys = kit.keys("restart", count=6)
-    for run in range(2):
-        memory, disk = MemoryBackend(1 << 20), DiskBackend(tmp_path / "kv", capacity=8 << 20)
-        store = open_backend(TieredBackend([memory, disk], TieredSettings(patience_s=60.0)))
-        async with kit.opened(store):
-            if run == 0:
-                assert await store.save(frames(kit, keys)) == 6
-                continue
-            assert await store.lookup(keys) == 6
-            assert await memory.lookup(keys) == 0
-            assert await kit.stored(store, keys) == [True] * 6
-            await written(store.inner)
-            assert await memory.lookup(keys) == 6
-            assert [entry.model async for entry in memory.scan()] == [b"m" * 32] * 6
 
 
 # ------------------------------------------------------------------------------------ settings

@@ -520,22 +520,6 @@ async def test_what_is_damaged_on_its_way_out_of_the_tiers_is_never_a_hit(kit, c
         assert len(checksums) == 4  # in the tier, and around what may damage
 
 
-async def test_what_a_subclass_does_to_loaded_frames_is_checked(kit):
-    tier = DictTier()
-    keys = kit.keys("subclass", count=2)
-    tier.put(*(sealed(kit, key) for key in keys))
-
-    class Damaging(TieredBackend):
-        async def load(self, keys, into):
-            loaded = await super().load(keys, into)
-            into[-1][1000] ^= 1
-            return loaded
-
-    store = open_backend(Damaging([tier], TieredSettings(patience_s=60.0)))
-    async with kit.opened(store):
-        assert await store.load(keys, kit.buffers(2)) == 1
-
-
 async def test_tiers_that_are_not_checked_are_checked_as_a_whole(kit, checksums):
     tier = DictTier()
     key = kit.key("unchecked")
