@@ -13,7 +13,9 @@ import threading
 import time
 from contextlib import suppress
 
+import numpy as np
 import pytest
+import torch
 
 from kvconnect.backends import open_backend
 from kvconnect.backends.disk.files import direct_io
@@ -103,6 +105,18 @@ async def test_failed_save_ends_only_when_all_its_writes_have(kit, make_disk, mo
         with pytest.raises(BackendUnavailable, match="as if"):
             await save
         assert ended
+
+
+async def test_large_block_is_moved_in_parts_and_comes_back_whole(kit, make_disk):
+    nbytes = (9 << 20) + 4096
+    block = kit.block(kit.key("large"), nbytes=nbytes)
+    # The kit's blocks repeat a few bytes, so parts of them are alike.
+    block.data.numpy()[:] = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
+    (into,) = kit.buffers(1, nbytes)
+    async with kit.opened(make_disk()) as store:
+        assert await store.save([block]) == 1
+        assert await store.load([block.key], [into]) == 1
+        assert torch.equal(into, block.data)
 
 
 @pytest.mark.parametrize("number", FULL)
