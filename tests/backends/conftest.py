@@ -12,7 +12,7 @@ from redis_server import own_redis, redis_cluster, redis_server  # noqa: F401  f
 from s3_server import BUCKET, S3Server
 
 from kvconnect.backend import Access, Backend
-from kvconnect.backends import GuardedBackend, open_backend
+from kvconnect.backends import open_backend
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.lanes import Lanes
 from kvconnect.backends.memory.store import MemoryBackend
@@ -100,11 +100,17 @@ def make_bare(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., B
 
 
 @pytest.fixture
-def make_disk(tmp_path: Path) -> Callable[..., DiskBackend]:
-    """Makes disk stores in one directory, ``tmp_path / "store"``."""
+def path(tmp_path: Path) -> Path:
+    """The directory of `make_disk`, which is not there yet."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def make_disk(path: Path) -> Callable[..., DiskBackend]:
+    """Makes disk stores in one directory."""
 
     def make(**options: object) -> DiskBackend:
-        return DiskBackend(tmp_path / "store", **{"capacity": 64 << 20, **options})  # type: ignore[arg-type]
+        return DiskBackend(path, **{"capacity": 64 << 20, **options})  # type: ignore[arg-type]
 
     return make
 
@@ -116,8 +122,3 @@ def lanes() -> Iterator[Lanes]:
     yield lanes
     lanes.end()
     lanes.join()
-
-
-@pytest.fixture
-def guarded() -> Callable[..., GuardedBackend]:
-    return open_backend

@@ -34,11 +34,6 @@ CAPACITY = 1 << 20
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "store"
-
-
-@pytest.fixture
 def settings(path):
     return DiskSettings(path, capacity=CAPACITY)
 
