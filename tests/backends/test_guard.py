@@ -9,7 +9,6 @@ from collections import Counter
 
 import pytest
 import torch
-from own_process import own_process
 from tier_store import DictTier
 
 from kvconnect import frame
@@ -25,7 +24,6 @@ from kvconnect.errors import (
     RetryLater,
     UsageError,
 )
-from kvconnect.testing import BlockMaker
 from kvconnect.trace import metrics
 
 
@@ -525,18 +523,18 @@ async def test_the_event_loop_stays_free_while_large_frames_are_hashed(kit, monk
         assert all(name.startswith("kvconnect-frames") for name in hashed_on)
 
 
-@own_process
-async def test_no_task_or_thread_is_left():
-    kit, store = BlockMaker(), GuardedBackend(Recording())
-    await store.open([kit.layout])
-    keys = kit.keys("left", count=64)
-    await store.save(kit.chain(keys))
-    await store.load(keys, kit.buffers(64))
-    await store.close()
-    for thread in threading.enumerate():
-        if thread.name.startswith("kvconnect"):
-            thread.join(60)
-            assert not thread.is_alive()
+async def test_no_task_or_thread_is_left(kit):
+    threads = set(threading.enumerate())
+    async with kit.opened(GuardedBackend(Recording())) as store:
+        keys = kit.keys("left", count=64)
+        await store.save(kit.chain(keys))
+        await store.load(keys, kit.buffers(64))
+        new = set(threading.enumerate()) - threads
+        started = {one for one in new if one.name.startswith("kvconnect-frames")}
+    assert started
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
