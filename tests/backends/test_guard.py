@@ -328,8 +328,9 @@ async def test_load_and_save_are_never_cancelled_but_a_lookup_is(kit):
             ended[name] = "cancelled"
             raise
 
-    store = GuardedBackend(Recording(hang), deadline_s=0.05)
+    store = GuardedBackend(Recording(hang))
     await store.open([kit.layout])
+    store._calls.deadline_s = 0.05  # of no call that opens it
     for call in (
         store.lookup([kit.key(1)]),
         store.load([kit.key(1)], kit.buffers(1)),
@@ -411,8 +412,9 @@ async def test_close_returns_while_a_call_hangs(kit):
     async def hang(name):
         await hanging.wait()
 
-    store = GuardedBackend(Recording(hang), deadline_s=0.05)
+    store = GuardedBackend(Recording(hang))
     await store.open([kit.layout])
+    store._calls.deadline_s = 0.05  # of no call that opens it
     loading = asyncio.ensure_future(store.load([kit.key(1)], kit.buffers(1)))
     await asyncio.sleep(0)
     await asyncio.wait_for(store.close(), 60)
@@ -441,8 +443,9 @@ async def test_close_returns_while_the_close_of_the_store_hangs(kit, caplog):
         async def close(self):
             await asyncio.Event().wait()
 
-    store = GuardedBackend(Hanging(), deadline_s=0.05)
+    store = GuardedBackend(Hanging())
     await store.open([kit.layout])
+    store._calls.deadline_s = 0.05  # of no call that opens it
     await asyncio.wait_for(store.close(), 60)
     await store.close()
 
