@@ -56,6 +56,15 @@ async def test_errors_are_raised_where_they_are_waited_for(lane):
     assert await lane.run_all([]) == []
 
 
+async def test_a_call_of_several_works_ends_when_all_have(lane):
+    held = Held()
+    call = asyncio.create_task(lane.run_all([held, int]))
+    await held.begun()
+    assert not (await asyncio.wait({call}, timeout=0.1))[0]
+    held.go.set()
+    assert await call == ["done", 0]
+
+
 async def test_who_waits_is_cancelled_only_once_the_work_has_ended(lane):
     held = Held()
     call = asyncio.create_task(lane.run(held))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from functools import partial
 from itertools import pairwise
 
@@ -152,31 +150,6 @@ async def test_a_value_that_is_no_sound_frame_is_none_afterwards(copy_all, lengt
     assert (into.numpy()[length:] == 0xEE).all()
     with pytest.raises(BadFrame):
         frame.check(into, header.key, None, taken)
-
-
-async def test_call_ends_only_when_both_halves_have(copy_all, monkeypatch, way):
-    gates = {0: threading.Event(), 1: threading.Event()}
-
-    def copy(source, target):
-        assert gates[int(source[0])].wait(60)
-
-    class Fused:
-        def run(self, values):
-            for value in values:
-                copy(*value.parts[0])
-            return [b""] * len(values)
-
-    monkeypatch.setattr(memory_copier, "_copy", copy)
-    monkeypatch.setattr(memory_copier, "fused_copy", lambda: Fused() if way == "fused" else None)
-    source = np.repeat(np.array([0, 1], np.uint8), MIB)
-    for order in ([0, 1], [1, 0]):
-        call = asyncio.create_task(copy_all([Copy([(source, np.empty_like(source))])]))
-        gates[order[0]].set()
-        assert not (await asyncio.wait({call}, timeout=0.2))[0]
-        gates[order[1]].set()
-        await call
-        for gate in gates.values():
-            gate.clear()
 
 
 async def test_error_of_a_half_is_the_call_s(copy_all):
