@@ -75,24 +75,21 @@ def open_backend(
         if codec or key_file:
             raise ConfigurationError(f"codec={codec}: {url.name} has its own already")
         return url
+    backend: Backend
     place = ""
     if isinstance(url, GuardedBackend):
-        backend: Backend = url.inner
-        place = url.place
+        backend, place = url.inner, url.place
     elif isinstance(url, Backend):
         backend = url
     else:
         parsed = StoreUrl.parse(url)
-        codec = _one_of("codec", parsed.codec, codec)
-        key_file = _one_of("key_file", parsed.key_file, key_file)
-        backend = _make(parsed)
-        place = place_of(parsed)
+        backend, place = _make(parsed), place_of(parsed)
     return GuardedBackend(
         backend,
         deadline_s=deadline_s,
         verify_frames=verify_frames,
         raw=raw,
-        codecs=Codecs.parse(codec, key_file),
+        codecs=codecs_of(url if isinstance(url, str) else backend, codec=codec, key_file=key_file),
         place=place,
     )
 

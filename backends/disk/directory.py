@@ -70,7 +70,7 @@ class DiskDirectory(Lifetime):
         capacity: the bytes that may be stored here.
 
     Raises:
-        BackendUnavailable: it cannot be opened; nothing stays open.
+        BackendUnavailable, OSError: it cannot be opened; nothing stays open.
         ConfigurationError: it is not a directory, or of another format.
         IndexDamaged: the index is damaged; `DiskClient` replaces it then.
     """
@@ -105,11 +105,6 @@ class DiskDirectory(Lifetime):
                     reason = self._open_writable()
                 if self.writer is None:
                     self._open_read_only(reason)
-        except OSError as error:
-            self._close_all()
-            if isinstance(error, BackendUnavailable):
-                raise
-            raise BackendUnavailable(f"disk store {self.path}: {error}") from error
         except BaseException:
             self._close_all()
             raise

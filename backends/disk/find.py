@@ -9,13 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
-
 from kvconnect.backend import MAX_CHILDREN, Child, StoredEntry
 from kvconnect.backends.disk.damage import whole_numbers
 from kvconnect.backends.disk.errors import IndexDamaged, index_errors
 from kvconnect.backends.disk.files.direct_io import Location
 from kvconnect.backends.disk.format import has_model_column
+from kvconnect.backends.entries import tokens_from_bytes
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.tokens import TokenArray
 
@@ -138,7 +137,10 @@ class IndexReader:
         return [Child(BlockKey(child), tokens) for child, tokens in children if tokens is not None]
 
     def page(self, after: int) -> tuple[int, list[StoredEntry]]:
-        """Returns entries of blocks with an id above `after`, and the id of the last one."""
+        """Returns the id of the last of some blocks with an id above `after`, and their entries.
+
+        At the end there are no entries, and the id is `after`.
+        """
         rows = self._rows(
             f"SELECT {self._entry_columns} FROM blocks"  # noqa: S608 - names of columns
             " WHERE id > ? AND created >= ? ORDER BY id LIMIT ?",
@@ -217,5 +219,5 @@ def _is_key(stored: object) -> bool:
 
 def _tokens(stored: object) -> TokenArray | None:
     if isinstance(stored, bytes) and len(stored) % 4 == 0:
-        return np.frombuffer(stored, "<i4").astype(np.int32)
+        return tokens_from_bytes(stored)
     return None

@@ -19,6 +19,7 @@ from kvconnect.backends.disk.format import IndexLog, connect, log_nbytes, make_i
 from kvconnect.backends.disk.path import identity, log_identity
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.slots import SlotAllocator, slot_size
+from kvconnect.backends.entries import tokens_to_bytes
 from kvconnect.keys import BlockKey
 
 __all__ = ["IndexWriter", "Reservation"]
@@ -317,7 +318,7 @@ def _row(
         now,
         used - at,  # the end of a chain is older than its beginning, so it goes first
         block.parent,
-        None if block.tokens is None else block.tokens.astype("<i4").tobytes(),
+        None if block.tokens is None else tokens_to_bytes(block.tokens),
         block.namespace,
         block.group,
         block.model,

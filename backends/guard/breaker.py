@@ -57,7 +57,7 @@ class Breaker:
         name: str,
         probe: Callable[[], Coroutine[Any, Any, object]] | None,
         *,
-        failures: int = 5,
+        failures: int,
     ) -> None:
         self.name = name
         self.state = BreakerState.CLOSED
@@ -77,15 +77,13 @@ class Breaker:
         Raises:
             BackendUnavailable: the breaker is open.
         """
-        if self._probe is None and self.state is BreakerState.OPEN and self._admits_one():
+        admits_one = self._probe is None and self.state is BreakerState.OPEN
+        if admits_one and asyncio.get_running_loop().time() >= self._admits_at:
             self.state = BreakerState.HALF_OPEN
             return
         if self.state is not BreakerState.CLOSED:
             count("store.refused", self.labels)
             raise BackendUnavailable(f"{self.name}: is left alone for now ({self._reason})")
-
-    def _admits_one(self) -> bool:
-        return asyncio.get_running_loop().time() >= self._admits_at
 
     def succeeded(self) -> None:
         """Records that a call was answered."""

@@ -25,6 +25,11 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _DRAIN_POLL_S = 0.05
+# The calls that run at a time; further ones wait for their turn.
+_MOST_AT_A_TIME = 64
+# The running calls past their deadline after which calls fail at once: each may hold a thread and
+# buffers, and a store that hangs must not take them all.
+_MOST_ABANDONED = 16
 
 
 @contextmanager
@@ -66,12 +71,12 @@ class Calls:
     Args:
         name: the backend's name, for messages.
         deadline_s: the time that a call may take, including the wait for its turn.
-        max_concurrent: the calls that run at a time; further ones wait for their turn.
         probe: a cheap call to the store that shows whether it works again.
         probe_load: a load, begun with its `Call`, that shows whether loads work again.
         failures: the failures in a row after which calls fail at once, until a probe succeeds.
-        max_abandoned: the running calls past their deadline after which calls fail at once: each
-            may hold a thread and buffers, and a store that hangs must not take them all.
+
+    Attributes:
+        closed: whether `drain` was called.
     """
 
     def __init__(
@@ -81,9 +86,7 @@ class Calls:
         *,
         probe: Callable[[], Coroutine[Any, Any, object]],
         probe_load: Callable[[Call], Coroutine[Any, Any, object]],
-        failures: int = 5,
-        max_concurrent: int = 64,
-        max_abandoned: int = 16,
+        failures: int,
     ) -> None:
         self.name = name
         self.deadline_s = deadline_s
@@ -93,11 +96,10 @@ class Calls:
         self._breaker = Breaker(name, self._probe, failures=failures)
         self._loads = Breaker(f"{name}: load", self._probe_load, failures=failures)
         self._breakers = {"lookup": self._breaker, "load": self._loads}
-        self._max_abandoned = max_abandoned
-        self._turns = asyncio.Semaphore(max_concurrent)
+        self._turns = asyncio.Semaphore(_MOST_AT_A_TIME)
         self._running: set[asyncio.Task[Any]] = set()
         self._abandoned: set[asyncio.Task[Any]] = set()
-        self._closed = False
+        self.closed = False
 
     @property
     def labels(self) -> Labels:
@@ -109,27 +111,16 @@ class Calls:
         for breaker in self._breakers.values():
             breaker.labels = labels
 
-    @property
-    def closed(self) -> bool:
-        """Returns whether `drain` was called."""
-        return self._closed
-
-    @property
-    def abandoned(self) -> int:
-        """The number of calls past their deadline that have not ended yet."""
-        return len(self._abandoned)
-
-    @property
-    def running(self) -> int:
-        """The number of calls that have not ended yet, abandoned ones included."""
-        return len(self._running)
-
     def numbers(self) -> dict[str, float]:
-        """Returns these numbers as entries of `Backend.stats`."""
+        """Returns the state and the numbers of calls as entries of `Backend.stats`.
+
+        ``running`` are calls that have not ended yet, ``abandoned`` ones included: those past their
+        deadline.
+        """
         return {
             "breaker_state": float(self.state),
-            "running": self.running,
-            "abandoned": self.abandoned,
+            "running": len(self._running),
+            "abandoned": len(self._abandoned),
         }
 
     @property
@@ -205,7 +196,7 @@ class Calls:
 
         Abandoned calls are not waited for: their deadline has passed, and they may never end.
         """
-        self._closed = True
+        self.closed = True
         for breaker in self._breakers.values():
             breaker.stop()
         deadline = asyncio.get_running_loop().time() + self.deadline_s
@@ -218,7 +209,7 @@ class Calls:
 
     def _admit(self, operation: str) -> Breaker:
         # The one place that refuses calls before they cost anything.
-        if self._closed:
+        if self.closed:
             raise BackendUnavailable(f"{self.name}: is closed")
         self._breaker.check()
         if operation == "lookup":
@@ -245,7 +236,7 @@ class Calls:
 
     @property
     def _hangs(self) -> str:
-        if len(self._abandoned) < self._max_abandoned:
+        if len(self._abandoned) < _MOST_ABANDONED:
             return ""
         return f"{len(self._abandoned)} calls past their deadline still run"
 
@@ -272,7 +263,7 @@ class Calls:
         pending.set_running_or_notify_cancel()
         task.add_done_callback(lambda _: _settle(pending, task))
         self._abandoned.add(task)
-        if self._hangs and not self._closed:
+        if self._hangs and not self.closed:
             self._breaker.open(self._hangs)
         if not holds_buffers:
             task.cancel()

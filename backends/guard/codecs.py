@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntFlag
+from functools import cache
 from typing import TYPE_CHECKING, Literal, Self
 
 from kvconnect import frame
-from kvconnect.backends.guard.compression import Compressor, Lz4, Zstd
+from kvconnect.backends.guard.compression import Lz4, Zstd
 from kvconnect.backends.guard.encryption import Cipher
 from kvconnect.errors import BadFrame, ConfigurationError, MissingExtra, OtherCodec, nearest
 from kvconnect.frame import FrameHeader, frame_nbytes
@@ -76,7 +77,7 @@ class Codecs:
         if key_file and not encrypts:
             raise ConfigurationError(f"key_file={key_file}: is for codec=aes-gcm")
         for flag in lossless:
-            _LOSSLESS[flag]()
+            _compressor(flag)
         cipher = Cipher.from_file(key_file) if encrypts and key_file else None
         return cls(lossy[0] if lossy else None, lossless[0] if lossless else None, cipher)
 
@@ -130,7 +131,7 @@ class Codecs:
             The frame, or ``None`` if no codec applies: compression is the only one, and it does not
             make the frame smaller.
         """
-        flags, source = CodecFlag(0), payload.numpy().data
+        flags, source = _AS_IT_IS, payload.numpy().data
         if self.quantized is not None:
             from kvconnect.kernels.quantized_payload import quantize_payload, quantized_nbytes
 
@@ -217,9 +218,6 @@ class Codecs:
             out.numpy().data[:] = source
 
 
-_compressors: dict[CodecFlag, Compressor] = {}
-
-
 def codec_names(text: str | None) -> list[str]:
     """Returns the names in a parameter ``codec``, whether their packages are installed or not.
 
@@ -240,10 +238,9 @@ def codec_names(text: str | None) -> list[str]:
     return names
 
 
-def _compressor(flag: CodecFlag) -> Compressor:
-    if flag not in _compressors:
-        _compressors[flag] = _LOSSLESS[flag]()
-    return _compressors[flag]
+@cache
+def _compressor(flag: CodecFlag) -> Zstd | Lz4:
+    return _LOSSLESS[flag]()
 
 
 def _decompressed(flag: CodecFlag, source: memoryview, nbytes: int) -> bytes:

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
 
 from kvconnect.errors import BadFrame, MissingExtra
 
-__all__ = ["Compressor", "Lz4", "Zstd"]
+__all__ = ["Lz4", "Zstd"]
 
 _EXTRA = "codecs"
 
 
-class Compressor(Protocol):
-    """A lossless codec. Thread-safe."""
-
-    def compress(self, data: memoryview) -> bytes:
-        """Returns `data` compressed, which need not be smaller."""
-
-    def decompress(self, data: memoryview, nbytes: int) -> bytes:
-        """Returns the `nbytes` bytes that `data` was made of; never allocates more than that.
-
-        Raises:
-            BadFrame: `data` was made of another number of bytes, or is damaged.
-        """
-
-
 class Zstd:
     """The zstd codec at level 1: higher levels hardly shrink KV more, and are slower than disks.
+
+    Thread-safe.
 
     Raises:
         MissingExtra: zstandard is not installed.
@@ -44,7 +31,7 @@ class Zstd:
         self._of_thread = threading.local()  # its objects serve one thread at a time
 
     def compress(self, data: memoryview) -> bytes:
-        """Implements `Compressor.compress`."""
+        """Returns `data` compressed, which need not be smaller."""
         own = self._of_thread
         if not hasattr(own, "compressor"):
             own.compressor = self._zstandard.ZstdCompressor(level=self._LEVEL)
@@ -52,7 +39,11 @@ class Zstd:
         return packed
 
     def decompress(self, data: memoryview, nbytes: int) -> bytes:
-        """Implements `Compressor.decompress`."""
+        """Returns the `nbytes` bytes that `data` was made of; never allocates more than that.
+
+        Raises:
+            BadFrame: `data` was made of another number of bytes, or is damaged.
+        """
         own = self._of_thread
         if not hasattr(own, "decompressor"):
             own.decompressor = self._zstandard.ZstdDecompressor()
@@ -70,6 +61,8 @@ class Zstd:
 class Lz4:
     """The lz4 block format without a length: faster than zstd; the result is hardly smaller.
 
+    Thread-safe.
+
     Raises:
         MissingExtra: lz4 is not installed.
     """
@@ -82,12 +75,12 @@ class Lz4:
         self._lz4 = lz4.block
 
     def compress(self, data: memoryview) -> bytes:
-        """Implements `Compressor.compress`."""
+        """Returns `data` compressed, which need not be smaller."""
         packed: bytes = self._lz4.compress(data, store_size=False)
         return packed
 
     def decompress(self, data: memoryview, nbytes: int) -> bytes:
-        """Implements `Compressor.decompress`."""
+        """Returns the `nbytes` bytes that `data` was made of, like `Zstd.decompress`."""
         try:
             plain: bytes = self._lz4.decompress(data, uncompressed_size=nbytes)
         except (self._lz4.LZ4BlockError, MemoryError) as error:

@@ -217,26 +217,23 @@ class Framing:
             layouts = {(one := _Known.of(layout)).fingerprint: one}
 
         def opened(part: slice) -> Callable[[], list[Recompute | None]]:
-            four = zip(keys[part], frames[part], into[part], checksums[part], strict=True)
-            return lambda: [self._fault(*one, layouts) for one in four]
+            def work() -> list[Recompute | None]:
+                faults: list[Recompute | None] = []
+                four = zip(keys[part], frames[part], into[part], checksums[part], strict=True)
+                for one in four:
+                    try:
+                        self._open(*one, layouts)
+                    except (BadFrame, OtherCodec) as error:
+                        faults.append(error)
+                    else:
+                        faults.append(None)
+                return faults
+
+            return work
 
         nbytes = sum(map(self._work_nbytes, frames, checksums))
         faults = await self._halves(opened, len(keys), nbytes)
         return {index: fault for index, fault in enumerate(faults) if fault is not None}
-
-    def _fault(
-        self,
-        key: BlockKey,
-        data: Tensor,
-        into: Tensor,
-        taken: FrameChecksum | None,
-        layouts: Mapping[bytes, _Known],
-    ) -> Recompute | None:
-        try:
-            self._open(key, data, into, taken, layouts)
-        except (BadFrame, OtherCodec) as error:
-            return error
-        return None
 
     def _open(
         self,

@@ -33,21 +33,21 @@ class GuardGauges:
         self._calls = calls
         self._stats = stats
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._remove: Callable[[], None] = _nothing
+        self._remove: Callable[[], None] | None = None
         self._last: Mapping[str, float] = {}
         self._asking: Future[dict[str, float]] | None = None
 
     def show(self, loop: asyncio.AbstractEventLoop, labels: Labels) -> None:
         """Registers the gauges under `labels`; the store's own numbers are read on `loop`."""
+        self.hide()
         self._loop = loop
-        self._remove()
         self._remove = metrics.add_gauges(self.read, labels)
 
     def hide(self) -> None:
         """Removes the gauges; the second time does nothing."""
-        self._remove()
-        self._remove = _nothing
-        self._loop = None
+        if self._remove is not None:
+            self._remove()
+        self._remove = self._loop = None
 
     def read(self) -> dict[str, float]:
         """Returns all gauges. Blocks half a second at most, but never on the store's own loop."""
@@ -85,7 +85,3 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
         return False
-
-
-def _nothing() -> None:
-    """Does nothing; stands for the removal of gauges that are not registered."""

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvconnect.backend import Access, Backend, Child, StoredBlock, StoredEntry
 from kvconnect.backends.guard.answers import (
@@ -204,7 +204,7 @@ class GuardedBackend(Backend):
             BackendTimeout: `into` belongs to the call until `pending` is done.
             BackendUnavailable: all of `into` is undefined; the store does not write to it any more.
         """
-        return await self.load_hashed(keys, into, ())
+        return await self._load(keys, into, ())
 
     async def load_as(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], layout: KvCacheLayout
@@ -213,9 +213,7 @@ class GuardedBackend(Backend):
 
         A frame of any other layout counts as damaged, even if `open` named that layout.
         """
-        return await self._load_traced(
-            keys, into, lambda call: self._load(keys, into, (), call, layout)
-        )
+        return await self._load(keys, into, (), layout)
 
     async def load_hashed(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
@@ -224,9 +222,7 @@ class GuardedBackend(Backend):
 
         Without `raw` the guard checks the frames itself and does not use `checksums`.
         """
-        return await self._load_traced(
-            keys, into, lambda call: self._load(keys, into, checksums, call)
-        )
+        return await self._load(keys, into, checksums)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Seals the frames in ``block.data`` in place and stores them; returns how many are stored.
@@ -333,19 +329,15 @@ class GuardedBackend(Backend):
         keys: Sequence[BlockKey],
         into: Sequence[Tensor],
         checksums: Sequence[FrameChecksum],
-        call: Call,
         layout: KvCacheLayout | None = None,
     ) -> int:
-        if self._framed is None:
-            return await load_counted(self.inner, keys, into, checksums, self.name)
-        return await self._framed.load(keys, into, call, layout)
+        framed = self._framed
 
-    async def _load_traced(
-        self,
-        keys: Sequence[BlockKey],
-        into: Sequence[Tensor],
-        work: Callable[[Call], Coroutine[Any, Any, int]],
-    ) -> int:
+        async def work(call: Call) -> int:
+            if framed is None:
+                return await load_counted(self.inner, keys, into, checksums, self.name)
+            return await framed.load(keys, into, call, layout)
+
         self._opened()
         with self._trace("load", blocks=len(keys)) as span:
             try:

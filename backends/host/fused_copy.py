@@ -125,30 +125,24 @@ class _Maker:
     def __init__(self) -> None:
         self.made: FusedCopy | None = None
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
 
-    def start(self, *, wait: bool = False) -> None:
-        """Starts the thread once; while another caller starts it, returns, or with `wait` waits."""
+    def start(self) -> None:
+        """Starts the thread once; returns while another caller starts it."""
         # In a process forked meanwhile that thread does not run, and the lock is held for ever.
-        if not self._lock.acquire(blocking=wait):
+        if not self._lock.acquire(blocking=False):
             return
         try:
-            if self._thread is not None:
+            if self.thread is not None:
                 return
             thread = threading.Thread(target=self._make, name="kvconnect-numba")
             try:
                 thread.start()
             except RuntimeError:  # no more threads are to be had now
                 return
-            self._thread = thread
+            self.thread = thread
         finally:
             self._lock.release()
-
-    def wait(self) -> None:
-        """Waits until it is made, or cannot be made."""
-        self.start(wait=True)
-        if self._thread is not None:
-            self._thread.join()
 
     def _make(self) -> None:
         try:
@@ -160,13 +154,13 @@ class _Maker:
 _maker = _Maker()
 
 
-def fused_copy(*, wait: bool = False) -> FusedCopy | None:
+def fused_copy() -> FusedCopy | None:
     """Returns this process's `FusedCopy`; ``None`` where numba is not installed.
 
-    Also returns ``None`` until it is made, unless it may `wait`: the first call starts that.
+    Also returns ``None`` until it is made: the first call starts that.
     """
     if _maker.made is None:
-        _maker.wait() if wait else _maker.start()
+        _maker.start()
     return _maker.made
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvconnect.backends.url import StoreUrl, parse_duration
+from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.redaction import shown_fields
 
@@ -88,13 +88,10 @@ def parse_tiered(url: StoreUrl) -> tuple[list[str], TieredSettings]:
         raise ConfigurationError(f"{url}: tiers is needed, as in {_EXAMPLE}")
     default = TieredSettings()
     writes: Sequence[str] = url.query.get("write", "through").split(",")
-    patience = url.query.get("patience")
     settings = TieredSettings(
         write=tuple(writes),  # type: ignore[arg-type]  # checked there
         promote=url.choice("promote", "yes", "no") == "yes",
-        patience_s=(
-            default.patience_s if patience is None else parse_duration(patience, field="patience")
-        ),
+        patience_s=url.duration("patience") or default.patience_s,
         deadline_s=url.duration("deadline") or default.deadline_s,
         queue_nbytes=url.size("queue") or default.queue_nbytes,
     )

@@ -12,7 +12,7 @@ from redis_server import make_redis, own_redis, prefix, redis_cluster, redis_ser
 from s3_server import BUCKET, S3Server
 
 from kvconnect.backend import Access, Backend
-from kvconnect.backends import GuardedBackend, open_backend
+from kvconnect.backends import open_backend
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.lanes import Lanes
 from kvconnect.backends.memory.store import MemoryBackend
@@ -99,25 +99,18 @@ def make_bare(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., B
     return make
 
 
-@pytest.fixture(params=["bare", "guarded"])
-def make_backend(
-    request: pytest.FixtureRequest, make_bare: Callable[..., Backend]
-) -> Callable[..., Backend]:
-    """The same, and once more with everything that `open_backend` puts around it."""
-
-    def make(*, capacity: int = 64 << 20) -> Backend:
-        bare = make_bare(capacity=capacity)
-        return bare if request.param == "bare" else open_backend(bare)
-
-    return make
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The directory of `make_disk`, which is not there yet."""
+    return tmp_path / "store"
 
 
 @pytest.fixture
-def make_disk(tmp_path: Path) -> Callable[..., DiskBackend]:
-    """Makes disk stores in one directory, ``tmp_path / "store"``."""
+def make_disk(path: Path) -> Callable[..., DiskBackend]:
+    """Makes disk stores in one directory."""
 
     def make(**options: object) -> DiskBackend:
-        return DiskBackend(tmp_path / "store", **{"capacity": 64 << 20, **options})  # type: ignore[arg-type]
+        return DiskBackend(path, **{"capacity": 64 << 20, **options})  # type: ignore[arg-type]
 
     return make
 
@@ -129,8 +122,3 @@ def lanes() -> Iterator[Lanes]:
     yield lanes
     lanes.end()
     lanes.join()
-
-
-@pytest.fixture
-def guarded() -> Callable[..., GuardedBackend]:
-    return open_backend

@@ -8,10 +8,10 @@ import time
 from itertools import pairwise
 
 import pytest
+from tier_store import DictTier, until
 
-from kvconnect.backend import Backend
 from kvconnect.backends import GuardedBackend
-from kvconnect.backends.guard import breaker
+from kvconnect.backends.guard import breaker, gauges
 from kvconnect.backends.guard.breaker import BreakerState
 from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
 from kvconnect.trace import metrics
@@ -19,43 +19,28 @@ from kvconnect.trace import metrics
 FIRST, LAST, HALF_OPEN = 0.05, 0.2, 0.05
 
 
-class Store(Backend):
+class Store(DictTier):
     """Answers, refuses, or never answers."""
 
     def __init__(self):
+        super().__init__(before=self._act)
         self.mode = "answers"
-        self.lookups = []
         self.times = []
-        self.thawed = asyncio.Event()
-        self.stats_asked = 0
 
-    async def _act(self):
-        if self.mode == "refuses":
+    async def _act(self, name):
+        if name == "lookup":
+            self.times.append(time.monotonic())
+        if self.mode == "refuses" and name != "close":
             raise ConnectionRefusedError("nobody there")
-        if self.mode == "freezes":
-            await self.thawed.wait()
+        if self.mode == "freezes" and name != "close":
+            await self.go.wait()
 
-    async def lookup(self, keys):
-        self.lookups.append(list(keys))
-        self.times.append(time.monotonic())
-        await self._act()
-        return 0
 
-    async def load(self, keys, into):
-        await self._act()
-        return 0
-
-    async def save(self, blocks):
-        await self._act()
-        return len(blocks)
-
-    async def delete(self, keys):
-        await self._act()
-
-    async def stats(self):
-        self.stats_asked += 1
-        await self._act()
-        return {"blocks": 3}
+@pytest.fixture
+def quick(monkeypatch):
+    """Short pauses between probes."""
+    for name, value in (("FIRST_PAUSE", FIRST), ("LAST_PAUSE", LAST), ("HALF_OPEN", HALF_OPEN)):
+        monkeypatch.setattr(breaker, f"_{name}_S", value)
 
 
 @pytest.fixture
@@ -64,13 +49,11 @@ async def inner():
 
 
 @pytest.fixture
-async def store(inner, kit, monkeypatch):
-    for name, value in (("FIRST_PAUSE", FIRST), ("LAST_PAUSE", LAST), ("HALF_OPEN", HALF_OPEN)):
-        monkeypatch.setattr(breaker, f"_{name}_S", value)
+async def store(inner, kit, quick):
     guarded = GuardedBackend(inner, deadline_s=0.5)
     await guarded.open([kit.layout])
     yield guarded
-    inner.thawed.set()
+    inner.go.set()
     await guarded.close()
 
 
@@ -78,13 +61,6 @@ async def fail(store, kit, times=5):
     for number in range(times):
         with pytest.raises((BackendUnavailable, BackendTimeout)):
             await store.lookup([kit.key(number)])
-
-
-async def until(condition):
-    """Return once `condition` holds."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  what is watched has no event
-            await asyncio.sleep(0)
 
 
 def probing(store):
@@ -105,7 +81,7 @@ async def test_it_opens_after_failures_in_a_row_and_calls_fail_without_the_store
     assert store._calls.state is BreakerState.CLOSED
     await fail(store, kit, 1)
     assert store._calls.state is BreakerState.OPEN
-    asked, refused = len(inner.lookups), counter("store.refused")
+    asked, refused = len(inner.asked), counter("store.refused")
     for call in (
         store.lookup([kit.key(1)]),
         store.load([kit.key(1)], kit.buffers(1)),
@@ -115,7 +91,7 @@ async def test_it_opens_after_failures_in_a_row_and_calls_fail_without_the_store
     ):
         with pytest.raises(BackendUnavailable, match=r"left alone for now.*nobody there"):
             await call
-    assert len(inner.lookups) == asked
+    assert len(inner.asked) == asked
     assert counter("store.refused") == refused + 5
 
 
@@ -132,11 +108,11 @@ async def test_it_closes_by_a_probe_of_its_own_never_by_a_users_call(store, inne
     inner.mode = "refuses"
     await fail(store, kit)
     inner.mode = "answers"
-    asked = len(inner.lookups)
+    asked = len(inner.asked)
     with pytest.raises(BackendUnavailable):
         await store.lookup([kit.key(1)])
     await asyncio.wait_for(probing(store), 60)
-    (probe,) = inner.lookups[asked:]
+    (probe,) = inner.asked[asked:]
     assert probe[0] not in [kit.key(number) for number in range(10)]
     assert await store.lookup([kit.key(1)]) == 0
     assert await state(store) is BreakerState.CLOSED
@@ -145,8 +121,8 @@ async def test_it_closes_by_a_probe_of_its_own_never_by_a_users_call(store, inne
 async def test_a_store_that_still_fails_is_probed_at_growing_pauses(store, inner, kit):
     inner.mode = "refuses"
     await fail(store, kit)
-    seen = len(inner.lookups)
-    await until(lambda: len(inner.lookups) >= seen + 6)
+    seen = len(inner.asked)
+    await until(lambda: len(inner.asked) >= seen + 6)
     pauses = [after - before for before, after in pairwise(inner.times[seen:])]
     assert pauses[0] >= 2 * FIRST
     assert min(pauses[2:]) >= LAST
@@ -157,8 +133,8 @@ async def test_it_opens_half_while_it_probes(store, inner, kit):
     inner.mode = "refuses"
     await fail(store, kit)
     inner.mode = "freezes"
-    asked = len(inner.lookups)
-    await until(lambda: len(inner.lookups) > asked)
+    asked = len(inner.asked)
+    await until(lambda: len(inner.asked) > asked)
     assert store._calls.state is BreakerState.HALF_OPEN
     with pytest.raises(BackendUnavailable):
         await store.lookup([kit.key(1)])
@@ -172,9 +148,9 @@ async def test_a_frozen_store_is_used_again_as_soon_as_it_thaws(store, inner, ki
     inner.mode = "refuses"
     await fail(store, kit)
     inner.mode = "freezes"
-    asked = len(inner.lookups)
-    await until(lambda: len(inner.lookups) > asked and store._calls.state is BreakerState.OPEN)
-    inner.thawed.set()
+    asked = len(inner.asked)
+    await until(lambda: len(inner.asked) > asked and store._calls.state is BreakerState.OPEN)
+    inner.go.set()
     inner.mode = "answers"
     await asyncio.wait_for(probing(store), 60)
     assert await store.lookup([kit.key(1)]) == 0
@@ -183,8 +159,8 @@ async def test_a_frozen_store_is_used_again_as_soon_as_it_thaws(store, inner, ki
 async def test_a_probe_that_hangs_for_ever_does_not_stop_the_next_one(store, inner, kit):
     inner.mode = "freezes"
     await asyncio.gather(*(fail(store, kit, 1) for _ in range(5)))
-    asked = len(inner.lookups)
-    await until(lambda: len(inner.lookups) >= asked + 2)
+    asked = len(inner.asked)
+    await until(lambda: len(inner.asked) >= asked + 2)
     inner.mode = "answers"  # for new calls; those that hang go on hanging
     await asyncio.wait_for(probing(store), 60)
 
@@ -217,25 +193,6 @@ async def test_few_probes_hang_at_a_time(inner, kit, monkeypatch):
     assert hanging == 0
 
 
-async def test_timeouts_open_it_too(store, inner, kit):
-    inner.mode = "freezes"
-    await asyncio.gather(*(fail(store, kit, 1) for _ in range(5)))
-    assert store._calls.state is BreakerState.OPEN
-
-
-async def test_while_it_is_open_a_call_never_waits_for_the_deadline(inner, kit):
-    store = GuardedBackend(inner, deadline_s=60.0)
-    await store.open([kit.layout])
-    inner.mode = "refuses"
-    await fail(store, kit)
-    inner.mode = "freezes"
-    started = time.monotonic()
-    await fail(store, kit, 200)
-    assert time.monotonic() - started < 60.0
-    inner.thawed.set()
-    await store.close()
-
-
 async def test_a_configuration_error_is_no_failure_of_the_store(store, kit):
     for _ in range(10):
         with pytest.raises(ConfigurationError):
@@ -257,29 +214,31 @@ async def test_opening_and_closing_are_told(store, inner, kit, caplog):
 
 
 async def test_stats_and_gauges_tell_the_state_without_asking_a_store_that_fails(store, inner, kit):
-    def gauges():
+    def told_now():
         return {one.name: one.value for one in metrics.gauges() if one.labels == store._labels}
 
+    inner.put(*kit.chain(kit.keys("there", count=3)))
     assert (await store.stats())["blocks"] == 3
-    assert (await asyncio.to_thread(gauges))["store.blocks"] == 3
+    assert (await asyncio.to_thread(told_now))["store.blocks"] == 3
     inner.mode = "refuses"
     await fail(store, kit)
-    asked = inner.stats_asked
+    asked = inner.calls["stats"]
     assert (await store.stats())["breaker_state"] == 2
-    told = await asyncio.to_thread(gauges)
+    told = await asyncio.to_thread(told_now)
     assert told["store.breaker_state"] == 2
     assert told["store.blocks"] == 3  # the last that is known
-    assert inner.stats_asked == asked
+    assert inner.calls["stats"] == asked
     await store.close()
-    assert not gauges()
+    assert not told_now()
 
 
-async def test_gauges_of_a_store_that_hangs_are_read_all_the_same(store, inner):
+async def test_gauges_of_a_store_that_hangs_are_read_all_the_same(store, inner, monkeypatch):
+    monkeypatch.setattr(gauges, "_LONGEST_WAIT_S", 0.01)
     inner.mode = "freezes"
     for _ in range(3):
         told = await asyncio.to_thread(metrics.gauges)
         assert {one.name for one in told if one.labels == store._labels} >= {"store.running"}
-    assert inner.stats_asked == 1
+    assert inner.calls["stats"] == 1
 
 
 async def test_a_closed_store_probes_no_more(store, inner, kit):
@@ -296,59 +255,17 @@ async def test_failures_to_open_is_checked(inner):
         GuardedBackend(inner, failures_to_open=0)
 
 
-async def test_one_tier_that_is_dead_does_not_slow_another(inner, kit):
-    dead, alive = (GuardedBackend(one, deadline_s=60.0) for one in (inner, Store()))
-    await dead.open([kit.layout])
-    await alive.open([kit.layout])
-    inner.mode = "freezes"
-    hanging = [asyncio.ensure_future(dead.lookup([kit.key(n)])) for n in range(100)]
-    started = time.monotonic()
-    for number in range(100):
-        await alive.lookup([kit.key(number)])
-    assert time.monotonic() - started < 60.0
-    inner.thawed.set()
-    await asyncio.gather(*hanging)
-    await dead.close()
-    await alive.close()
-
-
 # ---------------------------------------------------------------------- kinds of calls
 
 
-class Kinds(Store):
-    """Calls of some kinds hang; the others answer."""
-
-    def __init__(self):
-        super().__init__()
-        self.hanging = set()
-        self.calls = []
-
-    async def _called(self, kind):
-        self.calls.append(kind)
-        if kind in self.hanging:
-            await self.thawed.wait()
-
-    async def lookup(self, keys):
-        await self._called("lookup")
-        return len(keys)
-
-    async def load(self, keys, into):
-        await self._called("load")
-        return 0
-
-    async def save(self, blocks):
-        await self._called("save")
-        return len(blocks)
-
-
 @pytest.fixture
-async def kinds(kit, monkeypatch):
-    for name, value in (("FIRST_PAUSE", FIRST), ("LAST_PAUSE", LAST), ("HALF_OPEN", HALF_OPEN)):
-        monkeypatch.setattr(breaker, f"_{name}_S", value)
-    guarded = GuardedBackend(inner := Kinds(), deadline_s=0.1)
+async def kinds(kit, quick):
+    """A store that finds everything, of which calls of some kinds hang."""
+    guarded = GuardedBackend(inner := DictTier(), deadline_s=0.1)
+    inner.boast = True
     await guarded.open([kit.layout])
     yield guarded, inner
-    inner.thawed.set()
+    inner.go.set()
     await guarded.close()
 
 
@@ -362,34 +279,34 @@ async def times_out(store, call):
 
 async def test_loads_that_hang_open_it_though_lookups_are_answered_in_between(kinds, kit):
     store, inner = kinds
-    inner.hanging = {"load"}
+    inner.hang = {"load"}
     for number in range(5):
         assert await store.lookup([kit.key(number)]) == 1
         await times_out(store, store.load([kit.key(number)], kit.buffers(1)))
-    asked = len(inner.calls)
+    asked = inner.calls.copy()
     for number in range(20):
         with pytest.raises(BackendUnavailable, match="load: is left alone for now"):
             await store.lookup([kit.key(number)])
         with pytest.raises(BackendUnavailable, match="load: is left alone for now"):
             await store.load([kit.key(number)], kit.buffers(1))
-    assert len(inner.calls) == asked
+    assert inner.calls == asked
     assert not store.available
     assert await store.save([kit.block(kit.key(1))]) == 1  # saves have not failed
 
 
 async def test_loads_that_hung_are_probed_by_loads(kinds, kit):
     store, inner = kinds
-    inner.hanging = {"load"}
+    inner.hang = {"load"}
     await asyncio.gather(
         *(store.load([kit.key(n)], kit.buffers(1)) for n in range(5)), return_exceptions=True
     )
     assert not store.available
-    asked = len(inner.calls)
-    await until(lambda: len(inner.calls) >= asked + 2)
-    assert set(inner.calls[asked:]) == {"load"}
+    asked = inner.calls.copy()
+    await until(lambda: inner.calls["load"] >= asked["load"] + 2)
+    assert set(inner.calls - asked) == {"load"}
     assert not store.available  # lookups are not asked, and would not tell
-    inner.hanging = set()
-    inner.thawed.set()
+    inner.hang = set()
+    inner.go.set()
     await asyncio.wait_for(store._calls._loads._probing, 60)
     assert await store.lookup([kit.key(1)]) == 1
     assert await store.load([kit.key(1)], kit.buffers(1)) == 0
@@ -397,7 +314,7 @@ async def test_loads_that_hung_are_probed_by_loads(kinds, kit):
 
 async def test_saves_that_hang_are_refused_alone_and_tried_again_by_one_of_them(kinds, kit):
     store, inner = kinds
-    inner.hanging = {"save"}
+    inner.hang = {"save"}
     for number in range(5):
         await times_out(store, store.save([kit.block(kit.key(number))]))
         assert await store.lookup([kit.key(number)]) == 1
@@ -405,7 +322,7 @@ async def test_saves_that_hang_are_refused_alone_and_tried_again_by_one_of_them(
         await store.save([kit.block(kit.key(1))])
     assert store.available
     assert await store.lookup([kit.key(1)]) == 1
-    inner.hanging = set()
+    inner.hang = set()
     saved = 0
     async with asyncio.timeout(60):
         while not saved:

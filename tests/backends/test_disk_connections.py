@@ -13,9 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from own_process import own_process
 
-from kvconnect.backends import lanes as backend_lanes
 from kvconnect.backends.disk import find as disk_index
 from kvconnect.backends.disk import store as disk_store
 from kvconnect.backends.disk.directory import DiskDirectory
@@ -23,9 +21,7 @@ from kvconnect.backends.disk.errors import IndexConnectionLost, index_errors
 from kvconnect.backends.disk.files import owner as disk_owner
 from kvconnect.backends.disk.save import save
 from kvconnect.backends.disk.settings import DiskSettings
-from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.errors import BackendUnavailable
-from kvconnect.testing import BlockMaker
 from kvconnect.testing.processes.usage import open_files
 
 
@@ -196,24 +192,6 @@ def hanging(monkeypatch):
     hanging.goes_on.set()
 
 
-async def test_close_that_is_given_up_closes_all_the_same(make_disk, kit, hanging):
-    store = make_disk()
-    await store.open([kit.layout])
-    lanes = store._client.lanes
-    loading = asyncio.create_task(store.load(kit.keys("loaded", count=1), kit.buffers(1)))
-    await hanging.reached()
-    closing = asyncio.create_task(store.close())
-    await asyncio.sleep(0)
-    closing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await closing
-    hanging.goes_on.set()
-    await asyncio.wait([loading])
-    await asyncio.to_thread(lanes.join)
-    assert names(store.path, "owner-*") == []
-    assert open_files(store.path) == []
-
-
 async def test_close_lets_every_call_end_that_came_before_it(make_disk, kit):
     store = make_disk()
     await store.open([kit.layout])
@@ -237,29 +215,6 @@ async def test_loads_do_not_wait_for_saves(make_disk, kit, monkeypatch):
         assert await store.load(keys, kit.buffers(1)) == 1
         saves.goes_on.set()
         await asyncio.wait(saving)
-
-
-@pytest.mark.parametrize("lane", [2, 3])
-@own_process
-async def test_store_that_gets_too_few_threads_keeps_none(tmp_path, lane):
-    class Scarce(backend_lanes.Lane):
-        def __init__(self, name, threads, owner):
-            made.append(name)
-            if len(made) == lane:
-                raise BackendUnavailable("no more threads")
-            super().__init__(name, threads, owner)
-
-    made, store, kit = [], DiskBackend(tmp_path / "store"), BlockMaker()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend_lanes, "Lane", Scarce)
-        with pytest.raises(BackendUnavailable, match="no more threads"):
-            await store.open([kit.layout])
-    for thread in threading.enumerate():
-        if thread.name.startswith("kvconnect-disk"):
-            thread.join(60)
-            assert not thread.is_alive()
-    await store.open([kit.layout])
-    await store.close()
 
 
 async def test_call_that_outlives_a_close_opens_nothing(make_disk, kit, hanging, monkeypatch):

@@ -74,11 +74,6 @@ OPEN_DEEDS = {
 }
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "store"
-
-
 async def filled(make_disk, kit, keys):
     async with kit.opened(make_disk()) as store:
         await store.save([kit.block(key, tokens=[1, 2]) for key in keys])

@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
-import gc
 import logging
 import os
-import resource
 import shutil
 import subprocess
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
-from own_process import own_process
 
 from kvconnect.backends import open_backend
 from kvconnect.backends.disk.files import direct_io
@@ -26,11 +23,9 @@ from kvconnect.backends.disk.save import save
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.errors import BackendTimeout, BackendUnavailable, ConfigurationError
-from kvconnect.testing import BlockMaker
-from kvconnect.testing.processes.usage import descriptors, open_files
+from kvconnect.testing.processes.usage import open_files
 from kvconnect.trace import metrics
 
-ERRORS = [errno.EIO, errno.EMFILE, errno.ENXIO, errno.ESTALE]
 FULL = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG]
 
 
@@ -70,28 +65,15 @@ def run(*command):
 # ---------------------------------------------------------------------------------------- injected
 
 
-@pytest.mark.parametrize("number", ERRORS)
-async def test_failing_read_is_unavailable_and_works_again(store, kit, monkeypatch, number):
-    keys = kit.keys("read", count=4)
-    await store.save(kit.chain(keys))
-    monkeypatch.setattr(os, "preadv", failing(number))
-    with pytest.raises(BackendUnavailable, match=os.strerror(number)):
-        await store.load(keys, kit.buffers(4))
-    assert await store.lookup(keys) == 4
-    monkeypatch.undo()
-    assert await kit.stored(store, keys) == [True] * 4
-
-
-@pytest.mark.parametrize("number", ERRORS)
 async def test_failing_write_is_unavailable_stores_nothing_and_keeps_no_slot(
-    store, kit, monkeypatch, number
+    store, kit, monkeypatch
 ):
     keys = kit.keys("write", count=4)
     await store.save(kit.chain(keys[:1]))
-    monkeypatch.setattr(os, "pwritev", failing(number))
+    monkeypatch.setattr(os, "pwritev", failing(errno.EIO))
     files = (await store.stats())["file_bytes"]
     for _ in range(int(files) // kit.frame_nbytes // 3 + 1):
-        with pytest.raises(BackendUnavailable, match=os.strerror(number)):
+        with pytest.raises(BackendUnavailable, match=os.strerror(errno.EIO)):
             await store.save(kit.chain(keys))
     assert await store.lookup(keys) == 1
     monkeypatch.undo()
@@ -128,12 +110,12 @@ async def test_failed_save_ends_only_when_all_its_writes_have(kit, make_disk, mo
 async def test_large_block_is_moved_in_parts_and_comes_back_whole(kit, make_disk):
     nbytes = (9 << 20) + 4096
     block = kit.block(kit.key("large"), nbytes=nbytes)
+    # The kit's blocks repeat a few bytes, so parts of them are alike.
     block.data.numpy()[:] = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
     (into,) = kit.buffers(1, nbytes)
     async with kit.opened(make_disk()) as store:
         assert await store.save([block]) == 1
         assert await store.load([block.key], [into]) == 1
-        assert kit.margins_whole(into)
         assert torch.equal(into, block.data)
 
 
@@ -153,19 +135,13 @@ async def test_full_disk_at_a_write_stores_nothing_with_one_warning(
     assert await kit.stored(store, keys) == [True] * 4
 
 
-# That all three mean a full disk, the test above shows.
-@pytest.mark.parametrize(
-    "number", [FULL[0], *(pytest.param(number, marks=pytest.mark.slow) for number in FULL[1:])]
-)
-async def test_disk_that_cannot_grow_reuses_the_slots_it_has(
-    store, kit, monkeypatch, caplog, number
-):
+async def test_disk_that_cannot_grow_reuses_the_slots_it_has(store, kit, monkeypatch, caplog):
     first = kit.keys("first", count=50)
     await store.save(kit.chain(first))
     slots = int((await store.stats())["file_bytes"]) // kit.frame_nbytes
-    monkeypatch.setattr(os, "posix_fallocate", failing(number))
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
     with caplog.at_level(logging.WARNING, "kvconnect"):
-        for batch in range(3 * slots // 50):
+        for batch in range(slots // 50 + 2):
             keys = kit.keys("more", batch, count=50)
             assert await store.save(kit.chain(keys)) == 50
             assert await kit.stored(store, keys) == [True] * 50
@@ -217,48 +193,7 @@ async def test_row_that_disappears_while_its_slot_is_read_is_a_miss(store, kit, 
     await other.close()
 
 
-async def test_index_that_stays_locked_is_unavailable_in_bounded_time(kit, make_disk, monkeypatch):
-    monkeypatch.setattr("kvconnect.backends.disk.format._BUSY_S", 0.05)
-    async with kit.opened(make_disk()) as store, kit.opened(make_disk()) as other:
-        keys = kit.keys("locked", count=2)
-        await store.save(kit.chain(keys))
-        with other._client.directory.writer._transaction():
-            with pytest.raises(BackendUnavailable, match="lock"):
-                await store.save(kit.chain(kit.keys("more", count=2)))
-            assert await kit.stored(store, keys) == [True, True]
-        assert await store.save(kit.chain(kit.keys("more", count=2))) == 2
-
-
 # ---------------------------------------------------------------------------------------- real
-
-
-@contextmanager
-def limit(kind, soft):
-    before = resource.getrlimit(kind)
-    resource.setrlimit(kind, (soft, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(kind, before)
-
-
-@pytest.mark.parametrize("nbytes", [400 << 10, 6 << 20])
-async def test_limit_on_file_size_bounds_the_files(kit, make_disk, tmp_path, nbytes):
-    keys = kit.keys("rlimit", count=30)
-    with limit(resource.RLIMIT_FSIZE, nbytes):
-        async with kit.opened(make_disk(capacity=1 << 30)) as store:
-            saved = []
-            for key in keys:
-                try:
-                    saved += [key] * await store.save([kit.block(key)])
-                except BackendUnavailable:
-                    assert nbytes < 4 << 20, "the index needs no more than 4 MiB for its log"
-            assert saved
-            assert await kit.stored(store, saved) == [True] * len(saved)
-        assert all(file.stat().st_size <= nbytes for file in (tmp_path / "store").iterdir())
-    async with kit.opened(make_disk(capacity=1 << 30)) as store:
-        assert await store.save(kit.chain(keys)) == 30
-        assert await kit.stored(store, keys) == [True] * 30
 
 
 @pytest.mark.root
@@ -284,19 +219,6 @@ class TestMounted:
     @staticmethod
     def remount(path, mode):
         run("mount", "-o", f"remount,{mode}", path)
-
-    async def test_full_filesystem_works_again_when_there_is_space(self, kit, mounted, monkeypatch):
-        monkeypatch.setattr("kvconnect.backends.disk.client._RETRY_S", 0.0)
-        ballast = mounted / "ballast"
-        with pytest.raises(OSError, match="No space"):
-            write_until_full(ballast)
-        keys = kit.keys("ballast", count=4)
-        async with kit.opened(open_backend(DiskBackend(mounted / "store"))) as store:
-            assert await store.save(kit.chain(keys)) == 0
-            assert await store.lookup(keys) == 0
-            ballast.unlink()
-            assert await store.save(kit.chain(keys)) == 4
-            assert await kit.stored(store, keys) == [True] * 4
 
     async def test_filesystem_that_is_full_at_start_is_read_and_takes_blocks_when_there_is_space(
         self, kit, mounted, caplog, monkeypatch
@@ -418,35 +340,6 @@ async def test_other_files_in_the_directory_are_left_alone(kit, make_disk, tmp_p
 # ---------------------------------------------------------------------------------------- leaks
 
 
-@own_process
-async def test_no_descriptor_thread_or_task_is_left(tmp_path):
-    kit = BlockMaker()
-
-    async def round_of_use():
-        store = open_backend(DiskBackend(tmp_path / "store"))
-        await store.open([kit.layout])
-        keys = kit.keys("leak", count=20)
-        await store.save(kit.chain(keys))
-        await store.load(keys, kit.buffers(20))
-        await store.load(kit.keys("absent", count=2), kit.buffers(2))
-        shutil.rmtree(tmp_path / "store")
-        await store.lookup(keys)
-        await store.close()
-
-    await round_of_use()
-    gc.collect()
-    files = descriptors()
-    for _ in range(5):
-        await round_of_use()
-    gc.collect()
-    assert open_files(tmp_path) == []
-    assert descriptors() == files
-    assert [
-        one.name for one in threading.enumerate() if one.name.startswith("kvconnect-disk")
-    ] == []
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
 async def test_close_waits_for_a_disk_that_hangs_without_holding_up_anything_else(
     kit, make_disk, monkeypatch
 ):
@@ -455,8 +348,9 @@ async def test_close_waits_for_a_disk_that_hangs_without_holding_up_anything_els
         "kvconnect.backends.disk.directory.DiskDirectory.lookup",
         lambda self, keys: int(not goes_on.wait(60)),
     )
-    store = GuardedBackend(make_disk(), deadline_s=1.0)
+    store = GuardedBackend(make_disk())
     await store.open([kit.layout])
+    store._calls.deadline_s = 0.05
     with pytest.raises(BackendTimeout):
         await store.lookup(kit.keys("hangs", count=1))
     started = time.monotonic()

@@ -17,11 +17,6 @@ from kvconnect.errors import BackendUnavailable
 from kvconnect.testing.processes.usage import open_files
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "store"
-
-
 async def test_save_into_a_file_that_was_deleted_stores_nothing(make_disk, kit):
     """Who deletes a file may die before the commit, and the file stay open elsewhere."""
     keys, more = kit.keys("there", count=8), kit.keys("more", count=4)

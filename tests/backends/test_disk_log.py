@@ -13,7 +13,7 @@ import pytest
 from kvconnect.backends.disk import format as disk_format
 from kvconnect.backends.disk.format import log_nbytes
 
-CAPACITY = 32 << 20
+CAPACITY = 8 << 20
 LIMIT = log_nbytes(CAPACITY)
 # What a save of four blocks adds to the log at most, with room to spare.
 SAVE = 128 << 10

@@ -16,11 +16,6 @@ CONTENT = b"somebody's letters\n" * 400
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "store"
-
-
-@pytest.fixture
 def letters(tmp_path):
     """A file that has nothing to do with the store; what it holds must stay."""
     file = tmp_path / "letters"

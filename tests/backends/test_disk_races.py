@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from disk_index import by_hand
 
 from kvconnect.backends.disk import directory as disk_directory
 from kvconnect.backends.disk import format as disk_schema
@@ -24,16 +25,12 @@ from kvconnect.backends.disk.errors import IndexDamaged
 from kvconnect.backends.disk.files.segments import SegmentFiles
 from kvconnect.backends.disk.format import INDEX_NAME, connect_read_only
 from kvconnect.backends.disk.path import held, identity, replace_index, unwritable
+from kvconnect.backends.disk.save import save
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 
 CAPACITY = 1 << 20
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "store"
 
 
 @pytest.fixture
@@ -206,6 +203,20 @@ async def test_block_of_a_replaced_directory_is_never_read_from_another_ones_fil
         assert await kit.stored(store, theirs) == [True, True]
 
 
+async def test_blocks_that_another_process_stores_meanwhile_count_as_stored_once(make_disk, kit):
+    keys = kit.keys("both", count=4)
+    store = make_disk()
+    async with kit.opened(make_disk()) as other:
+        directory = other._client.directory
+        store.at = lambda point: point == "written" and save(directory, kit.chain(keys[:3]))
+        async with kit.opened(store):
+            assert await store.save(kit.chain(keys)) == 4
+            assert await kit.stored(other, keys) == [True] * 4
+            assert (await store.stats())["blocks"] == 4
+    with by_hand(store.path) as db:
+        assert db.execute("SELECT count(*) FROM free").fetchone() == (3,)
+
+
 # ---------------------------------------------------------------------- looking and beginning
 
 
@@ -243,14 +254,6 @@ def test_index_whose_locks_are_held_is_not_read_without_them(path, settings, mon
         other.execute("BEGIN EXCLUSIVE")
         with pytest.raises(BackendUnavailable, match="lock"):
             connect_read_only(path)
-
-
-def test_log_that_vanishes_while_it_is_looked_for_is_none(path, settings, monkeypatch, lanes):
-    DiskDirectory(settings, lanes).close()
-    log = path / f"{INDEX_NAME}-wal"
-    exists = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda self: self == log or exists(self))
-    connect_read_only(path).close()
 
 
 def test_directory_that_is_removed_while_it_is_made_may_be_made_later(path, monkeypatch):

@@ -9,12 +9,13 @@ from collections import Counter
 
 import pytest
 import torch
-from own_process import own_process
+from tier_store import DictTier
 
 from kvconnect import frame
-from kvconnect.backend import Backend, StoredBlock
+from kvconnect.backend import StoredBlock
 from kvconnect.backends import GuardedBackend
 from kvconnect.backends.guard import breaker, pieces
+from kvconnect.backends.guard.calls import counted
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.errors import (
     BackendTimeout,
@@ -23,45 +24,18 @@ from kvconnect.errors import (
     RetryLater,
     UsageError,
 )
-from kvconnect.testing import BlockMaker
 from kvconnect.trace import metrics
 
 
-class Recording(Backend):
-    """A plain dict of bytes; `before` runs at the start of each call and may do anything."""
+class Recording(DictTier):
+    """A plain dict of bytes; `before` runs at the start of each call but those named here."""
 
     def __init__(self, before=None):
-        self.values = {}
-        self.calls = Counter()
-        self.before = before
+        super().__init__(before=before)
 
     async def _begin(self, name):
-        self.calls[name] += 1
-        if self.before is not None:
-            await self.before(name)
-
-    async def lookup(self, keys):
-        await self._begin("lookup")
-        return next((n for n, key in enumerate(keys) if key not in self.values), len(keys))
-
-    async def load(self, keys, into):
-        await self._begin("load")
-        for number, (key, buffer) in enumerate(zip(keys, into, strict=True)):
-            if key not in self.values:
-                return number
-            buffer.copy_(self.values[key])
-        return len(keys)
-
-    async def save(self, blocks):
-        await self._begin("save")
-        for block in blocks:
-            self.values[block.key] = block.data.clone()
-        return len(blocks)
-
-    async def delete(self, keys):
-        await self._begin("delete")
-        for key in keys:
-            self.values.pop(key, None)
+        if name not in {"open", "close", "stats"}:
+            await super()._begin(name)
 
 
 async def until_closed(store):
@@ -92,7 +66,7 @@ async def store(inner, kit):
 async def test_what_is_stored_is_a_sound_frame_of_the_key(store, inner, kit):
     key = kit.key(1)
     await store.save([kit.block(key, tokens=[5, 6, 7])])
-    header = frame.check(inner.values[key], key, {kit.layout.fingerprint()})
+    header = frame.check(inner.value(key), key, {kit.layout.fingerprint()})
     assert (header.valid_tokens, header.payload_nbytes) == (3, kit.layout.block_nbytes)
 
 
@@ -101,7 +75,7 @@ async def test_bad_block_ends_the_run_is_dropped_counted_and_warned_of_once(
 ):
     keys = kit.keys("bad", count=5)
     await store.save(kit.chain(keys))
-    inner.values[keys[2]][4000] ^= 1
+    inner.value(keys[2])[4000] ^= 1
     before, into = counter("store.bad_frame"), kit.buffers(5)
     metrics._warned.clear()
     with caplog.at_level(logging.WARNING, "kvconnect"):
@@ -119,9 +93,9 @@ async def test_all_bad_blocks_of_a_piece_are_dropped_at_once(store, inner, kit):
     keys = kit.keys("many bad", count=6)
     await store.save(kit.chain(keys))
     for key in keys[3:]:
-        inner.values[key][200] ^= 1
+        inner.value(key)[200] ^= 1
     assert await store.load(keys, kit.buffers(6)) == 3
-    assert sorted(inner.values) == sorted(keys[:3])
+    assert sorted(inner.blocks) == sorted(keys[:3])
 
 
 async def test_pieces_are_checked_while_the_next_ones_are_read(kit, monkeypatch):
@@ -135,9 +109,9 @@ async def test_pieces_are_checked_while_the_next_ones_are_read(kit, monkeypatch)
         assert await store.load(keys, into) == 9
         assert inner.calls["load"] == 5
         assert all(kit.holds(b, key) for b, key in zip(into, keys, strict=True))
-        inner.values[keys[4]][1000] ^= 1
+        inner.value(keys[4])[1000] ^= 1
         assert await store.load(keys, kit.buffers(9)) == 4
-        del inner.values[keys[3]]
+        del inner.blocks[keys[3]]
         assert await store.load(keys, kit.buffers(9)) == 3
 
 
@@ -181,27 +155,10 @@ async def test_block_that_is_saved_just_after_it_was_asked_for_is_not_dropped(
     assert await store.load([key], [into]) == 1
 
 
-async def test_lying_store_that_fills_nothing_is_a_miss(store, inner, kit, monkeypatch):
-    async def load(keys, into):
-        return len(keys)
-
-    monkeypatch.setattr(inner, "load", load)
-    assert await store.load([kit.key(1)], kit.buffers(1)) == 0
-
-
 @pytest.mark.parametrize("answer", [-1, 2, None, "1", 1.0])
-async def test_impossible_count_is_a_failure_of_the_store(store, inner, kit, monkeypatch, answer):
-    async def call(*args):
-        return answer
-
-    for name in ("lookup", "load", "save"):
-        monkeypatch.setattr(inner, name, call)
-    with pytest.raises(BackendUnavailable, match="answered"):
-        await store.lookup([kit.key(1)])
-    with pytest.raises(BackendUnavailable, match="answered"):
-        await store.load([kit.key(1)], kit.buffers(1))
-    with pytest.raises(BackendUnavailable, match="answered"):
-        await store.save([kit.block(kit.key(1))])
+def test_impossible_count_is_a_failure_of_the_store(answer):
+    with pytest.raises(BackendUnavailable, match="load of 1 blocks answered"):
+        counted(answer, 1, "store", "load")
 
 
 async def test_check_that_is_switched_off_is_logged(kit, inner, caplog):
@@ -210,17 +167,8 @@ async def test_check_that_is_switched_off_is_logged(kit, inner, caplog):
     assert "are not checked" in caplog.text
     async with kit.opened(guarded) as store:
         await store.save([kit.block(kit.key(1))])
-        inner.values[kit.key(1)][300] ^= 1
+        inner.value(kit.key(1))[300] ^= 1
         assert await store.load([kit.key(1)], kit.buffers(1)) == 1
-
-
-async def test_raw_values_pass_unframed(kit, inner):
-    async with kit.opened(GuardedBackend(inner, raw=True)) as store:
-        key = kit.key("raw")
-        assert await store.save([StoredBlock(key, kit.content(key, 100))]) == 1
-        into = kit.buffer(100)
-        assert await store.load([key], [into]) == 1
-        assert kit.holds(into, key, framed=False)
 
 
 async def test_buffer_of_the_wrong_length_and_unknown_group_are_named(store, kit):
@@ -261,31 +209,6 @@ async def test_a_backend_that_cancels_itself_is_unavailable(kit):
             await store.save([kit.block(kit.key(1))])
 
 
-async def test_a_backend_that_exits_ends_only_its_call(kit):
-    async def leave(name):
-        if name == "save":  # which runs in a task of its own, beside the next piece's checksums
-            raise SystemExit(3)
-
-    async with kit.opened(GuardedBackend(Recording(leave))) as store:
-        with pytest.raises(BackendUnavailable, match=r"exit\(3\)"):
-            await store.save([kit.block(kit.key(1))])
-        assert await store.load([kit.key(1)], kit.buffers(1)) == 0
-
-
-class Unwieldy(Recording):
-    """`before` runs at the start of what opens and closes it, too."""
-
-    async def open(self, layouts, access="store"):
-        await self._begin("open")
-
-    async def close(self):
-        await self._begin("close")
-
-    async def stats(self):
-        await self._begin("stats")
-        return {}
-
-
 @pytest.fixture
 def elsewhere():
     """A loop on a thread of its own: what ends a loop ends not the test's."""
@@ -318,7 +241,7 @@ def test_what_is_no_ordinary_error_is_a_failed_call(kit, elsewhere, error):
         if name in failing:
             raise error
 
-    store = GuardedBackend(Unwieldy(fail))
+    store = GuardedBackend(DictTier(before=fail))
     with pytest.raises(BackendUnavailable, match="open failed") as raised:
         elsewhere(store.open([kit.layout]))
     assert error in {raised.value.__cause__, raised.value.__cause__.__cause__}
@@ -343,20 +266,6 @@ async def test_a_method_that_is_no_coroutine_fails_as_one(kit):
 
     with pytest.raises(BackendUnavailable, match="open failed"):
         await GuardedBackend(Plain()).open([kit.layout])
-
-
-async def test_error_leaves_the_next_call_working(kit):
-    failing = ["save"]
-
-    async def fail(name):
-        if name in failing:
-            raise OSError("broken")
-
-    async with kit.opened(GuardedBackend(Recording(fail))) as store:
-        with pytest.raises(BackendUnavailable):
-            await store.save([kit.block(kit.key(1))])
-        failing.clear()
-        assert await store.save([kit.block(kit.key(1))]) == 1
 
 
 async def test_call_before_open_is_a_bug_of_the_caller(kit, inner):
@@ -392,29 +301,6 @@ class Gate:
             await self.released.wait()
 
 
-async def test_late_load_keeps_its_buffers_until_pending_is_done(kit):
-    gate = Gate("load")
-    inner = Recording(gate)
-    async with kit.opened(GuardedBackend(inner)) as store:
-        key = kit.key("late")
-        await store.save([kit.block(key)])
-        store._calls.deadline_s = 0.05  # of the load that is late, and of no other call
-        into = kit.buffers(1)
-        with pytest.raises(BackendTimeout, match=r"load took longer than 0\.05 s") as raised:
-            await store.load([key], into)
-        pending = raised.value.pending
-        assert not pending.done()
-        assert kit.untouched(into[0])
-        gate.released.set()
-        await asyncio.wait_for(asyncio.wrap_future(pending), 60)
-        # It did write, late; from here on nobody does.
-        assert kit.holds(into[0], key)
-        into[0].fill_(0xC5)
-        store._calls.deadline_s = 60.0
-        assert await store.load([key], kit.buffers(1)) == 1
-        assert kit.untouched(into[0])
-
-
 async def test_abandoned_load_starts_no_further_piece(kit, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_NBYTES", kit.frame_nbytes)
     gate = Gate("load")
@@ -442,8 +328,9 @@ async def test_load_and_save_are_never_cancelled_but_a_lookup_is(kit):
             ended[name] = "cancelled"
             raise
 
-    store = GuardedBackend(Recording(hang), deadline_s=0.05)
+    store = GuardedBackend(Recording(hang))
     await store.open([kit.layout])
+    store._calls.deadline_s = 0.05  # of no call that opens it
     for call in (
         store.lookup([kit.key(1)]),
         store.load([kit.key(1)], kit.buffers(1)),
@@ -525,8 +412,9 @@ async def test_close_returns_while_a_call_hangs(kit):
     async def hang(name):
         await hanging.wait()
 
-    store = GuardedBackend(Recording(hang), deadline_s=0.05)
+    store = GuardedBackend(Recording(hang))
     await store.open([kit.layout])
+    store._calls.deadline_s = 0.05  # of no call that opens it
     loading = asyncio.ensure_future(store.load([kit.key(1)], kit.buffers(1)))
     await asyncio.sleep(0)
     await asyncio.wait_for(store.close(), 60)
@@ -555,8 +443,9 @@ async def test_close_returns_while_the_close_of_the_store_hangs(kit, caplog):
         async def close(self):
             await asyncio.Event().wait()
 
-    store = GuardedBackend(Hanging(), deadline_s=0.05)
+    store = GuardedBackend(Hanging())
     await store.open([kit.layout])
+    store._calls.deadline_s = 0.05  # of no call that opens it
     await asyncio.wait_for(store.close(), 60)
     await store.close()
 
@@ -588,24 +477,20 @@ async def test_close_that_is_given_up_goes_on_and_can_be_waited_for(kit):
     await store.close()
 
 
-@pytest.mark.parametrize("where", ["class", "object"])
-async def test_a_store_of_ours_that_somebody_changed_sees_every_call(kit, where):
-    seen = []
+async def test_a_store_of_ours_whose_object_somebody_changed_sees_every_call(kit):
+    seen, inner = [], MemoryBackend()
 
-    class Mine(MemoryBackend):
-        async def load(self, keys, into):
-            seen.append("load")
-            return await super().load(keys, into)
+    def watched(name):
+        call = getattr(inner, name)
 
-        async def save(self, blocks):
-            seen.append("save")
-            return await super().save(blocks)
+        async def watch(*arguments):
+            seen.append(name)
+            return await call(*arguments)
 
-    inner = mine = Mine()
-    if where == "object":
-        inner = MemoryBackend()
-        inner.load, inner.save = mine.load, mine.save
-        await mine.open([kit.layout])
+        setattr(inner, name, watch)
+
+    watched("load")
+    watched("save")
     async with kit.opened(GuardedBackend(inner)) as store:
         key = kit.key("mine")
         (into,) = kit.buffers(1)
@@ -641,18 +526,18 @@ async def test_the_event_loop_stays_free_while_large_frames_are_hashed(kit, monk
         assert all(name.startswith("kvconnect-frames") for name in hashed_on)
 
 
-@own_process
-async def test_no_task_or_thread_is_left():
-    kit, store = BlockMaker(), GuardedBackend(Recording())
-    await store.open([kit.layout])
-    keys = kit.keys("left", count=64)
-    await store.save(kit.chain(keys))
-    await store.load(keys, kit.buffers(64))
-    await store.close()
-    for thread in threading.enumerate():
-        if thread.name.startswith("kvconnect"):
-            thread.join(60)
-            assert not thread.is_alive()
+async def test_no_task_or_thread_is_left(kit):
+    threads = set(threading.enumerate())
+    async with kit.opened(GuardedBackend(Recording())) as store:
+        keys = kit.keys("left", count=64)
+        await store.save(kit.chain(keys))
+        await store.load(keys, kit.buffers(64))
+        new = set(threading.enumerate()) - threads
+        started = {one for one in new if one.name.startswith("kvconnect-frames")}
+    assert started
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -665,15 +550,15 @@ async def test_raw_access_moves_values_as_they_are_within_the_deadline(kit):
     key = kit.key("raw")
     async with kit.opened(GuardedBackend(inner)) as store:
         await store.save([kit.block(key)])
-    inner.values[key][3000] ^= 1
+    inner.value(key)[3000] ^= 1
     raw = GuardedBackend(inner, raw=True)
     await raw.open([])
     (into,) = kit.buffers(1)
     assert await raw.load([key], [into]) == 1
-    assert torch.equal(into, inner.values[key])
+    assert torch.equal(into, inner.value(key))
     other = kit.key("copy")
     assert await raw.save([StoredBlock(other, into)]) == 1
-    assert torch.equal(inner.values[other], inner.values[key])
+    assert torch.equal(inner.value(other), inner.value(key))
     raw._calls.deadline_s = 0.05
     with pytest.raises(BackendTimeout):
         await raw.lookup([key])
@@ -693,20 +578,3 @@ async def test_opened_without_layouts_it_loads_frames_of_any_and_saves_none(kit)
     with pytest.raises(ConfigurationError, match="opened with 0 layouts"):
         await anyone.save([kit.block(kit.key("new"))])
     await anyone.close()
-
-
-async def test_every_store_opens_without_layouts(make_bare, kit):
-    bare = make_bare()
-    await bare.open([])
-    block = kit.block(kit.key("no layout"), nbytes=12345)
-    assert await bare.save([block]) == 1
-    (into,) = kit.buffers(1, 12345)
-    assert await bare.load([block.key], [into]) == 1
-    assert kit.holds(into, block.key, framed=False)
-    await bare.close()
-
-
-async def test_what_the_store_can_do_its_guard_can_do(make_bare):
-    bare = make_bare()
-    guarded = GuardedBackend(bare)
-    assert guarded.capabilities == bare.capabilities.wrapped()

@@ -11,7 +11,7 @@ import torch
 from kept_stores import CODECS, FOLDER, LAYOUT, NAMESPACE, PRIORITIES, TOKENS, payload
 
 from kvconnect import frame
-from kvconnect.backend import Backend
+from kvconnect.backend import Backend, StoredBlock
 from kvconnect.backends import open_backend
 from kvconnect.keys import Namespace, chain_key, root_key, store_key
 
@@ -39,53 +39,49 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> Backend:
     return open_backend(url, **kept_stores.options(kind, tmp_path))
 
 
-async def test_a_store_of_an_earlier_version_is_read(store: Backend):
+async def test_a_store_of_an_earlier_version_is_read_listed_and_written_to(store: Backend):
+    made = kept_stores.blocks()
+    await store.open([LAYOUT])
+    try:
+        await is_read(store, made)
+        await is_listed(store, made)
+        await is_written_to(store, made)
+    finally:
+        await store.close()
+
+
+async def is_read(store: Backend, made: list[StoredBlock]) -> None:
     chained = root_key(kept_stores.MODEL_DIGEST, (LAYOUT,), NAMESPACE)
     root = store_key(chained, 0, kept_stores.SHARD)
-    made = kept_stores.blocks()
     keys = [block.key for block in made]
-    await store.open([LAYOUT])
-    try:
-        assert await store.lookup(keys) == len(keys)
-        into = [torch.zeros_like(block.data) for block in made]
-        assert await store.load(keys, into) == len(keys)
-        for block, buffer in zip(made, into, strict=True):
-            chained = chain_key(chained, block.tokens)
-            assert torch.equal(frame.payload(buffer, LAYOUT.block_nbytes), payload(chained))
-        for parent, block in zip([root, *keys], made, strict=False):
-            [child] = await store.children(parent)
-            assert (child.key, child.tokens.tolist()) == (block.key, block.tokens.tolist())
-    finally:
-        await store.close()
+    assert await store.lookup(keys) == len(keys)
+    into = [torch.zeros_like(block.data) for block in made]
+    assert await store.load(keys, into) == len(keys)
+    for block, buffer in zip(made, into, strict=True):
+        chained = chain_key(chained, block.tokens)
+        assert torch.equal(frame.payload(buffer, LAYOUT.block_nbytes), payload(chained))
+    for parent, block in zip([root, *keys], made, strict=False):
+        [child] = await store.children(parent)
+        assert (child.key, child.tokens.tolist()) == (block.key, block.tokens.tolist())
 
 
-async def test_all_that_was_known_of_its_blocks_is_listed(store: Backend):
-    made = kept_stores.blocks()
-    await store.open([LAYOUT])
-    try:
-        listed = {entry.key: entry async for entry in store.scan()}
-        for block, tokens, priority in zip(made, TOKENS, PRIORITIES, strict=True):
-            entry = listed.pop(block.key)
-            assert entry.tokens.tolist() == tokens
-            assert (entry.parent, entry.priority) == (block.parent, priority)
-            assert (entry.namespace, entry.model) == (block.namespace, block.model)
-            assert entry.group == 0
-        assert not listed
-    finally:
-        await store.close()
+async def is_listed(store: Backend, made: list[StoredBlock]) -> None:
+    listed = {entry.key: entry async for entry in store.scan()}
+    for block, tokens, priority in zip(made, TOKENS, PRIORITIES, strict=True):
+        entry = listed.pop(block.key)
+        assert entry.tokens.tolist() == tokens
+        assert (entry.parent, entry.priority) == (block.parent, priority)
+        assert (entry.namespace, entry.model) == (block.namespace, block.model)
+        assert entry.group == 0
+    assert not listed
 
 
-async def test_it_goes_on_being_written_to(store: Backend):
-    made = kept_stores.blocks()
-    await store.open([LAYOUT])
-    try:
-        assert await store.save(made) == len(made)
-        await store.delete([made[0].key])
-        assert await store.lookup([made[0].key]) == 0
-        assert await store.save(made[:1]) == 1
-        assert await store.lookup([block.key for block in made]) == len(made)
-    finally:
-        await store.close()
+async def is_written_to(store: Backend, made: list[StoredBlock]) -> None:
+    assert await store.save(made) == len(made)
+    await store.delete([made[0].key])
+    assert await store.lookup([made[0].key]) == 0
+    assert await store.save(made[:1]) == 1
+    assert await store.lookup([block.key for block in made]) == len(made)
 
 
 def test_keys_are_those_of_then():

@@ -44,11 +44,6 @@ class Held:
         assert await asyncio.to_thread(self.entered.wait, 60)
 
 
-async def test_work_runs_on_a_thread_of_the_lane(lane):
-    assert (await lane.run(lambda: threading.current_thread().name)).startswith("lane-")
-    assert lane.running == 0
-
-
 async def test_errors_are_raised_where_they_are_waited_for(lane):
     def fail() -> None:
         raise KeyError("x")
@@ -59,6 +54,15 @@ async def test_errors_are_raised_where_they_are_waited_for(lane):
     assert isinstance(error, KeyError)
     assert value == 3
     assert await lane.run_all([]) == []
+
+
+async def test_a_call_of_several_works_ends_when_all_have(lane):
+    held = Held()
+    call = asyncio.create_task(lane.run_all([held, int]))
+    await held.begun()
+    assert not (await asyncio.wait({call}, timeout=0.1))[0]
+    held.go.set()
+    assert await call == ["done", 0]
 
 
 async def test_who_waits_is_cancelled_only_once_the_work_has_ended(lane):

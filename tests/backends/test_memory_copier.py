@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from own_process import own_process
+from test_fused_copy import made as fused_made
 
 from kvconnect import frame
 from kvconnect.backends.host import copier as memory_copier
 from kvconnect.backends.host.copier import Copy
-from kvconnect.backends.host.fused_copy import fused_copy
 from kvconnect.backends.lanes import Lane
-from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.errors import BadFrame
 from kvconnect.frame import FrameChecksum, FrameHeader, frame_nbytes
 from kvconnect.keys import BlockKey
-from kvconnect.testing import BlockMaker
 
 MIB = 1 << 20
 
@@ -29,7 +24,7 @@ MIB = 1 << 20
 @pytest.fixture(params=["piece by piece", "fused"], autouse=True)
 def way(request, monkeypatch):
     """How copies are done."""
-    made = fused_copy(wait=True) if request.param == "fused" else None
+    made = fused_made() if request.param == "fused" else None
     assert (made is not None) == (request.param == "fused")
     monkeypatch.setattr(memory_copier, "fused_copy", lambda: made)
     return request.param
@@ -157,81 +152,7 @@ async def test_a_value_that_is_no_sound_frame_is_none_afterwards(copy_all, lengt
         frame.check(into, header.key, None, taken)
 
 
-async def test_call_ends_only_when_both_halves_have(copy_all, monkeypatch, way):
-    gates = {0: threading.Event(), 1: threading.Event()}
-
-    def copy(source, target):
-        assert gates[int(source[0])].wait(60)
-
-    class Fused:
-        def run(self, values):
-            for value in values:
-                copy(*value.parts[0])
-            return [b""] * len(values)
-
-    monkeypatch.setattr(memory_copier, "_copy", copy)
-    monkeypatch.setattr(memory_copier, "fused_copy", lambda: Fused() if way == "fused" else None)
-    source = np.repeat(np.array([0, 1], np.uint8), MIB)
-    for order in ([0, 1], [1, 0]):
-        call = asyncio.create_task(copy_all([Copy([(source, np.empty_like(source))])]))
-        gates[order[0]].set()
-        assert not (await asyncio.wait({call}, timeout=0.2))[0]
-        gates[order[1]].set()
-        await call
-        for gate in gates.values():
-            gate.clear()
-
-
 async def test_error_of_a_half_is_the_call_s(copy_all):
     longer = np.empty(2 * MIB, np.uint8)
     with pytest.raises(ValueError, match=r"broadcast|cannot be copied"):
         await copy_all([Copy([(np.empty(2 * MIB - 1, np.uint8), longer)])])
-
-
-async def test_cancelled_call_ends_when_nothing_is_copied_any_more(copy_all, monkeypatch):
-    begun, gate, copied = threading.Semaphore(0), threading.Event(), []
-
-    def run(copies, fused):
-        begun.release()
-        assert gate.wait(60)
-        copied.append(copies)
-
-    monkeypatch.setattr(memory_copier, "_run", run)
-    source = np.ones(4 * MIB, np.uint8)
-    call = asyncio.create_task(copy_all([Copy([(source, np.zeros_like(source))])]))
-    for _ in range(2):  # both halves are on their threads
-        assert await asyncio.to_thread(begun.acquire, timeout=60)
-    call.cancel()
-    assert not (await asyncio.wait({call}, timeout=0.1))[0]
-    gate.set()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert len(copied) == 2
-
-
-@own_process
-def test_closed_store_leaves_no_thread(way):
-    kit, made = BlockMaker(), fused_copy(wait=True) if way == "fused" else None
-    memory_copier.fused_copy = lambda: made  # this process ends with the test
-
-    async def use():
-        for _ in range(2):
-            store = MemoryBackend(8 * MIB)
-            await store.open([kit.layout])
-            await store.save([kit.block(kit.key("large"), nbytes=4 * MIB)])
-            await store.close()
-            await store.close()
-
-    asyncio.run(use())
-    assert threading.active_count() == 1
-
-
-async def test_threads_that_run_out_later_harm_no_copy(copy_all, monkeypatch):
-    def refused(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    source = np.ones(4 * MIB, np.uint8)
-    target = np.zeros_like(source)
-    await copy_all([Copy([(source, target)])])
-    assert target.all()

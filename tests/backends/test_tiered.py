@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from tier_store import DictTier
+from tier_store import DictTier, tiered, until
 
 from kvconnect.backends import open_backend
-from kvconnect.backends.disk.store import DiskBackend
-from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.backends.tiered.settings import TieredSettings, parse_tiered
 from kvconnect.backends.tiered.store import TieredBackend
 from kvconnect.backends.url import StoreUrl
@@ -22,23 +19,9 @@ from kvconnect.redaction import without_passwords
 from kvconnect.trace import metrics
 
 
-@asynccontextmanager
-async def tiered(kit, *tiers, layouts=(), **settings):
-    store = TieredBackend(
-        tiers, TieredSettings(**{"verify_frames": False, "patience_s": 2.0, **settings})
-    )
-    await store.open(layouts)
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
 async def written(store, number=0):
     """Until nothing waits to be written to a tier."""
-    async with asyncio.timeout(60):
-        while len(store.tiers[number].backlog):  # noqa: ASYNC110 - no event tells of it
-            await asyncio.sleep(0)
+    await until(lambda: not len(store.tiers[number].backlog))
 
 
 def frames(kit, keys, parent=None):
@@ -59,28 +42,16 @@ def frames(kit, keys, parent=None):
 # ------------------------------------------------------------------------------------ reading
 
 
-async def test_prefix_is_counted_over_all_tiers(kit):
-    one, two = DictTier(), DictTier()
-    keys = kit.keys("union", count=10)
-    blocks = kit.chain(keys)
-    one.put(*blocks[:3], *blocks[6:8])
-    two.put(*blocks[3:6], blocks[8])
-    async with tiered(kit, one, two) as store:
-        assert await store.lookup(keys) == 9
-        assert await store.lookup(keys[:5]) == 5
-        assert await store.lookup(keys[9:]) == 0
-
-
-async def test_prefix_in_pieces_is_loaded_in_order(kit):
+async def test_prefix_in_pieces_is_counted_and_loaded_in_order(kit):
     one, two, three = DictTier(), DictTier(), DictTier()
     keys = kit.keys("pieces", count=10)
     blocks = kit.chain(keys)
     one.put(*blocks[:2], *blocks[6:8])
     two.put(*blocks[2:4])
     three.put(*blocks[4:6], blocks[8])
-    async with tiered(kit, one, two, three) as store:
+    async with tiered(one, two, three) as store:
         into = kit.buffers(10)
-        assert await store.load(keys, into) == 9
+        assert await store.lookup(keys) == await store.load(keys, into) == 9
         assert all(kit.holds(b, key) for b, key in zip(into[:9], keys, strict=False))
         assert kit.untouched(into[9])
 
@@ -90,7 +61,7 @@ async def test_block_is_loaded_from_the_first_tier_that_has_it(kit):
     keys = kit.keys("first", count=4)
     one.put(*kit.chain(keys)[:2])
     two.put(*kit.chain(keys))
-    async with tiered(kit, one, two) as store:
+    async with tiered(one, two) as store:
         assert await store.load(keys, kit.buffers(4)) == 4
     assert one.loads == keys[:2]
     assert two.loads == keys[2:]
@@ -101,7 +72,7 @@ async def test_lookup_does_not_ask_again_where_a_run_ended(kit):
     keys = kit.keys("ends", count=4)
     one.put(*kit.chain(keys)[:2])
     two.put(*kit.chain(keys)[:2])
-    async with tiered(kit, one, two) as store:
+    async with tiered(one, two) as store:
         assert await store.lookup(keys) == 2
     assert (len(one.asked), len(two.asked)) == (1, 1)
 
@@ -110,7 +81,7 @@ async def test_what_a_slower_tier_had_is_copied_to_the_faster_ones_with_all_that
     one, two, three = DictTier(), DictTier(), DictTier()
     keys = kit.keys("promote", count=4)
     three.put(*frames(kit, keys))
-    async with tiered(kit, one, two, three) as store:
+    async with tiered(one, two, three) as store:
         into = kit.buffers(4)
         assert await store.load(keys, into) == 4
         for buffer in into:
@@ -134,7 +105,7 @@ async def test_promotion_copies_the_value_not_the_buffer(kit):
     one, two = DictTier(variable_length=True), DictTier(variable_length=True)
     key = kit.key("shorter")
     two.put(kit.block(key, nbytes=5000))
-    async with tiered(kit, one, two) as store:
+    async with tiered(one, two) as store:
         assert store.capabilities.variable_length
         assert await store.load([key], [kit.buffer(8192)]) == 1
         await written(store)
@@ -147,7 +118,7 @@ async def test_promotion_takes_no_more_memory_than_it_may(kit):
     two.put(*kit.chain(keys))
     one.hang.add("save")
     before = metrics.snapshot().get("store.tiered.dropped.blocks", 0)
-    async with tiered(kit, one, two, queue_nbytes=3 * kit.frame_nbytes) as store:
+    async with tiered(one, two, queue_nbytes=3 * kit.frame_nbytes) as store:
         for _ in range(3):
             assert await store.load(keys, kit.buffers(8)) == 8
         assert store.tiers[0].backlog.nbytes == 3 * kit.frame_nbytes
@@ -162,7 +133,7 @@ async def test_promotion_can_be_switched_off(kit):
     one, two = DictTier(), DictTier()
     keys = kit.keys("off", count=2)
     two.put(*kit.chain(keys))
-    async with tiered(kit, one, two, promote=False) as store:
+    async with tiered(one, two, promote=False) as store:
         assert await store.load(keys, kit.buffers(2)) == 2
     assert not one.blocks
 
@@ -174,7 +145,7 @@ async def test_save_waits_for_tiers_written_through_only(kit):
     one, two, three = DictTier(), DictTier(), DictTier()
     three.hang.add("save")
     keys = kit.keys("through", count=3)
-    async with tiered(kit, one, two, three, write=("through", "through", "behind")) as store:
+    async with tiered(one, two, three, write=("through", "through", "behind")) as store:
         blocks = kit.chain(keys)
         assert await store.save(blocks) == 3
         assert one.keys() == two.keys() == set(keys)
@@ -190,7 +161,7 @@ async def test_save_waits_for_tiers_written_through_only(kit):
 async def test_close_writes_what_waits(kit):
     one, two = DictTier(), DictTier()
     keys = kit.keys("drain", count=50)
-    async with tiered(kit, one, two, write=("through", "behind")) as store:
+    async with tiered(one, two, write=("through", "behind")) as store:
         assert await store.save(kit.chain(keys)) == 50
     assert two.keys() == set(keys)
     assert not two.is_open
@@ -201,28 +172,18 @@ async def test_deleted_block_does_not_come_back_from_the_queue(kit, when):
     one, two = DictTier(), DictTier()
     first, key = kit.keys("resurrect", when, count=2)
     two.hang.add("save")
-    async with tiered(kit, one, two, write=("through", "behind")) as store:
+    async with tiered(one, two, write=("through", "behind")) as store:
         if when == "waiting":
             await store.save([kit.block(first)])
             await asyncio.sleep(0)
         await store.save([kit.block(key)])
-        while not two.calls["save"]:  # noqa: ASYNC110 - the same
-            await asyncio.sleep(0)
+        await until(lambda: two.calls["save"])
         await store.delete([key])
         two.recover()
         await written(store, 1)
         assert key not in two.blocks
         assert (first in two.blocks) == (when == "waiting")
         assert await store.lookup([key]) == 0
-
-
-async def test_delete_is_everywhere(kit):
-    one, two = DictTier(), DictTier()
-    keys = kit.keys("everywhere", count=3)
-    async with tiered(kit, one, two) as store:
-        await store.save(kit.chain(keys))
-        await store.delete(keys[:2])
-    assert one.keys() == two.keys() == {keys[2]}
 
 
 @pytest.mark.parametrize(
@@ -238,7 +199,7 @@ async def test_save_counts_what_the_capabilities_promise(kit, tiers, stored):
     made = [DictTier(**tier) for tier in tiers]
     for tier, options in zip(made, tiers, strict=True):
         tier.room = options.get("room", 100)
-    async with tiered(kit, *made) as store:
+    async with tiered(*made) as store:
         assert await store.save(kit.chain(kit.keys("count", count=3))) == stored
 
 
@@ -277,7 +238,7 @@ async def test_children_of_all_tiers_are_one_list(kit):
     parent, first, both, last = kit.keys("children", count=4)
     one.put(kit.block(first, parent, tokens=[1]), kit.block(both, parent, tokens=[2]))
     two.put(kit.block(both, parent, tokens=[2]), kit.block(last, parent, tokens=[3]))
-    async with tiered(kit, one, two) as store:
+    async with tiered(one, two) as store:
         found = {child.key: child.tokens.tolist() for child in await store.children(parent)}
     assert found == {first: [1], both: [2], last: [3]}
 
@@ -287,7 +248,7 @@ async def test_scan_lists_each_block_once(kit):
     keys = kit.keys("scan", count=5)
     one.put(*kit.chain(keys)[:3])
     two.put(*kit.chain(keys)[2:])
-    async with tiered(kit, one, two) as store:
+    async with tiered(one, two) as store:
         listed = [entry.key async for entry in store.scan()]
         described = await store.describe([*keys, kit.key("absent")])
     assert sorted(listed) == sorted(keys)
@@ -298,7 +259,7 @@ async def test_stats_are_each_tiers_own(kit):
     one, two = DictTier(), DictTier()
     one.put(*kit.chain(kit.keys("stats", count=2)))
     two.put(*kit.chain(kit.keys("stats", count=3)))
-    async with tiered(kit, one, two) as store:
+    async with tiered(one, two) as store:
         stats = await store.stats()
     assert (stats["dicttier.blocks"], stats["dicttier2.blocks"], stats["blocks"]) == (2, 3, 3)
     assert stats["dicttier.alive"] == 1
@@ -325,23 +286,6 @@ async def test_by_url_a_bad_frame_in_memory_is_replaced_from_disk(kit, tmp_path)
         await written(store.inner)
         assert await memory.lookup(keys) == 6  # the sound copy has taken its place
         assert await disk.lookup(keys) == 6
-
-
-async def test_blocks_of_another_run_come_from_disk_and_then_from_memory(kit, tmp_path):
-    keys = kit.keys("restart", count=6)
-    for run in range(2):
-        memory, disk = MemoryBackend(1 << 20), DiskBackend(tmp_path / "kv", capacity=8 << 20)
-        store = open_backend(TieredBackend([memory, disk], TieredSettings(patience_s=60.0)))
-        async with kit.opened(store):
-            if run == 0:
-                assert await store.save(frames(kit, keys)) == 6
-                continue
-            assert await store.lookup(keys) == 6
-            assert await memory.lookup(keys) == 0
-            assert await kit.stored(store, keys) == [True] * 6
-            await written(store.inner)
-            assert await memory.lookup(keys) == 6
-            assert [entry.model async for entry in memory.scan()] == [b"m" * 32] * 6
 
 
 # ------------------------------------------------------------------------------------ settings
@@ -405,7 +349,7 @@ async def test_wrong_tier_is_named(kit, tmp_path):
 
 
 async def test_closed_store_refuses_calls(kit):
-    async with tiered(kit, DictTier()) as store:
+    async with tiered(DictTier()) as store:
         pass
     for call in (store.lookup([]), store.load([], []), store.save([]), store.delete([])):
         with pytest.raises(BackendUnavailable, match="not open"):

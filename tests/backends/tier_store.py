@@ -1,13 +1,15 @@
-"""A store in a dictionary whose answers tests can delay, refuse and falsify."""
+"""A store in a dictionary whose answers tests can delay, refuse and falsify; several as one."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from kvconnect.backend import Backend, Capabilities, Child, StoredEntry
-from kvconnect.errors import BackendUnavailable
+from kvconnect.backend import Backend, Capabilities, Child, StoredBlock, StoredEntry
+from kvconnect.backends.tiered.settings import TieredSettings
+from kvconnect.backends.tiered.store import TieredBackend
 
 
 class DictTier(Backend):
@@ -17,9 +19,10 @@ class DictTier(Backend):
         down: every call fails.
         boast: `lookup` says yes to everything.
         room: blocks that it takes.
+        before: runs at the start of each call, is given its name and may do anything.
     """
 
-    def __init__(self, room=1 << 30, **capabilities):
+    def __init__(self, room=1 << 30, *, before=None, **capabilities):
         self.capabilities = Capabilities(**capabilities)
         self.blocks = {}
         self.calls = Counter()
@@ -30,6 +33,7 @@ class DictTier(Backend):
         self.down = False
         self.boast = False
         self.room = room
+        self.before = before
         self.open_error = None
         self.is_open = False
 
@@ -40,6 +44,12 @@ class DictTier(Backend):
         for block in blocks:
             self.blocks[block.key] = replace(block, data=block.data.clone())
 
+    def value(self, key):
+        return self.blocks[key].data
+
+    def hold(self, key, data):
+        self.blocks[key] = StoredBlock(key, data)
+
     def recover(self):
         self.hang.clear()
         self.down = False
@@ -47,6 +57,8 @@ class DictTier(Backend):
 
     async def _begin(self, name):
         self.calls[name] += 1
+        if self.before is not None:
+            await self.before(name)
         if name in self.hang:
             await self.go.wait()
         if self.down:
@@ -74,6 +86,8 @@ class DictTier(Backend):
         for number, (key, buffer) in enumerate(zip(keys, into, strict=True)):
             block = self.blocks.get(key)
             if block is None or block.data.numel() > buffer.numel():
+                return number
+            if block.data.numel() < buffer.numel() and not self.capabilities.variable_length:
                 return number
             buffer[: block.data.numel()].copy_(block.data)
             self.loads.append(key)
@@ -115,14 +129,6 @@ class DictTier(Backend):
         return {"blocks": len(self.blocks), "bytes": nbytes}
 
 
-class Refusing(DictTier):
-    """Fails as stores do that are there and say no."""
-
-    async def _begin(self, name):
-        if name != "close":
-            raise BackendUnavailable("no")
-
-
 def _entry(block):
     return StoredEntry(
         block.key,
@@ -136,3 +142,24 @@ def _entry(block):
         block.model,
         block.group,
     )
+
+
+@asynccontextmanager
+async def tiered(*tiers, layouts=(), **settings):
+    """A tiered store, open; all tiers recover before it is closed."""
+    chosen = {"verify_frames": False, "patience_s": 2.0, **settings}
+    store = TieredBackend(tiers, TieredSettings(**chosen))
+    await store.open(layouts)
+    try:
+        yield store
+    finally:
+        for tier in tiers:
+            tier.recover()
+        await store.close()
+
+
+async def until(condition):
+    """Returns once `condition` holds."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.001)
