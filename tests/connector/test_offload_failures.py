@@ -57,7 +57,10 @@ def test_a_block_that_is_gone_leaves_what_was_before_it(store: DictStore) -> Non
     with BenchEngine(llm_args(store)) as bench:
         request = bench.submit(PROMPT, 3)
         while not request.num_external_tokens:
-            assert bench.manager._scheduler._states[request.request_id].lookup.exception(60) is None
+            assert (
+                bench.manager._scheduler._finding._prompts[request.request_id].lookup.exception(60)
+                is None
+            )
             del store.frames[keys[6]]  # after the lookup said yes
             bench.step()
             break
@@ -207,7 +210,9 @@ def test_all_requests_of_a_step_share_one_lookup_budget() -> None:
         elapsed = time.monotonic() - started
         assert 1 <= elapsed < 9  # not ten times the budget
         assert all(request.tokens.view[-1] == ANSWER[0] for request in requests)
-        assert scheduler._budget.suspended  # later ones wait no more, until it answers in time
+        assert (
+            scheduler._finding.budget.suspended
+        )  # later ones wait no more, until it answers in time
         store.at_lookup.open()
 
 
@@ -218,7 +223,7 @@ def test_a_late_answer_serves_the_next_admission() -> None:
         request = bench.submit(PROMPT, 3)
         bench.step()
         assert request.num_computed_tokens == len(PROMPT)  # a miss: computed
-        state = bench.manager._scheduler._states[request.request_id]
+        state = bench.manager._scheduler._finding._prompts[request.request_id]
         store.at_lookup.open()
         assert state.lookup.exception(60) is None
         answer = bench.manager._scheduler.get_num_new_matched_tokens(request, 0)
@@ -230,7 +235,7 @@ def test_lookups_start_when_a_request_arrives(store: DictStore) -> None:
     with BenchEngine(llm_args(store)) as bench:
         before = len(store.lookups)
         request = bench.submit(PROMPT)
-        state = bench.manager._scheduler._states[request.request_id]
+        state = bench.manager._scheduler._finding._prompts[request.request_id]
         state.lookup.result(60)
         assert len(store.lookups) == before + 1
         bench.run()
@@ -555,7 +560,8 @@ def test_many_requests_leave_nothing_behind(count: int) -> None:
             bench.outcomes.clear()
         scheduler, worker = bench.manager._scheduler, bench.manager._worker
         worker._queue.flush(60)
-        assert not scheduler._states
+        assert not scheduler._plans
+        assert not scheduler._finding._prompts
         assert not worker._leaving
         assert not worker._loads._running
         assert not worker._held
