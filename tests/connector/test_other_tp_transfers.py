@@ -17,8 +17,8 @@ from tp_ranks import DIGEST, LATENT, STREAM, UNEQUAL, T, heads_of, kv_of, layout
 
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import KvCachePool, LlmArgs, RequestData, SchedulerOutput
-from kvconnect.connector.disagg import DisaggScheduler, DisaggWorker
 from kvconnect.connector.io.lookup import blocks_needed
+from kvconnect.connector.offload import OffloadScheduler, OffloadWorker
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Namespace, Shard, root_key
 from kvconnect.layout import KvCacheLayout
@@ -49,14 +49,14 @@ class Engine:
         listen = f"127.0.0.1:{free_ports(tp_size)}"
         transfer = {"role": role, "listen": listen, "lease_s": 30.0} | transfer
         config = KvCacheConnectorConfig(transfer=transfer, load_timeout_s=60, save_timeout_s=60)
-        self.workers: list[DisaggWorker] = []
+        self.workers: list[OffloadWorker] = []
         self.pools: list[list[torch.Tensor]] = []
         self.layouts: list[tuple[KvCacheLayout, ...]] = []
         for rank in range(tp_size):
             args = self._args(config, Shard(rank, tp_size))
             if rank == 0:
-                self.scheduler = DisaggScheduler(args)
-            worker = DisaggWorker(args)
+                self.scheduler = OffloadScheduler(args)
+            worker = OffloadWorker(args)
             pools = [
                 torch.full(one.flat_shape(NUM_BLOCKS), torch.nan, dtype=one.dtype)
                 for one in args.layouts
@@ -193,7 +193,7 @@ class Engine:
 
     def is_unread(self) -> bool:
         """Whether no lease is held: one that ends holds its memory, and a thread, until then."""
-        nodes = [worker._open_node for worker in self.workers]
+        nodes = [worker._node for worker in self.workers]
         return all(node is None or node.offers.server.table.last_end() is None for node in nodes)
 
 
@@ -260,7 +260,7 @@ def test_a_rank_that_is_gone_fails_the_load_of_those_that_need_it(
     prefill.workers[1].shutdown()
     [reason] = decode.fetch(PROMPT, params)
     assert "cannot be reached" in reason
-    node = decode.workers[0]._open_node
+    node = decode.workers[0]._node
     assert node.fetcher is not None
     until(lambda: not (node.fetcher._fetches or node.fetcher.claims))
     until(prefill.is_unread)

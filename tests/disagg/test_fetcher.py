@@ -104,19 +104,17 @@ def test_a_load_that_cannot_begin_has_failed(fetcher, links, monkeypatch, what):
     assert [(one.request_id, one.num_valid_tokens, one.writes_ended) for one in failures] == [
         (7, 0, True)
     ]
-    assert not fetcher.among([7])
     ends_nowhere(fetcher, links)
 
 
 def test_a_load_is_cancelled_before_it_begins(fetcher, links):
     fetcher.claims.claim("host:1", "name")
     fetcher.expect(ORDER)
-    assert fetcher.cancel(7)
+    fetcher.cancel(7)
     fetcher.begin(ORDER)
     ended = []
     until(lambda: ended.extend(fetcher.take_ended()) or ended)
     assert ended == [7]
-    assert not fetcher.cancel(7)
     ends_nowhere(fetcher, links)
 
 

@@ -1,20 +1,26 @@
-"""The built-in scheduler: finds prompts in a store and orders saves of new blocks into it."""
+"""The built-in scheduler: finds prompts in a store or at a peer, and orders saves of blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
+from kvconnect.connector.disagg.messages import EndOrder
 from kvconnect.connector.io.lookup import Hit
 from kvconnect.connector.io.orders import LoadBlocks, SaveOrder
 from kvconnect.connector.pair.finding import StoreFinding, by_group
 from kvconnect.connector.pair.messages import OffloadMeta, RequestEnd, WorkerMeta
 from kvconnect.connector.pair.save_plan import SavePlan
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
-from kvconnect.errors import UsageError
 from kvconnect.request import LlmRequest
 from kvconnect.trace import count
+
+if TYPE_CHECKING:
+    from kvconnect.connector.disagg.decode import DecodeBook
+    from kvconnect.connector.disagg.prefill import PrefillBook
 
 __all__ = ["OffloadScheduler"]
 
@@ -32,6 +38,12 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     below ``min_priority`` ends its sequence's saves: without it, the later blocks cannot be found.
     Dropped ones are ordered again at the request's end, and by any other request that uses them.
     No record of stored blocks outlives a request: each request looks the store up.
+
+    With ``transfer`` the pair also publishes prompts to other engines and fetches theirs, as each
+    request's parameters say. A prompt that a peer publishes is fetched rather than loaded from the
+    store. A prompt whose fetch is refused, late or broken is computed; no method raises for that.
+    The blocks of a request that ended are kept until neither a reader nor the store needs them.
+    ``transfer`` without a store is the same, without lookups and saves.
 
     Attributes:
         whole_blocks: the engine cannot use part of a block: hits end where blocks do.
@@ -51,35 +63,71 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._ended: list[RequestEnd] = []  # and the next are for the next step's metadata
         self._forgotten: list[int] = []
         self._backlogged = False
-        self._open_finding: StoreFinding | None = StoreFinding(
-            llm_args, whole_blocks=self.whole_blocks, hashes_at_once=self.hashes_at_once
-        )
+        self._shared: list[EndOrder] = []
+        self._published: PrefillBook | None = None
+        self._fetched: DecodeBook | None = None
+        self._finding: StoreFinding | None = None
+        with ExitStack() as opened:
+            if self._config.transfer is not None:
+                self._open_transfer(opened)
+            if self._config.transfer is None or llm_args.has_store:
+                self._finding = StoreFinding(
+                    llm_args, whole_blocks=self.whole_blocks, hashes_at_once=self.hashes_at_once
+                )
+                opened.callback(self._finding.close)
+            self._opened = opened.pop_all()
+        self._sources = [one for one in (self._fetched, self._finding) if one is not None]
+
+    def _open_transfer(self, opened: ExitStack) -> None:
+        from kvconnect.connector.disagg.decode import DecodeBook
+        from kvconnect.connector.disagg.node import TransferNode
+        from kvconnect.connector.disagg.prefill import PrefillBook
+
+        node = TransferNode.acquire(self._llm_args)
+        opened.callback(node.release)
+        self._published = PrefillBook(node, self._llm_args)
+        self._fetched = DecodeBook(node, self._llm_args)
+        opened.callback(self._fetched.close)
 
     # ------------------------------------------------------------------ a request's way
 
     def on_new_request(self, request: LlmRequest) -> None:
-        """Starts the lookup of `request`, unless the store's breaker is open."""
+        """Starts the lookup of `request`, and claims its prompt if a peer publishes it.
+
+        Raises:
+            ConfigurationError: the request's ``kv_transfer_params`` are wrong, or ask for what this
+                engine's role does not do.
+        """
         self._begin(request)
+        if self._published is not None and self._fetched is not None:
+            self._published.begin(request)
+            self._fetched.begin(request)
 
     def _begin(self, request: LlmRequest) -> None:
         plan = SavePlan(request, min_priority=self._config.min_priority, windows=self._windows)
         self._plans[request.request_id] = plan
-        self._finding.begin(request)
+        if self._finding is not None:
+            self._finding.begin(request)
 
     def get_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Returns the tokens that the store has beyond `num_computed_tokens`.
+        """Returns the tokens beyond `num_computed_tokens` that a peer or else the store has.
 
-        Waits within the step's budget.
+        Waits for the store within the step's budget.
         """
-        num_tokens = self._finding.offer(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        for source in self._sources:
+            if num_tokens := source.offer(request, num_computed_tokens):
+                return num_tokens, True
+        return 0, False
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
         """Drops the reported blocks: all are new, and the step's report will list them."""
         self._plans[request.request_id].forget_blocks()
-        self._finding.admitted(request)
+        if self._published is not None:
+            self._published.admitted(request)
+        for source in self._sources:
+            source.admitted(request)
 
     def blocks_replaced(self, request: LlmRequest, block_ids: list[int]) -> None:
         """Drops the reported blocks; the next report lists all of them, the new ones too."""
@@ -87,7 +135,8 @@ class OffloadScheduler(KvCacheConnectorScheduler):
 
     def load_failed(self, request: LlmRequest, num_valid_tokens: int) -> None:
         """Marks the blocks that were not loaded as missing: they are computed, and saved anew."""
-        self._finding.failed(request)
+        for source in self._sources:
+            source.failed(request)
         self._plans[request.request_id].note_missing(num_valid_tokens // self._tokens_per_block)
 
     def on_rewind(self, request: LlmRequest, block_ids: list[int]) -> None:
@@ -100,25 +149,53 @@ class OffloadScheduler(KvCacheConnectorScheduler):
             plan.note_missing(0)
 
     def request_reset(self, request: LlmRequest) -> None:
-        """Starts another lookup, and plans the request's saves from the start."""
-        self._finding.drop(request)
+        """Starts another lookup, and plans the request's saves from the start.
+
+        A prompt that is published will be published anew; one that was claimed is computed.
+        """
+        if self._published is not None:
+            self._published.reset(request)
+        for source in self._sources:
+            source.drop(request)
         self._begin(request)
 
     def request_aborted(self, request: LlmRequest) -> None:
         """Drops the request's state, unless it holds blocks: then `request_finished` follows."""
-        plan = self._plans.get(request.request_id)
-        if plan is not None and plan.num_blocks == 0:
-            self._finding.drop(request)
-            del self._plans[request.request_id]
+        if self._published is not None:
+            self._published.aborted(request)
+        if plan := self._plans.get(request.request_id):
+            self._learn(plan)
+            if plan.num_blocks == 0:
+                del self._plans[request.request_id]
+        for source in self._sources:
+            source.drop(request)
 
     def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
-        """Returns True if blocks, dropped ones among them, or the tail are still to be saved."""
+        """Returns True if blocks are still to be saved, or may be needed by a reader.
+
+        To be saved are blocks that were dropped before, too, and the tail.
+        """
         plan = self._plans.pop(request.request_id, None)
-        if plan is None:
+        try:
+            saves = plan is not None and self._saves_rest(plan, cache_block_ids)
+        except BaseException:
+            if self._published is not None:
+                self._published.aborted(request)  # its blocks are not kept
+            raise
+        finally:
+            for source in self._sources:
+                source.drop(request)
+        shared = None if self._published is None else self._published.finished(request)
+        if shared is not None:
+            self._shared.append(shared)
+        return saves or shared is not None
+
+    def _saves_rest(self, plan: SavePlan, block_ids: list[int]) -> bool:
+        """Returns whether blocks of an ended request are to be saved, and orders that."""
+        if self._finding is None:
             return False
-        plan.hold(cache_block_ids)
-        end = self._end(plan)
-        self._finding.drop(request)
+        plan.hold(block_ids)
+        end = self._end(plan, self._finding)
         num_blocks = plan.num_held + (0 if end.rest is None else len(end.rest.blocks))
         if not num_blocks:
             return False
@@ -130,13 +207,13 @@ class OffloadScheduler(KvCacheConnectorScheduler):
             self._ended.append(end)
             return True
         if plan.num_held:
-            self._forgotten.append(request.request_id)
+            self._forgotten.append(end.request_id)
         return False
 
-    def _end(self, plan: SavePlan) -> RequestEnd:
+    def _end(self, plan: SavePlan, finding: StoreFinding) -> RequestEnd:
         """Returns the order for the valid blocks of an ended request that the store lacks."""
         self._learn(plan, late=Hit())
-        finding, request, size = self._finding, plan.request, self._tokens_per_block
+        request, size = plan.request, self._tokens_per_block
         valid = min(request.num_computed_tokens, request.num_tokens, plan.num_blocks * size)
         with_tail = finding.store.enumerable and self._config.save_partial_tails and valid % size
         rest = plan.order(valid // size, valid, valid if with_tail else None)
@@ -144,36 +221,51 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         waits = self._config.on_backlog == "wait" or not finding.budget.suspended
         return RequestEnd(request.request_id, valid, rest, waits)
 
+    def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
+        """Returns what another engine needs to fetch the prompt, if it is published."""
+        return None if self._published is None else self._published.take_params(request)
+
     # ------------------------------------------------------------------ one step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMeta | None:
-        """Returns the loads and saves of this step; ``None`` if there are none."""
-        finding = self._finding
-        finding.budget.start_step()
+        """Returns the orders of this step; ``None`` if there are none."""
+        loads: list[LoadBlocks] = []
         saves: list[SaveOrder] = []
-        loads = [
-            load
-            for data in scheduler_output.loading_requests
-            if (load := finding.order(data)) is not None
-        ]
+        if self._finding is not None:
+            self._finding.budget.start_step()
+            loads += filter(None, map(self._finding.order, scheduler_output.loading_requests))
         for data in scheduler_output.new_requests:
             self._plans[data.request_id].forget_blocks()
             self._order_save(data, saves)
         for data in scheduler_output.cached_requests:
             self._order_save(data, saves)
-        return self._meta(loads, saves)
+        meta = self._meta(loads, saves)
+        if self._published is None or self._fetched is None:
+            return meta
+        publish = tuple(self._published.orders(scheduler_output))
+        fetches = tuple(self._fetched.orders(scheduler_output))
+        if publish or fetches:
+            meta = replace(meta or OffloadMeta(), publish=publish, fetches=fetches)
+        return meta
 
     def build_idle_meta(self) -> OffloadMeta | None:
         """Returns the requests that ended; ``None`` if there are none."""
         return self._meta((), ())
 
     def _meta(self, loads: Sequence[LoadBlocks], saves: Sequence[SaveOrder]) -> OffloadMeta | None:
-        if not (loads or saves or self._ended or self._forgotten):
+        lost = () if self._published is None else self._published.take_lost()
+        if not (loads or saves or self._ended or self._forgotten or self._shared or lost):
             return None
-        ended, forgotten = tuple(self._ended), tuple(self._forgotten)
-        self._ended.clear()
-        self._forgotten.clear()
-        return OffloadMeta(tuple(loads), tuple(saves), ended, forgotten)
+        ended, forgotten, shared = self._ended, self._forgotten, self._shared
+        self._ended, self._forgotten, self._shared = [], [], []
+        return OffloadMeta(
+            tuple(loads),
+            tuple(saves),
+            tuple(ended),
+            tuple(forgotten),
+            shared=tuple(shared),
+            lost=lost,
+        )
 
     def update_from_workers(self, metas: Sequence[object]) -> None:
         """Postpones saves to a request's end if one of its blocks was not stored on some rank."""
@@ -192,10 +284,12 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         if any(by_group(data)):
             plan.extend(by_group(data), data.priorities)
         # Proposed tokens may be rejected: only those that the request has are certain.
-        request, valid = plan.request, data.computed_position
-        end = min(valid + data.num_scheduled_tokens, request.num_tokens)
+        valid = data.computed_position
+        end = min(valid + data.num_scheduled_tokens, plan.request.num_tokens)
         num_full = end // self._tokens_per_block
-        if not plan.is_due(num_full) or not self._finding.store.backend.available:
+        if self._finding is None or not plan.is_due(num_full):
+            return
+        if not self._finding.store.backend.available:
             return  # due blocks stay due
         self._learn(plan)
         order = plan.order(num_full, valid)
@@ -205,20 +299,14 @@ class OffloadScheduler(KvCacheConnectorScheduler):
 
     def _learn(self, plan: SavePlan, late: Hit | None = None) -> None:
         """Records which blocks the store has; `late` stands for an answer that has not come."""
-        if not plan.knows_store and (hit := self._finding.hit(plan.request) or late) is not None:
-            plan.note_stored(hit.num_stored, hit.tail)
+        if self._finding is not None and not plan.knows_store:
+            hit = self._finding.hit(plan.request) or late
+            if hit is not None:
+                plan.note_stored(hit.num_stored, hit.tail)
 
     # ------------------------------------------------------------------ the end
 
     def shutdown(self) -> None:
-        """Releases the store; the last user closes it. Idempotent."""
-        finding, self._open_finding = self._open_finding, None
-        if finding is not None:
-            self._plans.clear()
-            finding.close()
-
-    @property
-    def _finding(self) -> StoreFinding:
-        if self._open_finding is None:
-            raise UsageError("OffloadScheduler: was shut down")
-        return self._open_finding
+        """Releases the store, whose last user closes it, and drops all claims. Idempotent."""
+        self._plans.clear()
+        self._opened.close()

@@ -35,6 +35,8 @@ class EngineScheduler(OffloadScheduler):
             ``None`` in place of the tokens while the lookup is under way and within its budget,
             which counts from the first call.
         """
+        if self._finding is None:
+            return 0, False
         found = self._finding.ask(request, num_computed_tokens)
         if isinstance(found, Reply):
             self._unanswered = found

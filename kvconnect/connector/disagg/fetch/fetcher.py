@@ -98,7 +98,6 @@ class Fetcher:
         self.client = LeaseClient()
         self.client.start()
         self.claims = ClaimBook(self.client, self._heads)
-        self._mine: set[int] = set()  # the engine's thread: loads that are not reported yet
         self._ended: deque[int] = deque()
         self._failed: deque[TransferFailure] = deque()
         self._expected: dict[int, FetchOrder] = {}  # and the next are this thread's
@@ -115,35 +114,23 @@ class Fetcher:
 
     def expect(self, order: FetchOrder) -> None:
         """Registers a load that `begin` starts, unless `cancel` comes first."""
-        self._mine.add(order.request_id)
         self._post(partial(self._expect, order))
 
     def begin(self, order: FetchOrder) -> None:
         """Begins an expected load, whose blocks have no other user any more. On any thread."""
         self._post(partial(self._begin, order))
 
-    def among(self, request_ids: Sequence[int]) -> set[int]:
-        """Returns those of `request_ids` whose load runs here."""
-        return {one for one in request_ids if one in self._mine}
-
-    def cancel(self, request_id: int) -> bool:
-        """Ends a load that no request waits for; returns False if the load does not run here."""
-        if request_id not in self._mine:
-            return False
+    def cancel(self, request_id: int) -> None:
+        """Ends a load that no request waits for; does nothing if the load does not run here."""
         self._post(partial(self._cancel, request_id))
-        return True
 
     def take_ended(self) -> list[int]:
         """Returns requests whose load succeeded, or whose blocks get no more writes; each once."""
-        ended = [self._ended.popleft() for _ in range(len(self._ended))]
-        self._mine.difference_update(ended)
-        return ended
+        return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def take_failed(self) -> list[TransferFailure]:
         """Returns the loads that failed; each once, before `take_ended` returns its request."""
-        failed = [self._failed.popleft() for _ in range(len(self._failed))]
-        self._mine.difference_update(one.request_id for one in failed if one.writes_ended)
-        return failed
+        return [self._failed.popleft() for _ in range(len(self._failed))]
 
     def close(self) -> None:
         """Ends every load and claim, and says so to connected peers. Blocks.
