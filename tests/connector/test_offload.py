@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from bench_engine import DIGEST, LAYOUT, BenchEngine, PlainKv, T, llm_args, reference
+from bench_engine import DIGEST, LAYOUT, BenchEngine, PlainKv, T, llm_args, reference, sound_blocks
 from stores import DictStore
 
 from kvconnect import frame
@@ -144,15 +144,14 @@ def test_blocks_of_the_device_that_the_store_has_are_not_written_again(store: Di
 
 def test_blocks_on_the_device_that_the_store_lacks_are_offered(store: DictStore) -> None:
     """As after a drop: another request that uses them brings them to the store."""
-    kv = PlainKv()
+    kv, sound = PlainKv(), sound_blocks(PROMPT)
     with BenchEngine(llm_args(store), kv=kv) as bench:
         bench.answer(PROMPT, 1)
         bench.manager._worker._queue.flush(60)
         store.frames.clear()
         store.blocks.clear()
-        kept = kv.pool.clone()
         kv.device_match = lambda _: 6 * T
-        kv.pool.copy_(kept)
+        kv.fill = lambda _: kv.pool[: len(sound)].copy_(sound)
         bench.answer(PROMPT, 1)
     assert run(store, PROMPT, 1) == (ANSWER[:1], len(PROMPT) - 1)
 

@@ -12,8 +12,8 @@ from window_engine import (
     FULL_AND_WINDOW,
     TWO_SHAPES,
     WINDOW_ONLY,
+    GroupKv,
     WindowEngine,
-    WindowKv,
     llm_args,
     reference,
 )
@@ -72,8 +72,8 @@ def test_a_worker_gets_every_pool_once_in_the_order_of_the_groups(
 
 def test_pools_that_are_not_as_the_layouts_say_are_refused(script: Script) -> None:
     args = llm_args(recording.config("PoolsWorker"), FULL_AND_WINDOW)
-    kv = WindowKv(FULL_AND_WINDOW[::-1])
-    with pytest.raises(ConfigurationError, match="pool group 0: WindowKv has"):
+    kv = GroupKv(FULL_AND_WINDOW[::-1])
+    with pytest.raises(ConfigurationError, match="pool group 0: GroupKv has"):
         WindowEngine(args, kv=kv)
 
 
@@ -101,7 +101,7 @@ def test_every_place_of_every_group_is_reported_once(
                 needed = blocks_needed(layouts[group].window, data.computed_position, T)
                 # All that the step reads and writes was told by now, and is where it was told.
                 for number in range(needed.start, -(-end // T)):
-                    assert known[number] == bench.kv.blocks[request.request_id][group][number] >= 0
+                    assert known[number] == bench.kv.held[request.request_id][group][number] >= 0
 
         script.meta = meta
         bench.run()
@@ -136,7 +136,7 @@ def test_rejected_drafts_take_the_places_they_had(script: Script, layouts: tuple
         assert before == [2] * len(layouts)
         bench.step()  # the generated token begins a block
         assert record.num_blocks == [3] * len(layouts)
-        for group, ids in enumerate(bench.kv.blocks[request.request_id]):
+        for group, ids in enumerate(bench.kv.held[request.request_id]):
             bench.kv._drop(group, ids[2:])
             del ids[2:]
         request.rewind(2 * T)
@@ -217,7 +217,7 @@ def test_a_load_without_blocks_to_fill_is_an_error_not_a_wrong_token() -> None:
     with WindowEngine(llm_args(store, FULL_AND_WINDOW)) as bench:
         bench.answer(PROMPT)
 
-    class Forgetful(WindowKv):
+    class Forgetful(GroupKv):
         def trimmed(self, request: LlmRequest, group: int) -> list[int]:
             ids = super().trimmed(request, group)
             return [-1] * len(ids) if group else ids

@@ -265,7 +265,7 @@ def bench() -> Any:
 def loading(bench: BenchEngine, *, num_ranks: int = 3) -> tuple[TransferLedger, LlmRequest]:
     """A ledger over `num_ranks` with one load in flight."""
     request = bench.submit(PROMPT)
-    bench.kv.blocks[request.request_id] = bench.kv._take(5)
+    bench.kv.held[request.request_id] = [bench.kv._take(0, 5)]
     ledger = TransferLedger(
         bench.kv,
         RankOrders(bench.manager._rank, RequestErrors(), num_ranks=num_ranks),

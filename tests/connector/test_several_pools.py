@@ -17,9 +17,9 @@ from window_engine import (
     FULL_AND_WINDOW,
     GARBAGE,
     TWO_WINDOWS,
+    GroupKv,
     Layouts,
     WindowEngine,
-    WindowKv,
     layout,
     llm_args,
     plain_run,
@@ -96,15 +96,15 @@ def test_a_device_match_is_not_loaded_again(store: DictStore, layouts: Layouts) 
     store.capabilities = replace(store.capabilities, enumerable=False)
     store.loads.clear()
     request, sound = plain_run(PROMPT, layouts)
-    kv = WindowKv(layouts)
+    kv = GroupKv(layouts)
     kv.device_match = lambda _: 9 * T
 
     def fill(admitted: LlmRequest) -> None:
         for group in range(len(layouts)):
-            held = kv.blocks[admitted.request_id][group]
+            held = kv.held[admitted.request_id][group]
             for number in range(9):
                 if held[number] >= 0:
-                    right = sound.blocks[request.request_id][group][number]
+                    right = sound.held[request.request_id][group][number]
                     kv.pools[group][held[number]] = sound.pools[group][right]
 
     kv.fill = fill
@@ -118,7 +118,7 @@ def test_a_load_begins_where_the_device_match_really_ends(
 ) -> None:
     """A cache manager may claim less than it foretold: what is missing is loaded as well."""
     run(store, layouts)
-    kv = WindowKv(layouts)
+    kv = GroupKv(layouts)
     kv.device_match = lambda _: 6 * T
     kv.max_matched = lambda position: 0
     with WindowEngine(llm_args(store, layouts), kv=kv) as bench:
