@@ -101,21 +101,6 @@ def test_what_no_window_covers_is_not_asked_for() -> None:
     assert window == [asked.store_key(key, 1) for key in asked.keys[18:]]
 
 
-def test_a_gap_in_a_window_is_stepped_over() -> None:
-    asked = query(20 * T + 1, (None, 2 * T))
-    present = {(group, number) for group in (0, 1) for number in range(20)}
-    for gap, end in ((19, 19), (18, 18), (17, 20), (0, 20)):
-        assert ask(store_of(asked, present - {(1, gap)}), asked).end == end * T
-
-
-def test_what_sufficed_for_one_window_is_asked_again_when_another_steps_back() -> None:
-    asked = query(20 * T + 1, (None, 13, 6))
-    present = {(group, number) for group in range(3) for number in range(20)}
-    # The first window settles at 20 without block 16; at 19, where the second ends, it needs it.
-    present -= {(1, 16), (2, 19)}
-    assert ask(store_of(asked, present), asked).end == 16 * T
-
-
 def test_a_store_full_of_gaps_is_asked_a_few_times_only() -> None:
     asked = query(2000 * T + 1, (None, 4 * T))
     present = {(group, number) for group in (0, 1) for number in range(2000)}

@@ -35,6 +35,7 @@ FULL_AND_WINDOW = (layout(None, 2, 5), layout(10, 0, 1, 3, 4, head_dim=64))
 TWO_WINDOWS = (layout(None, 1, head_dim=64), layout(13, 0, 3), layout(6, 2))
 WINDOW_ONLY = (layout(10, 0, 1),)
 TWO_SHAPES = (layout(None, 0, 2), layout(None, 1, head_dim=3))
+PLAIN = (layout(None, 0, 1, 2),)
 ALL_LAYOUTS = (FULL_AND_WINDOW, TWO_WINDOWS, WINDOW_ONLY, TWO_SHAPES)
 
 
