@@ -28,7 +28,6 @@ from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.trace import warn_once
 
 if TYPE_CHECKING:
-    from kvconnect.connector.disagg.fetch.fetcher import Fetcher
     from kvconnect.connector.disagg.node import TransferNode
     from kvconnect.connector.disagg.publisher import Publisher
 
@@ -180,7 +179,7 @@ class OffloadWorker(KvCacheConnectorWorker):
             self._loads.start(order, self._load_ended)
         if self._node is not None:
             for fetch in meta.fetches:
-                self._node.fetch(fetch)
+                self._node.fetch(fetch, self._told)
 
     def wait_for_layer_load(self, layer_idx: int, stream: ForwardStream) -> None:
         """Does nothing: no request computes before its load has ended."""
@@ -189,16 +188,15 @@ class OffloadWorker(KvCacheConnectorWorker):
         """Cancels the load of a request; `get_finished` returns its id once no more writes come."""
         if self._open_store is not None:
             self._loads.cancel(request_id)
-        if self._fetcher is not None:
-            self._fetcher.cancel(request_id)
-
-    @property
-    def _fetcher(self) -> Fetcher | None:
-        return None if self._node is None else self._node.fetcher
+        if self._node is not None and self._node.fetcher is not None:
+            self._node.fetcher.cancel(request_id)
 
     def _load_ended(self, load: Load) -> None:
-        """Queues the end of a load, on the store's thread."""
-        self._ended.append((load.order.request_id, load.failure))
+        self._told(load.order.request_id, load.failure)
+
+    def _told(self, request_id: int, failure: TransferFailure | None) -> None:
+        """Queues the end of a load, or its failure, on another thread."""
+        self._ended.append((request_id, failure))
         self._wakeup()
 
     # ------------------------------------------------------------------ saves
@@ -290,7 +288,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._shared.difference_update(read)
         done, self._saved = dict.fromkeys((*self._saved, *read)), []
         saved = [one for one in done if one not in self._leaving and one not in self._shared]
-        loaded = [] if self._fetcher is None else self._fetcher.take_ended()
+        loaded = []
         while self._ended:
             request_id, failure = self._ended.popleft()
             if failure is None:
@@ -307,7 +305,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         """
         self._stage_leaving()
         failed, self._failed = self._failed, []
-        return failed if self._fetcher is None else failed + self._fetcher.take_failed()
+        return failed
 
     def build_worker_meta(self) -> WorkerMeta | None:
         """Returns the blocks that were not stored, and whether ended requests wait for room."""
