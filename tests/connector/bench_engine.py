@@ -139,15 +139,6 @@ class BenchEngine:
         self.run()
         return request.tokens.view[len(prompt) :].tolist()
 
-    def answer_beside(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """As `answer`, while others may be stuck."""
-        request = self.submit(prompt, max_tokens)
-        deadline = time.monotonic() + 60
-        while request.state is not RequestState.FINISHED:
-            assert time.monotonic() < deadline
-            self.step()
-        return request.tokens.view[len(prompt) :].tolist()
-
     def run(self, limit_s: float = 60.0) -> None:
         """Until nothing is left to do."""
         deadline = time.monotonic() + limit_s

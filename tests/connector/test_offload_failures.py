@@ -156,19 +156,6 @@ def test_aborting_a_loading_request_returns_its_blocks_at_once() -> None:
         assert (kv.pool == 12.5).all()
 
 
-def test_other_requests_run_while_one_loads() -> None:
-    store = filled()
-    store.at_load.shut()
-    with BenchEngine(llm_args(store)) as bench:
-        slow = bench.submit(PROMPT, 3)
-        bench.step()
-        store.at_load.await_caller()
-        assert bench.answer_beside([99] * 7, 3) == reference([99] * 7, 3)
-        store.at_load.open()
-        bench.run()
-        assert slow.tokens.view[len(PROMPT) :].tolist() == ANSWER
-
-
 def test_the_end_of_a_load_wakes_the_engine() -> None:
     store = filled()
     store.at_load.shut()

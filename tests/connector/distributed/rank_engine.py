@@ -5,7 +5,6 @@ So a block of another rank, or one byte that is wrong on any of them, changes th
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import struct
 import time
@@ -19,7 +18,7 @@ import folder_connector
 import numpy as np
 import recording
 import torch
-from bench_engine import LAYERS, LAYOUT, BenchEngine, PlainKv, T, llm_args, new_request
+from bench_engine import LAYERS, LAYOUT, BenchEngine, PlainKv, T, llm_args
 from bench_rank import BenchModel, BenchRank, Share
 from numpy.typing import NDArray
 from recording import Script
@@ -31,7 +30,7 @@ from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.ranks.distributed import DistributedCommunicator
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.errors import BackendUnavailable
-from kvconnect.keys import Shard, store_key
+from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout
 
 PROMPT = list(range(1, 4 * T + 2))  # four blocks and a token
@@ -239,36 +238,13 @@ def flush(host: Host) -> None:
     assert host.worker._queue.flush(60)
 
 
-def plant(host: Host, fault: str, seconds: float = 0.0) -> None:
-    """From now on every load of this rank's store ``fails`` or is ``slow``, or saves are slow."""
-    store = host.worker._store.backend
-    load, save = store.load, store.save
+def break_store(host: Host) -> None:
+    """From now on every load of this rank's store fails."""
 
     async def failing(*_: Any) -> int:
         raise BackendUnavailable("planted")
 
-    async def late_load(*args: Any) -> int:
-        await asyncio.sleep(seconds)
-        return int(await load(*args))
-
-    async def late_save(*args: Any) -> int:
-        await asyncio.sleep(seconds)
-        return int(await save(*args))
-
-    if fault == "fails":
-        store.load = failing
-    elif fault == "slow":
-        store.load = late_load
-    else:
-        store.save = late_save
-
-
-def lose_block(host: Host, prompt: list[int], number: int) -> None:
-    """This rank's block of a prompt goes from the store."""
-    request = new_request(-1, prompt)
-    key = store_key(request.block_keys()[number], 0, host.worker._llm_args.place)
-    store = host.worker._store
-    store.io.submit(store.backend.delete([key])).result(60)
+    host.worker._store.backend.load = failing
 
 
 def failed_loads(host: Host) -> int:
