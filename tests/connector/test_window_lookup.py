@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from bench_engine import DIGEST, T
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,9 @@ from stores import DictStore
 from kvconnect.backend import Child, StoredBlock
 from kvconnect.connector.io.lookup import Hit, Query, blocks_needed, look_up
 from kvconnect.errors import BackendUnavailable
-from kvconnect.keys import chain_key
+from kvconnect.keys import Shard, chain_key
+from kvconnect.layout import KvCacheLayout
+from kvconnect.shards import stored_heads
 
 Windows = tuple[int | None, ...]
 
@@ -26,7 +29,8 @@ def query(num_tokens: int, windows: Windows) -> Query:
     keys = []
     for start in range(0, num_tokens - T + 1, T):
         keys.append(chain_key(keys[-1] if keys else DIGEST, tokens[start : start + T]))
-    return Query(tuple(keys), DIGEST, tokens, T, windows)
+    layouts = [KvCacheLayout(1, 1, 1, 1, T, torch.float64, window) for window in windows]
+    return Query(tuple(keys), DIGEST, tokens, T, stored_heads(layouts, Shard()))
 
 
 def store_of(query: Query, present: Iterable[tuple[int, int]]) -> DictStore:

@@ -215,7 +215,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._learn(plan, late=Hit())
         request, size = plan.request, self._tokens_per_block
         valid = min(request.num_computed_tokens, request.num_tokens, plan.num_blocks * size)
-        with_tail = finding.store.enumerable and self._config.save_partial_tails and valid % size
+        with_tail = finding.store.saves_tails and valid % size
         rest = plan.order(valid // size, valid, valid if with_tail else None)
         # A store that does not answer would only keep the blocks from the requests to come.
         waits = self._config.on_backlog == "wait" or not finding.budget.suspended

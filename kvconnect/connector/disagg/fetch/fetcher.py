@@ -44,10 +44,6 @@ logger = logging.getLogger("kvconnect")
 _SLACK_S = 2.0
 
 
-class _NotClaimedError(Exception):
-    """The error for a part that no claim was made for."""
-
-
 class Fetcher:
     """Claims, reads and releases other engines' blocks.
 
@@ -217,13 +213,12 @@ class Fetcher:
         try:
             for source in sources(self._heads, order.tp_size):
                 load.parts.append(self._part(order, source))
-        except _NotClaimedError as error:
-            self.claims.drop(order)
-            self._report_failure(load, str(error), writes_ended=True)
-            return
         except Exception as error:
             self.claims.drop(order)
-            self._report_failure(load, repr(error), writes_ended=True)
+            refused = isinstance(error, RetryLater)
+            self._report_failure(load, str(error) if refused else repr(error), writes_ended=True)
+            if refused:
+                return
             raise
         self._fetches[order.request_id] = load
         for part in load.parts:
@@ -233,7 +228,7 @@ class Fetcher:
     def _part(self, order: FetchOrder, source: Source) -> Part:
         claim = self.claims.of(order, source)
         if claim is None or claim.link is None:
-            raise _NotClaimedError((claim and claim.reason) or "it was never claimed")
+            raise RetryLater((claim and claim.reason) or "it was never claimed")
         return Part(
             order,
             claim,
