@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from bench_engine import DIGEST, LAYOUT, BenchEngine, PlainKv, T, llm_args, reference, sound_blocks
@@ -17,13 +15,6 @@ PROMPT = list(range(1, 10 * T + 3))  # ten blocks and two tokens
 GENERATE = 3
 ANSWER = reference(PROMPT, GENERATE)
 SLOT = frame.frame_nbytes(LAYOUT.block_nbytes)
-
-
-@pytest.fixture
-def store() -> Iterator[DictStore]:
-    store = DictStore()
-    yield store
-    store.open_doors()
 
 
 def run(store: object, prompt: list[int] = PROMPT, max_tokens: int = GENERATE, **settings):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import recording
 from bench_engine import T
-from recording import Script
+from recording import Script, fail
 from stores import DictStore
 from window_engine import (
     ALL_LAYOUTS,
@@ -18,18 +18,13 @@ from window_engine import (
     reference,
 )
 
-from kvconnect.connector.data import Direction, RequestData, SchedulerOutput, TransferFailure
+from kvconnect.connector.data import RequestData, SchedulerOutput
 from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.errors import ConfigurationError, ConnectorContractError
 from kvconnect.request import LlmRequest
 
 PROMPT = list(range(1, 6 * T + 3))
 GENERATE = 4
-
-
-@pytest.fixture
-def script() -> Script:
-    return recording.fresh_script()
 
 
 def engine(layouts=FULL_AND_WINDOW, *, chunk: int = 1000, **settings) -> WindowEngine:
@@ -145,10 +140,6 @@ def test_rejected_drafts_take_the_places_they_had(script: Script, layouts: tuple
 
 
 # ---------------------------------------------------------------------- failed loads
-
-
-def fail(request: LlmRequest, valid: int, *, ended: bool = True) -> TransferFailure:
-    return TransferFailure(request.request_id, Direction.LOAD, valid, "planted", ended)
 
 
 @pytest.mark.parametrize("layouts", ALL_LAYOUTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,13 +40,6 @@ from kvconnect.request import LlmRequest
 )
 def layouts(request: pytest.FixtureRequest) -> Layouts:
     return request.param
-
-
-@pytest.fixture
-def store() -> Iterator[DictStore]:
-    store = DictStore()
-    yield store
-    store.open_doors()
 
 
 def test_all_but_the_last_prompt_token_come_back_after_a_restart(
