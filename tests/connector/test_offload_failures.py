@@ -459,7 +459,7 @@ def test_opening_is_no_load_and_may_take_longer() -> None:
         assert bench.answer(PROMPT, 3) == ANSWER
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.slow)])
 def test_many_requests_leave_nothing_behind(count: int) -> None:
     store = DictStore()
     with BenchEngine(llm_args(store)) as bench:

@@ -487,7 +487,7 @@ def test_nobody_waits_for_ever_for_blocks_that_are_held_back(
 # ---------------------------------------------------------------------- the end
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_many_requests_leave_nothing_behind(script: Script, count: int) -> None:
     with engine() as bench:
         manager = bench.manager

@@ -172,8 +172,9 @@ class StoreFinding:
 
     def admitted(self, request: LlmRequest) -> None:
         """Forgets the promise to `request` unless the runtime loads the promised tokens now."""
-        if not request.num_connector_matched_tokens:
-            self._prompts[request.request_id].promised = None
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None and not request.num_connector_matched_tokens:
+            prompt.promised = None
 
     def order(self, data: RequestData) -> LoadBlocks | None:
         """Returns the load that was promised for a request; ``None``: it is of no use any more."""
@@ -209,9 +210,9 @@ class StoreFinding:
 
     def failed(self, request: LlmRequest) -> None:
         """Counts the store's answer as empty: a load of `request` failed."""
-        prompt = self._prompts[request.request_id]
-        prompt.promised = None
-        prompt.hit = Hit()
+        if prompt := self._prompts.get(request.request_id):
+            prompt.promised = None
+            prompt.hit = Hit()
 
     def drop(self, request: LlmRequest) -> None:
         """Cancels the lookup of `request`, which is not asked about any more. Idempotent."""
