@@ -21,13 +21,13 @@ NUM_BLOCKS = 64
 
 @dataclass(frozen=True)
 class Share:
-    """The tokens ``first..end`` of a request, which a step computes in `blocks`."""
+    """The tokens ``first..end`` of a request, which a step computes in `blocks` of each group."""
 
     request_id: int
     first: int
     end: int
     tokens: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]
 
     @property
     def is_whole(self) -> bool:
@@ -44,10 +44,15 @@ class Work:
 
 
 class BenchModel:
-    """A rank's layers, and their KV in the blocks of `pool`."""
+    """A rank's layers, and their KV in the blocks of `pool`.
+
+    The KV of a position is a checksum over its token, the layer and the KV of the position before
+    it, as read from the pool; the next token is one over all KV of the sequence.
+    """
 
     def __init__(self, layout: KvCacheLayout, pool: Tensor | None = None) -> None:
         self.layout = layout
+        self.num_layers = layout.num_layers
         shape = layout.flat_shape(NUM_BLOCKS)
         self.pool = torch.zeros(shape, dtype=torch.float64) if pool is None else pool
 
@@ -57,7 +62,7 @@ class BenchModel:
 
     def compute(self, share: Share, place: int) -> None:
         """Writes the KV of `share` in layer `place`."""
-        size, pool, ids = self.layout.tokens_per_block, self.pool[:, place], share.blocks
+        size, pool, [ids] = self.layout.tokens_per_block, self.pool[:, place], share.blocks
         last = share.first - 1
         before = float(pool[ids[last // size], 0, last % size]) if share.first else 0.0
         for at in range(share.first, min(share.end, len(share.tokens))):
@@ -69,8 +74,8 @@ class BenchModel:
         return {one.request_id: self._digest(one) for one in shares if one.is_whole}
 
     def _digest(self, share: Share) -> int:
-        seen = self.pool[share.blocks].permute(1, 2, 0, 3)
-        seen = seen.reshape(self.layout.num_layers, 2, -1)[:, :, : len(share.tokens)]
+        seen = self.pool[share.blocks[0]].permute(1, 2, 0, 3)
+        seen = seen.reshape(self.num_layers, 2, -1)[:, :, : len(share.tokens)]
         return zlib.crc32(seen.contiguous().numpy().tobytes())
 
 
@@ -97,7 +102,7 @@ class BenchRank:
         self.pool[work.overwritten] = 9.0
         self.driver.start()
         if work.shares:
-            for place in range(self.model.layout.num_layers):
+            for place in range(self.model.num_layers):
                 self.driver.wait_for_layer_load(place)
                 for share in work.shares:
                     self.model.compute(share, place)

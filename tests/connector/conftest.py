@@ -12,6 +12,23 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import recording
+from stores import DictStore
+
+
+@pytest.fixture
+def script() -> recording.Script:
+    """What the connector of this test answers, and what it was asked."""
+    return recording.fresh_script()
+
+
+@pytest.fixture
+def store() -> Iterator[DictStore]:
+    """An empty store, whose doors are open at the end."""
+    store = DictStore()
+    yield store
+    store.open_doors()
+
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left_behind() -> Iterator[None]:

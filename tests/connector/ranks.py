@@ -177,7 +177,9 @@ class Pair:
         return [request.tokens.view[request.prompt_len :].tolist(), *others]
 
     def nothing_is_left(self) -> None:
-        assert not self.leader.manager._scheduler._states
+        scheduler = self.leader.manager._scheduler
+        assert not scheduler._plans
+        assert not scheduler._finding._prompts
         assert self.leader.kv.get_num_free_blocks() == len(self.leader.kv.pool)
         for worker in self.workers:
             assert not worker._leaving

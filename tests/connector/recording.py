@@ -7,7 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvconnect.config import KvCacheConnectorConfig
-from kvconnect.connector.data import KvCachePool, LlmArgs, SchedulerOutput, TransferFailure
+from kvconnect.connector.data import (
+    Direction,
+    KvCachePool,
+    LlmArgs,
+    SchedulerOutput,
+    TransferFailure,
+)
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.request import LlmRequest
@@ -53,6 +59,16 @@ def fresh_script() -> Script:
     global script  # noqa: PLW0603
     script = Script()
     return script
+
+
+def never(_saving: list[int], _loading: list[int]) -> tuple[list[int], list[int]]:
+    """No transfer ends."""
+    return [], []
+
+
+def fail(request: LlmRequest, valid: int, *, ended: bool = True) -> TransferFailure:
+    """A load that failed behind `valid` tokens."""
+    return TransferFailure(request.request_id, Direction.LOAD, valid, "planted", ended)
 
 
 def config(worker: str = "RecordingWorker", **settings: object) -> KvCacheConnectorConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +15,15 @@ from bench_engine import BenchEngine, llm_args
 from recording import Script
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
-from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.request import LlmRequest, RequestState
 
 T = 32
-LAYERS = 2
+LAYERS = 3
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("cadence") / "model"
-    make_model(directory, "llama", num_layers=LAYERS, hidden_size=32)
-    return directory
-
-
-@pytest.fixture
-def script() -> Script:
-    return recording.fresh_script()
+def model(model_of: Callable[[str], Path]) -> Path:
+    return model_of("llama")
 
 
 @pytest.fixture

@@ -14,10 +14,9 @@ import pytest
 import recording
 from bench_engine import BenchEngine, PlainKv, llm_args, reference
 from bench_engine import T as BENCH_T
-from recording import Script
+from recording import Script, never
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
-from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.errors import DuplicateRequest
 from kvconnect.request import LlmRequest
 
@@ -27,17 +26,8 @@ LONG, SHORT = 6 * T + 3, 5  # tokens; 7 blocks and one
 ONE = SamplingParams(max_tokens=1)
 
 
-def never(_saving: list[int], _loading: list[int]) -> tuple[list[int], list[int]]:
-    return [], []
-
-
 def prompt(length: int, seed: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(1, 250, length)]
-
-
-@pytest.fixture
-def script() -> Script:
-    return recording.fresh_script()
 
 
 # ---------------------------------------------------------------------- asked once, told once
@@ -127,10 +117,8 @@ def test_a_request_id_is_refused_while_it_is_live_or_its_blocks_are_held(script:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("admission") / "model"
-    make_model(directory, "llama", num_layers=2, hidden_size=32)
-    return directory
+def model(model_of: Callable[[str], Path]) -> Path:
+    return model_of("llama")
 
 
 @pytest.fixture(params=["guaranteed_no_evict", "max_utilization"])

@@ -9,12 +9,11 @@ from types import ModuleType
 
 import pytest
 import recording
-from bench_engine import LAYOUT, BenchEngine, PlainKv, T, llm_args
+from bench_engine import BenchEngine, PlainKv, llm_args
 from recording import Recorder, RecordingWorker
 
-from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
+from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
-from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.errors import ConfigurationError, ConnectorContractError
 
 
@@ -131,15 +130,6 @@ def test_a_cache_manager_without_connector_support_is_an_error() -> None:
 
     with pytest.raises(ConfigurationError, match="NoConnectors does not support connectors"):
         BenchEngine(llm_args(recording.config()), kv=NoConnectors())
-
-
-def test_several_pools_are_refused() -> None:
-    cache = KvCacheConfig(tokens_per_block=T)
-    script = recording.fresh_script()
-    args = LlmArgs("m", cache, recording.config(), (LAYOUT, LAYOUT), b"d" * 32)
-    with pytest.raises(ConfigurationError, match="the model has 2"):
-        KvCacheConnectorManager(args, PlainKv(), wakeup=lambda: None)
-    assert {"worker.shutdown", "scheduler.shutdown"} <= set(script.names())
 
 
 def test_shutdown_ends_the_worker_before_the_scheduler_and_once() -> None:

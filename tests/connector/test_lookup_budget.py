@@ -44,13 +44,13 @@ def told_of(name: str) -> Iterator[threading.Event]:
 
 
 def budget(bench):
-    return bench.manager._scheduler._budget
+    return bench.manager._scheduler._finding.budget
 
 
 def looked_up(bench, prompt, max_tokens):
     """A request whose lookup is over, however busy the machine."""
     request = bench.submit(prompt, max_tokens)
-    bench.manager._scheduler._states[request.request_id].lookup.exception(60)
+    bench.manager._scheduler._finding._prompts[request.request_id].lookup.exception(60)
     return request
 
 
@@ -135,7 +135,7 @@ def test_an_answer_that_is_too_late_does_not(store: DictStore, monkeypatch) -> N
     with BenchEngine(llm_args(store, lookup_timeout_ms=20.0)) as bench:
         store.at_lookup.shut()
         request = bench.submit(PROMPT, 3)
-        lookup = bench.manager._scheduler._states[request.request_id].lookup
+        lookup = bench.manager._scheduler._finding._prompts[request.request_id].lookup
         bench.step()
         store.open_doors()
         lookup.result(60)
@@ -181,7 +181,7 @@ def test_while_the_store_is_left_alone_nothing_is_looked_up_or_copied_for_it(
     with BenchEngine(llm_args(store, **BUDGET)) as bench:
         for token in range(10, 16):
             bench.answer([token] * 9, 1)
-        assert not bench.manager._scheduler._store.backend.available
+        assert not bench.manager._scheduler._finding.store.backend.available
         asked, tried = len(store.lookups), len(store.saves)
         staging = bench.manager._worker._access.staging
         taken = []
@@ -197,7 +197,7 @@ def test_what_was_not_saved_while_it_was_left_alone_is_saved_afterwards(
 ) -> None:
     other = [250 - token for token in PROMPT]
     with BenchEngine(llm_args(store, **BUDGET)) as bench:
-        guard = bench.manager._scheduler._store.backend
+        guard = bench.manager._scheduler._finding.store.backend
         monkeypatch.setattr(type(guard), "available", False)
         request = bench.submit(other, 3)
         bench.step()

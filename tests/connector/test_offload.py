@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-from bench_engine import DIGEST, LAYOUT, BenchEngine, PlainKv, T, llm_args, reference
+from bench_engine import DIGEST, LAYOUT, BenchEngine, PlainKv, T, llm_args, reference, sound_blocks
 from stores import DictStore
 
 from kvconnect import frame
 from kvconnect.backend import Child
-from kvconnect.backends.memory.store import MemoryBackend
-from kvconnect.keys import Namespace, chain_key, root_key, store_key
+from kvconnect.keys import chain_key, store_key
 
 PROMPT = list(range(1, 10 * T + 3))  # ten blocks and two tokens
 GENERATE = 3
 ANSWER = reference(PROMPT, GENERATE)
 SLOT = frame.frame_nbytes(LAYOUT.block_nbytes)
-
-
-@pytest.fixture
-def store() -> Iterator[DictStore]:
-    store = DictStore()
-    yield store
-    store.open_doors()
 
 
 def run(store: object, prompt: list[int] = PROMPT, max_tokens: int = GENERATE, **settings):
@@ -37,20 +27,6 @@ def run(store: object, prompt: list[int] = PROMPT, max_tokens: int = GENERATE, *
         return answer, bench.store_tokens[request_id]
 
 
-def test_all_but_the_last_prompt_token_come_back_after_a_restart(store: DictStore) -> None:
-    assert run(store) == (ANSWER, 0)
-    assert run(store) == (ANSWER, len(PROMPT) - 1)
-    assert store.is_open is False
-
-
-def test_the_same_with_blocks_in_host_memory() -> None:
-    with BenchEngine(llm_args(MemoryBackend(1 << 20))) as bench:
-        assert bench.answer(PROMPT, GENERATE) == ANSWER
-        bench.manager._worker._queue.flush(60)
-        assert bench.answer(PROMPT, GENERATE) == ANSWER
-        assert bench.store_tokens[max(bench.requests)] == len(PROMPT) - 1
-
-
 @pytest.mark.parametrize("length", [1, 2, T - 1, T, T + 1, 2 * T - 1, 2 * T, 2 * T + 1, 5 * T])
 def test_every_length_hits_all_but_its_last_token(store: DictStore, length: int) -> None:
     """Also where generated tokens completed the prompt's last block in the first life."""
@@ -59,14 +35,6 @@ def test_every_length_hits_all_but_its_last_token(store: DictStore, length: int)
         expected = reference(prompt, max_tokens)
         assert run(store, prompt, max_tokens)[0] == expected
         assert run(store, prompt, max_tokens) == (expected, length - 1)
-
-
-def test_a_prompt_that_leaves_the_stored_path_inside_a_block_keeps_what_is_common(
-    store: DictStore,
-) -> None:
-    run(store)
-    branch = PROMPT[: 5 * T + 2] + [77] * 9
-    assert run(store, branch) == (reference(branch, GENERATE), 5 * T + 2)
 
 
 def test_without_children_whole_blocks_are_found() -> None:
@@ -80,24 +48,6 @@ def test_no_tails_are_stored_if_not_wanted() -> None:
     store = DictStore()
     run(store, save_partial_tails=False)
     assert {len(block.tokens) for block in store.blocks} == {T}
-
-
-def test_blocks_say_what_stores_may_want_to_know(store: DictStore) -> None:
-    run(store)
-    root = root_key(DIGEST, (LAYOUT,), Namespace())
-    parent, key = store_key(root), root
-    tokens = PROMPT + ANSWER
-    assert len(store.blocks) == 11  # the last generated token has no KV
-    for number, block in enumerate(store.blocks):
-        own = np.array(tokens[number * T : (number + 1) * T], np.int32)
-        own = own[: len(tokens) - 1 - number * T]
-        key = chain_key(key, own)
-        assert block.key == store_key(key)
-        assert block.parent == parent
-        assert block.tokens.tolist() == own.tolist()
-        assert block.priority == 35
-        assert block.namespace == Namespace().tag()
-        parent = block.key
 
 
 def test_what_a_tail_does_not_fill_is_cleared(store: DictStore) -> None:
@@ -121,53 +71,18 @@ def test_salts_do_not_share(store: DictStore) -> None:
         assert sum(bench.store_tokens.values()) == 0
 
 
-def test_a_stored_block_is_not_written_again(store: DictStore) -> None:
-    run(store)
-    saved = [key for keys in store.saves for key in keys]
-    assert len(saved) == len(set(saved))
-    run(store)
-    again = [key for keys in store.saves for key in keys][len(saved) :]
-    # The block in which the prompt ends was loaded in part; its own key is the same as before.
-    assert len(again) <= 2
-
-
-def test_blocks_of_the_device_that_the_store_has_are_not_written_again(store: DictStore) -> None:
-    run(store)
-    before = len(store.saves)
-    kv = PlainKv()
-    with BenchEngine(llm_args(store), kv=kv) as bench:
-        bench.answer(PROMPT, 1)
-        [load] = [bench.requests[max(bench.requests)]]
-        assert bench.store_tokens[load.request_id] == len(PROMPT) - 1
-    assert sum(len(keys) for keys in store.saves[before:]) <= 1
-
-
 def test_blocks_on_the_device_that_the_store_lacks_are_offered(store: DictStore) -> None:
     """As after a drop: another request that uses them brings them to the store."""
-    kv = PlainKv()
+    kv, sound = PlainKv(), sound_blocks(PROMPT)
     with BenchEngine(llm_args(store), kv=kv) as bench:
         bench.answer(PROMPT, 1)
         bench.manager._worker._queue.flush(60)
         store.frames.clear()
         store.blocks.clear()
-        kept = kv.pool.clone()
         kv.device_match = lambda _: 6 * T
-        kv.pool.copy_(kept)
+        kv.fill = lambda _: kv.pool[: len(sound)].copy_(sound)
         bench.answer(PROMPT, 1)
     assert run(store, PROMPT, 1) == (ANSWER[:1], len(PROMPT) - 1)
-
-
-@pytest.mark.parametrize("slots", [1, 2, 3, 5, 64])
-def test_a_prompt_larger_than_the_staging_memory_is_loaded_all_the_same(
-    store: DictStore, slots: int
-) -> None:
-    run(store)
-    assert run(store, staging_bytes=slots * SLOT) == (ANSWER, len(PROMPT) - 1)
-
-
-def test_a_staging_memory_smaller_than_the_prompt_saves_all_of_it(store: DictStore) -> None:
-    run(store, staging_bytes=2 * SLOT)
-    assert run(store) == (ANSWER, len(PROMPT) - 1)
 
 
 def test_a_load_that_is_not_worth_it_is_not_made(store: DictStore) -> None:
@@ -184,30 +99,6 @@ def test_save_on_finish_saves_nothing_before_the_end(store: DictStore) -> None:
         assert store.saves == []
         bench.run()
     assert run(store) == (ANSWER, len(PROMPT) - 1)
-
-
-@pytest.mark.parametrize("save_on", ["full", "finish"])
-def test_a_preempted_request_is_saved_before_its_blocks_go(store: DictStore, save_on: str) -> None:
-    kv = PlainKv()
-    args = llm_args(store, save_on=save_on, lookup_timeout_ms=60_000)
-    with BenchEngine(args, kv=kv) as bench:
-        request = bench.submit(PROMPT, GENERATE)
-        bench.step()
-        bench.preempt(request)
-        kv.pool.fill_(9.0)  # handed on at once
-        bench.manager._worker._queue.flush(60)
-        assert len(store.frames) == 10
-        bench.run()
-        assert request.tokens.view[len(PROMPT) :].tolist() == ANSWER
-    assert run(store) == (ANSWER, len(PROMPT) - 1)
-
-
-def test_chunks_are_saved_as_they_fill_blocks(store: DictStore) -> None:
-    with BenchEngine(llm_args(store), chunk=5) as bench:
-        assert bench.answer(PROMPT, GENERATE) == ANSWER
-    with BenchEngine(llm_args(store), chunk=5) as bench:
-        assert bench.answer(PROMPT + [5] * 11, 1) == reference(PROMPT + [5] * 11, 1)
-        assert bench.store_tokens[max(bench.requests)] >= len(PROMPT)
 
 
 @pytest.mark.parametrize(("priority", "stored"), [(35, True), (36, False)])

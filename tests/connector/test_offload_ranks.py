@@ -159,45 +159,6 @@ def test_an_aborted_request_leaves_nothing_behind(stores: list[DictStore], save_
         pair.nothing_is_left()
 
 
-@BOTH
-@pytest.mark.parametrize("max_tokens", [1, 4])
-def test_ranks_use_the_leaders_blocks_when_a_request_follows_another(
-    save_on: str, max_tokens: int
-) -> None:
-    """The leader's ids are what every rank loads into and saves from."""
-    stores = [DictStore(enumerable=False), DictStore(enumerable=False)]
-    with Pair(stores, save_on=save_on) as pair:
-        pair.submit(max_tokens=max_tokens)
-        pair.step(max_tokens)  # to its end
-        if save_on == "full":
-            pair.flush()
-        again = pair.submit(max_tokens=3)
-        pair.run()
-        assert pair.answer(again) == [reference(PROMPT, 3)] * 2
-        pair.nothing_is_left()
-
-
-def test_nothing_in_flight_brings_no_news() -> None:
-    stores = [DictStore(enumerable=False), DictStore(enumerable=False)]
-    with Pair(stores) as pair:
-        pair.submit()
-        pair.run()
-        stores[0].at_load.shut()
-        stores[1].at_load.shut()
-        loading = pair.submit(max_tokens=3)
-        pair.step()
-        pair.abort(loading)
-        assert pair.leader.manager.expects_news()
-        for store in stores:
-            store.open_doors()
-        deadline = time.monotonic() + 60
-        while pair.leader.manager.expects_news():
-            assert time.monotonic() < deadline
-            pair.step()
-        assert pair.leader.manager.wait_seconds() is None
-        pair.nothing_is_left()
-
-
 def test_the_leader_asks_again_for_what_ends_on_another_rank() -> None:
     """Its own worker has nothing left to wake it for."""
     stores = [DictStore(enumerable=False), DictStore(enumerable=False)]

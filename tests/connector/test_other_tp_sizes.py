@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stores import DictStore
-from tp_ranks import DIGEST, LATENT, UNEQUAL, Ranks, T, layout
+from tp_ranks import DIGEST, LATENT, UNEQUAL, T, layout, on_store, until
 
 from kvconnect import frame
 from kvconnect.backend import Capabilities
@@ -38,7 +37,7 @@ def shared_store(*, enumerable: bool = True) -> DictStore:
 
 def run(store: object, wholes: Sequence[KvCacheLayout], tp_size: int, *prompts: list[int]) -> int:
     """One life of an engine of so many ranks: what the last of `prompts` had from the store."""
-    with Ranks(store, wholes, tp_size) as ranks:
+    with on_store(store, wholes, tp_size) as ranks:
         return [ranks.run(prompt) for prompt in prompts or [PROMPT]][-1]
 
 
@@ -140,17 +139,14 @@ def test_a_store_that_answers_too_late_keeps_what_it_writes_into() -> None:
     store = shared_store(enumerable=False)
     whole = (layout(4),)
     run(store, whole, 1)
-    with Ranks(store, whole, 2, load_timeout_s=0.3, save_timeout_s=0.3) as ranks:
+    with on_store(store, whole, 2, load_timeout_s=0.3, save_timeout_s=0.3) as ranks:
         store.at_load.shut()
         assert ranks.run(PROMPT) == 0
         for worker in ranks.workers:
             [arrivals] = worker._access.reader._arrivals.values()
             assert arrivals.num_free == arrivals.num_slots - 5
         store.open_doors()
-        deadline = time.monotonic() + 60
-        while arrivals.num_free < arrivals.num_slots:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda: arrivals.num_free == arrivals.num_slots)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -159,7 +155,7 @@ def test_little_memory_is_enough(tp_size: int) -> None:
     whole = (layout(4),)
     run(store, whole, 4)
     slot = frame.frame_nbytes(whole[0].block_nbytes)
-    with Ranks(store, whole, tp_size, staging_bytes=2 * slot) as ranks:
+    with on_store(store, whole, tp_size, staging_bytes=2 * slot) as ranks:
         assert ranks.run(PROMPT) == len(PROMPT) - 1
 
 

@@ -5,31 +5,26 @@ from __future__ import annotations
 import pytest
 import recording
 from bench_engine import T
-from recording import Script
+from recording import Script, fail
 from stores import DictStore
 from window_engine import (
     ALL_LAYOUTS,
     FULL_AND_WINDOW,
     TWO_SHAPES,
     WINDOW_ONLY,
+    GroupKv,
     WindowEngine,
-    WindowKv,
     llm_args,
     reference,
 )
 
-from kvconnect.connector.data import Direction, RequestData, SchedulerOutput, TransferFailure
+from kvconnect.connector.data import RequestData, SchedulerOutput
 from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.errors import ConfigurationError, ConnectorContractError
 from kvconnect.request import LlmRequest
 
 PROMPT = list(range(1, 6 * T + 3))
 GENERATE = 4
-
-
-@pytest.fixture
-def script() -> Script:
-    return recording.fresh_script()
 
 
 def engine(layouts=FULL_AND_WINDOW, *, chunk: int = 1000, **settings) -> WindowEngine:
@@ -72,8 +67,8 @@ def test_a_worker_gets_every_pool_once_in_the_order_of_the_groups(
 
 def test_pools_that_are_not_as_the_layouts_say_are_refused(script: Script) -> None:
     args = llm_args(recording.config("PoolsWorker"), FULL_AND_WINDOW)
-    kv = WindowKv(FULL_AND_WINDOW[::-1])
-    with pytest.raises(ConfigurationError, match="pool group 0: WindowKv has"):
+    kv = GroupKv(FULL_AND_WINDOW[::-1])
+    with pytest.raises(ConfigurationError, match="pool group 0: GroupKv has"):
         WindowEngine(args, kv=kv)
 
 
@@ -101,7 +96,7 @@ def test_every_place_of_every_group_is_reported_once(
                 needed = blocks_needed(layouts[group].window, data.computed_position, T)
                 # All that the step reads and writes was told by now, and is where it was told.
                 for number in range(needed.start, -(-end // T)):
-                    assert known[number] == bench.kv.blocks[request.request_id][group][number] >= 0
+                    assert known[number] == bench.kv.held[request.request_id][group][number] >= 0
 
         script.meta = meta
         bench.run()
@@ -136,7 +131,7 @@ def test_rejected_drafts_take_the_places_they_had(script: Script, layouts: tuple
         assert before == [2] * len(layouts)
         bench.step()  # the generated token begins a block
         assert record.num_blocks == [3] * len(layouts)
-        for group, ids in enumerate(bench.kv.blocks[request.request_id]):
+        for group, ids in enumerate(bench.kv.held[request.request_id]):
             bench.kv._drop(group, ids[2:])
             del ids[2:]
         request.rewind(2 * T)
@@ -145,10 +140,6 @@ def test_rejected_drafts_take_the_places_they_had(script: Script, layouts: tuple
 
 
 # ---------------------------------------------------------------------- failed loads
-
-
-def fail(request: LlmRequest, valid: int, *, ended: bool = True) -> TransferFailure:
-    return TransferFailure(request.request_id, Direction.LOAD, valid, "planted", ended)
 
 
 @pytest.mark.parametrize("layouts", ALL_LAYOUTS)
@@ -217,7 +208,7 @@ def test_a_load_without_blocks_to_fill_is_an_error_not_a_wrong_token() -> None:
     with WindowEngine(llm_args(store, FULL_AND_WINDOW)) as bench:
         bench.answer(PROMPT)
 
-    class Forgetful(WindowKv):
+    class Forgetful(GroupKv):
         def trimmed(self, request: LlmRequest, group: int) -> list[int]:
             ids = super().trimmed(request, group)
             return [-1] * len(ids) if group else ids

@@ -12,7 +12,7 @@ import recording
 from bench_engine import BenchEngine, PlainKv, T, llm_args
 from bench_rank import BenchRank
 from ranks import PROMPT, Meeting, Rank
-from recording import Recorder, RecordingWorker
+from recording import Recorder, RecordingWorker, never
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.ranks.communicator import Report, SingleProcess, agreed
@@ -69,10 +69,6 @@ def raised_by(run: Callable[[], object]) -> Exception | None:
     except Exception as error:  # noqa: BLE001 (whatever it is)
         return error
     return None
-
-
-def never(*_: object) -> tuple[list[int], list[int]]:
-    return [], []
 
 
 def test_blocks_stay_until_the_last_rank_has_saved_them() -> None:
@@ -265,7 +261,7 @@ def bench() -> Any:
 def loading(bench: BenchEngine, *, num_ranks: int = 3) -> tuple[TransferLedger, LlmRequest]:
     """A ledger over `num_ranks` with one load in flight."""
     request = bench.submit(PROMPT)
-    bench.kv.blocks[request.request_id] = bench.kv._take(5)
+    bench.kv.held[request.request_id] = [bench.kv._take(0, 5)]
     ledger = TransferLedger(
         bench.kv,
         RankOrders(bench.manager._rank, RequestErrors(), num_ranks=num_ranks),

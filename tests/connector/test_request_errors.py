@@ -17,11 +17,6 @@ class Planted(RuntimeError):
     pass
 
 
-@pytest.fixture
-def script() -> Script:
-    return recording.fresh_script()
-
-
 def raise_in(owner: object, method: str) -> None:
     def planted(*_: object) -> None:
         raise Planted(method)

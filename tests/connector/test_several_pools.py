@@ -1,8 +1,7 @@
-"""The built-in pair with windows: what windows need comes back, and nothing else is moved."""
+"""The built-in pair, also with windows: what is needed comes back, and nothing else is moved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +15,11 @@ from window_engine import (
     ALL_LAYOUTS,
     FULL_AND_WINDOW,
     GARBAGE,
+    PLAIN,
     TWO_WINDOWS,
+    GroupKv,
     Layouts,
     WindowEngine,
-    WindowKv,
     layout,
     llm_args,
     plain_run,
@@ -34,16 +34,12 @@ from kvconnect.keys import Namespace, chain_key, root_key, store_key
 from kvconnect.request import LlmRequest
 
 
-@pytest.fixture(params=ALL_LAYOUTS, ids=["mixed", "two-windows", "window-only", "two-shapes"])
+@pytest.fixture(
+    params=[PLAIN, *ALL_LAYOUTS],
+    ids=["plain", "mixed", "two-windows", "window-only", "two-shapes"],
+)
 def layouts(request: pytest.FixtureRequest) -> Layouts:
     return request.param
-
-
-@pytest.fixture
-def store() -> Iterator[DictStore]:
-    store = DictStore()
-    yield store
-    store.open_doors()
 
 
 def test_all_but_the_last_prompt_token_come_back_after_a_restart(
@@ -53,6 +49,7 @@ def test_all_but_the_last_prompt_token_come_back_after_a_restart(
     assert run(store, layouts) == (answer, 0)
     assert is_sound(store, PROMPT, layouts)
     assert run(store, layouts) == (answer, len(PROMPT) - 1)
+    assert not store.is_open
 
 
 @pytest.mark.parametrize("chunk", [1, 3, T, 2 * T + 1])
@@ -96,15 +93,15 @@ def test_a_device_match_is_not_loaded_again(store: DictStore, layouts: Layouts) 
     store.capabilities = replace(store.capabilities, enumerable=False)
     store.loads.clear()
     request, sound = plain_run(PROMPT, layouts)
-    kv = WindowKv(layouts)
+    kv = GroupKv(layouts)
     kv.device_match = lambda _: 9 * T
 
     def fill(admitted: LlmRequest) -> None:
         for group in range(len(layouts)):
-            held = kv.blocks[admitted.request_id][group]
+            held = kv.held[admitted.request_id][group]
             for number in range(9):
                 if held[number] >= 0:
-                    right = sound.blocks[request.request_id][group][number]
+                    right = sound.held[request.request_id][group][number]
                     kv.pools[group][held[number]] = sound.pools[group][right]
 
     kv.fill = fill
@@ -118,7 +115,7 @@ def test_a_load_begins_where_the_device_match_really_ends(
 ) -> None:
     """A cache manager may claim less than it foretold: what is missing is loaded as well."""
     run(store, layouts)
-    kv = WindowKv(layouts)
+    kv = GroupKv(layouts)
     kv.device_match = lambda _: 6 * T
     kv.max_matched = lambda position: 0
     with WindowEngine(llm_args(store, layouts), kv=kv) as bench:
@@ -152,13 +149,13 @@ def test_a_block_that_full_attention_lacks_ends_the_hit(store: DictStore, lost: 
     assert run(store, TWO_WINDOWS) == (answer, 10 * T)
 
 
+@pytest.mark.parametrize("layouts", [PLAIN, FULL_AND_WINDOW])
 def test_a_prompt_that_leaves_the_stored_path_inside_a_block_keeps_what_is_common(
-    store: DictStore,
+    store: DictStore, layouts: Layouts
 ) -> None:
-    run(store, FULL_AND_WINDOW)
+    run(store, layouts)
     branch = PROMPT[: 5 * T + 2] + [77] * 9
-    answer = reference(branch, FULL_AND_WINDOW, GENERATE)
-    assert run(store, FULL_AND_WINDOW, branch) == (answer, 5 * T + 2)
+    assert run(store, layouts, branch) == (reference(branch, layouts, GENERATE), 5 * T + 2)
 
 
 def test_a_group_that_changes_its_shape_or_window_finds_nothing(store: DictStore) -> None:
@@ -169,18 +166,20 @@ def test_a_group_that_changes_its_shape_or_window_finds_nothing(store: DictStore
         assert run(store, others) == (reference(PROMPT, others, GENERATE), 0)
 
 
-def test_blocks_say_which_group_they_are_of(store: DictStore, layouts: Layouts) -> None:
+def test_blocks_say_what_stores_may_want_to_know(store: DictStore, layouts: Layouts) -> None:
     answer, _ = run(store, layouts, chunk=5)
-    tokens = np.array(PROMPT + answer, np.int32)
+    tokens = np.array(PROMPT + answer, np.int32)[:-1]  # the last one has no KV
     for group, one in enumerate(layouts):
         own = [block for block in store.blocks if block.group == group]
         assert {len(block.data) for block in own} == {frame.frame_nbytes(one.block_nbytes)}
         key = root_key(b"d" * 32, layouts, Namespace())
-        parents = []
-        for start in range(0, len(tokens) - 1, T):
-            parents.append(store_key(key, group))
-            key = chain_key(key, tokens[start : start + T][: len(tokens) - 1 - start])
-        assert [block.parent for block in own] == parents
+        parts = [tokens[start : start + T] for start in range(0, len(tokens), T)]
+        for block, part in zip(own, parts, strict=True):
+            assert block.parent == store_key(key, group)
+            key = chain_key(key, part)
+            assert block.key == store_key(key, group)
+            assert block.tokens.tolist() == part.tolist()
+            assert (block.priority, block.namespace) == (35, Namespace().tag())
 
 
 def test_a_stored_block_is_not_written_again(store: DictStore, layouts: Layouts) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 from bench_engine import T
 from stores import DictStore
 from window_engine import (
+    ALL_LAYOUTS,
     FULL_AND_WINDOW,
-    TWO_SHAPES,
-    TWO_WINDOWS,
-    WINDOW_ONLY,
+    PLAIN,
     WindowEngine,
     layout,
     llm_args,
@@ -26,7 +24,6 @@ from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.keys import store_key
 
 ANSWER = reference(PROMPT, FULL_AND_WINDOW, GENERATE)
-HASTY = {"load_timeout_s": 0.3, "save_timeout_s": 0.3}
 
 
 @pytest.fixture
@@ -90,15 +87,10 @@ def test_a_store_that_claims_everything_is_found_out(store: DictStore) -> None:
         return len(keys)
 
     store.lookup = everything
-    for layouts in (FULL_AND_WINDOW, TWO_WINDOWS, WINDOW_ONLY, TWO_SHAPES):
+    for layouts in (PLAIN, *ALL_LAYOUTS):
         store.frames.clear()
         answer = reference(PROMPT, layouts, GENERATE)
         assert run(store, layouts) == (answer, 0)
-
-
-def test_a_store_that_raises_on_lookup_is_a_miss(store: DictStore) -> None:
-    store.lookup_error = RuntimeError("broken pipe")
-    assert run(store, FULL_AND_WINDOW) == (ANSWER, 0)
 
 
 def test_what_is_computed_behind_a_load_is_saved() -> None:
@@ -108,43 +100,6 @@ def test_what_is_computed_behind_a_load_is_saved() -> None:
     assert (answer, loaded) == (ANSWER, T)
     assert len(store.frames) == 2 * 11
     assert is_sound(store, PROMPT, FULL_AND_WINDOW)
-
-
-@pytest.mark.parametrize("layouts", [FULL_AND_WINDOW, WINDOW_ONLY])
-def test_a_load_past_its_deadline_is_computed_and_its_late_bytes_hit_no_block(
-    layouts: tuple,
-) -> None:
-    store = DictStore()
-    answer, _ = run(store, layouts)
-    store.at_load.shut()
-    with WindowEngine(llm_args(store, layouts, **HASTY)) as bench:
-        started = time.monotonic()
-        assert bench.answer(PROMPT, GENERATE) == answer
-        assert time.monotonic() - started < 30
-        assert bench.kv.all_free()
-        before = [pool.clone() for pool in bench.kv.pools]
-        store.at_load.open()
-        staging = bench.manager._worker._access.staging
-        while staging.num_free < staging.num_slots:
-            assert time.monotonic() < started + 60, "slots of the late load never came back"
-        assert all(map(torch.equal, before, bench.kv.pools))
-
-
-def test_aborting_a_loading_request_returns_its_blocks() -> None:
-    store = DictStore()
-    run(store, FULL_AND_WINDOW)
-    store.at_load.shut()
-    with WindowEngine(llm_args(store, FULL_AND_WINDOW)) as bench:
-        request = bench.submit(PROMPT)
-        bench.step()
-        store.at_load.await_caller()
-        bench.abort(request)
-        deadline = time.monotonic() + 60
-        while not bench.kv.all_free():
-            assert time.monotonic() < deadline
-            bench.manager.end_step()
-        store.at_load.open()
-    assert bench.kv.all_free()
 
 
 def test_a_store_without_room_leaves_shorter_prompts_to_be_found() -> None:

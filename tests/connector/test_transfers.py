@@ -9,7 +9,7 @@ import time
 import pytest
 import recording
 from bench_engine import BenchEngine, PlainKv, T, llm_args, reference, sound_blocks
-from recording import Script
+from recording import Script, fail, never
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.runtime.transfers import Transfers, TransferState
@@ -21,17 +21,8 @@ ANSWER = reference(PROMPT, 3)
 LATE = {"load_timeout_s": 0.05, "save_timeout_s": 0.05}
 
 
-@pytest.fixture
-def script() -> Script:
-    return recording.fresh_script()
-
-
 def engine(kv: PlainKv | None = None, **settings) -> BenchEngine:
     return BenchEngine(llm_args(recording.config(**settings)), kv=kv)
-
-
-def fail(request: LlmRequest, valid: int, *, ended: bool = True) -> TransferFailure:
-    return TransferFailure(request.request_id, Direction.LOAD, valid, "planted", ended)
 
 
 def tokens(request: LlmRequest) -> list[int]:
@@ -41,10 +32,6 @@ def tokens(request: LlmRequest) -> list[int]:
 def num_loads(script: Script) -> int:
     """How many loads in the background were started."""
     return sum(len(output.loading_requests) for output in script.outputs)
-
-
-def never(_saving: list[int], _loading: list[int]) -> tuple[list[int], list[int]]:
-    return [], []
 
 
 def wait_for_deadline(bench: BenchEngine) -> None:
@@ -500,7 +487,7 @@ def test_nobody_waits_for_ever_for_blocks_that_are_held_back(
 # ---------------------------------------------------------------------- the end
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_many_requests_leave_nothing_behind(script: Script, count: int) -> None:
     with engine() as bench:
         manager = bench.manager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +15,6 @@ from bench_engine import BenchEngine, llm_args
 from recording import Script
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
-from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.keys import BlockKey, KeyChain, Shard
 from kvconnect.request import LlmRequest
 
@@ -24,15 +23,8 @@ PROMPT = list(range(1, 3 * T + 1))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("read") / "model"
-    make_model(directory, "llama", num_layers=2, hidden_size=32)
-    return directory
-
-
-@pytest.fixture
-def script() -> Script:
-    return recording.fresh_script()
+def model(model_of: Callable[[str], Path]) -> Path:
+    return model_of("llama")
 
 
 @pytest.fixture

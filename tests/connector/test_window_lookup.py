@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from bench_engine import DIGEST, T
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,9 @@ from stores import DictStore
 from kvconnect.backend import Child, StoredBlock
 from kvconnect.connector.io.lookup import Hit, Query, blocks_needed, look_up
 from kvconnect.errors import BackendUnavailable
-from kvconnect.keys import chain_key
+from kvconnect.keys import Shard, chain_key
+from kvconnect.layout import KvCacheLayout
+from kvconnect.shards import stored_heads
 
 Windows = tuple[int | None, ...]
 
@@ -26,7 +29,8 @@ def query(num_tokens: int, windows: Windows) -> Query:
     keys = []
     for start in range(0, num_tokens - T + 1, T):
         keys.append(chain_key(keys[-1] if keys else DIGEST, tokens[start : start + T]))
-    return Query(tuple(keys), DIGEST, tokens, T, windows)
+    layouts = [KvCacheLayout(1, 1, 1, 1, T, torch.float64, window) for window in windows]
+    return Query(tuple(keys), DIGEST, tokens, T, stored_heads(layouts, Shard()))
 
 
 def store_of(query: Query, present: Iterable[tuple[int, int]]) -> DictStore:
@@ -99,21 +103,6 @@ def test_what_no_window_covers_is_not_asked_for() -> None:
     [full, window] = store.lookups
     assert full == [asked.store_key(key, 0) for key in asked.keys]
     assert window == [asked.store_key(key, 1) for key in asked.keys[18:]]
-
-
-def test_a_gap_in_a_window_is_stepped_over() -> None:
-    asked = query(20 * T + 1, (None, 2 * T))
-    present = {(group, number) for group in (0, 1) for number in range(20)}
-    for gap, end in ((19, 19), (18, 18), (17, 20), (0, 20)):
-        assert ask(store_of(asked, present - {(1, gap)}), asked).end == end * T
-
-
-def test_what_sufficed_for_one_window_is_asked_again_when_another_steps_back() -> None:
-    asked = query(20 * T + 1, (None, 13, 6))
-    present = {(group, number) for group in range(3) for number in range(20)}
-    # The first window settles at 20 without block 16; at 19, where the second ends, it needs it.
-    present -= {(1, 16), (2, 19)}
-    assert ask(store_of(asked, present), asked).end == 16 * T
 
 
 def test_a_store_full_of_gaps_is_asked_a_few_times_only() -> None:

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks of the built-in pair, with pools and without a model, on one store.
+"""Tensor-parallel ranks of the built-in pair, with pools and without a model.
 
 The KV of a token is drawn from what it and the tokens before it are, for all heads of the model; a
 rank's pool holds its heads of that. So whatever a load leaves wrong differs from what is expected.
@@ -10,7 +10,7 @@ import itertools
 import pickle
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -28,12 +28,19 @@ from kvconnect.connector.stream import CpuStream
 from kvconnect.keys import Namespace, Shard, root_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest
-from kvconnect.shards import StoredHeads
+from kvconnect.shards import StoredHeads, whole_layouts
 
 DIGEST = b"d" * 32
 T = 4
 NUM_BLOCKS = 12
 STREAM = CpuStream()
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.001)
 
 
 def layout(heads: int, **fields: Any) -> KvCacheLayout:
@@ -93,15 +100,10 @@ class Ranks:
     _ids = itertools.count()
 
     def __init__(
-        self,
-        store: Backend | str,
-        wholes: Sequence[KvCacheLayout],
-        tp_size: int,
-        **settings: Any,
+        self, config: KvCacheConnectorConfig, wholes: Sequence[KvCacheLayout], tp_size: int
     ) -> None:
         self.wholes = tuple(wholes)
-        where = {"url": store} if isinstance(store, str) else {"backend": store}
-        config = KvCacheConnectorConfig(**where, **{"lookup_timeout_ms": 60_000, **settings})
+        self.size = wholes[0].tokens_per_block
         self.heads: list[tuple[StoredHeads, ...]] = []
         self.pools: list[list[Tensor]] = []
         self.workers: list[OffloadWorker] = []
@@ -111,7 +113,8 @@ class Ranks:
                 self.scheduler = OffloadScheduler(args)
             worker = OffloadWorker(args)
             pools = [
-                torch.empty(one.flat_shape(NUM_BLOCKS), dtype=one.dtype) for one in args.layouts
+                torch.full(one.flat_shape(NUM_BLOCKS), torch.nan, dtype=one.dtype)
+                for one in args.layouts
             ]
             pairs = zip(args.layouts, pools, strict=True)
             worker.register_kv_cache_layout([KvCachePool(one, pool) for one, pool in pairs])
@@ -120,71 +123,86 @@ class Ranks:
             self.heads.append(args.stored_heads)
 
     def _args(self, config: KvCacheConnectorConfig, shard: Shard) -> LlmArgs:
-        own = [
+        heads = tuple(one.num_kv_heads for one in self.wholes)
+        own = tuple(
             replace(one, num_kv_heads=max(1, one.num_kv_heads // shard.tp_size))
             for one in self.wholes
-        ]
-        return LlmArgs(
-            "model",
-            KvCacheConfig(tokens_per_block=T),
-            config,
-            tuple(own),
-            DIGEST,
-            shard,
-            num_kv_heads=tuple(one.num_kv_heads for one in self.wholes),
         )
+        assert whole_layouts(own, shard, heads) == self.wholes
+        cache = KvCacheConfig(tokens_per_block=self.size)
+        return LlmArgs("model", cache, config, own, DIGEST, shard, num_kv_heads=heads)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         for worker in self.workers:
             worker.shutdown()
         self.scheduler.shutdown()
 
-    def request(self, prompt: Sequence[int]) -> LlmRequest:
-        root = root_key(DIGEST, self.wholes, Namespace())
-        tokens = np.array(prompt, np.int32)
-        return LlmRequest(next(self._ids), tokens, chain_root=root, tokens_per_block=T)
+    def request(self, prompt: Sequence[int], params: dict[str, Any] | None = None) -> LlmRequest:
+        return LlmRequest(
+            next(self._ids),
+            np.array(prompt, np.int32),
+            chain_root=root_key(DIGEST, self.wholes, Namespace()),
+            tokens_per_block=self.size,
+            kv_transfer_params=params,
+        )
+
+    def begin(
+        self, prompt: Sequence[int], params: dict[str, Any] | None, ids: Sequence[int]
+    ) -> tuple[LlmRequest, int]:
+        """A new request that holds the blocks `ids`; how many tokens are to be loaded."""
+        request = self.request(prompt, params)
+        self.scheduler.on_new_request(request)
+        num_tokens, in_background = self.scheduler.get_num_new_matched_tokens(request, 0)
+        assert in_background is (num_tokens > 0)
+        request.num_connector_matched_tokens = num_tokens
+        self.scheduler.update_state_after_alloc(request, list(ids))
+        if num_tokens:
+            output = SchedulerOutput(loading_requests=[self._data(request, ids, 0, 0)])
+            self._bind(self.scheduler.build_connector_meta(output))
+        return request, num_tokens
 
     def run(self, prompt: Sequence[int]) -> int:
         """Load what the store has, compute the rest, save it; how many tokens were loaded."""
         for pools in self.pools:
             for pool in pools:
                 pool.fill_(torch.nan)
-        request = self.request(prompt)
-        scheduler = self.scheduler
-        scheduler.on_new_request(request)
-        num_tokens, in_background = scheduler.get_num_new_matched_tokens(request, 0)
-        request.num_connector_matched_tokens = num_tokens
         ids = list(range(1, 1 + -(-len(prompt) // T)))
-        scheduler.update_state_after_alloc(request, ids)
-        if in_background:
-            data = self._data(request, ids, 0, 0)
-            self._bind(scheduler.build_connector_meta(SchedulerOutput(loading_requests=[data])))
+        request, num_tokens = self.begin(prompt, None, ids)
+        if num_tokens:
             num_tokens = self._wait_loaded(request, num_tokens)
-            data = self._data(request, ids, num_tokens, len(prompt) - num_tokens)
-            self._bind(scheduler.build_connector_meta(SchedulerOutput([data])))
-        else:
-            data = self._data(request, ids, 0, len(prompt) - num_tokens)
-            self._bind(scheduler.build_connector_meta(SchedulerOutput([data])))
-            for worker in self.workers:
-                for layer in range(max(one.num_layers for one in self.wholes)):
-                    worker.wait_for_layer_load(layer, STREAM)
-        self._check_loaded(prompt, ids, num_tokens)
-        self._compute(prompt, ids)
-        for worker in self.workers:
-            worker.wait_for_save(STREAM)
+        for rank in range(len(self.workers)):
+            self.check(prompt, ids, num_tokens, rank)
+        self.compute(request, ids, num_tokens)
         self._end(request, ids)
         return num_tokens
 
+    def compute(self, request: LlmRequest, ids: Sequence[int], num_loaded: int = 0) -> None:
+        """Computes what was not loaded; everything of the request is in the pools then."""
+        prompt = request.tokens.view
+        data = self._data(request, ids, num_loaded, len(prompt) - num_loaded)
+        self._bind(self.scheduler.build_connector_meta(SchedulerOutput([data])))
+        for rank, worker in enumerate(self.workers):
+            for group, pool in enumerate(self.pools[rank]):
+                pool[list(ids)] = self._expected(prompt, rank, group)
+            for layer in range(max(one.num_layers for one in self.wholes)):
+                worker.save_kv_layer(layer, STREAM)
+            worker.wait_for_save(STREAM)
+            worker.clear_connector_meta()
+        request.num_computed_tokens = request.num_tokens
+
     def _data(
-        self, request: LlmRequest, ids: list[int], computed: int, scheduled: int
+        self, request: LlmRequest, ids: Sequence[int], computed: int, scheduled: int
     ) -> RequestData:
         return RequestData(
             request.request_id,
             request.get_tokens(0),
-            ids,
+            list(ids),
             computed,
             scheduled,
             list(request.block_keys()),
@@ -216,7 +234,6 @@ class Ranks:
         return valid
 
     def _end(self, request: LlmRequest, ids: list[int]) -> None:
-        request.num_computed_tokens = request.num_tokens
         if self.scheduler.request_finished(request, ids):
             self._bind(self.scheduler.build_idle_meta())
             for worker in self.workers:
@@ -234,23 +251,25 @@ class Ranks:
         low = rank * whole.num_kv_heads // tp_size
         return heads_of(kv_of(np.array(prompt, np.int32), whole, group), whole, low, low + share)
 
-    def _check_loaded(self, prompt: Sequence[int], ids: list[int], num_tokens: int) -> None:
-        for rank, pools in enumerate(self.pools):
-            for group, pool in enumerate(pools):
-                one = self.heads[rank][group].layout
-                expected = self._expected(prompt, rank, group)
-                for number in blocks_needed(one.window, num_tokens, T):
-                    valid = min(T, num_tokens - number * T)
-                    found = pool[ids[number]], expected[number]
-                    for got, right in zip(
-                        *(rows_of(block, one, valid) for block in found), strict=True
-                    ):
-                        assert torch.equal(got, right), (rank, group, number)
+    def check(self, prompt: Sequence[int], ids: Sequence[int], num_tokens: int, rank: int) -> None:
+        """The pools of `rank` hold what blocks of `num_tokens` loaded tokens have to."""
+        for group, pool in enumerate(self.pools[rank]):
+            one = self.heads[rank][group].layout
+            expected = self._expected(prompt, rank, group)
+            for number in blocks_needed(one.window, num_tokens, self.size):
+                valid = min(self.size, num_tokens - number * self.size)
+                found = pool[ids[number]], expected[number]
+                rows = zip(*(rows_of(block, one, valid) for block in found), strict=True)
+                assert all(torch.equal(got, right) for got, right in rows), (rank, group, number)
 
-    def _compute(self, prompt: Sequence[int], ids: list[int]) -> None:
-        for rank, pools in enumerate(self.pools):
-            for group, pool in enumerate(pools):
-                pool[ids] = self._expected(prompt, rank, group)
+
+def on_store(
+    store: Backend | str, wholes: Sequence[KvCacheLayout], tp_size: int, **settings: Any
+) -> Ranks:
+    """Ranks that share `store`."""
+    where = {"url": store} if isinstance(store, str) else {"backend": store}
+    settings = {"lookup_timeout_ms": 60_000, **settings}
+    return Ranks(KvCacheConnectorConfig(**where, **settings), wholes, tp_size)
 
 
 def rows_of(block: Tensor, one: KvCacheLayout, valid: int) -> list[Tensor]:

@@ -51,7 +51,7 @@ def is_sound(store: DictStore, prompt: Sequence[int], layouts: Layouts) -> bool:
         for number, key in enumerate(keys_of(prompt, layouts)):
             stored = store.frames.get(store_key(key, group))
             if stored is not None:
-                right = kv.pools[group][kv.blocks[request.request_id][group][number]]
+                right = kv.pools[group][kv.held[request.request_id][group][number]]
                 found = frame.payload(stored, one.block_nbytes).clone().view(one.dtype)
                 if not torch.equal(found, right.reshape(-1)):
                     return False

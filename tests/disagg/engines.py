@@ -81,7 +81,7 @@ def result_of(handle: Any) -> tuple[list[int], int]:
 
 def node_of(llm: LLM) -> TransferNode:
     """What of the transfer the engine's threads share."""
-    node: TransferNode = llm._engine._connector._worker._open_node  # type: ignore[union-attr]
+    node: TransferNode = llm._engine._connector._worker._node  # type: ignore[union-attr]
     return node
 
 
@@ -121,9 +121,11 @@ def held_by(llm: LLM) -> dict[str, int]:
     }
     connector = llm._engine._connector
     leader, worker = connector._scheduler, connector._worker  # type: ignore[union-attr]
-    held |= {"prompts": len(leader._prefill._prompts), "results": len(leader._prefill._results)}
-    held |= {"to fetch": len(leader._decode._fetches), "ends": len(leader._ends)}
-    held |= {"held": len(worker._held), "published": len(worker._publisher._shared)}
+    book = leader._published
+    held |= {"prompts": len(book._prompts), "results": len(book._results)}
+    held |= {"to fetch": len(leader._fetched._fetches), "ends": len(leader._shared)}
+    held |= {"plans": len(leader._plans), "held": len(worker._shared) + len(worker._leaving)}
+    held |= {"published": len(worker._publisher._shared)}
     if node.hands_out:
         server = node.offers.server
         held |= {"leases": len(server.table), "leased bytes": server.table.total_nbytes}

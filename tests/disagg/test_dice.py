@@ -189,18 +189,19 @@ def nothing_is_left(prefill, decode):
     until(lambda: not len(theirs.client))
     until(lambda: not len(offers.server.table))
     until(lambda: not (offers._kept or offers.server._waiting or offers._ended))
-    assert not fetcher._mine
     assert fetcher._flying_nbytes == 0
     assert fetcher._quarantine.quarantined == 0
     assert [one.users for one in theirs.peers._links.values() if one.users] == []
     leaders = [llm._engine._connector._scheduler for llm in (prefill, decode)]
     for leader in leaders:
-        book = leader._prefill
+        book = leader._published
         until(lambda book=book: not (book._prompts or book._results))
-        assert not leader._decode._fetches
+        assert not leader._fetched._fetches
+        assert not leader._plans
     workers = [llm._engine._connector._worker for llm in (prefill, decode)]
     for worker in workers:
-        assert not worker._held
+        assert not worker._shared
+        assert not worker._leaving
         assert not worker._publisher._shared
 
 

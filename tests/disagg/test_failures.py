@@ -35,7 +35,7 @@ from kvconnect import (
 )
 from kvconnect.config import TransferConfig
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
-from kvconnect.connector.disagg.no_store import NoStoreScheduler
+from kvconnect.connector.offload import OffloadScheduler
 from kvconnect.connector.runtime.ledger import TransferLedger
 
 PROMPT = prompt_of(100)
@@ -202,8 +202,8 @@ def test_a_prompt_whose_blocks_are_not_kept_is_handed_out_no_more(
 ):
     """The runtime asks for no save, as where too many are late; or the store's part raises."""
 
-    def raises(_, request, __):
-        if "do" in request.kv_transfer_params:
+    def raises(_, plan, __):
+        if "do" in plan.request.kv_transfer_params:
             raise ValueError("planted")
         return False
 
@@ -213,7 +213,7 @@ def test_a_prompt_whose_blocks_are_not_kept_is_handed_out_no_more(
         if what == "refused":
             patch.setattr(TransferLedger, "may_save", lambda *_: False)
         else:
-            patch.setattr(NoStoreScheduler, "request_finished", raises)
+            patch.setattr(OffloadScheduler, "_saves_rest", raises)
         reading = decode.submit(PROMPT, ANSWER, kv_transfer_params=there)
         until(lambda: is_claimed(prefill))
         handle = prefill.submit(PROMPT, PREFILL, kv_transfer_params=here)
@@ -225,9 +225,9 @@ def test_a_prompt_whose_blocks_are_not_kept_is_handed_out_no_more(
         assert result_of(reading)[0] == answer_of(PROMPT)
     prefill.generate([prompt_of(20)], PREFILL)
     connector = prefill._engine._connector
-    until(lambda: not connector._scheduler._prefill._prompts)
+    until(lambda: not connector._scheduler._published._prompts)
     assert not connector._worker._publisher._shared
-    assert not connector._scheduler._prefill._results
+    assert not connector._scheduler._published._results
     until(lambda: not len(node_of(prefill).offers.server.table))
     leaks_nothing(prefill, decode)
 

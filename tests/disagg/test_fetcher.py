@@ -62,7 +62,6 @@ def fetcher(links):
         idle_s=20.0,
         min_bytes_per_s=1e6,
         quarantine=Quarantine(4, lambda: None),
-        wakeup=lambda: None,
     )
     yield fetcher
     fetcher.close()
@@ -101,27 +100,25 @@ def test_a_load_that_cannot_begin_has_failed(fetcher, links, monkeypatch, what):
     place = module if what == "Part" else "kvconnect.connector.disagg.fetch.load"
     monkeypatch.setattr(*((place, what) if what == "Part" else (f"{place}.{what}",)), planted)
     fetcher.claims.claim("host:1", "name")
-    fetcher.expect(ORDER)
+    told = []
+    fetcher.expect(ORDER, lambda *one: told.append(one))
     fetcher.begin(ORDER)
-    failures = []
-    until(lambda: failures.extend(fetcher.take_failed()) or failures)
-    assert [(one.request_id, one.num_valid_tokens, one.writes_ended) for one in failures] == [
-        (7, 0, True)
-    ]
-    assert not fetcher.among([7])
+    until(lambda: told)
+    [(request_id, failure)] = told
+    assert (failure.request_id, failure.num_valid_tokens, failure.writes_ended) == (7, 0, True)
+    assert request_id == 7
     ends_nowhere(fetcher, links)
 
 
 def test_a_load_is_cancelled_before_it_begins(fetcher, links):
     fetcher.claims.claim("host:1", "name")
-    fetcher.expect(ORDER)
-    assert fetcher.cancel(7)
+    told = []
+    fetcher.expect(ORDER, lambda *one: told.append(one))
+    fetcher.cancel(7)
     fetcher.begin(ORDER)
-    ended = []
-    until(lambda: ended.extend(fetcher.take_ended()) or ended)
-    assert ended == [7]
-    assert not fetcher.cancel(7)
+    until(lambda: told)
     ends_nowhere(fetcher, links)
+    assert told == [(7, None)]
 
 
 def test_an_end_of_a_read_that_cannot_be_noted_fails_its_load(fetcher):
@@ -150,17 +147,12 @@ def test_an_end_of_a_read_that_cannot_be_noted_fails_its_load(fetcher):
 
 
 def test_a_request_that_waits_goes_on_before_the_other_side_hears_of_it(fetcher):
-    ended = []
-    part = SimpleNamespace(
-        order=ORDER,
-        over=True,
-        failed=None,
-        nbytes=0,
-        release=lambda _: ended.extend(fetcher.take_ended()),
-    )
-    fetcher._fetches[7] = Load(ORDER, [part])
+    happened = []
+    release = lambda _: happened.append("released")  # noqa: E731
+    part = SimpleNamespace(order=ORDER, over=True, failed=None, nbytes=0, release=release)
+    fetcher._fetches[7] = Load(ORDER, lambda *one: happened.append(one), [part])
     fetcher._step(part, lambda: None)
-    assert ended == [7]
+    assert happened == [(7, None), "released"]
     assert not fetcher._fetches
 
 
@@ -181,19 +173,20 @@ class OnePart:
 
 def test_a_part_that_fails_stops_the_others_before_that_is_reported(fetcher):
     """Or the load's blocks would be kept for reads that are over."""
+    told = []
     first, second = parts = [OnePart(), OnePart()]
-    fetcher._fetches[7] = Load(ORDER, parts)
+    fetcher._fetches[7] = Load(ORDER, lambda _, failure: told.append(failure), parts)
     second.over = second.writes_ended = True  # a success that counts for nothing
     first.fail("planted")
     fetcher._step(first, lambda: None)
-    [failure] = fetcher.take_failed()
+    [failure] = told
     assert (failure.reason, failure.writes_ended) == ("planted", True)
+    told.clear()
     first, second = parts = [OnePart(), OnePart()]
-    fetcher._fetches[7] = Load(ORDER, parts)
+    fetcher._fetches[7] = Load(ORDER, lambda _, failure: told.append(failure), parts)
     fetcher._step(second, lambda: second.fail("planted"))
-    [failure] = fetcher.take_failed()
+    [failure] = told
     assert (failure.reason, failure.writes_ended, first.failed) == ("planted", True, "planted")
-    assert fetcher.take_ended() == []
     assert not fetcher._fetches
 
 

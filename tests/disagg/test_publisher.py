@@ -48,7 +48,7 @@ def test_a_lease_that_ended_before_the_device_was_done_is_let_go_of():
         computed=20,
     )
     publisher.begin_step([order])
-    publisher.end(EndOrder(1, stored=False, shared=True, num_tokens=20))
+    publisher.end(EndOrder(1, 20))
     assert offers.kept == [KEY]
     for call in later:
         call()

@@ -125,7 +125,7 @@ def test_a_dead_store_costs_one_request_its_budget_and_is_used_again(
         # do not take what nine of them would wait.
         assert seconds(llm, range(2, 12), answers) < 9 * BUDGET_S
         assert opened.wait(RECOVERY_S)
-        guard = llm._engine._connector._scheduler._store.backend
+        guard = llm._engine._connector._scheduler._finding.store.backend
         deadline = time.monotonic() + RECOVERY_S
         while guard.available:  # the breaker of saves may have been the first
             assert time.monotonic() < deadline

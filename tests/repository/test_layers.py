@@ -45,12 +45,12 @@ DOORS = {
     "backends.tiered": "backends.url backends.guard backends.registry",
     "connector.ranks": "connector.data",
     "connector.runtime": f"{CONTRACT} connector.ranks.communicator cache.resource_manager",
-    "connector.disagg": f"{CONTRACT} connector.disagg.fetch connector.io connector.pair transfer",
+    "connector.disagg": f"{CONTRACT} connector.disagg.fetch connector.io.lookup transfer",
     "connector.disagg.fetch": (
         f"{CONTRACT} connector.disagg.messages connector.io.lookup transfer"
     ),
     "connector.io": "connector.data backends kernels",
-    "connector.pair": f"{CONTRACT} connector.io kernels",
+    "connector.pair": f"{CONTRACT} connector.io connector.disagg kernels",
     "connector.offload": "connector.pair",
     "transfer.tcp": f"{TRANSFER} transfer.places transfer.seal transfer.secret",
     "transfer.nixl": TRANSFER,

@@ -1,4 +1,4 @@
-"""The leader's book of prompts that are fetched."""
+"""The prompts that are fetched from other engines, on the leader."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.names import transfer_name
 from kvconnect.connector.disagg.node import TransferNode
-from kvconnect.connector.disagg.params import FetchParams
+from kvconnect.connector.disagg.params import FetchParams, transfer_params
 from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.errors import ConnectorContractError
 from kvconnect.request import LlmRequest
@@ -51,8 +51,15 @@ class DecodeBook:
     llm_args: LlmArgs
     _fetches: dict[int, _Fetch] = field(default_factory=dict)
 
-    def add(self, request: LlmRequest, params: FetchParams) -> None:
-        """Claims the prompt of `request`; does not block."""
+    def begin(self, request: LlmRequest) -> None:
+        """Claims the prompt of `request` if its parameters name one; does not block.
+
+        Raises:
+            ConfigurationError: see `transfer_params`.
+        """
+        params = transfer_params(request.kv_transfer_params, self.node.config.role)
+        if not isinstance(params, FetchParams):
+            return
         num_tokens = request.num_tokens - 1 if params.num_tokens is None else params.num_tokens
         if not 0 < num_tokens < request.num_tokens:
             count("transfer.computed_instead", tokens=request.num_tokens)
@@ -62,7 +69,7 @@ class DecodeBook:
         claims = self.node.claim(params.address, name, params.tp_size)
         self._fetches[request.request_id] = _Fetch(name, params, claims, num_tokens)
 
-    def promise(self, request: LlmRequest, num_computed_tokens: int) -> int:
+    def offer(self, request: LlmRequest, num_computed_tokens: int) -> int:
         """Returns the number of tokens beyond `num_computed_tokens` that may be fetched, or 0."""
         fetch = self._fetches.get(request.request_id)
         if fetch is None:
@@ -70,7 +77,7 @@ class DecodeBook:
         num_tokens = fetch.num_tokens - num_computed_tokens
         least = max(1, self.llm_args.kv_connector_config.min_load_tokens)
         if num_tokens < least or any(claim.failed for claim in fetch.claims):
-            self.drop(request.request_id)
+            self.drop(request)
             if num_tokens > 0:
                 count("transfer.computed_instead", tokens=num_tokens)
             return 0
@@ -81,7 +88,7 @@ class DecodeBook:
         """Drops the claims of `request` unless the runtime loads the promised tokens now."""
         fetch = self._fetches.get(request.request_id)
         if fetch is not None and not (fetch.promised and request.num_connector_matched_tokens):
-            self.drop(request.request_id)
+            self.drop(request)
 
     def orders(self, output: SchedulerOutput) -> Iterator[FetchOrder]:
         """Yields the loads that start in this step."""
@@ -117,12 +124,14 @@ class DecodeBook:
             tp_size=fetch.params.tp_size,
         )
 
-    def drop(self, request_id: int) -> None:
-        """Drops the claims of a request, unless a worker has taken them over."""
-        if fetch := self._fetches.pop(request_id, None):
+    def drop(self, request: LlmRequest) -> None:
+        """Drops the claims of `request`, unless a worker has taken them over. Idempotent."""
+        if fetch := self._fetches.pop(request.request_id, None):
             fetch.drop()
 
-    def drop_all(self) -> None:
-        """Drops the claims of every request."""
-        for request_id in list(self._fetches):
-            self.drop(request_id)
+    failed = drop
+
+    def close(self) -> None:
+        """Drops all claims."""
+        while self._fetches:
+            self._fetches.popitem()[1].drop()

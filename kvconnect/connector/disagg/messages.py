@@ -1,10 +1,10 @@
-"""The messages between the scheduler of the transfer pair and its workers. Picklable."""
+"""The orders for transfers between engines, from the leader to the workers. Picklable."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DisaggMeta", "EndOrder", "FetchOrder", "PublishOrder", "WorkerMeta"]
+__all__ = ["EndOrder", "FetchOrder", "PublishOrder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +35,15 @@ class PublishOrder:
 
 @dataclass(frozen=True, slots=True)
 class EndOrder:
-    """A request that ended and whose blocks are kept.
+    """A request that ended and whose blocks are kept for a reader.
 
     Attributes:
         request_id: whose.
-        stored: the store's pair keeps them.
-        shared: they are kept for a reader.
         num_tokens: its leading valid tokens; 0: it was aborted, and no reader may use its blocks.
     """
 
     request_id: int
-    stored: bool
-    shared: bool
-    num_tokens: int = 0
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,31 +68,3 @@ class FetchOrder:
     first_blocks: tuple[int, ...]
     blocks: tuple[list[int], ...]
     tp_size: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class DisaggMeta:
-    """The message of the scheduler to every worker in a step.
-
-    Attributes:
-        store: metadata of the store's pair.
-        publish, ends, fetches: orders of this step.
-        lost: requests that ended and whose blocks are free: they are not published any more.
-    """
-
-    store: object = None
-    publish: tuple[PublishOrder, ...] = ()
-    ends: tuple[EndOrder, ...] = ()
-    fetches: tuple[FetchOrder, ...] = ()
-    lost: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerMeta:
-    """The message of a worker to the scheduler in a step.
-
-    Attributes:
-        store: of the store's worker.
-    """
-
-    store: object = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvconnect.address import host_and_port
 from kvconnect.config import TransferConfig
-from kvconnect.connector.data import KvCachePool, LlmArgs
+from kvconnect.connector.data import KvCachePool, LlmArgs, TransferFailure
 from kvconnect.connector.disagg.device import DeviceOrder
 from kvconnect.connector.disagg.fetch.claim_book import ClaimBook
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
@@ -148,7 +148,6 @@ class TransferNode(PeerNode):
             idle_s=config.claim_timeout_s,
             min_bytes_per_s=config.min_bytes_per_s,
             quarantine=quarantine,
-            wakeup=self._wake,
             heads=self._heads,
             verified=self._regions if config.verify == "full" else None,
         )
@@ -218,12 +217,12 @@ class TransferNode(PeerNode):
             return [Claimed.refused(address, name, "this engine fetches nothing")]
         return self._fetcher.claims.claim_all(address, name, tp_size)
 
-    def fetch(self, order: FetchOrder) -> None:
+    def fetch(self, order: FetchOrder, done: Callable[[int, TransferFailure | None], None]) -> None:
         """Begins a load after the work that the device still does with its blocks."""
         fetcher = self._fetcher
         if fetcher is None:
             raise UsageError("this engine fetches nothing")
-        fetcher.expect(order)
+        fetcher.expect(order, done)
         self.device.after(lambda: fetcher.begin(order))
 
     # ------------------------------------------------------------------ what others hear and say

@@ -51,15 +51,23 @@ class FetchParams:
     tp_size: int = 1
 
 
-def transfer_params(params: Mapping[str, Any] | None) -> PrefillParams | FetchParams | None:
+def transfer_params(
+    params: Mapping[str, Any] | None, role: str
+) -> PrefillParams | FetchParams | None:
     """Returns the request that `params` make of this connector, or ``None`` without one.
 
     Raises:
-        ConfigurationError: a value is wrong, or one is missing.
+        ConfigurationError: a value is wrong, or one is missing, or an engine with
+            ``TransferConfig.role`` `role` does not do it.
     """
     if not params or not ({"do", "transfer_id", "address"} & params.keys()):
         return None
     do = params.get("do", "decode" if "address" in params else None)
+    if do in {"prefill", "decode"} - {role} and role != "both":
+        raise ConfigurationError(
+            f"kv_transfer_params: they ask for '{do}', this engine has "
+            f"TransferConfig.role='{role}'; send them to another, or give role='both'"
+        )
     if do == "prefill":
         given = params.get("transfer_id")
         return PrefillParams(None if given is None else _id(given))

@@ -1,4 +1,4 @@
-"""The leader's book of prompts that are published."""
+"""The prompts that other engines may fetch, on the leader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
 from kvconnect.connector.disagg.messages import EndOrder, PublishOrder
 from kvconnect.connector.disagg.names import transfer_name
 from kvconnect.connector.disagg.node import TransferNode
-from kvconnect.connector.disagg.params import PrefillParams
+from kvconnect.connector.disagg.params import PrefillParams, transfer_params
 from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.request import LlmRequest
 from kvconnect.shards import dividing_rank
@@ -48,8 +48,15 @@ class PrefillBook:
     _results: dict[int, dict[str, Any]] = field(default_factory=dict)
     _aborted: list[int] = field(default_factory=list)
 
-    def add(self, request: LlmRequest, params: PrefillParams) -> None:
-        """Adds `request`, whose prompt is to be published."""
+    def begin(self, request: LlmRequest) -> None:
+        """Adds `request` if its parameters ask for its prompt to be published.
+
+        Raises:
+            ConfigurationError: see `transfer_params`.
+        """
+        params = transfer_params(request.kv_transfer_params, self.node.config.role)
+        if not isinstance(params, PrefillParams):
+            return
         # The result if the prompt is not published after all: the reader computes it.
         self._results[request.request_id] = {"engine": self.node.engine_id, "tokens": 0}
         num_tokens = request.prompt_len - 1
@@ -116,7 +123,7 @@ class PrefillBook:
             computed=min(computed, prompt.num_tokens),
         )
 
-    def finished(self, request: LlmRequest, *, stored: bool) -> EndOrder | None:
+    def finished(self, request: LlmRequest) -> EndOrder | None:
         """Returns the order for the end of `request`; ``None``: the workers know nothing of it.
 
         Blocks of an aborted request are kept, too, until the workers have ended its leases: a
@@ -136,12 +143,7 @@ class PrefillBook:
             _, ranks = dividing_rank(self.llm_args.stored_heads)
             if ranks > 1:
                 self._results[request.request_id]["tp_size"] = ranks
-        return EndOrder(
-            request.request_id,
-            stored=stored,
-            shared=True,
-            num_tokens=prompt.num_tokens if whole else 0,
-        )
+        return EndOrder(request.request_id, prompt.num_tokens if whole else 0)
 
     def _holds(self, request: LlmRequest, num_tokens: int) -> bool:
         """Returns whether `request` holds every block that decoding from token `num_tokens` needs.

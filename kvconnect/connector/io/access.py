@@ -92,7 +92,7 @@ class Access:
                 for one, layout in zip(pools, layouts, strict=True)
             )
         self.heads = store.heads
-        self.reader = HeadReader(store.backend, store.copying, store.heads, staging)
+        self.reader = HeadReader(store, staging)
         self.call_blocks = max(1, min(256, CALL_NBYTES // staging.slot_nbytes))
         at_once = min(LOADS_IN_FLIGHT * self.call_blocks, staging.num_slots // 2)
         if at_once * staging.slot_nbytes >= _TOUCHED_NBYTES:

@@ -91,7 +91,7 @@ class StoreAccess:
     @property
     def saves_tails(self) -> bool:
         """Returns whether partly filled blocks can be found, and are wanted."""
-        return self._access.store.enumerable and self._config.save_partial_tails
+        return self._access.store.saves_tails
 
     @property
     def usable(self) -> bool:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from kvconnect.backends.guard.store import GuardedBackend
-from kvconnect.backends.lanes import Lane
 from kvconnect.connector.data import Direction
 from kvconnect.connector.io.fetched import Fetched, fetched
+from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import BlockLoad
 from kvconnect.connector.io.staging import Slot, StagingPool
 from kvconnect.frame import frame_nbytes
 from kvconnect.kernels.block_copy import copy_pairs
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.keys import store_key
-from kvconnect.shards import HeadSlice, StoredHeads
+from kvconnect.shards import HeadSlice
 
 __all__ = ["HeadReader"]
 
@@ -32,22 +31,14 @@ class HeadReader:
     Belongs to the store's loop.
 
     Args:
-        backend: the store.
-        copying: threads that cut and join.
-        heads: of each pool group.
+        store: to read from; its threads cut and join.
         staging: whose slots are filled.
     """
 
-    def __init__(
-        self,
-        backend: GuardedBackend,
-        copying: Lane,
-        heads: Sequence[StoredHeads],
-        staging: StagingPool,
-    ) -> None:
-        self._backend = backend
-        self._copying = copying
-        self._heads = heads
+    def __init__(self, store: OffloadStore, staging: StagingPool) -> None:
+        self._backend = store.backend
+        self._copying = store.copying
+        self._heads = store.heads
         self._staging = staging
         self._arrivals: dict[int, StagingPool] = {}
         self._copies: dict[tuple[int, int], list[tuple[PagedKv, PagedKv]]] = {}

@@ -57,8 +57,7 @@ class Query:
         root: the key before the first.
         tokens: all of them; the last one is always computed.
         tokens_per_block: tokens of a full block.
-        windows: attention window of each pool group, ``None`` for full attention.
-        heads: of each pool group, this rank's part of the model; by default all of it.
+        heads: of each pool group, this rank's part of the model.
         shared: the ranks share the store: a block counts only if it is there for all of them.
         whole_blocks: a hit ends where a block does, as the engine cannot use part of one.
     """
@@ -67,8 +66,7 @@ class Query:
     root: BlockKey
     tokens: TokenArray
     tokens_per_block: int
-    windows: tuple[int | None, ...] = (None,)
-    heads: tuple[StoredHeads, ...] = ()
+    heads: tuple[StoredHeads, ...]
     shared: bool = False
     whole_blocks: bool = False
 
@@ -87,11 +85,15 @@ class Query:
             chain.root,
             chain.tokens,
             chain.tokens_per_block,
-            tuple(one.layout.window for one in heads),
             heads,
             shared,
             whole_blocks,
         )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The attention window of each pool group, ``None`` for full attention."""
+        return tuple(one.layout.window for one in self.heads)
 
     @property
     def most(self) -> int:
@@ -130,11 +132,9 @@ class Query:
 
     def sizes(self, group: int) -> tuple[int, ...]:
         """Returns the numbers of shares that blocks of `group` may have; the ranks' own first."""
-        return self.heads[group].sizes if self.heads else (1,)
+        return self.heads[group].sizes
 
     def _shards(self, group: int, shares: int | None) -> tuple[Shard, ...]:
-        if not self.heads:
-            return (Shard(),)
         heads = self.heads[group]
         size = heads.size if shares is None else shares
         if self.shared:

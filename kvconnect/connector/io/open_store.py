@@ -31,7 +31,6 @@ class OffloadStore:
         llm_args: whose.
         backend: guarded; to be used on the loop only.
         heads: of each pool group, which of the model's KV heads the rank has.
-        enumerable: as the backend says.
         io: the loop.
         copying: threads that copy into the pool.
     """
@@ -53,7 +52,6 @@ class OffloadStore:
             codec=config.codec,
             key_file=config.key_file,
         )
-        self.enumerable = self.backend.capabilities.enumerable
         self._drain_until: float | None = None
         self.copying = Lane("kvconnect-copy", 2)
         with ExitStack() as threads:
@@ -63,6 +61,12 @@ class OffloadStore:
             threads.callback(self.io.close, _END_S)
             self._open(source, deadline_s)
             self._threads = threads.pop_all()
+
+    @property
+    def saves_tails(self) -> bool:
+        """Returns whether partly filled blocks can be found, and are wanted."""
+        wanted = self.llm_args.kv_connector_config.save_partial_tails
+        return wanted and self.backend.capabilities.enumerable
 
     def begin_close(self) -> float:
         """Starts the drain: `close` has ``save_timeout_s`` and a second from the first call on.

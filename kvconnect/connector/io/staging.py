@@ -106,11 +106,6 @@ class StagingPool:
         used["free"] = self.num_slots * self.slot_nbytes - sum(used.values())
         return {f"connector.staging.{name}": float(nbytes) for name, nbytes in used.items()}
 
-    def available(self, direction: Direction) -> int:
-        """Returns how many slots `direction` could take now."""
-        with self._changed:
-            return self._available(direction)
-
     def take(self, direction: Direction, at_most: int) -> list[Slot]:
         """Takes up to `at_most` free slots, perhaps none. Never blocks."""
         with self._changed:

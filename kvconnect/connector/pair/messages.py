@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvconnect.connector.disagg.messages import EndOrder, FetchOrder, PublishOrder
 from kvconnect.connector.io.orders import LoadBlocks, SaveOrder
 
 __all__ = ["OffloadMeta", "RequestEnd", "WorkerMeta"]
@@ -33,16 +34,24 @@ class OffloadMeta:
     """The message of the scheduler to every worker in a step.
 
     Attributes:
-        loads: to be started.
+        loads: to be started, from the store.
         saves: blocks that this step fills.
         ended: requests whose last blocks are to be staged.
         forgotten: requests whose orders of earlier steps are dropped.
+        fetches: loads to be started, from other engines.
+        publish: prompts that the step computes for other engines.
+        shared: requests that ended and whose blocks are kept for other engines.
+        lost: requests that ended and whose blocks are free: they are not published any more.
     """
 
     loads: tuple[LoadBlocks, ...] = ()
     saves: tuple[SaveOrder, ...] = ()
     ended: tuple[RequestEnd, ...] = ()
     forgotten: tuple[int, ...] = ()
+    fetches: tuple[FetchOrder, ...] = ()
+    publish: tuple[PublishOrder, ...] = ()
+    shared: tuple[EndOrder, ...] = ()
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

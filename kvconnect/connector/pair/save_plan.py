@@ -42,9 +42,16 @@ class SavePlan:
         request: whose blocks.
         min_priority: of blocks that are worth saving.
         windows: attention window of each pool group, ``None`` for full attention.
+
+    Attributes:
+        request: as given.
+        num_held: ordered blocks that the workers hold until the request's end.
     """
 
-    __slots__ = ("_groups", "_min_priority", "_open", "_priorities", "_request", "_stored_tail")
+    __slots__ = (
+        *("_groups", "_min_priority", "_open", "_priorities", "_stored_tail"),
+        *("num_held", "request"),
+    )
 
     def __init__(
         self,
@@ -53,7 +60,8 @@ class SavePlan:
         min_priority: int = 0,
         windows: Sequence[int | None] = (None,),
     ) -> None:
-        self._request = request
+        self.request = request
+        self.num_held = 0
         self._min_priority = min_priority
         self._groups = [_Group(window) for window in windows]
         self._priorities: list[int] = []
@@ -87,7 +95,7 @@ class SavePlan:
         # Ids of a window's freed blocks stay as they were reported: see `_held`.
         if first.window is None:
             first.block_ids = list(block_ids[: len(self._priorities)])
-        num_full = self._request.num_tokens // self._request.key_chain.tokens_per_block
+        num_full = self.request.num_tokens // self.request.key_chain.tokens_per_block
         rewound = any((group.num_done or 0) > num_full for group in self._groups)
         for group in self._groups:
             del group.block_ids[len(block_ids) :]
@@ -166,13 +174,13 @@ class SavePlan:
             block.key == self._stored_tail for block in blocks
         ):
             return None
-        request = self._request
+        request = self.request
         return SaveOrder(request.request_id, blocks, request.namespace.tag())
 
     def _held(self, group: _Group, first: int, stop: int, num_committed: int) -> list[range]:
         """Returns the ranges in ``first..stop`` of blocks that are still the request's."""
         if group.window is not None:
-            size = self._request.key_chain.tokens_per_block
+            size = self.request.key_chain.tokens_per_block
             first = max(first, blocks_needed(group.window, num_committed, size).start)
         if group.window is None or min(group.block_ids[first:stop], default=0) >= 0:
             return [range(first, stop)] if first < stop else []
@@ -196,25 +204,25 @@ class SavePlan:
         )
 
     def _full_blocks(self, numbers: range, group: int) -> BlockRun:
-        chain, first, stop = self._request.key_chain, numbers.start, numbers.stop
+        chain, first, stop = self.request.key_chain, numbers.start, numbers.stop
         size = chain.tokens_per_block
         return BlockRun(
             chain.digests(first, stop),
             first,
             self._groups[group].block_ids[first:stop],
-            self._request.tokens.view[first * size : stop * size].copy(),
+            self.request.tokens.view[first * size : stop * size].copy(),
             self._priorities[first:stop],
             group,
         )
 
     def _tail(self, number: int, end: int, group: int) -> BlockSave:
-        chain = self._request.key_chain
+        chain = self.request.key_chain
         return BlockSave(
             chain.tail(end),
             chain.parent(number),
             number,
             self._groups[group].block_ids[number],
-            self._request.tokens.view[number * chain.tokens_per_block : end].copy(),
+            self.request.tokens.view[number * chain.tokens_per_block : end].copy(),
             self._priorities[number],
             group,
         )

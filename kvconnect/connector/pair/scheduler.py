@@ -1,54 +1,28 @@
-"""The built-in scheduler: finds prompts in a store and orders saves of new blocks into it."""
+"""The built-in scheduler: finds prompts in a store or at a peer, and orders saves of blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvconnect.connector.data import LlmArgs, RequestData, SchedulerOutput
-from kvconnect.connector.io.budget import LookupBudget
-from kvconnect.connector.io.lookup import Hit, Query, blocks_needed, look_up
-from kvconnect.connector.io.open_store import OffloadStore
-from kvconnect.connector.io.orders import BlockLoad, LoadBlocks, SaveOrder
-from kvconnect.connector.io.reply import Reply
+from kvconnect.connector.disagg.messages import EndOrder
+from kvconnect.connector.io.lookup import Hit
+from kvconnect.connector.io.orders import LoadBlocks, SaveOrder
+from kvconnect.connector.pair.finding import StoreFinding, by_group
 from kvconnect.connector.pair.messages import OffloadMeta, RequestEnd, WorkerMeta
 from kvconnect.connector.pair.save_plan import SavePlan
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
-from kvconnect.errors import ConnectorContractError, UsageError
-from kvconnect.keys import KeyChain
 from kvconnect.request import LlmRequest
-from kvconnect.trace import count, warn_once
+from kvconnect.trace import count
+
+if TYPE_CHECKING:
+    from kvconnect.connector.disagg.decode import DecodeBook
+    from kvconnect.connector.disagg.prefill import PrefillBook
 
 __all__ = ["OffloadScheduler"]
-
-_LEFT_ALONE = Reply.settled(Hit())
-
-
-@dataclass(slots=True, eq=False)
-class _State:
-    """The scheduler's record of a live request.
-
-    Attributes:
-        request: the runtime's.
-        asked: its keys, as they are looked up in the store.
-        saves: the blocks that the store still lacks.
-        lookup: the lookup in the store, running or answered.
-        hit: the answer, once it was read.
-        promised: tokens ``start..end`` that the store has for this admission, until their load is
-            ordered.
-        num_held: blocks that the workers hold until the request's end.
-        asked_at: when an answer to `lookup` was first asked for, by an engine that asks again.
-    """
-
-    request: LlmRequest
-    asked: KeyChain
-    saves: SavePlan
-    lookup: Reply[Hit]
-    hit: Hit | None = None
-    promised: tuple[int, int] | None = None
-    num_held: int = 0
-    asked_at: float | None = None
 
 
 class OffloadScheduler(KvCacheConnectorScheduler):
@@ -65,6 +39,12 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     Dropped ones are ordered again at the request's end, and by any other request that uses them.
     No record of stored blocks outlives a request: each request looks the store up.
 
+    With ``transfer`` the pair also publishes prompts to other engines and fetches theirs, as each
+    request's parameters say. A prompt that a peer publishes is fetched rather than loaded from the
+    store. A prompt whose fetch is refused, late or broken is computed; no method raises for that.
+    The blocks of a request that ended are kept until neither a reader nor the store needs them.
+    ``transfer`` without a store is the same, without lookups and saves.
+
     Attributes:
         whole_blocks: the engine cannot use part of a block: hits end where blocks do.
         hashes_at_once: keys are known when `on_new_request` returns, for an engine that needs them
@@ -77,211 +57,215 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     def __init__(self, llm_args: LlmArgs) -> None:
         super().__init__(llm_args)
         self._config = llm_args.kv_connector_config
-        self._tokens_per_block = llm_args.kv_cache_config.tokens_per_block
-        self._min_tokens = max(1, self._config.min_load_tokens)
+        self._tokens_per_block = llm_args.tokens_per_block
         self._windows = tuple(layout.window for layout in llm_args.layouts)
-        self._has_windows = any(window is not None for window in self._windows)
-        # Without windows, in one pool: a load serves as far as it comes.
-        self._divisible = self._windows == (None,)
-        self._states: dict[int, _State] = {}
+        self._plans: dict[int, SavePlan] = {}
         self._ended: list[RequestEnd] = []  # and the next are for the next step's metadata
         self._forgotten: list[int] = []
         self._backlogged = False
-        self._open_store: OffloadStore | None = OffloadStore.acquire(llm_args)
-        self._budget = LookupBudget(
-            self._config.lookup_timeout_ms / 1000, self._store.backend, self._store.io.submit
-        )
+        self._shared: list[EndOrder] = []
+        self._published: PrefillBook | None = None
+        self._fetched: DecodeBook | None = None
+        self._finding: StoreFinding | None = None
+        with ExitStack() as opened:
+            if self._config.transfer is not None:
+                self._open_transfer(opened)
+            if self._config.transfer is None or llm_args.has_store:
+                self._finding = StoreFinding(
+                    llm_args, whole_blocks=self.whole_blocks, hashes_at_once=self.hashes_at_once
+                )
+                opened.callback(self._finding.close)
+            self._opened = opened.pop_all()
+        self._sources = [one for one in (self._fetched, self._finding) if one is not None]
 
-    # ------------------------------------------------------------------ finding
+    def _open_transfer(self, opened: ExitStack) -> None:
+        from kvconnect.connector.disagg.decode import DecodeBook
+        from kvconnect.connector.disagg.node import TransferNode
+        from kvconnect.connector.disagg.prefill import PrefillBook
+
+        node = TransferNode.acquire(self._llm_args)
+        opened.callback(node.release)
+        self._published = PrefillBook(node, self._llm_args)
+        self._fetched = DecodeBook(node, self._llm_args)
+        opened.callback(self._fetched.close)
+
+    # ------------------------------------------------------------------ a request's way
 
     def on_new_request(self, request: LlmRequest) -> None:
-        """Starts the lookup of `request`, unless the store's breaker is open."""
-        store = self._store
-        if self.hashes_at_once:
-            request.block_keys()
-        asked = request.key_chain.snapshot()
-        plan = SavePlan(request, min_priority=self._config.min_priority, windows=self._windows)
-        lookup = _LEFT_ALONE
-        if store.backend.available:
-            lookup = store.io.submit(self._budget.timed(lambda: self._look_up(store, asked)))
-        self._states[request.request_id] = _State(request, asked, plan, lookup)
+        """Starts the lookup of `request`, and claims its prompt if a peer publishes it.
 
-    async def _look_up(self, store: OffloadStore, chain: KeyChain) -> Hit:
-        """Looks `chain` up, on the store's loop; no other thread uses `chain` until then."""
-        query = Query.of(
-            chain,
-            heads=store.heads,
-            shared=store.backend.capabilities.shared,
-            whole_blocks=self.whole_blocks,
-        )
-        return await look_up(store.backend, query)
+        Raises:
+            ConfigurationError: the request's ``kv_transfer_params`` are wrong, or ask for what this
+                engine's role does not do.
+        """
+        self._begin(request)
+        if self._published is not None and self._fetched is not None:
+            self._published.begin(request)
+            self._fetched.begin(request)
+
+    def _begin(self, request: LlmRequest) -> None:
+        plan = SavePlan(request, min_priority=self._config.min_priority, windows=self._windows)
+        self._plans[request.request_id] = plan
+        if self._finding is not None:
+            self._finding.begin(request)
 
     def get_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Returns the tokens that the store has beyond `num_computed_tokens`.
+        """Returns the tokens beyond `num_computed_tokens` that a peer or else the store has.
 
-        Waits within the step's budget.
+        Waits for the store within the step's budget.
         """
-        state = self._states[request.request_id]
-        if state.hit is None and self._could_load(state, num_computed_tokens):
-            self._budget.wait(state.lookup)
-        return self._answer(state, num_computed_tokens)
-
-    def _could_load(self, state: _State, num_computed_tokens: int) -> bool:
-        # The last token is always computed.
-        return state.request.num_tokens - 1 - num_computed_tokens >= self._min_tokens
-
-    def _answer(self, state: _State, num_computed_tokens: int) -> tuple[int, bool]:
-        state.promised = None
-        if not self._could_load(state, num_computed_tokens):
-            return 0, False
-        hit = self._hit(state)
-        if hit is None:
-            count("connector.lookup.late")
-            state.request.lookup_late = True
-            return 0, False
-        end = self._usable(state.request, hit, num_computed_tokens)
-        num_tokens = end - num_computed_tokens
-        if num_tokens < self._min_tokens:
-            return 0, False
-        state.promised = (num_computed_tokens, end)
-        return num_tokens, True
-
-    def _usable(self, request: LlmRequest, hit: Hit, num_computed_tokens: int) -> int:
-        """Returns the end of the part of `hit` to load: all, up to its last block, or none (0)."""
-        num_tokens, end = request.num_tokens, hit.end
-        if end < num_tokens:
-            return end
-        if end > num_tokens or not self.whole_blocks or self._has_windows:
-            return 0  # the request was rewound since: windows were looked up for this end only
-        # A load may bring the last token, too, which the engine computes again. If the device has
-        # all blocks but the last one, that block is computed.
-        size = self._tokens_per_block
-        return end - size if end - size <= num_computed_tokens else end
-
-    def _hit(self, state: _State) -> Hit | None:
-        """Returns the store's answer; empty if it failed, ``None`` if it is late. Never waits."""
-        if state.hit is None and state.lookup.done():
-            state.request.key_chain.adopt(state.asked)
-            error = state.lookup.exception()
-            if error is None:
-                state.hit = state.lookup.result()
-            else:
-                state.hit = Hit()
-                count("connector.lookup.failed")
-                warn_once("connector.lookup", f"lookup failed, the prompt is computed: {error}")
-        return state.hit
-
-    # ------------------------------------------------------------------ a request's way
+        for source in self._sources:
+            if num_tokens := source.offer(request, num_computed_tokens):
+                return num_tokens, True
+        return 0, False
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
         """Drops the reported blocks: all are new, and the step's report will list them."""
-        state = self._states[request.request_id]
-        state.saves.forget_blocks()
-        if not request.num_connector_matched_tokens:
-            state.promised = None
+        self._plans[request.request_id].forget_blocks()
+        if self._published is not None:
+            self._published.admitted(request)
+        for source in self._sources:
+            source.admitted(request)
 
     def blocks_replaced(self, request: LlmRequest, block_ids: list[int]) -> None:
         """Drops the reported blocks; the next report lists all of them, the new ones too."""
-        self._states[request.request_id].saves.forget_blocks()
+        self._plans[request.request_id].forget_blocks()
 
     def load_failed(self, request: LlmRequest, num_valid_tokens: int) -> None:
         """Marks the blocks that were not loaded as missing: they are computed, and saved anew."""
-        state = self._states[request.request_id]
-        state.promised = None
-        state.hit = Hit()
-        state.saves.note_missing(num_valid_tokens // self._tokens_per_block)
+        for source in self._sources:
+            source.failed(request)
+        self._plans[request.request_id].note_missing(num_valid_tokens // self._tokens_per_block)
 
     def on_rewind(self, request: LlmRequest, block_ids: list[int]) -> None:
         """Removes the blocks of rejected tokens, and drops held saves that may be wrong now."""
-        state = self._states[request.request_id]
-        if state.saves.hold(block_ids) and state.num_held:
+        plan = self._plans[request.request_id]
+        if plan.hold(block_ids) and plan.num_held:
             # Blocks that the workers hold may be filled with other tokens than their orders say.
             self._forgotten.append(request.request_id)
-            state.num_held = 0
-            state.saves.note_missing(0)
+            plan.num_held = 0
+            plan.note_missing(0)
 
     def request_reset(self, request: LlmRequest) -> None:
-        """Starts another lookup, and plans the request's saves from the start."""
-        self._states.pop(request.request_id).lookup.cancel()
-        self.on_new_request(request)
+        """Starts another lookup, and plans the request's saves from the start.
+
+        A prompt that is published will be published anew; one that was claimed is computed.
+        """
+        if self._published is not None:
+            self._published.reset(request)
+        for source in self._sources:
+            source.drop(request)
+        self._begin(request)
 
     def request_aborted(self, request: LlmRequest) -> None:
         """Drops the request's state, unless it holds blocks: then `request_finished` follows."""
-        state = self._states.get(request.request_id)
-        if state is not None and state.saves.num_blocks == 0:
-            state.lookup.cancel()
-            del self._states[request.request_id]
+        if self._published is not None:
+            self._published.aborted(request)
+        if plan := self._plans.get(request.request_id):
+            self._learn(plan)
+            if plan.num_blocks == 0:
+                del self._plans[request.request_id]
+        for source in self._sources:
+            source.drop(request)
 
     def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
-        """Returns True if blocks, dropped ones among them, or the tail are still to be saved."""
-        state = self._states.pop(request.request_id, None)
-        if state is None:
+        """Returns True if blocks are still to be saved, or may be needed by a reader.
+
+        To be saved are blocks that were dropped before, too, and the tail.
+        """
+        plan = self._plans.pop(request.request_id, None)
+        try:
+            saves = plan is not None and self._saves_rest(plan, cache_block_ids)
+        except BaseException:
+            if self._published is not None:
+                self._published.aborted(request)  # its blocks are not kept
+            raise
+        finally:
+            for source in self._sources:
+                source.drop(request)
+        shared = None if self._published is None else self._published.finished(request)
+        if shared is not None:
+            self._shared.append(shared)
+        return saves or shared is not None
+
+    def _saves_rest(self, plan: SavePlan, block_ids: list[int]) -> bool:
+        """Returns whether blocks of an ended request are to be saved, and orders that."""
+        if self._finding is None:
             return False
-        state.saves.hold(cache_block_ids)
-        end = self._end(state)
-        state.lookup.cancel()
-        num_blocks = state.num_held + (0 if end.rest is None else len(end.rest.blocks))
+        plan.hold(block_ids)
+        end = self._end(plan, self._finding)
+        num_blocks = plan.num_held + (0 if end.rest is None else len(end.rest.blocks))
         if not num_blocks:
             return False
-        if not self._store.backend.available:
+        if not self._finding.store.backend.available:
             count("connector.save.lost", blocks=num_blocks)
         elif self._backlogged and self._config.on_backlog == "drop":
             count("connector.save.dropped", blocks=num_blocks)
         else:
             self._ended.append(end)
             return True
-        if state.num_held:
-            self._forgotten.append(request.request_id)
+        if plan.num_held:
+            self._forgotten.append(end.request_id)
         return False
 
-    def _end(self, state: _State) -> RequestEnd:
+    def _end(self, plan: SavePlan, finding: StoreFinding) -> RequestEnd:
         """Returns the order for the valid blocks of an ended request that the store lacks."""
-        saves, request = state.saves, state.request
-        self._learn(state, late=Hit())
-        size = self._tokens_per_block
-        valid = min(request.num_computed_tokens, request.num_tokens, saves.num_blocks * size)
-        with_tail = self._store.enumerable and self._config.save_partial_tails and valid % size
-        rest = saves.order(valid // size, valid, valid if with_tail else None)
+        self._learn(plan, late=Hit())
+        request, size = plan.request, self._tokens_per_block
+        valid = min(request.num_computed_tokens, request.num_tokens, plan.num_blocks * size)
+        with_tail = finding.store.saves_tails and valid % size
+        rest = plan.order(valid // size, valid, valid if with_tail else None)
         # A store that does not answer would only keep the blocks from the requests to come.
-        waits = self._config.on_backlog == "wait" or not self._budget.suspended
+        waits = self._config.on_backlog == "wait" or not finding.budget.suspended
         return RequestEnd(request.request_id, valid, rest, waits)
+
+    def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
+        """Returns what another engine needs to fetch the prompt, if it is published."""
+        return None if self._published is None else self._published.take_params(request)
 
     # ------------------------------------------------------------------ one step
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMeta | None:
-        """Returns the loads and saves of this step; ``None`` if there are none."""
-        self._budget.start_step()
+        """Returns the orders of this step; ``None`` if there are none."""
+        loads: list[LoadBlocks] = []
         saves: list[SaveOrder] = []
-        loads = [
-            load
-            for data in scheduler_output.loading_requests
-            if (load := self._load_of(data)) is not None
-        ]
+        if self._finding is not None:
+            self._finding.budget.start_step()
+            loads += filter(None, map(self._finding.order, scheduler_output.loading_requests))
         for data in scheduler_output.new_requests:
-            plan = self._states[data.request_id].saves
-            plan.forget_blocks()
-            plan.extend(_by_group(data), data.priorities)
-            self._order_save(data, saves, data.computed_position)
+            self._plans[data.request_id].forget_blocks()
+            self._order_save(data, saves)
         for data in scheduler_output.cached_requests:
-            if any(_by_group(data)):
-                plan = self._states[data.request_id].saves
-                plan.extend(_by_group(data), data.priorities)
-            self._order_save(data, saves, data.computed_position)
-        return self._meta(loads, saves)
+            self._order_save(data, saves)
+        meta = self._meta(loads, saves)
+        if self._published is None or self._fetched is None:
+            return meta
+        publish = tuple(self._published.orders(scheduler_output))
+        fetches = tuple(self._fetched.orders(scheduler_output))
+        if publish or fetches:
+            meta = replace(meta or OffloadMeta(), publish=publish, fetches=fetches)
+        return meta
 
     def build_idle_meta(self) -> OffloadMeta | None:
         """Returns the requests that ended; ``None`` if there are none."""
         return self._meta((), ())
 
     def _meta(self, loads: Sequence[LoadBlocks], saves: Sequence[SaveOrder]) -> OffloadMeta | None:
-        if not (loads or saves or self._ended or self._forgotten):
+        lost = () if self._published is None else self._published.take_lost()
+        if not (loads or saves or self._ended or self._forgotten or self._shared or lost):
             return None
-        ended, forgotten = tuple(self._ended), tuple(self._forgotten)
-        self._ended.clear()
-        self._forgotten.clear()
-        return OffloadMeta(tuple(loads), tuple(saves), ended, forgotten)
+        ended, forgotten, shared = self._ended, self._forgotten, self._shared
+        self._ended, self._forgotten, self._shared = [], [], []
+        return OffloadMeta(
+            tuple(loads),
+            tuple(saves),
+            tuple(ended),
+            tuple(forgotten),
+            shared=tuple(shared),
+            lost=lost,
+        )
 
     def update_from_workers(self, metas: Sequence[object]) -> None:
         """Postpones saves to a request's end if one of its blocks was not stored on some rank."""
@@ -291,79 +275,38 @@ class OffloadScheduler(KvCacheConnectorScheduler):
                 continue
             self._backlogged |= meta.backlogged
             for request_id, block in meta.missing.items():
-                if (state := self._states.get(request_id)) is not None:
-                    state.saves.note_missing(block, until_end=True)
+                if (plan := self._plans.get(request_id)) is not None:
+                    plan.note_missing(block, until_end=True)
 
-    def _load_of(self, data: RequestData) -> LoadBlocks | None:
-        """Returns the load that was promised for a request; ``None``: it is of no use any more."""
-        state = self._states[data.request_id]
-        promised, state.promised = state.promised, None
-        # The runtime did not accept a match that ends within the device's tokens.
-        if promised is None or state.hit is None or data.computed_position >= promised[1]:
-            return None
-        # The device may have kept less than it matched when the store was asked.
-        held = data.computed_position - data.computed_position % self._tokens_per_block
-        start, end = min(promised[0], held), promised[1]
-        blocks = tuple(self._blocks_to_load(data, state.hit, start, end))
-        return LoadBlocks(data.request_id, start, end, blocks, self._divisible)
-
-    def _blocks_to_load(
-        self, data: RequestData, hit: Hit, start: int, end: int
-    ) -> Iterator[BlockLoad]:
-        size = self._tokens_per_block
-        keys = hit.all_keys
-        for group, (window, ids) in enumerate(zip(self._windows, _by_group(data), strict=True)):
-            needed = blocks_needed(window, end, size)
-            for number in range(max(start // size, needed.start), needed.stop):
-                if number >= len(ids) or ids[number] < 0:
-                    raise ConnectorContractError(
-                        f"request {data.request_id}: no block in pool group {group} for the tokens "
-                        f"from {number * size} on, which a load up to {end} fills; the cache "
-                        "manager has to reserve it"
-                    )
-                shares = hit.shares.get((group, number))
-                yield BlockLoad(keys[number], ids[number], group, shares)
-
-    def _order_save(self, data: RequestData, saves: list[SaveOrder], valid: int) -> None:
-        """Orders the blocks that this step fills, after `valid` tokens that are valid before."""
-        state = self._states[data.request_id]
+    def _order_save(self, data: RequestData, saves: list[SaveOrder]) -> None:
+        """Orders the blocks that this step fills."""
+        plan = self._plans[data.request_id]
+        if any(by_group(data)):
+            plan.extend(by_group(data), data.priorities)
         # Proposed tokens may be rejected: only those that the request has are certain.
-        end = min(valid + data.num_scheduled_tokens, state.request.num_tokens)
+        valid = data.computed_position
+        end = min(valid + data.num_scheduled_tokens, plan.request.num_tokens)
         num_full = end // self._tokens_per_block
-        if not state.saves.is_due(num_full):
+        if self._finding is None or not plan.is_due(num_full):
             return
-        if not self._store.backend.available:
+        if not self._finding.store.backend.available:
             return  # due blocks stay due
-        self._learn(state)
-        order = state.saves.order(num_full, data.computed_position)
+        self._learn(plan)
+        order = plan.order(num_full, valid)
         if order is not None:
             saves.append(order)
-            state.num_held += len(order.blocks) if self._config.save_on == "finish" else 0
+            plan.num_held += len(order.blocks) if self._config.save_on == "finish" else 0
 
-    def _learn(self, state: _State, late: Hit | None = None) -> None:
+    def _learn(self, plan: SavePlan, late: Hit | None = None) -> None:
         """Records which blocks the store has; `late` stands for an answer that has not come."""
-        if not state.saves.knows_store and (hit := self._hit(state) or late) is not None:
-            state.saves.note_stored(hit.num_stored, hit.tail)
+        if self._finding is not None and not plan.knows_store:
+            hit = self._finding.hit(plan.request) or late
+            if hit is not None:
+                plan.note_stored(hit.num_stored, hit.tail)
 
     # ------------------------------------------------------------------ the end
 
     def shutdown(self) -> None:
-        """Releases the store; the last user closes it. Idempotent."""
-        store, self._open_store = self._open_store, None
-        if store is None:
-            return
-        self._budget.end()
-        for state in self._states.values():
-            state.lookup.cancel()
-        self._states.clear()
-        store.release()
-
-    @property
-    def _store(self) -> OffloadStore:
-        if self._open_store is None:
-            raise UsageError("OffloadScheduler: was shut down")
-        return self._open_store
-
-
-def _by_group(data: RequestData) -> Sequence[list[int]]:
-    return data.new_block_ids_by_group or (data.new_block_ids,)
+        """Releases the store, whose last user closes it, and drops all claims. Idempotent."""
+        self._plans.clear()
+        self._opened.close()

@@ -1,11 +1,13 @@
-"""The built-in worker: moves blocks between the pool and a store."""
+"""The built-in worker: moves blocks between the pool and a store, and to and from peers."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +25,11 @@ from kvconnect.connector.stream import ForwardStream, cuda_stream
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.errors import UsageError
 from kvconnect.kernels.blocks.paged import PagedKv
+from kvconnect.trace import warn_once
+
+if TYPE_CHECKING:
+    from kvconnect.connector.disagg.node import TransferNode
+    from kvconnect.connector.disagg.publisher import Publisher
 
 __all__ = ["OffloadWorker"]
 
@@ -59,6 +66,10 @@ class OffloadWorker(KvCacheConnectorWorker):
 
     Blocks without room are dropped and counted, or with ``on_backlog="wait"`` waited for, up to
     ``save_timeout_s``. Blocks of a request that ended are kept and staged as room comes.
+
+    With ``transfer`` the worker also publishes prompts layer by layer and fetches others'. The
+    transport itself writes the blocks of a fetch; there is no staging. So a failed fetch says
+    whether writes may still come, and its id is returned once they cannot.
     """
 
     wakes = True
@@ -74,15 +85,41 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._missing: dict[int, int] = {}
         self._held = HeldSaves(llm_args.layouts)
         self._saves: SaveQueue | None = None
-        self._open_store: OffloadStore | None = OffloadStore.acquire(llm_args)
+        self._shared: set[int] = set()  # ended requests whose blocks a reader may need
+        self._node: TransferNode | None = None
+        self._publisher: Publisher | None = None
+        self._open_store: OffloadStore | None = None
+        with ExitStack() as undo:
+            if self._config.transfer is not None:
+                self._open_transfer(undo)
+            if self._config.transfer is None or llm_args.has_store:
+                self._open_store = OffloadStore.acquire(llm_args)
+            undo.pop_all()
+
+    def _open_transfer(self, undo: ExitStack) -> None:
+        from kvconnect.connector.disagg.node import TransferNode
+        from kvconnect.connector.disagg.publisher import Publisher
+
+        self._node = TransferNode.acquire(self._llm_args)
+        undo.callback(self._node.release)
+        # Heads that an earlier rank holds, too, are read from that one.
+        is_read = any(one.is_first for one in self._llm_args.stored_heads)
+        self._publisher = Publisher(self._node, self._llm_args.layouts, is_read=is_read)
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
         """Registers the only pool; see `register_kv_cache_layout`."""
         self.register_kv_cache_layout([KvCachePool(self._llm_args.layouts[0], kv_cache_tensor)])
 
     def register_kv_cache_layout(self, pools: Sequence[KvCachePool]) -> None:
-        """Registers the pools; see `register_planes`."""
-        self.register_planes([PagedKv.from_pool(one.tensor, one.layout) for one in pools])
+        """Registers the pools; see `register_planes`. Makes them readable for peers, and listens.
+
+        Raises:
+            ConfigurationError: the transport cannot be used, or the port cannot be had.
+        """
+        if self._open_store is not None:
+            self.register_planes([PagedKv.from_pool(one.tensor, one.layout) for one in pools])
+        if self._node is not None:
+            self._node.open(pools)
 
     def register_planes(self, pools: Sequence[PagedKv | StridedPlanes]) -> None:
         """Registers the pools, with planes of any strides, and reserves the staging memory.
@@ -102,18 +139,26 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._access.staging.on_free(self._slots_freed)
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Sets `wakeup`, which the store's thread calls."""
+        """Sets `wakeup`, which threads of the store and of the transfer call."""
         self._wakeup = wakeup
+        if self._node is not None:
+            self._node.set_wakeup(wakeup)
 
     def bind_connector_meta(self, metadata: object) -> None:
-        """Takes the step's orders: which requests ended, and which of their blocks to stage."""
+        """Takes the step's orders: which requests ended, and which prompts are published."""
         super().bind_connector_meta(metadata)
-        if not isinstance(metadata, OffloadMeta):
-            return
-        for request_id in metadata.forgotten:
+        meta = metadata if isinstance(metadata, OffloadMeta) else OffloadMeta()
+        if self._publisher is not None:
+            for request_id in meta.lost:
+                self._publisher.revoke(request_id)
+            self._publisher.begin_step(meta.publish)
+            for shared in meta.shared:
+                self._shared.add(shared.request_id)
+                self._publisher.end(shared)
+        for request_id in meta.forgotten:
             self._held.forget(request_id)
         timeout_s = _OWN_SHARE * self._config.save_timeout_s
-        for end in metadata.ended:
+        for end in meta.ended:
             if (rest := self._own(end.rest)) is not None:
                 self._held.add(rest)
             order = self._held.take(end.request_id, end.num_tokens)
@@ -125,32 +170,46 @@ class OffloadWorker(KvCacheConnectorWorker):
     def start_load_kv(self, stream: ForwardStream) -> None:
         """Starts the step's loads; does not block."""
         meta = self._metadata
-        if not isinstance(meta, OffloadMeta) or not meta.loads:
+        if not isinstance(meta, OffloadMeta):
             return
-        for copier in self._access.copiers:
-            copier.order_copies_in(cuda_stream(stream))
+        if meta.loads:
+            for copier in self._access.copiers:
+                copier.order_copies_in(cuda_stream(stream))
         for order in meta.loads:
             self._loads.start(order, self._load_ended)
+        if self._node is not None:
+            for fetch in meta.fetches:
+                self._node.fetch(fetch, self._told)
 
     def wait_for_layer_load(self, layer_idx: int, stream: ForwardStream) -> None:
         """Does nothing: no request computes before its load has ended."""
 
     def cancel(self, request_id: int) -> None:
-        """Cancels the load of a request: no more copies into the pool start."""
-        self._loads.cancel(request_id)
+        """Cancels the load of a request; `get_finished` returns its id once no more writes come."""
+        if self._open_store is not None:
+            self._loads.cancel(request_id)
+        if self._node is not None and self._node.fetcher is not None:
+            self._node.fetcher.cancel(request_id)
 
     def _load_ended(self, load: Load) -> None:
-        """Queues the end of a load, on the store's thread."""
-        self._ended.append((load.order.request_id, load.failure))
+        self._told(load.order.request_id, load.failure)
+
+    def _told(self, request_id: int, failure: TransferFailure | None) -> None:
+        """Queues the end of a load, or its failure, on another thread."""
+        self._ended.append((request_id, failure))
         self._wakeup()
 
     # ------------------------------------------------------------------ saves
 
     def save_kv_layer(self, layer_idx: int, stream: ForwardStream) -> None:
-        """Does nothing: whole blocks are copied at the end of the forward pass."""
+        """Publishes the layer; whole blocks are copied at the end of the forward pass."""
+        if self._publisher is not None:
+            self._publisher.layer_computed(layer_idx)
 
     def wait_for_save(self, stream: ForwardStream) -> None:
         """Stages or holds the blocks that the step filled, after its work."""
+        if self._publisher is not None:
+            self._publisher.step_computed()
         meta = self._metadata
         if isinstance(meta, OffloadMeta) and meta.saves:
             timeout_s = self._config.save_timeout_s if self._config.on_backlog == "wait" else 0.0
@@ -179,7 +238,9 @@ class OffloadWorker(KvCacheConnectorWorker):
             self._queue.count_dropped(missing)
 
     def request_reset(self, request_id: int, num_committed: int) -> None:
-        """Stages the held blocks of a request, as far as there is room."""
+        """Withdraws a request's prompt, and stages its held blocks, as far as there is room."""
+        if self._publisher is not None:
+            self._publisher.revoke(request_id)
         order = self._held.take(request_id, num_committed)
         if order is None:
             return
@@ -218,11 +279,15 @@ class OffloadWorker(KvCacheConnectorWorker):
     ) -> tuple[list[int], list[int]]:
         """Returns the requests whose saves and loads ended since the last call. Does not block.
 
-        A request counts as saved when the blocks that its end ordered are staged. The order comes
-        with the metadata of the step after that end, perhaps later than the request's id.
+        A request counts as saved when the blocks that its end ordered are staged, and no reader
+        needs them. The order comes with the metadata of the step after that end, perhaps later than
+        the request's id.
         """
         self._stage_leaving()
-        saved, self._saved = self._saved, []
+        read = [] if self._publisher is None else self._publisher.take_ended()
+        self._shared.difference_update(read)
+        done, self._saved = dict.fromkeys((*self._saved, *read)), []
+        saved = [one for one in done if one not in self._leaving and one not in self._shared]
         loaded = []
         while self._ended:
             request_id, failure = self._ended.popleft()
@@ -233,14 +298,12 @@ class OffloadWorker(KvCacheConnectorWorker):
         return saved, loaded
 
     def get_failed(self) -> list[TransferFailure]:
-        """Returns transfers that will not finish; none of them touches the pool any more.
+        """Returns transfers that will not finish.
 
         Stages the remaining blocks of ended requests first. So `build_worker_meta` knows which
         blocks have no room, even if `get_finished` is the last call of a step.
         """
         self._stage_leaving()
-        if not self._failed:
-            return []
         failed, self._failed = self._failed, []
         return failed
 
@@ -253,6 +316,8 @@ class OffloadWorker(KvCacheConnectorWorker):
 
     def _stage_leaving(self) -> None:
         """Stages the remaining blocks of ended requests, as far as there is room."""
+        if self._open_store is None:
+            return
         for request_id, block in self._queue.take_lost():
             self._note_missing(request_id, block)
         if not self._leaving:
@@ -267,7 +332,10 @@ class OffloadWorker(KvCacheConnectorWorker):
             elif now >= leaving.deadline:
                 self._queue.count_dropped(missing)
                 reason = f"no room in the staging memory for {missing} blocks"
-                self._failed.append(TransferFailure(request_id, Direction.SAVE, reason=reason))
+                if request_id in self._shared:  # its blocks are not free yet
+                    warn_once("disagg.save", f"request {request_id}: {reason}")
+                else:
+                    self._failed.append(TransferFailure(request_id, Direction.SAVE, reason=reason))
             else:
                 continue
             del self._leaving[request_id]
@@ -279,10 +347,20 @@ class OffloadWorker(KvCacheConnectorWorker):
     # ------------------------------------------------------------------ the end
 
     def shutdown(self) -> None:
-        """Writes staged blocks and those of ended requests, up to ``save_timeout_s``.
+        """Writes staged blocks and those of ended requests, and ends all fetches and publishing.
 
-        Blocks. Idempotent.
+        Blocks, for the writes up to ``save_timeout_s``. Idempotent.
         """
+        node, self._node = self._node, None
+        try:
+            self._close_store()
+        finally:
+            if node is not None and self._publisher is not None:
+                self._publisher.shutdown()
+                node.close()
+                node.release()
+
+    def _close_store(self) -> None:
         store, self._open_store = self._open_store, None
         if store is None:
             return

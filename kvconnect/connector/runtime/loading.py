@@ -25,12 +25,11 @@ SchedulerClass = type[KvCacheConnectorScheduler]
 WorkerClass = type[KvCacheConnectorWorker]
 
 # Looked up by name, as a user's connector.
-_OFFLOAD = ("kvconnect.connector.offload", "OffloadScheduler", "OffloadWorker")
-_TRANSFER = ("kvconnect.connector.disagg", "DisaggScheduler", "DisaggWorker")
+_BUILT_IN = ("kvconnect.connector.offload", "OffloadScheduler", "OffloadWorker")
 
 
 def connector_classes(llm_args: LlmArgs) -> tuple[SchedulerClass, WorkerClass]:
-    """Returns the two classes that `llm_args` names, or those of a built-in pair.
+    """Returns the two classes that `llm_args` names, or those of the built-in pair.
 
     Raises:
         ConfigurationError: a name does not exist; the message says what was searched.
@@ -42,15 +41,13 @@ def connector_classes(llm_args: LlmArgs) -> tuple[SchedulerClass, WorkerClass]:
     if config.connector_module is not None:
         name = config.connector_module
         scheduler, worker = config.connector_scheduler_class, config.connector_worker_class
-    elif config.transfer is not None:
-        name, scheduler, worker = _TRANSFER
-    elif not llm_args.has_store:
+    elif config.transfer is None and not llm_args.has_store:
         raise ConfigurationError(
             "KvCacheConnectorConfig: give url, backend, transfer, or connector_module with both "
             "classes"
         )
     else:
-        name, scheduler, worker = _OFFLOAD
+        name, scheduler, worker = _BUILT_IN
     module = _module(name)
     # The bases stand for their subclasses here; mypy sees that they cannot be made themselves.
     return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -36,16 +35,13 @@ class EngineScheduler(OffloadScheduler):
             ``None`` in place of the tokens while the lookup is under way and within its budget,
             which counts from the first call.
         """
-        state = self._states[request.request_id]
-        lookup = state.lookup
-        if state.hit is None and not lookup.done() and self._could_load(state, num_computed_tokens):
-            if state.asked_at is None:
-                state.asked_at = time.monotonic()
-            if self._budget.leaves_time(state.asked_at):
-                state.promised = None
-                self._unanswered = lookup
-                return None, False
-        return self._answer(state, num_computed_tokens)
+        if self._finding is None:
+            return 0, False
+        found = self._finding.ask(request, num_computed_tokens)
+        if isinstance(found, Reply):
+            self._unanswered = found
+            return None, False
+        return found, found > 0
 
     def wait_for_answer(self, timeout_s: float) -> None:
         """Blocks until an unanswered lookup has an answer, at most `timeout_s`.

@@ -64,7 +64,6 @@ class CachedRow:
             root=chain.root,
             tokens=self.tokens.view.copy(),
             tokens_per_block=chain.tokens_per_block,
-            windows=tuple(one.layout.window for one in heads),
             heads=heads,
             shared=shared,
         )

@@ -5,7 +5,6 @@ So a block of another rank, or one byte that is wrong on any of them, changes th
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import struct
 import time
@@ -19,7 +18,7 @@ import folder_connector
 import numpy as np
 import recording
 import torch
-from bench_engine import DIGEST, LAYERS, LAYOUT, BenchEngine, PlainKv, T, llm_args
+from bench_engine import LAYERS, LAYOUT, BenchEngine, PlainKv, T, llm_args
 from bench_rank import BenchModel, BenchRank, Share
 from numpy.typing import NDArray
 from recording import Script
@@ -31,9 +30,8 @@ from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.ranks.distributed import DistributedCommunicator
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.errors import BackendUnavailable
-from kvconnect.keys import Namespace, Shard, root_key, store_key
+from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout
-from kvconnect.request import LlmRequest, ScheduledBatch
 
 PROMPT = list(range(1, 4 * T + 2))  # four blocks and a token
 
@@ -122,19 +120,11 @@ class RankEngine(BenchEngine):
     def __init__(self, args: LlmArgs, communicator: DistributedCommunicator, part: Part) -> None:
         self.communicator = communicator
         self._ids = itertools.count()  # type: ignore[misc]
-        super().__init__(args, kv=PlainKv(layout=part.layout), communicator=communicator)
-        self.model = PartModel(part, self.kv.pool)
+        kv = PlainKv(layout=part.layout)
+        super().__init__(args, kv=kv, model=PartModel(part, kv.pool), communicator=communicator)
+        self.key_layouts = (LAYOUT,)  # of the whole model
 
-    def forward(self, batch: ScheduledBatch) -> dict[int, int]:
-        if not batch.requests:
-            return {}
-        shares = [self.share(one) for one in batch.requests]
-        for place in range(self.model.layout.num_layers):
-            self.manager.wait_for_layer_load(place)
-            for share in shares:
-                self.model.compute(share, place)
-            self.manager.save_kv_layer(place)
-        self.manager.end_forward()
+    def sample(self, shares: Sequence[Share]) -> dict[int, int]:
         seen = self.model.digests(shares)
         ranks: list[Mapping[int, int]] = self.communicator.allgather(seen)
         return {each: next_token([one[each] for one in ranks]) for each in seen}
@@ -248,41 +238,13 @@ def flush(host: Host) -> None:
     assert host.worker._queue.flush(60)
 
 
-def plant(host: Host, fault: str, seconds: float = 0.0) -> None:
-    """From now on every load of this rank's store ``fails`` or is ``slow``, or saves are slow."""
-    store = host.worker._store.backend
-    load, save = store.load, store.save
+def break_store(host: Host) -> None:
+    """From now on every load of this rank's store fails."""
 
     async def failing(*_: Any) -> int:
         raise BackendUnavailable("planted")
 
-    async def late_load(*args: Any) -> int:
-        await asyncio.sleep(seconds)
-        return int(await load(*args))
-
-    async def late_save(*args: Any) -> int:
-        await asyncio.sleep(seconds)
-        return int(await save(*args))
-
-    if fault == "fails":
-        store.load = failing
-    elif fault == "slow":
-        store.load = late_load
-    else:
-        store.save = late_save
-
-
-def lose_block(host: Host, prompt: list[int], number: int) -> None:
-    """This rank's block of a prompt goes from the store."""
-    request = LlmRequest(
-        -1,
-        np.array(prompt, np.int32),
-        chain_root=root_key(DIGEST, (LAYOUT,), Namespace()),
-        tokens_per_block=T,
-    )
-    key = store_key(request.block_keys()[number], 0, host.worker._llm_args.place)
-    store = host.worker._store
-    store.io.submit(store.backend.delete([key])).result(60)
+    host.worker._store.backend.load = failing
 
 
 def failed_loads(host: Host) -> int:

@@ -29,7 +29,7 @@ EVERY_RANK = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_simple(tmp_path: Path, size: int) -> None:
     ranks = parts(size)
     with Job(size, tmp_path) as job:

@@ -63,10 +63,7 @@ def test_a_stopped_rank_is_named_after_its_silence(tmp_path: Path, stopped: int)
         assert own.rank is not None
 
 
-GOES_ON = [pytest.param(3), pytest.param(20, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("tries", GOES_ON)
+@pytest.mark.parametrize("tries", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_rank_that_was_stopped_and_goes_on_hears_that_it_was_given_up(
     tmp_path: Path, tries: int
 ) -> None:
@@ -85,7 +82,7 @@ def test_a_rank_that_was_stopped_and_goes_on_hears_that_it_was_given_up(
             raised(job.answers([stopped]), "RankLost")
 
 
-@pytest.mark.parametrize("tries", GOES_ON)
+@pytest.mark.parametrize("tries", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_rank_lost_while_much_is_on_its_way_is_named(tmp_path: Path, tries: int) -> None:
     draw = random.Random(7)
     for number in range(tries):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import rank_engine as rank
-from bench_engine import T
 from job import Job, Raised
 from rank_engine import PROMPT, expected, parts
 
@@ -31,34 +30,10 @@ def filled(job: Job, folder: Path, **settings: object) -> None:
 def test_what_one_rank_cannot_load_all_compute(tmp_path: Path, broken: int) -> None:
     with Job(2, tmp_path) as job:
         filled(job, tmp_path)
-        job(rank.plant, "fails", ranks=[broken])
+        job(rank.break_store, ranks=[broken])
         assert job(rank.answer, PROMPT, 3)[0] == (expected(PROMPT, 3, parts(2)), 0)
         assert job(rank.failed_loads, ranks=[0]) == [1]
         assert job(rank.blocks_held, ranks=[0]) == [0]
-
-
-@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_ranks_wait_for_the_one_that_loads_slowly(tmp_path: Path, slow: int) -> None:
-    with Job(2, tmp_path) as job:
-        filled(job, tmp_path)
-        job(rank.plant, "slow", 0.3, ranks=[slow])
-        assert job(rank.answer, PROMPT, 3)[0] == (expected(PROMPT, 3, parts(2)), 4 * T)
-
-
-def test_a_load_that_is_too_slow_on_one_rank_is_computed_on_all(tmp_path: Path) -> None:
-    with Job(2, tmp_path) as job:
-        filled(job, tmp_path, load_timeout_s=0.3)
-        job(rank.plant, "slow", 1.0, ranks=[1])
-        assert job(rank.answer, PROMPT, 3)[0] == (expected(PROMPT, 3, parts(2)), 0)
-        assert job(rank.failed_loads, ranks=[0]) == [1]
-
-
-def test_a_prefix_counts_as_far_as_all_ranks_have_it(tmp_path: Path) -> None:
-    with Job(4, tmp_path) as job:
-        filled(job, tmp_path)
-        job(rank.lose_block, PROMPT, 2, ranks=[3])
-        assert job(rank.answer, PROMPT, 3)[0] == (expected(PROMPT, 3, parts(4)), 2 * T)
-        assert job(rank.failed_loads, ranks=[0]) == [0]
 
 
 def test_ranks_that_diverge_raise_at_once(tmp_path: Path) -> None:

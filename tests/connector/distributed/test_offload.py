@@ -10,7 +10,9 @@ from job import Job
 from rank_engine import PROMPT, expected, parts
 
 
-@pytest.mark.parametrize(("size", "stages"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("size", "stages"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 1), (2, 2)]
+)
 def test_every_rank_finds_its_part_after_a_restart(tmp_path: Path, size: int, stages: int) -> None:
     ranks, url = parts(size, stages=stages), f"disk://{tmp_path}/store?capacity=64MiB"
     with Job(size, tmp_path) as job:

@@ -90,7 +90,7 @@ def left(inside: Inside) -> dict[str, Any]:
     if (half := inside.scheduler_half) is not None:
         found["tracked"] = len(half._tracked)
         found["names"] = len(half._names)
-        found["states"] = len(half._scheduler._states)
+        found["states"] = len(half._scheduler._plans) + len(half._scheduler._finding._prompts)
     if (half := inside.worker_half) is not None:
         found["names of the worker"] = len(half._names)
         found["loads"] = len(half._loads)
@@ -107,9 +107,9 @@ def uses_store(inside: Inside) -> bool:
     """Whether the store is asked: no breaker is open and the budget is not used up."""
     stores = []
     if (half := inside.scheduler_half) is not None:
-        if half._scheduler._budget.suspended:
+        if half._scheduler._finding.budget.suspended:
             return False
-        stores.append(half._scheduler._store)
+        stores.append(half._scheduler._finding.store)
     if (half := inside.worker_half) is not None:
         stores.append(half._worker._store)
     return all(store.backend.available for store in stores)

@@ -42,7 +42,7 @@ def healthy(served: tuple[StandInEngine, FaultyBackend]) -> tuple[StandInEngine,
     store._operations = OPERATIONS
     pair = made.connector._scheduler._scheduler
     until = time.monotonic() + 60
-    while not pair._store.backend.available or pair._budget.suspended:
+    while not pair._finding.store.backend.available or pair._finding.budget.suspended:
         assert time.monotonic() < until
         time.sleep(0.02)
     made.forget_device()

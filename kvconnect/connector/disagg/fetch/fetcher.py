@@ -43,15 +43,10 @@ logger = logging.getLogger("kvconnect")
 _SLACK_S = 2.0
 
 
-class _NotClaimedError(Exception):
-    """The error for a part that no claim was made for."""
-
-
 class Fetcher:
     """Claims, reads and releases other engines' blocks.
 
-    The worker calls the public methods on the engine's thread, unless they say otherwise. Ended
-    loads are queued, and the engine is woken.
+    The worker calls the public methods on the engine's thread, unless they say otherwise.
 
     Args:
         transport: that blocks travel by.
@@ -64,7 +59,6 @@ class Fetcher:
         heads: of each pool group, which of the model's this rank has; by default all.
         verified: this engine's pools by region, if digests of both engines are compared before a
             load counts as valid; ``None``: digests are not compared.
-        wakeup: called when `take_ended` or `take_failed` has news.
     """
 
     def __init__(
@@ -78,7 +72,6 @@ class Fetcher:
         idle_s: float,
         min_bytes_per_s: float,
         quarantine: Quarantine,
-        wakeup: Callable[[], None],
         heads: Sequence[StoredHeads] = (),
         verified: Mapping[int, Tensor] | None = None,
     ) -> None:
@@ -91,12 +84,8 @@ class Fetcher:
         self._idle_s = idle_s
         self._min_bytes_per_s = min_bytes_per_s
         self._quarantine = quarantine
-        self._wakeup = wakeup
         self.claims = claims
-        self._mine: set[int] = set()  # the engine's thread: loads that are not reported yet
-        self._ended: deque[int] = deque()
-        self._failed: deque[TransferFailure] = deque()
-        self._expected: dict[int, FetchOrder] = {}  # and the next are this thread's
+        self._expected: dict[int, Load] = {}  # and the next are this thread's
         self._fetches: dict[int, Load] = {}  # until nothing lands any more
         self._flying_nbytes = 0
         self._handles: dict[Pull, PeerHandle] = {}
@@ -108,37 +97,22 @@ class Fetcher:
 
     # ------------------------------------------------------------------ the worker's
 
-    def expect(self, order: FetchOrder) -> None:
-        """Registers a load that `begin` starts, unless `cancel` comes first."""
-        self._mine.add(order.request_id)
-        self._post(partial(self._expect, order))
+    def expect(
+        self, order: FetchOrder, done: Callable[[int, TransferFailure | None], None]
+    ) -> None:
+        """Registers a load that `begin` starts, unless `cancel` comes first.
+
+        `done` is called on the fetcher's thread, see `Load.done`.
+        """
+        self._post(partial(self._expect, Load(order, done)))
 
     def begin(self, order: FetchOrder) -> None:
         """Begins an expected load, whose blocks have no other user any more. On any thread."""
         self._post(partial(self._begin, order))
 
-    def among(self, request_ids: Sequence[int]) -> set[int]:
-        """Returns those of `request_ids` whose load runs here."""
-        return {one for one in request_ids if one in self._mine}
-
-    def cancel(self, request_id: int) -> bool:
-        """Ends a load that no request waits for; returns False if the load does not run here."""
-        if request_id not in self._mine:
-            return False
+    def cancel(self, request_id: int) -> None:
+        """Ends a load that no request waits for; does nothing if the load does not run here."""
         self._post(partial(self._cancel, request_id))
-        return True
-
-    def take_ended(self) -> list[int]:
-        """Returns requests whose load succeeded, or whose blocks get no more writes; each once."""
-        ended = [self._ended.popleft() for _ in range(len(self._ended))]
-        self._mine.difference_update(ended)
-        return ended
-
-    def take_failed(self) -> list[TransferFailure]:
-        """Returns the loads that failed; each once, before `take_ended` returns its request."""
-        failed = [self._failed.popleft() for _ in range(len(self._failed))]
-        self._mine.difference_update(one.request_id for one in failed if one.writes_ended)
-        return failed
 
     def close(self) -> None:
         """Ends every load and claim, and says so to connected peers. Blocks.
@@ -212,7 +186,7 @@ class Fetcher:
             load.reason = failed
             load.stop(failed)
             if not load.cancelled:
-                self._report_failure(order, failed, writes_ended=load.writes_ended)
+                self._report_failure(load, failed, writes_ended=load.writes_ended)
                 if load.writes_ended:
                     del self._fetches[order.request_id]
                     return
@@ -221,30 +195,24 @@ class Fetcher:
         elif load.reason is None or not load.writes_ended:
             return
         del self._fetches[order.request_id]
-        self._end(order)
+        load.done(order.request_id, None)
 
-    def _end(self, order: FetchOrder) -> None:
-        """Returns the request of `order` to the engine: its blocks get no more writes."""
-        self._ended.append(order.request_id)
-        self._wakeup()
-
-    def _expect(self, order: FetchOrder) -> None:
-        self._expected[order.request_id] = order
+    def _expect(self, load: Load) -> None:
+        self._expected[load.order.request_id] = load
 
     def _begin(self, order: FetchOrder) -> None:
-        if self._expected.pop(order.request_id, None) is None:
+        load = self._expected.pop(order.request_id, None)
+        if load is None:
             return
-        load = Load(order)
         try:
             for source in sources(self._heads, order.tp_size):
                 load.parts.append(self._part(order, source))
-        except _NotClaimedError as error:
-            self.claims.drop(order)
-            self._report_failure(order, str(error), writes_ended=True)
-            return
         except Exception as error:
             self.claims.drop(order)
-            self._report_failure(order, repr(error), writes_ended=True)
+            refused = isinstance(error, RetryLater)
+            self._report_failure(load, str(error) if refused else repr(error), writes_ended=True)
+            if refused:
+                return
             raise
         self._fetches[order.request_id] = load
         for part in load.parts:
@@ -254,7 +222,7 @@ class Fetcher:
     def _part(self, order: FetchOrder, source: Source) -> Part:
         claim = self.claims.of(order, source)
         if claim is None or claim.link is None:
-            raise _NotClaimedError((claim and claim.reason) or "it was never claimed")
+            raise RetryLater((claim and claim.reason) or "it was never claimed")
         return Part(
             order,
             claim,
@@ -274,9 +242,9 @@ class Fetcher:
             load.cancelled = load.reason is None
             load.stop("cancelled")
             self._settle(load.order)
-        elif order := self._expected.pop(request_id, None):
-            self.claims.drop(order)
-            self._end(order)
+        elif load := self._expected.pop(request_id, None):
+            self.claims.drop(load.order)
+            load.done(request_id, None)
 
     # ------------------------------------------------------------------ for parts
 
@@ -347,20 +315,15 @@ class Fetcher:
             self._quarantine.hold(pull, handle, blocks, lambda: None)
         part.pull_done(pull, error)
 
-    def _report_failure(self, order: FetchOrder, reason: str, *, writes_ended: bool) -> None:
+    def _report_failure(self, load: Load, reason: str, *, writes_ended: bool) -> None:
+        order = load.order
         count("transfer.computed_instead", tokens=order.end - order.start)
         warn_once(
             f"transfer.computed_instead {reason}"[:200],
             f"request {order.request_id}: {order.end - order.start} tokens are computed instead of "
             f"fetched: {reason}",
         )
-        self._failed.append(
-            TransferFailure(
-                order.request_id,
-                Direction.LOAD,
-                order.start,
-                reason,
-                writes_ended=writes_ended,
-            )
+        failure = TransferFailure(
+            order.request_id, Direction.LOAD, order.start, reason, writes_ended=writes_ended
         )
-        self._wakeup()
+        load.done(order.request_id, failure)

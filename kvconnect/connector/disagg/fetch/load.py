@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
+from kvconnect.connector.data import TransferFailure
 from kvconnect.connector.disagg.fetch.pieces import FetchPlan, RemoteBlocks, cut_reads
 from kvconnect.connector.disagg.fetch.sources import Source
 from kvconnect.connector.disagg.messages import FetchOrder
@@ -39,12 +40,15 @@ class Load:
 
     Attributes:
         order: what is loaded.
+        done: called with the request's id and a failure, or ``None``: the blocks get no more
+            writes. After a failure without `writes_ended` it is called once more.
         parts: one for each rank that is read from.
         reason: why the load failed; ``None``: it has not.
         cancelled: no request waits for the load.
     """
 
     order: FetchOrder
+    done: Callable[[int, TransferFailure | None], None]
     parts: list[Part] = field(default_factory=list)
     reason: str | None = None
     cancelled: bool = False

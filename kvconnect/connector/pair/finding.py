@@ -1,0 +1,233 @@
+"""The blocks of prompts that the store has: looked up at a request's arrival, loaded later."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvconnect.connector.data import LlmArgs, RequestData
+from kvconnect.connector.io.budget import LookupBudget
+from kvconnect.connector.io.lookup import Hit, Query, blocks_needed, look_up
+from kvconnect.connector.io.open_store import OffloadStore
+from kvconnect.connector.io.orders import BlockLoad, LoadBlocks
+from kvconnect.connector.io.reply import Reply
+from kvconnect.errors import ConnectorContractError
+from kvconnect.keys import KeyChain
+from kvconnect.request import LlmRequest
+from kvconnect.trace import count, warn_once
+
+__all__ = ["StoreFinding", "by_group"]
+
+_LEFT_ALONE = Reply.settled(Hit())
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """A prompt that is looked up.
+
+    Attributes:
+        asked: its keys, as they are looked up in the store.
+        lookup: the lookup in the store, running or answered.
+        hit: the answer, once it was read.
+        promised: tokens ``start..end`` that the store has for this admission, until their load is
+            ordered.
+        asked_at: when an answer to `lookup` was first asked for, by an engine that asks again.
+    """
+
+    asked: KeyChain
+    lookup: Reply[Hit]
+    hit: Hit | None = None
+    promised: tuple[int, int] | None = None
+    asked_at: float | None = None
+
+
+class StoreFinding:
+    """The lookups of live requests, and the loads that follow from them.
+
+    Args:
+        llm_args: of the leader.
+        whole_blocks: hits end where blocks do.
+        hashes_at_once: keys are known when `begin` returns; otherwise the store's thread hashes
+            them.
+
+    Attributes:
+        store: the open store; `close` releases it.
+        budget: of the lookups that requests of one step wait for.
+
+    Raises:
+        ConfigurationError: the store cannot be opened.
+    """
+
+    def __init__(self, llm_args: LlmArgs, *, whole_blocks: bool, hashes_at_once: bool) -> None:
+        config = llm_args.kv_connector_config
+        self._whole_blocks = whole_blocks
+        self._hashes_at_once = hashes_at_once
+        self._tokens_per_block = llm_args.tokens_per_block
+        self._min_tokens = max(1, config.min_load_tokens)
+        self._windows = tuple(layout.window for layout in llm_args.layouts)
+        self._prompts: dict[int, _Prompt] = {}
+        self.store = store = OffloadStore.acquire(llm_args)
+        self.budget = LookupBudget(config.lookup_timeout_ms / 1000, store.backend, store.io.submit)
+
+    def begin(self, request: LlmRequest) -> None:
+        """Starts the lookup of `request`, unless the store's breaker is open."""
+        if self._hashes_at_once:
+            request.block_keys()
+        asked = request.key_chain.snapshot()
+        lookup = _LEFT_ALONE
+        if self.store.backend.available:
+            lookup = self.store.io.submit(self.budget.timed(lambda: self._look_up(asked)))
+        self._prompts[request.request_id] = _Prompt(asked, lookup)
+
+    async def _look_up(self, chain: KeyChain) -> Hit:
+        """Looks `chain` up, on the store's loop; no other thread uses `chain` until then."""
+        backend = self.store.backend
+        query = Query.of(
+            chain,
+            heads=self.store.heads,
+            shared=backend.capabilities.shared,
+            whole_blocks=self._whole_blocks,
+        )
+        return await look_up(backend, query)
+
+    # ------------------------------------------------------------------ the answer
+
+    def offer(self, request: LlmRequest, num_computed_tokens: int) -> int:
+        """Returns the number of tokens that the store has beyond `num_computed_tokens`.
+
+        Waits within the step's budget.
+        """
+        prompt = self._prompts[request.request_id]
+        if prompt.hit is None and self._could_load(request, num_computed_tokens):
+            self.budget.wait(prompt.lookup)
+        return self._promise(prompt, request, num_computed_tokens)
+
+    def ask(self, request: LlmRequest, num_computed_tokens: int) -> int | Reply[Hit]:
+        """Answers `offer` without waiting: an engine that gets the lookup itself asks again.
+
+        The lookup is returned while it is under way and within its budget, which counts from the
+        first call.
+        """
+        prompt = self._prompts[request.request_id]
+        lookup = prompt.lookup
+        could_load = self._could_load(request, num_computed_tokens)
+        if prompt.hit is None and not lookup.done() and could_load:
+            if prompt.asked_at is None:
+                prompt.asked_at = time.monotonic()
+            if self.budget.leaves_time(prompt.asked_at):
+                prompt.promised = None
+                return lookup
+        return self._promise(prompt, request, num_computed_tokens)
+
+    def hit(self, request: LlmRequest) -> Hit | None:
+        """Returns the store's answer; empty if it failed, ``None`` if it is late. Never waits."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None:
+            return None
+        if prompt.hit is None and prompt.lookup.done():
+            request.key_chain.adopt(prompt.asked)
+            error = prompt.lookup.exception()
+            if error is None:
+                prompt.hit = prompt.lookup.result()
+            else:
+                prompt.hit = Hit()
+                count("connector.lookup.failed")
+                warn_once("connector.lookup", f"lookup failed, the prompt is computed: {error}")
+        return prompt.hit
+
+    def _could_load(self, request: LlmRequest, num_computed_tokens: int) -> bool:
+        # The last token is always computed.
+        return request.num_tokens - 1 - num_computed_tokens >= self._min_tokens
+
+    def _promise(self, prompt: _Prompt, request: LlmRequest, num_computed_tokens: int) -> int:
+        prompt.promised = None
+        if not self._could_load(request, num_computed_tokens):
+            return 0
+        hit = self.hit(request)
+        if hit is None:
+            count("connector.lookup.late")
+            request.lookup_late = True
+            return 0
+        end = self._usable(request, hit, num_computed_tokens)
+        num_tokens = end - num_computed_tokens
+        if num_tokens < self._min_tokens:
+            return 0
+        prompt.promised = (num_computed_tokens, end)
+        return num_tokens
+
+    def _usable(self, request: LlmRequest, hit: Hit, num_computed_tokens: int) -> int:
+        """Returns the end of the part of `hit` to load: all, up to its last block, or none (0)."""
+        num_tokens, end = request.num_tokens, hit.end
+        if end < num_tokens:
+            return end
+        if end > num_tokens or not self._whole_blocks or any(self._windows):
+            return 0  # the request was rewound since: windows were looked up for this end only
+        # A load may bring the last token, too, which the engine computes again. If the device has
+        # all blocks but the last one, that block is computed.
+        size = self._tokens_per_block
+        return end - size if end - size <= num_computed_tokens else end
+
+    # ------------------------------------------------------------------ what follows
+
+    def admitted(self, request: LlmRequest) -> None:
+        """Forgets the promise to `request` unless the runtime loads the promised tokens now."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None and not request.num_connector_matched_tokens:
+            prompt.promised = None
+
+    def order(self, data: RequestData) -> LoadBlocks | None:
+        """Returns the load that was promised for a request; ``None``: it is of no use any more."""
+        prompt = self._prompts[data.request_id]
+        promised, prompt.promised = prompt.promised, None
+        # The runtime did not accept a match that ends within the device's tokens.
+        if promised is None or prompt.hit is None or data.computed_position >= promised[1]:
+            return None
+        # The device may have kept less than it matched when the store was asked.
+        held = data.computed_position - data.computed_position % self._tokens_per_block
+        start, end = min(promised[0], held), promised[1]
+        blocks = tuple(self._blocks_to_load(data, prompt.hit, start, end))
+        # Without windows, in one pool, a load serves as far as it comes.
+        divisible = self._windows == (None,)
+        return LoadBlocks(data.request_id, start, end, blocks, divisible)
+
+    def _blocks_to_load(
+        self, data: RequestData, hit: Hit, start: int, end: int
+    ) -> Iterator[BlockLoad]:
+        size = self._tokens_per_block
+        keys = hit.all_keys
+        for group, (window, ids) in enumerate(zip(self._windows, by_group(data), strict=True)):
+            needed = blocks_needed(window, end, size)
+            for number in range(max(start // size, needed.start), needed.stop):
+                if number >= len(ids) or ids[number] < 0:
+                    raise ConnectorContractError(
+                        f"request {data.request_id}: no block in pool group {group} for the tokens "
+                        f"from {number * size} on, which a load up to {end} fills; the cache "
+                        "manager has to reserve it"
+                    )
+                shares = hit.shares.get((group, number))
+                yield BlockLoad(keys[number], ids[number], group, shares)
+
+    def failed(self, request: LlmRequest) -> None:
+        """Counts the store's answer as empty: a load of `request` failed."""
+        if prompt := self._prompts.get(request.request_id):
+            prompt.promised = None
+            prompt.hit = Hit()
+
+    def drop(self, request: LlmRequest) -> None:
+        """Cancels the lookup of `request`, which is not asked about any more. Idempotent."""
+        if prompt := self._prompts.pop(request.request_id, None):
+            prompt.lookup.cancel()
+
+    def close(self) -> None:
+        """Cancels all lookups, and releases the store; the last user closes it."""
+        self.budget.end()
+        for prompt in self._prompts.values():
+            prompt.lookup.cancel()
+        self._prompts.clear()
+        self.store.release()
+
+
+def by_group(data: RequestData) -> Sequence[list[int]]:
+    """Returns the new block ids of `data` by pool group."""
+    return data.new_block_ids_by_group or (data.new_block_ids,)
