@@ -1,26 +1,38 @@
-"""``examples/disaggregated.py``: both ways transfer the whole prompt, and answer as one engine."""
+"""``examples/disaggregated*.py``: every prompt is transferred, and answered as by one engine."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+# Several processes that import everything.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-@pytest.mark.slow  # three processes that import everything
-def test_it_transfers_every_prompt(repository_root, model):
-    script = repository_root / "examples/disaggregated.py"
+
+def output_of(script: Path, model: Path, prompts: int) -> list[str]:
+    more = ("--model", model, "--tokens", "90", "--prompts", str(prompts))
     done = subprocess.run(
-        [sys.executable, script, "--model", model, "--tokens", "90", "--prompts", "1"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+        [sys.executable, script, *more], capture_output=True, text=True, timeout=200, check=False
     )
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_two_engines_transfer_every_prompt(repository_root, model):
+    _, *lines = output_of(repository_root / "examples/disaggregated.py", model, 1)
+    rows = [line.split() for line in lines]
     assert [(row[0], row[1], row[2], row[-1]) for row in rows] == [
         ("without", "90", "89", "yes"),
         ("with", "90", "89", "yes"),
     ]
+
+
+def test_servers_transfer_every_prompt_and_end_clean(repository_root, model):
+    lines = output_of(repository_root / "examples/disaggregated_serving.py", model, 2)
+    rows = [line.split() for line in lines if line.endswith(" yes")]
+    assert [row[0] for row in rows] == ["without", "with"] * 2
+    assert all(int(transferred) == int(tokens) - 1 for _, tokens, transferred, *_ in rows)
+    assert any("every answer is that of one server" in line for line in lines)

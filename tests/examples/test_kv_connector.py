@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from kvconnect.engine.checkpoint.random_model import make_model
 
 EXAMPLE = "kv_connector"
 T = 16
@@ -19,9 +21,10 @@ SAMPLING = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
 @pytest.fixture
-def folder(example, tmp_path: Path, monkeypatch) -> Path:
+def folder(example, tmp_path: Path, monkeypatch, repository_root: Path) -> Path:
     directory = tmp_path / "blocks"
     monkeypatch.setenv(example.CACHE_FOLDER, str(directory))
+    monkeypatch.syspath_prepend(str(repository_root / "examples"))  # the other ranks import it
     return directory
 
 
@@ -29,7 +32,7 @@ def folder(example, tmp_path: Path, monkeypatch) -> Path:
 def engine(example, folder: Path, model: Path):
     """Makes an engine with the example's connector, or without one."""
 
-    def make(*, attached: bool = True, **more) -> LLM:
+    def make(*, attached: bool = True, model: Path = model, **more) -> LLM:
         connector = KvCacheConnectorConfig(
             connector_module=EXAMPLE,
             connector_scheduler_class="PersistentKvCacheConnectorLeader",
@@ -51,9 +54,9 @@ def engine(example, folder: Path, model: Path):
 def ask(engine):
     """Makes an engine, asks, destroys it."""
 
-    def run(prompt: list[int] = PROMPT, **more):
+    def run(prompt: list[int] = PROMPT, sampling: SamplingParams = SAMPLING, **more):
         with engine(**more) as llm:
-            return llm.generate([prompt], SAMPLING)[0]
+            return llm.generate([prompt], sampling)[0]
 
     return run
 
@@ -175,3 +178,65 @@ def test_many_requests_at_once_get_their_own_blocks(engine):
             outputs = llm.generate(prompts, SAMPLING)
         assert [output.output_token_ids for output in outputs] == expected
     assert all(output.reused_store_tokens > 0 for output in outputs)
+
+
+# ---------------------------------------------------------------------- several ranks
+
+TWO = {"tensor_parallel_size": 2}
+
+
+def blocks_of(output) -> int:
+    """Full blocks of a prompt and its answer, the last token of which has no KV."""
+    return (output.prompt_tokens + len(output.output_token_ids) - 1) // T
+
+
+@pytest.mark.planted("rank-share", "engine", "key")
+def test_two_ranks_answer_a_restart_as_they_did_before(ask, folder: Path):
+    cold, warm = ask(**TWO), ask(**TWO)
+    assert warm.output_token_ids == cold.output_token_ids
+    assert cold.output_token_ids == ask(attached=False).output_token_ids
+    assert (cold.reused_store_tokens, warm.reused_store_tokens) == (0, FULL_BLOCKS * T)
+    assert len(list(folder.iterdir())) == 2 * blocks_of(cold)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+def test_four_ranks_store_heads_that_several_hold_once(ask, folder, tmp_path, num_kv_heads):
+    model = make_model(tmp_path / "model", "llama", num_heads=4, num_kv_heads=num_kv_heads)
+    cold, warm = (ask(model=model, tensor_parallel_size=4) for _ in "12")
+    assert warm.output_token_ids == cold.output_token_ids
+    assert cold.output_token_ids == ask(model=model, attached=False).output_token_ids
+    assert warm.reused_store_tokens == FULL_BLOCKS * T
+    assert len(list(folder.iterdir())) == num_kv_heads * blocks_of(cold)
+
+
+@pytest.mark.slow
+def test_what_is_computed_behind_one_rank_s_failed_load_is_kept_on_no_rank(ask, folder: Path):
+    """The other rank loads well, but what it computes next comes from the damaged share, too."""
+    expected = ask(attached=False).output_token_ids
+    ask(PROMPT[: 2 * T + 1], SamplingParams(max_tokens=1), **TWO)
+    _flip(min(folder.iterdir()))  # one of two blocks, of one of two ranks
+    found = ask(**TWO)
+    assert found.output_token_ids == expected
+    assert found.reused_store_tokens < 2 * T
+    loaded = ask(**TWO)
+    assert loaded.output_token_ids == expected
+    assert loaded.reused_store_tokens == FULL_BLOCKS * T
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_finds_nothing_in_files_of_its_own_shares(ask):
+    cold, alone = ask(**TWO), ask()
+    assert (alone.output_token_ids, alone.reused_store_tokens) == (cold.output_token_ids, 0)
+
+
+@pytest.mark.slow
+def test_the_script_runs_on_two_ranks(model: Path, repository_root: Path):
+    run = subprocess.run(
+        [sys.executable, "examples/kv_connector.py", str(model), "--tensor-parallel-size", "2"],
+        cwd=repository_root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (run.returncode, run.stdout.splitlines()[-1]) == (0, "The answers are the same."), run

@@ -226,28 +226,18 @@ class KvConnectStorage(_Base):
 
     # ------------------------------------------------------------------ what only others call
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+    def get(self, *_: Any, **__: Any) -> None:
         """Loads nothing: pages are moved by the batch."""
 
-    def batch_get(
-        self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[None]:
+    def batch_get(self, keys: Sequence[str], *_: Any, **__: Any) -> list[None]:
         """Loads nothing; see `batch_get_v1`."""
         return [None] * len(keys)
 
-    def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
-    ) -> bool:
+    def set(self, *_: Any, **__: Any) -> bool:
         """Stores nothing: pages are moved by the batch."""
         return False
 
-    def batch_set(
-        self,
-        keys: Sequence[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
+    def batch_set(self, *_: Any, **__: Any) -> bool:
         """Stores nothing; see `batch_set_v1`."""
         return False
 

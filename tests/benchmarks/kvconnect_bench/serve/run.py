@@ -49,7 +49,7 @@ async def _measure(target: Target, workload: Workload, concurrency: int) -> list
 
         async def work() -> None:
             for session in sessions:  # shared: each takes the next one
-                measured.extend(await session.run(client))
+                measured.extend(await session(client))
 
         started = time.perf_counter()
         try:

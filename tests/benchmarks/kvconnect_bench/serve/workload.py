@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,43 +17,46 @@ __all__ = ["Chats", "SharedPrefixes", "Workload"]
 _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz     ", np.uint8)
 
 
+Session: TypeAlias = Callable[[Client], Awaitable[list[Measured]]]
+"""Sends the requests of one client in order, and returns the measurements of each.
+
+Raises:
+    RequestFailed: a request was not answered.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload(ABC):
-    """The sessions of a load. Requests of a session run in order; sessions run at once."""
+    """The sessions of a load. Requests of a session run in order; sessions run at once.
+
+    Attributes:
+        prefix_tokens: of a text that several requests begin with.
+        suffix_tokens: of the text that follows, which is different in each request.
+        max_tokens: of each answer.
+        seed: of the texts.
+    """
+
+    prefix_tokens: int
+    suffix_tokens: int
+    max_tokens: int
+    seed: int = 0
 
     @abstractmethod
     def sessions(self) -> Sequence[Session]:
         """Returns all sessions, in the order in which they begin."""
 
 
-class Session(ABC):
-    """The requests of one client."""
-
-    @abstractmethod
-    async def run(self, client: Client) -> list[Measured]:
-        """Sends the requests in order; returns the measurements of each.
-
-        Raises:
-            RequestFailed: a request was not answered.
-        """
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixes(Workload):
     """Requests that begin with one of a few texts, taken in turn.
 
     Attributes:
         requests: in all.
         prefixes: texts that they begin with.
-        prefix_tokens, suffix_tokens, max_tokens: of each request; each suffix is different.
-        seed: of the texts.
     """
 
     requests: int
     prefixes: int
-    prefix_tokens: int
-    suffix_tokens: int
-    max_tokens: int
-    seed: int = 0
 
     def prompts(self) -> list[str]:
         """Returns all prompts, in the order in which they are sent."""
@@ -65,67 +69,49 @@ class SharedPrefixes(Workload):
 
     def sessions(self) -> Sequence[Session]:
         """Returns sessions of one request each."""
-        return [_Completion(prompt, self.max_tokens) for prompt in self.prompts()]
+        return [partial(_complete, prompt, self.max_tokens) for prompt in self.prompts()]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chats(Workload):
     """Conversations: each turn's prompt is the conversation so far, and a question.
+
+    The system prompt is the same for all.
 
     Attributes:
         chats: in all.
         turns: of each.
-        prefix_tokens: of the system prompt, the same for all.
-        suffix_tokens: of each question.
-        max_tokens: of each answer.
-        seed: of the texts.
     """
 
     chats: int
     turns: int
-    prefix_tokens: int
-    suffix_tokens: int
-    max_tokens: int
-    seed: int = 0
 
     def sessions(self) -> Sequence[Session]:
         """Returns sessions of one chat each."""
         rng = np.random.default_rng(self.seed)
         system = _text(rng, self.prefix_tokens)
-        return [
-            _Chat(
-                system, [_text(rng, self.suffix_tokens) for _ in range(self.turns)], self.max_tokens
-            )
-            for _ in range(self.chats)
+        questions = [
+            [_text(rng, self.suffix_tokens) for _ in range(self.turns)] for _ in range(self.chats)
         ]
+        return [partial(_chat, system, asked, self.max_tokens) for asked in questions]
 
 
-@dataclass(frozen=True, slots=True)
-class _Completion(Session):
-    prompt: str
-    max_tokens: int
-
-    async def run(self, client: Client) -> list[Measured]:
-        body = {"prompt": self.prompt, **_sampling(self.max_tokens)}
-        return [await client.ask("/v1/completions", body)]
+async def _complete(prompt: str, max_tokens: int, client: Client) -> list[Measured]:
+    return [await client.ask("/v1/completions", {"prompt": prompt, **_sampling(max_tokens)})]
 
 
-@dataclass(frozen=True, slots=True)
-class _Chat(Session):
-    system: str
-    questions: Sequence[str]
-    max_tokens: int
-
-    async def run(self, client: Client) -> list[Measured]:
-        turns: list[Measured] = []
-        messages = [{"role": "system", "content": self.system}]
-        for question in self.questions:
-            messages.append({"role": "user", "content": question})
-            body = {"messages": messages, **_sampling(self.max_tokens)}
-            measured = await client.ask("/v1/chat/completions", body)
-            messages.append({"role": "assistant", "content": measured.text})
-            turns.append(measured)
-        return turns
+async def _chat(
+    system: str, questions: Sequence[str], max_tokens: int, client: Client
+) -> list[Measured]:
+    turns: list[Measured] = []
+    messages = [{"role": "system", "content": system}]
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        body = {"messages": messages, **_sampling(max_tokens)}
+        measured = await client.ask("/v1/chat/completions", body)
+        messages.append({"role": "assistant", "content": measured.text})
+        turns.append(measured)
+    return turns
 
 
 def _sampling(max_tokens: int) -> dict[str, Any]:
