@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+from file_plants import flip_byte
 
 from kvconnect.digest import model as digest
 from kvconnect.digest import model_digest
@@ -46,6 +47,12 @@ def test_a_copy_has_the_same_digest(model: Path, digest_of, tmp_path: Path):
     for file in model.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     assert digest_of(copy) == digest_of(model)
+
+
+def test_one_flipped_bit_changes_it_also_behind_an_old_mtime(model: Path, digest_of):
+    before = digest_of(model)
+    flip_byte(model / "model-2.safetensors")
+    assert digest_of(model) != before
 
 
 def test_swapped_names_change_it(model: Path, digest_of):
