@@ -317,13 +317,17 @@ async def test_long_lookup_stops_where_the_first_is_absent(store, kit):
     assert await store.lookup(keys) == 700
 
 
-async def test_several_connections_move_one_batch(make_store, kit, monkeypatch):
+async def test_several_connections_move_one_batch(make_redis, own_redis, kit, monkeypatch):
     monkeypatch.setattr(redis_router, "_STRIPE_NBYTES", 8 * MIB)
-    store = await make_store(connections=3)
+    store, admin = await make_redis(own_redis, connections=3), own_redis.admin
     keys = kit.keys("stripes", count=30)
-    assert await store.save([kit.block(key, nbytes=MIB) for key in keys]) == 30
-    (node,) = store._parts.router._nodes.values()
-    assert len(node._idle) >= 3
+    admin.client_pause(60_000, all=False)  # what writes waits for its answer
+    saving = asyncio.ensure_future(store.save([kit.block(key, nbytes=MIB) for key in keys]))
+    while len(admin.client_list()) < 3 + 1:
+        assert not saving.done()
+        await asyncio.sleep(0.01)
+    admin.client_unpause()
+    assert await saving == 30
     into = [kit.buffer(MIB) for _ in keys]
     assert await store.load(keys, into) == 30
     assert all(kit.holds(b, key, framed=False) for b, key in zip(into, keys, strict=True))

@@ -271,7 +271,7 @@ async def test_idle_connections_that_the_server_closed_cost_no_attempt(
 
 async def test_frozen_server_is_a_failure_after_its_timeout(make_s3, kit, s3_server, monkeypatch):
     monkeypatch.setattr("kvconnect.backends.s3.client._ATTEMPTS", 1)
-    async with kit.opened(make_s3(timeout_s=1.0)) as store:
+    async with kit.opened(make_s3(timeout_s=3.0)) as store:
         s3_server.fault = frozen = Frozen()
         with pytest.raises(BackendUnavailable, match=r"timeout|was closed"):
             await store.lookup([kit.key("frozen")])

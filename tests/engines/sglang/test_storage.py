@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -84,8 +86,8 @@ def test_behind_sglangs_own_fault_injector_no_page_is_wrong(model, url, monkeypa
     storage = created(model, url, pool)
     assert type(storage).__name__ != "KvConnectStorage"  # wrapped
     names, content = hashes(5), [page_content(pool, page) for page in range(5)]
-    outcomes = set()
-    for _ in range(40):
+    outcomes, until = set(), time.monotonic() + 60
+    for number in itertools.count():
         storage.batch_set_v1(names, indices(range(5)))
         found = storage.batch_exists(names)
         pool.kv_buffer[:, 5 * PAGE : 10 * PAGE] = -1
@@ -94,7 +96,9 @@ def test_behind_sglangs_own_fault_injector_no_page_is_wrong(model, url, monkeypa
         for page, there in enumerate(got):
             if there:
                 assert torch.equal(page_content(pool, 5 + page), content[page])
-    assert {(0, 0), (5, 5)} <= outcomes
+        if number >= 40 and {(0, 0), (5, 5)} <= outcomes:
+            break
+        assert time.monotonic() < until, outcomes
     storage.close()
 
 
