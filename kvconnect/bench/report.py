@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -41,6 +39,8 @@ def binary_size(nbytes: int) -> str:
 
 def machine() -> str:
     """Describes the machine that the figures were measured on."""
+    import torch  # takes seconds, and whoever asks for help needs none of it
+
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"{os.cpu_count()} cores, {device}, {platform.machine()}, torch {torch.__version__}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from watching import tokens, watch_batches
+from observed import tokens, watch_batches
 
 from kvconnect import SamplingParams
 from kvconnect.errors import ConfigurationError, OutOfBlocks

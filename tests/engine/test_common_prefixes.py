@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from watching import tokens, watch_batches
+from observed import tokens, watch_batches
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
 from kvconnect.request import RequestState

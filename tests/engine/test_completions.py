@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from watching import hold_forwards
+from observed import hold_forwards
 
 from kvconnect import SamplingParams
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from watching import check_idle, tokens, watch_batches
+from observed import check_idle, tokens, watch_batches
 
 from kvconnect import SamplingParams
 from kvconnect.engine.sampling.drafts import NgramDrafter, NgramSpeculation, accepted_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from watching import tokens
+from observed import tokens
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
 

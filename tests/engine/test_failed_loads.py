@@ -7,7 +7,7 @@ import threading
 import pytest
 import rank_connectors
 import torch
-from watching import check_idle, tokens
+from observed import check_idle, tokens
 
 from kvconnect import KvCacheConnectorConfig, SamplingParams
 from kvconnect.connector.data import Direction, TransferFailure

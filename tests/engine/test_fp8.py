@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from watching import tokens
+from observed import tokens
 
 from kvconnect import KvCacheConfig, SamplingParams
 from kvconnect.engine.model.pages import LayerPages, PageNumbers, SlotNumbers

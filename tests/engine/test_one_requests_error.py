@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from rank_connectors import Picky, Planted, Worker
-from watching import hold_forwards
+from observed import hold_forwards
 
 from kvconnect import KvCacheConnectorConfig, SamplingParams
 from kvconnect.errors import ConnectorContractError, EngineClosed

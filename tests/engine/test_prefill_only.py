@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from watching import tokens
+from observed import tokens
 
 from kvconnect import SamplingParams
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from watching import tokens
+from observed import tokens
 
 from kvconnect import SamplingParams
 from kvconnect.request import RequestState

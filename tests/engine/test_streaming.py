@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from watching import check_idle, hold_forwards
+from observed import check_idle, hold_forwards
 
 from kvconnect import SamplingParams
 from kvconnect.engine.request.handle import RequestHandle

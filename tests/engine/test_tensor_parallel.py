@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from watching import tokens
+from observed import tokens
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.engine.ranks import group as group_module

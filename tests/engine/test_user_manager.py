@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 from torch import Tensor
-from watching import tokens
+from observed import tokens
 
 from kvconnect import KvCacheConfig, SamplingParams
 from kvconnect.cache.resource_manager import BaseKVCacheManager

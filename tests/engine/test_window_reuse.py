@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from watching import check_idle, tokens
+from observed import check_idle, tokens
 
 from kvconnect import KvCacheConfig, SamplingParams
 from kvconnect.cache.kv_cache_manager import KVCacheManager
