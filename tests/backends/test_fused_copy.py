@@ -85,6 +85,21 @@ def test_more_frames_than_are_hashed_at_once_and_several_threads():
         assert np.array_equal(target, source)
 
 
+def test_what_is_not_to_be_hashed_is_copied_all_the_same():
+    source = np.random.default_rng(0).integers(0, 256, 8192, np.uint8)
+    target = np.zeros_like(source)
+    assert made().run([ValueCopy([(source, target)], 0)]) == [xxhash.xxh3_128_digest(b"")]
+    assert np.array_equal(target, source)
+
+
+def test_a_target_that_is_too_short_is_refused_before_anything_is_copied():
+    source, target = np.ones(4096, np.uint8), np.zeros(4096, np.uint8)
+    parts = [(source[:2048], target[:2048]), (source, target[2048:])]
+    with pytest.raises(ValueError, match="4096 bytes cannot be copied to 2048"):
+        made().run([ValueCopy(parts, 4096)])
+    assert not target.any()
+
+
 @pytest.mark.usefixtures("forgotten")
 def test_nobody_waits_for_it_to_be_made(monkeypatch):
     gate = threading.Event()
@@ -163,3 +178,24 @@ def test_states_are_used_again():
     for _ in range(3):
         fused.run([ValueCopy([(np.ones(4096, np.uint8), target)], 4096)])
     assert len(fused._idle) == 1
+
+
+def test_states_that_another_thread_has_or_takes_first_are_made_anew():
+    class Taken(list):
+        def __bool__(self):
+            return True
+
+    fused, used, target = FusedCopy(), [], np.zeros(4096, np.uint8)
+    copies = [ValueCopy([(np.ones(4096, np.uint8), target)], 4096)]
+    loop, fused._idle = fused._loop, Taken(fused._idle)
+
+    def interrupted(parts, ends, states):
+        used.append(states)
+        if len(used) == 1:  # as another thread would come in here
+            fused.run(copies)
+        loop(parts, ends, states)
+
+    fused._loop = interrupted
+    fused.run(copies)
+    assert used[0] is not used[1]
+    assert target.all()
