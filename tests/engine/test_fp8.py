@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 from observed import tokens
+from transformers import AutoModelForCausalLM
 
 from kvconnect import KvCacheConfig, SamplingParams
 from kvconnect.engine.model.pages import LayerPages, PageNumbers, SlotNumbers

@@ -6,8 +6,8 @@ import pkgutil
 import threading
 
 import pytest
-from rank_connectors import Picky, Planted, Worker
 from observed import hold_forwards
+from rank_connectors import Picky, Planted, Worker
 
 from kvconnect import KvCacheConnectorConfig, SamplingParams
 from kvconnect.errors import ConnectorContractError, EngineClosed

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
-from torch import Tensor
 from observed import tokens
+from torch import Tensor
 
 from kvconnect import KvCacheConfig, SamplingParams
 from kvconnect.cache.resource_manager import BaseKVCacheManager
