@@ -331,3 +331,19 @@ async def test_saves_that_hang_are_refused_alone_and_tried_again_by_one_of_them(
             except BackendUnavailable:
                 await asyncio.sleep(0)
     assert await store.save([kit.block(kit.key(2))]) == 1
+
+
+async def test_one_tier_that_is_dead_does_not_slow_another(inner, kit):
+    dead, alive = (GuardedBackend(one, deadline_s=60.0) for one in (inner, Store()))
+    await dead.open([kit.layout])
+    await alive.open([kit.layout])
+    inner.mode = "freezes"
+    hanging = [asyncio.ensure_future(dead.lookup([kit.key(n)])) for n in range(100)]
+    started = time.monotonic()
+    for number in range(100):
+        await alive.lookup([kit.key(number)])
+    assert time.monotonic() - started < 60.0
+    inner.go.set()
+    await asyncio.gather(*hanging)
+    await dead.close()
+    await alive.close()

@@ -10,10 +10,13 @@ import zlib
 from contextlib import closing
 
 import pytest
+import torch
 
+from kvconnect.backends import open_backend
 from kvconnect.backends.disk import format as disk_schema
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.layout import KvCacheLayout
 from kvconnect.testing.processes import children
 from kvconnect.testing.subjects import DiskSubject
 
@@ -256,3 +259,25 @@ async def test_default_capacity_is_bounded_by_the_space_there_is(kit, tmp_path, 
     usage.free = 1 << 50
     async with kit.opened(DiskBackend(tmp_path / "store")) as store:
         assert (await store.stats())["capacity"] == 50 << 30
+
+
+async def test_one_sees_at_once_what_the_other_has_saved_or_deleted(make_disk, kit):
+    keys = kit.keys("shared", count=4)
+    async with kit.opened(make_disk()) as one, kit.opened(make_disk()) as other:
+        await one.save(kit.chain(keys))
+        assert await kit.stored(other, keys) == [True] * 4
+        await other.delete(keys[2:])
+        assert await one.lookup(keys) == 2
+
+
+async def test_model_with_other_blocks_shares_the_directory(make_disk, kit):
+    layout = KvCacheLayout(3, 2, 16, 16, 16, torch.float16)
+    keys = kit.keys("model", count=4)
+    async with kit.opened(open_backend(make_disk())) as store:
+        await store.save(kit.chain(keys))
+    other = open_backend(make_disk())
+    await other.open([layout])
+    assert await other.lookup(kit.keys("other model", count=4)) == 0
+    await other.close()
+    async with kit.opened(open_backend(make_disk())) as store:
+        assert await kit.stored(store, keys) == [True] * 4

@@ -173,6 +173,12 @@ def test_functions_that_do_something_else_are_not_used(wrong, monkeypatch, caplo
     assert "do not do what is expected of them" in caplog.text
 
 
+@pytest.mark.usefixtures("forgotten")
+def test_an_xxhash_without_its_c_functions_is_not_used(monkeypatch):
+    monkeypatch.setattr(module, "_function", lambda library, name, arguments: library.n)
+    assert made() is None
+
+
 def test_states_are_used_again():
     fused, target = FusedCopy(), np.zeros(4096, np.uint8)
     for _ in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from itertools import pairwise
 
@@ -156,3 +157,14 @@ async def test_error_of_a_half_is_the_call_s(copy_all):
     longer = np.empty(2 * MIB, np.uint8)
     with pytest.raises(ValueError, match=r"broadcast|cannot be copied"):
         await copy_all([Copy([(np.empty(2 * MIB - 1, np.uint8), longer)])])
+
+
+async def test_threads_that_run_out_later_harm_no_copy(copy_all, monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    source = np.ones(4 * MIB, np.uint8)
+    target = np.zeros_like(source)
+    await copy_all([Copy([(source, target)])])
+    assert target.all()
