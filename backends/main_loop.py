@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+import socket
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
@@ -23,9 +25,29 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     Ctrl-C cancels `work`, as does an exception of another signal handler. Calls that have not
     ended some seconds later, such as a read from a dead network mount, are left on daemon threads.
     """
-    with main_loop(_END_S) as loop:
+    with main_loop(_END_S) as loop, _woken_by_signals(loop):
         # Closing the runner would wait for tasks that never end: the context does it instead.
         return asyncio.Runner(loop_factory=lambda: loop).run(work)
+
+
+@contextlib.contextmanager
+def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Makes every signal wake `loop`.
+
+    Python calls a handler between two bytecodes. Without this, a signal that arrives just before
+    the loop waits, or on another thread, is handled only when something else wakes the loop.
+    """
+    receiving, sending = socket.socketpair()
+    with receiving, sending:
+        receiving.settimeout(0)
+        sending.settimeout(0)  # as `set_wakeup_fd` wants it
+        loop.add_reader(receiving, receiving.recv, 4096)
+        earlier = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(earlier)
+            loop.remove_reader(receiving)
 
 
 @contextlib.contextmanager

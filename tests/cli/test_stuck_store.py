@@ -6,10 +6,13 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.registry import open_backend
 
 STUCK = """
@@ -67,3 +70,22 @@ def test_a_signal_ends_the_command(url: str, number: signal.Signals) -> None:
         assert run.stdout.readline() == "stuck\n"
         run.send_signal(number)
         assert run.wait(60) == 128 + number
+
+
+def test_a_signal_that_does_not_interrupt_the_wait_wakes_the_loop() -> None:
+    """It arrives just before the loop waits, or, as here, on another thread."""
+    main, started = threading.get_ident(), time.monotonic()
+
+    def interrupt() -> None:
+        while sys._current_frames()[main].f_code.co_name != "select":
+            time.sleep(0.001)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    async def wait() -> None:
+        threading.Thread(target=interrupt).start()
+        async with asyncio.timeout(60):
+            await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_to_end(wait())
+    assert time.monotonic() - started < 60, "the timeout woke it"
