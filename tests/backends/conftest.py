@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,30 @@ def lanes() -> Iterator[Lanes]:
     yield lanes
     lanes.end()
     lanes.join()
+
+
+@pytest.fixture
+def only_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[int], AbstractContextManager[None]]:
+    """Lets so many threads start within a ``with`` block; demands that they end after it."""
+
+    @contextmanager
+    def limited(there_are: int) -> Iterator[None]:
+        started: list[threading.Thread] = []
+        begin = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            if len(started) == there_are:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+            begin(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            yield
+        for thread in started:
+            thread.join(60)
+            assert not thread.is_alive()
+
+    return limited

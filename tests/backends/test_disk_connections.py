@@ -219,23 +219,11 @@ async def test_loads_do_not_wait_for_saves(make_disk, kit, monkeypatch):
 
 @pytest.mark.parametrize("there_are", [0, 3])
 async def test_store_that_gets_too_few_threads_keeps_none_and_opens_later(
-    make_disk, kit, monkeypatch, there_are
+    make_disk, kit, only_threads, there_are
 ):
-    store, started, begin = make_disk(), [], threading.Thread.start
-
-    def start(thread):
-        if len(started) == there_are:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        begin(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        with pytest.raises(BackendUnavailable, match="can't start new thread"):
-            await store.open([kit.layout])
-    for thread in started:
-        thread.join(60)
-        assert not thread.is_alive()
+    store, told = make_disk(), "can't start new thread"
+    with only_threads(there_are), pytest.raises(BackendUnavailable, match=told):
+        await store.open([kit.layout])
     async with kit.opened(store):
         pass
 

@@ -255,22 +255,10 @@ async def test_who_waits_until_all_have_settled_is_cancelled_only_then():
 
 
 @pytest.mark.parametrize("there_are", range(4))
-def test_with_too_few_threads_none_is_kept(monkeypatch, there_are):
-    started, begin = [], threading.Thread.start
-
-    def start(thread: threading.Thread) -> None:
-        if len(started) == there_are:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        begin(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        with pytest.raises(BackendUnavailable, match=r"can't start .*allow this process more"):
-            Lanes("scarce", first=2, second=2)
-    for thread in started:
-        thread.join(60)
-        assert not thread.is_alive()
+def test_with_too_few_threads_none_is_kept(only_threads, there_are):
+    told = r"can't start .*allow this process more"
+    with only_threads(there_are), pytest.raises(BackendUnavailable, match=told):
+        Lanes("scarce", first=2, second=2)
 
 
 def test_a_stuck_thread_does_not_keep_the_process_from_ending():
