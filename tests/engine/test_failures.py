@@ -37,8 +37,8 @@ def break_after(llm, passes):
 
 def test_an_error_in_a_step_reaches_every_waiter(open_llm, llama, prompts):
     llm = open_llm(llama, max_batch_size=2)
-    break_after(llm, 3)
     handles = [llm.submit(prompt, LONG) for prompt in prompts]  # running and queued ones
+    break_after(llm, 3)
     for handle in handles:
         with pytest.raises(Broken, match="the matrix is gone"):
             handle.result(timeout=60)
