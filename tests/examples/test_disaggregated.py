@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-# Several processes that import everything.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+# Several processes, each of which imports everything.
+pytestmark = pytest.mark.timeout(240)
 
 
 def output_of(script: Path, model: Path, prompts: int) -> list[str]:
@@ -21,6 +21,7 @@ def output_of(script: Path, model: Path, prompts: int) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_two_engines_transfer_every_prompt(repository_root, model):
     _, *lines = output_of(repository_root / "examples/disaggregated.py", model, 1)
     rows = [line.split() for line in lines]

@@ -43,7 +43,7 @@ def test_chaos(kind, transport_of, peer_of):
         pull = reader.pull(handle, Reads(0, offsets, into, offsets, 65536), deadline_s=DEADLINE_S)
         settled = []
         pull.done.add_done_callback(lambda _, settled=settled: settled.append(time.monotonic()))
-        time.sleep(chance.random() * 0.05)  # a moment of the read, not a condition
+        time.sleep(chance.random() * 0.01)  # a moment of the read, not a condition
         event = chance.choice(["none", "kill", "freeze", "abandon", "rebuild", "disconnect"])
         if event == "kill":
             peer.signal(signal.SIGKILL)
