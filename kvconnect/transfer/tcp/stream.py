@@ -9,6 +9,8 @@ from __future__ import annotations
 import socket
 import struct
 import time
+from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -27,6 +29,9 @@ _SUM = struct.Struct("<Q")
 
 PIECE_NBYTES = 256 << 10
 """Bytes under one checksum: few enough to stay in a core's second cache."""
+
+_BATCH = 8
+"""Pieces that are sent or received at once. Each system call may wake the other side up."""
 
 
 class Disconnected(OSError):
@@ -77,7 +82,8 @@ class Stream:
     """A connection in blocking mode, and the buffer that pieces go through.
 
     The bytes of a request travel in pieces of `PIECE_NBYTES`, counted from its first byte; behind
-    each piece is its xxh3-64. Both sides hash a piece while it is in the processor's cache.
+    each piece is its xxh3-64. Both sides hash a piece while it is in the processor's cache. A
+    stream has a buffer of `_BATCH` pieces once it needs one.
 
     Not thread-safe, but another thread may shut the connection down.
     """
@@ -86,7 +92,7 @@ class Stream:
         self.connection = connection
         self.seals = seals
         self._buffer: Tensor | None = None
-        self._sum = memoryview(bytearray(_SUM.size))
+        self._sums = memoryview(bytearray(_SUM.size * _BATCH))
 
     def send(self, region: Region, runs: Runs, seed: int) -> None:
         """Sends the bytes of `runs`, as they are when their piece is copied.
@@ -101,16 +107,19 @@ class Stream:
         buffer = self._staging()
         staged = buffer.numpy().data
         view = region.view() if region.host else None
-        for number, piece in enumerate(pieces(runs, PIECE_NBYTES)):
+        for batch in _batches(runs):
             end = 0
-            for offset, nbytes in piece.tolist():
-                begin, end = end, end + nbytes
-                if view is not None:
-                    staged[begin:end] = view[offset : offset + nbytes]
-                else:
-                    buffer[begin:end].copy_(region.bytes[offset : offset + nbytes])
-            _SUM.pack_into(staged, end, _checksum([staged[:end]], seed, number))
-            self.connection.sendall(staged[: end + _SUM.size])
+            for number, piece in batch:
+                first = end
+                for offset, nbytes in piece.tolist():
+                    begin, end = end, end + nbytes
+                    if view is not None:
+                        staged[begin:end] = view[offset : offset + nbytes]
+                    else:
+                        buffer[begin:end].copy_(region.bytes[offset : offset + nbytes])
+                _SUM.pack_into(staged, end, _checksum([staged[first:end]], seed, number))
+                end += _SUM.size
+            self.connection.sendall(staged[:end])
 
     def receive(self, region: Region, runs: Runs, seed: int) -> None:
         """Fills `runs` with what comes.
@@ -122,23 +131,32 @@ class Stream:
         After either, some, all or none of the bytes have changed, and none changes any more.
         """
         view = region.view() if region.host else None
-        for number, piece in enumerate(pieces(runs, PIECE_NBYTES)):
-            if view is not None:
-                parts = _views(view, piece)
-            else:
-                parts = [self._staging().numpy().data[: int(piece["nbytes"].sum())]]
-            self._receive_all([*parts, self._sum])
-            if _SUM.unpack(self._sum) != (_checksum(parts, seed, number),):
-                raise Corrupt("bytes arrived that are not those that were sent")
+        for batch in _batches(runs):
+            vectors, landed = [], []
+            for at, (number, piece) in enumerate(batch):
+                parts = [self._staged(at, piece)] if view is None else _views(view, piece)
+                checksum = self._sums[at * _SUM.size : (at + 1) * _SUM.size]
+                vectors += [*parts, checksum]
+                landed.append((number, parts, checksum))
+            self._receive_all(vectors)
+            for number, parts, checksum in landed:
+                if _SUM.unpack(checksum) != (_checksum(parts, seed, number),):
+                    raise Corrupt("bytes arrived that are not those that were sent")
             if view is None:
-                _scatter(self._staging(), region, piece)
+                for at, (_, piece) in enumerate(batch):
+                    _scatter(self._staging()[at * PIECE_NBYTES :], region, piece)
+
+    def _staged(self, at: int, piece: Runs) -> memoryview:
+        """Returns where a piece of a device's memory arrives, the one at `at` in its batch."""
+        begin = at * PIECE_NBYTES
+        return self._staging().numpy().data[begin : begin + int(piece["nbytes"].sum())]
 
     def _staging(self) -> Tensor:
         import torch  # seconds
 
         if self._buffer is None:
             pinned = torch.cuda.is_available()
-            size = PIECE_NBYTES + _SUM.size
+            size = (PIECE_NBYTES + _SUM.size) * _BATCH
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         return self._buffer
 
@@ -149,6 +167,13 @@ class Stream:
             if not received:
                 raise Disconnected("the connection was closed")
             vectors = _left(vectors, received)
+
+
+def _batches(runs: Runs) -> Iterator[list[tuple[int, Runs]]]:
+    """Yields pieces with their numbers, up to `_BATCH` at a time."""
+    numbered = enumerate(pieces(runs, PIECE_NBYTES))
+    while batch := list(islice(numbered, _BATCH)):
+        yield batch
 
 
 def _checksum(parts: list[memoryview], seed: int, number: int) -> int:
