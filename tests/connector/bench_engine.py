@@ -42,7 +42,8 @@ def llm_args(
     shard: Shard = Shard(),
     **settings,
 ) -> LlmArgs:
-    """What a connector for `layouts` is built with."""
+    """What a connector for `layouts` is built with; lookups are late only where a test says so."""
+    settings = {"lookup_timeout_ms": 60_000.0} | settings
     if isinstance(store, str):
         config = KvCacheConnectorConfig(url=store, **settings)
     elif isinstance(store, Backend):

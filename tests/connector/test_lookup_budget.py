@@ -135,6 +135,7 @@ def test_an_answer_that_is_too_late_does_not(store: DictStore, monkeypatch) -> N
     with BenchEngine(llm_args(store, lookup_timeout_ms=20.0)) as bench:
         store.at_lookup.shut()
         request = bench.submit(PROMPT, 3)
+        store.at_lookup.await_caller()
         lookup = bench.manager._scheduler._finding._prompts[request.request_id].lookup
         bench.step()
         store.open_doors()

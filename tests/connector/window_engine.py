@@ -88,7 +88,7 @@ def llm_args(
     store: str | Backend | KvCacheConnectorConfig, layouts: Layouts, **settings: object
 ) -> LlmArgs:
     """What a connector for `layouts` is built with."""
-    return bench_engine.llm_args(store, layouts, **({"lookup_timeout_ms": 60_000} | settings))
+    return bench_engine.llm_args(store, layouts, **settings)
 
 
 def plain_run(

@@ -7,7 +7,6 @@ channel ends, and soon.
 from __future__ import annotations
 
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -83,7 +82,7 @@ class Speaker(Side):
 
     Attributes:
         wrong: what it was delivered that was not said; empty: nothing.
-        heard_all: whether some channel delivered everything.
+        heard_all: the open channels that delivered everything.
     """
 
     def __init__(self, engine_id, words, secret):
@@ -91,7 +90,7 @@ class Speaker(Side):
         self.words = words
         self.other: Speaker | None = None
         self.wrong: list = []
-        self.heard_all = threading.Event()
+        self.heard_all: set = set()
         self._left: dict = {}
 
     def _hear(self, channel, event):
@@ -101,12 +100,14 @@ class Speaker(Side):
             self._left[channel] = list(self.other.words)
             for each in self.words:
                 channel.send(each)
-        elif not isinstance(event, Disconnected):
+        elif isinstance(event, Disconnected):
+            self.heard_all.discard(channel)
+        else:
             left = self._left[channel]
             if not left or event != left.pop(0):
                 self.wrong.append(event)
             if not left:
-                self.heard_all.set()
+                self.heard_all.add(channel)
 
 
 def converse(change, secret):
@@ -119,11 +120,9 @@ def converse(change, secret):
         Peer(d.endpoint, "127.0.0.1", relay.port) as peer,
     ):
         assert change.done.wait(60)
-        p.heard_all.clear()
-        d.heard_all.clear()
         # A changed frame of the conversation's end is found by the next heartbeat.
         until(lambda: p.wrong or d.wrong or peer.attempts > 1)
-        until(lambda: p.wrong or d.wrong or (p.heard_all.is_set() and d.heard_all.is_set()))
+        until(lambda: p.wrong or d.wrong or (p.heard_all and d.heard_all))
     return p.wrong + d.wrong
 
 
