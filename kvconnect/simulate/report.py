@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvconnect.backends.url import format_size
+from kvconnect.simulate.first_token import ExternalHit, LoadRates
+from kvconnect.simulate.first_token_table import FirstTokens, first_token_rows
 from kvconnect.simulate.machine import Machine
 from kvconnect.simulate.tally import Counts, Tally
 
@@ -27,11 +29,19 @@ _MOVES = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A machine and its counts; `label` is the size that a sweep gave it."""
+    """A machine and its counts.
+
+    Attributes:
+        machine: of which these are the counts.
+        tally: the counts.
+        label: the size that a sweep gave it.
+        hits: the prompts that the external tier had a part of; empty if loads are not timed.
+    """
 
     machine: Machine
     tally: Tally
     label: str = ""
+    hits: Sequence[ExternalHit] = ()
 
     def capacity(self, tier: str) -> int:
         """Returns how many tokens fit `tier`."""
@@ -56,6 +66,7 @@ class Report:
         runs: at least one.
         token_nbytes: KV bytes per token; ``None``: not known.
         swept: the tier whose size differs from run to run; ``None``: there is one run.
+        rates: at which loads are timed; empty if they are not.
     """
 
     trace: str
@@ -65,6 +76,7 @@ class Report:
     runs: Sequence[Run]
     token_nbytes: int | None = None
     swept: str | None = None
+    rates: Sequence[LoadRates] = ()
 
     def text(self) -> str:
         """Returns the results as tables."""
@@ -77,6 +89,8 @@ class Report:
             parts += [self._prompt(run), self._machine(run), self._moved(run), self._timeline(run)]
         else:
             parts.append(self._sweep(self.swept))
+        if self.rates:
+            parts += [self._first_tokens(run) for run in self.runs]
         return "\n\n".join(parts)
 
     def json(self) -> str:
@@ -84,6 +98,7 @@ class Report:
         runs = []
         for run in self.runs:
             total = run.tally.total()
+            timed = {"first_token": self._first_tokens_json(run)} if self.rates else {}
             runs.append(
                 {
                     "label": run.label,
@@ -97,6 +112,7 @@ class Report:
                         {"start_s": start, "end_s": end, **_counts(counts)}
                         for start, end, counts in run.tally.rows(len(run.tally.buckets))
                     ],
+                    **timed,
                 }
             )
         return json.dumps(
@@ -199,7 +215,19 @@ class Report:
             )
         return _table(lines)
 
+    def _first_tokens(self, run: Run) -> str:
+        at = "" if self.swept is None else f"{self.swept} {run.label}: "
+        if not run.hits:
+            return f"{at}no prompt had a part in the store"
+        found = [FirstTokens.of(rates, run.hits) for rates in self.rates]
+        tokens = sum(hit.tokens for hit in run.hits)
+        head = f"{at}{len(run.hits):,} prompts had {tokens:,} tokens in the store"
+        return f"{head}\n{_table(first_token_rows(found))}"
+
     # ---------------------------------------------------------------- figures
+
+    def _first_tokens_json(self, run: Run) -> list[dict[str, object]]:
+        return [FirstTokens.of(rates, run.hits).record() for rates in self.rates if run.hits]
 
     def _moved_bytes(self, run: Run, counts: Counts) -> dict[str, int] | None:
         if self.token_nbytes is None:

@@ -15,6 +15,7 @@ from kvconnect.config import KvCacheConfig
 from kvconnect.layout import KvCacheLayout
 from kvconnect.simulate.counting_copier import CountingCopier
 from kvconnect.simulate.external_tier import ExternalTier
+from kvconnect.simulate.first_token import ExternalHit
 from kvconnect.simulate.machine import Machine
 from kvconnect.simulate.retention_policy import RetentionPolicy
 from kvconnect.simulate.tally import Counts, Tally
@@ -52,13 +53,25 @@ class Simulator:
     moving blocks takes no time. Its prompt is published once it is computed, its answer at the end.
     Full blocks are saved to the external tier at the same moments.
 
+    Args:
+        machine: its sizes and speeds.
+        policy: of retention; ``None``: requests ask for nothing.
+        hits: the caller's list, to which each admitted prompt that the external tier has a part of
+            is appended; ``None``: they are not kept.
+
     Attributes:
         tally: the counts so far.
         now: seconds after the first request.
     """
 
-    def __init__(self, machine: Machine, policy: RetentionPolicy | None = None) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        policy: RetentionPolicy | None = None,
+        hits: list[ExternalHit] | None = None,
+    ) -> None:
         self.machine = machine
+        self._hits = hits
         self.tally = Tally()
         self.now = 0.0
         size = machine.tokens_per_block
@@ -176,6 +189,8 @@ class Simulator:
         counts.computed_tokens += computed
         if external:
             counts.loaded_blocks += -(-end // size) - matched // size
+            if self._hits is not None:
+                self._hits.append(ExternalHit(external, computed))
         waited = self.now - request.arrival
         counts.waited_s += waited
         counts.longest_wait_s = max(counts.longest_wait_s, waited)

@@ -1,4 +1,4 @@
-"""The size of a tier as the user writes it: in bytes, or in tokens."""
+"""The size of a tier, or a rate, as the user writes it: in bytes, or in tokens."""
 
 from __future__ import annotations
 
@@ -52,9 +52,24 @@ class TierSize:
             return -(-self.num_tokens // tokens_per_block)
         if not self.num_bytes:
             return 0
+        return self.num_bytes // (tokens_per_block * self._known(token_nbytes, field))
+
+    def tokens(self, token_nbytes: int | None, *, field: str) -> float:
+        """Returns the tokens that fit, with their fraction.
+
+        Raises:
+            ConfigurationError: it is in bytes, and the bytes of a token are not given.
+        """
+        if self.num_tokens is not None:
+            return float(self.num_tokens)
+        if not self.num_bytes:
+            return 0.0
+        return self.num_bytes / self._known(token_nbytes, field)
+
+    def _known(self, token_nbytes: int | None, field: str) -> int:
         if token_nbytes is None:
             raise ConfigurationError(
                 f"{field}={self.text}: how many tokens are that? Give --bytes-per-token or "
                 "--model DIR, or a size in tokens such as 500ktok"
             )
-        return self.num_bytes // (tokens_per_block * token_nbytes)
+        return token_nbytes

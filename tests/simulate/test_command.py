@@ -150,6 +150,54 @@ def test_a_sweep_of_another_tier_is_a_table_of_its_sizes(kvconnect, trace):
     assert some.split()[:2] == ["400ktok", "400,000"]
 
 
+STORE = ("--device", "40ktok", "--external", "9Mtok", "--requests", 100)
+
+
+def test_store_rates_add_a_table_and_change_nothing_else(kvconnect, trace):
+    _, without, _ = kvconnect("simulate", trace, *STORE)
+    code, out, err = kvconnect("simulate", trace, *STORE, "--store-rate", "2ktok,8ktok/s")
+    assert (code, err) == (0, "")
+    assert out.startswith(without[:-1] + "\n\n")
+    head, titles, *rows = out[len(without) + 1 :].splitlines()
+    assert "tokens in the store" in head
+    assert titles.split()[-3:] == ["compute", "load", "both"]
+    assert [row.split("  ")[0] or row.split("  ")[1] for row in rows] == [
+        "computed alone",
+        *("store at 2ktok/s", "loaded alone", "better of the two", "both meeting"),
+        *("store at 8ktok/s", "loaded alone", "better of the two", "both meeting"),
+    ]
+
+
+def test_json_times_the_first_token_only_if_asked(kvconnect, trace):
+    _, without, _ = kvconnect("simulate", trace, *STORE, "--json")
+    options = ("--store-rate", "2000B,8000B", "--bytes-per-token", 1, "--store-first-byte-s", 0.5)
+    code, out, _ = kvconnect("simulate", trace, *STORE, "--json", *options)
+    assert code == 0
+    (run,) = json.loads(out)["runs"]
+    slow, fast = run.pop("first_token")
+    (plain,) = json.loads(without)["runs"]
+    assert {**run, "moved_bytes": None} == plain
+    assert (slow["label"], slow["load_tokens_per_s"], slow["store_first_byte_s"]) == (
+        "2000B",
+        2000,
+        0.5,
+    )
+    assert sum(slow["decisions"].values()) == sum(fast["decisions"].values()) > 20
+    assert slow["computed"] == fast["computed"]
+    for kind in ("mean", "median", "p90", "total"):
+        assert slow["both"][kind] <= slow["better"][kind] <= slow["loaded"][kind]
+        assert fast["both"][kind] <= slow["both"][kind]
+
+
+def test_each_run_of_a_sweep_has_times(kvconnect, trace):
+    options = ("--sweep", "external=0,9Mtok", "--store-rate", "8ktok", "--requests", 100)
+    code, out, _ = kvconnect("simulate", trace, "--device", "40ktok", *options)
+    assert code == 0
+    _, _, none, some = out.split("\n\n")
+    assert none == "external 0: no prompt had a part in the store"
+    assert some.startswith("external 9Mtok: ")
+
+
 def test_only_the_first_requests_are_read_if_asked(kvconnect, trace):
     _, out, _ = kvconnect("simulate", trace, "--device", "1Mtok", "--requests", 7, "--json")
     assert json.loads(out)["requests_read"] == 7
@@ -225,6 +273,8 @@ def test_a_missing_matplotlib_is_named_before_the_work(kvconnect, trace, monkeyp
 
 # ---------------------------------------------------------------- mistakes
 
+STORED = ("--device", "1Mtok", "--external", "9Mtok")
+
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
@@ -242,6 +292,16 @@ def test_a_missing_matplotlib_is_named_before_the_work(kvconnect, trace, monkeyp
         (["--device", "1Mtok", "--offload-min-priority", "101"], "secondary_offload_min_priority"),
         (["--device", "1Mtok", "--prefill-tokens-per-s", "0"], "prefill_tokens_per_s"),
         (["--device", "1Mtok", "--requests", "0"], "--requests: 0"),
+        (["--device", "1Mtok", "--store-rate", "8ktok"], "there is no store; give --external"),
+        ([*STORED, "--store-rate", "8000"], "--store-rate=8000: of what"),
+        ([*STORED, "--store-rate", "8ktok,"], "--store-rate=: a size such as"),
+        ([*STORED, "--store-rate", "0"], "store_rate: 0 must be more than nothing"),
+        ([*STORED, "--store-rate", "1GiB"], "--store-rate=1GiB: how many tokens are that?"),
+        ([*STORED, "--store-first-byte-s", "1"], "--store-first-byte-s 1.0: needs --store-rate"),
+        ([*STORED, "--step-tokens", "0"], "--step-tokens 0: needs --store-rate"),
+        ([*STORED, "--store-rate", "8ktok", "--step-tokens", "0"], "step_tokens: 0"),
+        ([*STORED, "--store-rate", "8ktok", "--step-s", "-1"], "step_s: -1.0 must be"),
+        ([*STORED, "--store-rate", "8ktok", "--store-first-byte-s", "nan"], "first_byte_s: nan"),
         (["--device", "1Mtok", "--hash-tokens", "7"], "hash tokens: 7"),
         (["--device", "1Mtok", "--hash-tokens", "16"], ":1: hash_ids: "),
         (["--device", "1Mtok", "--retention", "system"], "PART=PRIORITY"),

@@ -13,9 +13,11 @@ from kvconnect.cli.command import add_number
 from kvconnect.cli.interrupt import note_interrupt
 from kvconnect.cli.machines import parse_machines
 from kvconnect.cli.progress import Progress
+from kvconnect.cli.store_rates import add_store_rates, parse_store_rates
 from kvconnect.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from kvconnect.simulate.first_token import ExternalHit
     from kvconnect.simulate.report import Report
     from kvconnect.simulate.retention_policy import RetentionPolicy
     from kvconnect.simulate.simulator import Simulator
@@ -38,6 +40,7 @@ examples:
   kvconnect simulate trace.jsonl --device 500ktok --host 2Mtok --plot over-time.png
   kvconnect simulate trace.jsonl --model DIR --sweep device=4GiB,8GiB,16GiB,32GiB --plot sizes.png
   kvconnect simulate trace.jsonl --device 500ktok --retention system=90:600s
+  kvconnect simulate trace.jsonl --device 200ktok --external 9Mtok --store-rate 2ktok,8ktok,32ktok
 """
 
 
@@ -49,6 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", help="JSON lines; .gz is unpacked; - is stdin")
     _add_tiers(parser)
     _add_serving(parser)
+    add_store_rates(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
     parser.set_defaults(run=run)
@@ -152,8 +156,13 @@ def _simulate(arguments: argparse.Namespace) -> Report:
     token_nbytes = _token_nbytes(arguments)
     policy = _policy(arguments)
     machines = parse_machines(arguments, token_nbytes)
+    rates = parse_store_rates(arguments, [machine for _, machine in machines.runs], token_nbytes)
+    hits: list[list[ExternalHit]] = [[] for _ in machines.runs]
     with TraceReader(arguments.trace, hash_tokens=arguments.hash_tokens) as trace:
-        simulators = [Simulator(machine, policy) for _, machine in machines.runs]
+        simulators = [
+            Simulator(machine, policy, mine if rates else None)
+            for (_, machine), mine in zip(machines.runs, hits, strict=True)
+        ]
         num_read, interrupted = _drive(simulators, trace, arguments.requests)
     if num_read == 0 and not interrupted:
         raise ConfigurationError(f"trace '{trace.name}': holds no request")
@@ -163,11 +172,14 @@ def _simulate(arguments: argparse.Namespace) -> Report:
         trace.last_arrival,
         interrupted,
         [
-            Run(machine, simulator.tally, label)
-            for (label, machine), simulator in zip(machines.runs, simulators, strict=True)
+            Run(machine, simulator.tally, label, mine)
+            for (label, machine), simulator, mine in zip(
+                machines.runs, simulators, hits, strict=True
+            )
         ],
         token_nbytes,
         machines.swept,
+        rates,
     )
 
 
