@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvconnect.backends.lanes import Lane
+from kvconnect.backends.lanes import Lane, results_of
 from kvconnect.backends.nixl.pieces import Portion, portions
-from kvconnect.backends.nixl.pulls import Pulls
+from kvconnect.backends.nixl.pulls import Pulls, Signal
 from kvconnect.backends.nixl.staging import Staging
 from kvconnect.keys import BlockKey
 from kvconnect.trace import count, warn_once
@@ -82,7 +82,7 @@ class Fetcher:
             return 0
         name = f"{self._name}/{next(self._numbers)}"
         claimed = self._client.claim_keys(link.address, name, keys, verify=self._verify)
-        changed = _listen(claimed)
+        claimed.listener = (changed := Signal()).wake
         try:
             granted = await self._granted(link, handle, claimed, changed)
             if granted is None:
@@ -104,7 +104,7 @@ class Fetcher:
             self._client.abort(claimed, "not needed")
 
     async def _granted(
-        self, link: PeerLink, handle: PeerHandle, claimed: Claimed, changed: asyncio.Event
+        self, link: PeerLink, handle: PeerHandle, claimed: Claimed, changed: Signal
     ) -> GrantKeys | None:
         """Returns the grant of `link`, or ``None`` if there is no usable one in time."""
 
@@ -126,7 +126,7 @@ class Fetcher:
             return None
         return granted
 
-    async def _is_valid(self, claimed: Claimed, changed: asyncio.Event) -> bool:
+    async def _is_valid(self, claimed: Claimed, changed: Signal) -> bool:
         """Releases the lease; returns whether the owner kept the blocks until the end.
 
         All reads must have ended before.
@@ -135,17 +135,14 @@ class Fetcher:
         await self._until(lambda: claimed.lease.outcome is not Outcome.OPEN, changed)
         return claimed.lease.outcome is Outcome.VALID
 
-    async def _until(self, happened: Callable[[], bool], changed: asyncio.Event) -> bool:
+    async def _until(self, happened: Callable[[], bool], changed: Signal) -> bool:
         """Waits until `happened`, for `timeout_s` at most; returns whether it did."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 while not happened():
                     changed.clear()
-                    if not happened():
-                        await changed.wait()
-        except TimeoutError:
-            return happened()
-        return True
+                    await changed.wait()
+        return happened()
 
     async def _read_all(
         self, handle: PeerHandle, claimed: Claimed, granted: GrantKeys, into: Sequence[Tensor]
@@ -163,20 +160,9 @@ class Fetcher:
                 ):
                     going_on[0] = False
 
-        most = self._staging.slot_nbytes
-        tasks = [
-            asyncio.create_task(read(portion)) for portion in portions(granted, len(into), most)
-        ]
-        cancelled: asyncio.CancelledError | None = None
-        while waiting := [task for task in tasks if not task.done()]:
-            try:
-                await asyncio.wait(waiting)
-            except asyncio.CancelledError as error:  # the buffers are in use until all have ended
-                cancelled, going_on[0] = error, False
-        if cancelled is not None:
-            raise cancelled
-        for task in tasks:
-            task.result()
+        parts = portions(granted, len(into), self._staging.slot_nbytes)
+        # This waits for all of them even if it is cancelled, as each is then, too.
+        results_of(await asyncio.gather(*map(read, parts), return_exceptions=True))
         return going_on[0]
 
     async def _read_portion(
@@ -207,18 +193,6 @@ def _avoid(link: PeerLink, reason: str) -> None:
     count("store.nixl.avoided")
     warn_once(f"nixl.avoid {link.address}", f"peer {link.address} is left alone: {reason}")
     link.avoid_until = time.monotonic() + _AVOID_S
-
-
-def _listen(claimed: Claimed) -> asyncio.Event:
-    """Returns an event of this loop that is set whenever something of `claimed` changes."""
-    loop, changed = asyncio.get_running_loop(), asyncio.Event()
-
-    def wake() -> None:
-        with suppress(RuntimeError):  # the loop was closed
-            loop.call_soon_threadsafe(changed.set)
-
-    claimed.listener = wake
-    return changed
 
 
 def _copy(sources: Sequence[np.ndarray], targets: Sequence[Tensor]) -> None:

@@ -13,12 +13,25 @@ from kvconnect.transfer.pull import Pull
 from kvconnect.transfer.reads import Reads
 from kvconnect.transfer.transport import PeerHandle, Transport
 
-__all__ = ["Pulls"]
+__all__ = ["Pulls", "Signal"]
 
 # A pull that has not ended after its timeout and the time of its bytes at this rate has failed.
 _LEAST_BYTES_PER_S = 16e6
 # A pull that failed and may still land is waited for, before all of the transport's are ended.
 _QUIET_S = 2.0
+
+
+class Signal(asyncio.Event):
+    """An event of the running loop that any thread sets with `wake`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting = asyncio.get_running_loop()
+
+    def wake(self, _: object = None) -> None:
+        """Sets the event, unless the loop is closed; does not block."""
+        with suppress(RuntimeError):
+            self._waiting.call_soon_threadsafe(self.set)
 
 
 class Pulls:
@@ -81,25 +94,14 @@ class Pulls:
 
     async def _ended(self, pull: Pull) -> None:
         """Waits until `pull` is terminal."""
-        loop = asyncio.get_running_loop()
-        changed = asyncio.Event()
-
-        def wake() -> None:
-            with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(changed.set)
-
-        pull.done.add_done_callback(lambda _: wake())
-        pull.terminal.add_callback(wake)
-        while not pull.terminal.is_set():
-            changed.clear()
-            if pull.terminal.is_set():
-                return
-            if not pull.done.done():
-                await changed.wait()
-                continue
+        done, terminal = Signal(), Signal()
+        pull.done.add_done_callback(done.wake)
+        pull.terminal.add_callback(terminal.wake)
+        await done.wait()
+        while not pull.terminal.is_set():  # it failed and may still land
             try:
                 async with asyncio.timeout(_QUIET_S):
-                    await changed.wait()
+                    await terminal.wait()
             except TimeoutError:
                 await self._end_all()
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -261,9 +260,8 @@ class Fetcher:
         pull.terminal.add_callback(lambda: self._post_step(part, partial(part.pull_terminal, pull)))
         return pull
 
-    def _compare(self, part: Part, reads: Reads) -> Future[bool]:
+    def _compare(self, part: Part, reads: Reads) -> None:
         """Asks for the other side's digest of `reads`, and compares it on this thread."""
-        same: Future[bool] = Future()
         answer = part.link.ask(
             lambda seq: FindDigest(
                 seq=seq,
@@ -275,18 +273,16 @@ class Fetcher:
 
         def compare() -> None:
             found = None if answer.cancelled() else answer.result()
-            theirs = found.digest if isinstance(found, FoundDigest) else None
-            ours = None
-            if theirs is not None and self._verified is not None:
+            same = False
+            if isinstance(found, FoundDigest) and self._verified is not None:
                 memory = self._verified[reads.local_region]
                 ours = digest_of_pieces(memory, reads.local_offsets.tolist(), reads.nbytes)
-            if theirs is None or ours != theirs:
+                same = ours == found.digest
+            if not same:
                 count("transfer.bad_digests")
-            same.set_result(theirs is not None and ours == theirs)
-            part.advance()
+            part.compared(same=same)
 
         answer.add_done_callback(lambda _: self._post_step(part, compare))
-        return same
 
     def _post_step(self, part: Part, call: Callable[[], None]) -> None:
         self._post(partial(self._step, part, call))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from kvconnect.connector.data import TransferFailure
@@ -86,7 +85,8 @@ class Part:
         claim: made when the request arrived.
         link: to the other side.
         pull: starts a pull. Its end, and that it is terminal, arrive as calls of the part.
-        compare: asks whether both sides have the same bytes. `advance` is called with the answer.
+        compare: asks whether both sides have the same bytes. The answer arrives as a call of the
+            part.
         layouts: of this side's pool groups.
         regions: of this side's pools at the transport.
         source: which rank of the other side it is, and which heads come from there.
@@ -107,7 +107,7 @@ class Part:
         link: PeerLink,
         *,
         pull: Callable[[Part, Reads], Pull],
-        compare: Callable[[Part, Reads], Future[bool]],
+        compare: Callable[[Part, Reads], None],
         layouts: Sequence[KvCacheLayout],
         regions: Sequence[int],
         source: Source,
@@ -139,7 +139,7 @@ class Part:
         self._released_at: float | None = None
         self._to_release: Claimed | None = None
         self._unverified: deque[Reads] | None = None if verify else deque()
-        self._verifying: set[Future[bool]] = set()
+        self._verifying = 0
 
     @property
     def writes_ended(self) -> bool:
@@ -191,6 +191,15 @@ class Part:
     def pull_terminal(self, pull: Pull) -> None:
         """Drops `pull`, which writes no more bytes."""
         self._pulls.discard(pull)
+
+    def compared(self, *, same: bool) -> None:
+        """Handles the answer to a comparison."""
+        self._verifying -= 1
+        self._progress_at = time.monotonic()
+        if same:
+            self.advance()
+        else:
+            self.fail("the other side has other bytes than those that were read, or says none")
 
     def release(self, client: LeaseClient) -> None:
         """Releases the lease once everything was read.
@@ -249,15 +258,9 @@ class Part:
                 for reads in self._plan.checks(self._remote)
                 for part in cut_reads(reads, _PULL_NBYTES)
             )
-        for asked in [one for one in self._verifying if one.done()]:
-            self._verifying.discard(asked)
-            self._progress_at = time.monotonic()
-            if asked.cancelled() or not asked.result():
-                self.fail("the other side has other bytes than those that were read, or says none")
-                return False
-        while self._unverified and len(self._verifying) < _PULLS_IN_FLIGHT:
-            part = self._unverified.popleft()
-            self._verifying.add(self._compare(self, part))
+        while self._unverified and self._verifying < _PULLS_IN_FLIGHT:
+            self._verifying += 1
+            self._compare(self, self._unverified.popleft())
         return not self._verifying
 
     def _end_reads(self, claimed: Claimed) -> None:
