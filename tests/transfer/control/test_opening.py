@@ -20,7 +20,8 @@ from endpoints import COMPAT, QUICK, SHORT, Side, opened, until
 
 from kvconnect.errors import BadMessage, ConfigurationError, PeerRefused
 from kvconnect.trace import metrics
-from kvconnect.transfer.control import handshake, listener
+from kvconnect.transfer import acceptor
+from kvconnect.transfer.control import handshake
 from kvconnect.transfer.control.description import Compat
 from kvconnect.transfer.control.events import Disconnected
 from kvconnect.transfer.control.handshake import OPENING_LIMIT, check_compat, shake_hands
@@ -381,7 +382,7 @@ def test_garbage_harms_nobody(sides):
 
 
 def test_half_open_connections_are_bounded_and_keep_nobody_out(sides, monkeypatch):
-    monkeypatch.setattr(listener, "_MAX_HALF_OPEN", 4)
+    monkeypatch.setattr(acceptor, "_MAX_OPENING", 4)
     (listening,) = sides(Side("P", timing=SHORT))
     pushed = metrics.snapshot().get("transfer.control.pushed_out", 0)
     silent = [socket.create_connection(("127.0.0.1", listening.port)) for _ in range(20)]
@@ -415,10 +416,11 @@ def test_one_that_sends_a_byte_now_and_then_is_cut_off(sides):
             pytest.fail("it was heard out")
 
 
-def test_channels_are_bounded_and_the_oldest_that_was_granted_nothing_goes():
+def test_channels_are_bounded_and_the_oldest_that_was_granted_nothing_goes(monkeypatch):
+    monkeypatch.setattr(acceptor, "_MAX_ADMITTED", 2)
     p = Side("P")
     with (
-        Listener(p.endpoint, max_channels=2) as listening,
+        Listener(p.endpoint) as listening,
         Peer(Side("reader").endpoint, "127.0.0.1", listening.port) as reader,
     ):
         assert opened(reader)
