@@ -399,6 +399,26 @@ def test_half_open_connections_are_bounded_and_keep_nobody_out(sides, monkeypatc
         sock.close()
 
 
+def test_one_for_which_there_is_no_thread_is_closed_and_those_after_it_are_served(
+    sides, monkeypatch
+):
+    p, d = Side("P"), Side("D")
+    (listening,) = sides(p)
+    with monkeypatch.context() as patch:
+        patch.setattr(acceptor, "threading", SimpleNamespace(Thread=_NoThread))
+        with socket.create_connection(("127.0.0.1", listening.port)) as sock:
+            sock.settimeout(60)
+            assert sock.recv(1) == b""
+    assert not listening._opening
+    with Peer(d.endpoint, "127.0.0.1", listening.port) as peer:
+        assert opened(peer)
+
+
+class _NoThread(threading.Thread):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+
 def test_one_that_sends_a_byte_now_and_then_is_cut_off(sides):
     (listening,) = sides(Side("P", timing=SHORT))
     with socket.create_connection(("127.0.0.1", listening.port)) as sock:
