@@ -30,8 +30,8 @@ from kvconnect.transfer.control.keyed import (
 )
 from kvconnect.transfer.control.messages import Claim, LeaseId, Unknown
 from kvconnect.transfer.digests import digest_of
+from kvconnect.transfer.leases.lease import Ended
 from kvconnect.transfer.leases.server import LeaseServer, Send
-from kvconnect.transfer.leases.table import Ended
 
 __all__ = ["Publisher"]
 

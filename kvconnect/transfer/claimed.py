@@ -10,7 +10,7 @@ from typing import Self
 from kvconnect.transfer.control.keyed import GrantKeys, Verify
 from kvconnect.transfer.control.messages import NOTHING_COMPUTED, Watermark
 from kvconnect.transfer.leases.held import HeldLease
-from kvconnect.transfer.leases.table import Blocks
+from kvconnect.transfer.leases.lease import Blocks
 from kvconnect.transfer.peers import PeerLink
 
 __all__ = ["Claimed"]

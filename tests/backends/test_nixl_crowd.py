@@ -12,8 +12,7 @@ from nixl_peer import NixlPeer, eventually
 
 from kvconnect.backends import open_backend
 from kvconnect.testing import BlockMaker
-from kvconnect.transfer.control import listener
-from kvconnect.transfer.tcp import source
+from kvconnect.transfer import acceptor
 
 WITHIN_S = 30.0
 
@@ -76,7 +75,7 @@ async def test_a_crowd_keeps_no_reader_out(kit, url_of, kind, again, secret):
     far = NixlPeer(url_of(secret=secret))
     keys = kit.keys("crowd", count=6)
     far.save(kit.chain(keys))
-    size = max(300, listener._MAX_CHANNELS + 50, source._MAX_READERS + 50)
+    size = max(300, acceptor._MAX_ADMITTED + 50)
     hello = far.ask("hello")
     try:
         with Crowd(kind, far.port, hello, size, again=again) as crowd:

@@ -8,7 +8,7 @@ import pytest
 from crowd import Crowd
 from engines import hand_over, leaks_nothing, node_of, prompt_of, until
 
-from kvconnect.transfer.control import listener
+from kvconnect.transfer import acceptor
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ def test_a_crowd_keeps_no_decode_out(again, open_one, answer_of):
     """Of peers that know the model, without a secret: each is let in."""
     prefill, decode = open_one("prefill"), open_one("decode")
     node, seeds = node_of(prefill), itertools.count()
-    port, size = int(node.address.rpartition(":")[2]), listener._MAX_CHANNELS + 50
+    port, size = int(node.address.rpartition(":")[2]), acceptor._MAX_ADMITTED + 50
 
     def is_fetched() -> bool:
         prompt = prompt_of(100, next(seeds))

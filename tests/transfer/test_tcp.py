@@ -21,6 +21,7 @@ from own_process import own_process
 from peer_process import MiB, pattern
 
 from kvconnect.errors import ConfigurationError
+from kvconnect.transfer import acceptor
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp import TcpTransport, handshake, source
 from kvconnect.transfer.tcp.stream import receive_exactly
@@ -163,7 +164,7 @@ def test_half_open_connections_are_bounded_and_time_out():
         silent = [connection_to(server) for _ in range(60)]
         for connection in silent[:28]:  # later ones take their places
             assert ended(connection)
-        assert len(server._source._strangers) <= 32
+        assert len(server._source._opening) <= 32
         assert threading.active_count() - before <= 60
         source._HANDSHAKE_S = 0.5
         assert ended(connection_to(server))
@@ -191,20 +192,20 @@ def test_one_that_is_pushed_out_while_it_proves_itself_reads_nothing(server, mon
     with contextlib.suppress(ConnectionError):
         send(connection, seals, request(0, [(0, 16)]))
     assert ended(connection)
-    assert not server._source._readers
+    assert not server._source._admitted
 
 
 def test_idle_readers_keep_no_reader_out_nor_cost_one_its_connection(
     server, transport_of, monkeypatch
 ):
     reader = transport_of("tcp", identity="reader", connections=1)
-    monkeypatch.setattr(source, "_MAX_READERS", 4)
+    monkeypatch.setattr(acceptor, "_MAX_ADMITTED", 4)
     assert_serves(server, reader)
-    (kept,) = server._source._readers
+    (kept,) = server._source._admitted
     idle = [introduce(server)[0] for _ in range(8)]
     assert all(ended(connection) for connection in idle[:5])
-    assert len(server._source._readers) <= 4
-    assert kept in server._source._readers
+    assert len(server._source._admitted) <= 4
+    assert kept in server._source._admitted
     assert_serves(server, reader)
 
 
@@ -233,7 +234,7 @@ def test_a_reader_that_takes_nothing_is_disconnected(monkeypatch, transport_of, 
     connection, seals = introduce(server)
     send(connection, seals, request(0, [(0, 32 * MiB)]))
     bound = time.monotonic() + 60
-    while server._source._readers:
+    while server._source._admitted:
         assert time.monotonic() < bound
         threading.Event().wait(0.01)
     server.register(torch.from_numpy(pattern(1, 256)))
@@ -325,7 +326,7 @@ def test_every_address_is_listened_on_when_told_to(transport_of):
 
 def test_a_port_that_is_taken_is_named(server):
     port = json.loads(server.local())["port"]
-    with pytest.raises(ConfigurationError, match=f"port={port}.*in use"):
+    with pytest.raises(ConfigurationError, match=f"port: 127.0.0.1:{port} is taken"):
         TcpTransport(port=port).open()
 
 
@@ -360,8 +361,8 @@ def test_a_connection_that_the_source_dropped_is_made_anew(server, reader):
     memory = torch.zeros(64, dtype=torch.uint8)
     into = reader.register(memory)
     handle = reader.connect(server.local())
-    for one in list(server._source._readers):
-        one.connection.shutdown(socket.SHUT_RDWR)
+    for one in list(server._source._admitted):
+        one.stream.connection.shutdown(socket.SHUT_RDWR)
     reader.pull(handle, Reads(0, [64], into, [0], 64), deadline_s=60).done.result()
     assert np.array_equal(memory, pattern(1, 128)[64:])
 
@@ -369,7 +370,7 @@ def test_a_connection_that_the_source_dropped_is_made_anew(server, reader):
 def test_a_rebuild_whose_port_is_taken_can_be_tried_again(server, reader, monkeypatch):
     port = json.loads(server.local())["port"]
     with monkeypatch.context() as patch:
-        patch.setattr(source.Source, "open", lambda *_: (_ for _ in ()).throw(TAKEN))
+        patch.setattr(source.Source, "__init__", lambda *_: (_ for _ in ()).throw(TAKEN))
         with pytest.raises(ConfigurationError, match="planted"):
             server.rebuild()
     server.rebuild()
@@ -379,14 +380,14 @@ def test_a_rebuild_whose_port_is_taken_can_be_tried_again(server, reader, monkey
 
 def test_a_transport_that_is_closed_amid_a_rebuild_listens_no_more(server, monkeypatch):
     port = json.loads(server.local())["port"]
-    reached, go_on, listen = threading.Event(), threading.Event(), source.Source.open
+    reached, go_on, listen = threading.Event(), threading.Event(), source.Source.__init__
 
     def late(*args):
         reached.set()
         assert go_on.wait(60)
         return listen(*args)
 
-    monkeypatch.setattr(source.Source, "open", late)
+    monkeypatch.setattr(source.Source, "__init__", late)
     rebuilding = threading.Thread(target=server.rebuild)
     closing = threading.Thread(target=server.close)
     rebuilding.start()

@@ -10,8 +10,8 @@ from kvconnect.connector.disagg.names import transfer_id_of
 from kvconnect.errors import OutOfBlocks
 from kvconnect.trace import warn_once
 from kvconnect.transfer.control.messages import LeaseId, Watermark
+from kvconnect.transfer.leases.lease import Blocks
 from kvconnect.transfer.leases.server import LeaseServer
-from kvconnect.transfer.leases.table import Blocks
 
 __all__ = ["Offers"]
 

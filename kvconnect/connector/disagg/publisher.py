@@ -12,7 +12,7 @@ from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count
 from kvconnect.transfer.control.messages import NOTHING_COMPUTED, LeaseId, Watermark
-from kvconnect.transfer.leases.table import Blocks
+from kvconnect.transfer.leases.lease import Blocks
 
 __all__ = ["Publisher"]
 

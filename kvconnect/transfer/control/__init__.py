@@ -7,9 +7,9 @@ heartbeat detects a dead or frozen peer. Every later message has a code (see
 closes the channel. With a secret only the two sides can make the codes; without one the codes show
 damage only. Nothing is encrypted.
 
-Imports the vocabulary, and of the room above `secret` and `seal`. Begin with `messages` (which are
-made of `fields`, and begin with a `description` of each side) and `channel` (an open connection).
-`handshake` opens a connection; `listener` and `peer` are its two ends. `wire` makes
+Imports the vocabulary, and of the room above `acceptor`, `secret` and `seal`. Begin with `messages`
+(which are made of `fields`, and begin with a `description` of each side) and `channel` (an open
+connection). `handshake` opens a connection; `listener` and `peer` are its two ends. `wire` makes
 frames of a message's bytes. `events` has the events that a channel delivers. `keyed` has the
 messages for reads of blocks by key, `digests` those that compare bytes after a read.
 """

@@ -50,12 +50,14 @@ class Channel:
 
     Attributes:
         peer: the peer's `Hello`.
+        host: the peer's host, as of `host_of`; empty if this side connected.
         round_trip_s: the time of the last heartbeat; ``None`` before the first.
         used_at: when a lease was last granted to the peer or renewed; ``None`` if never.
     """
 
-    def __init__(self, wire: Wire, endpoint: Endpoint, peer: Hello) -> None:
+    def __init__(self, wire: Wire, endpoint: Endpoint, peer: Hello, host: str = "") -> None:
         self.peer = peer
+        self.host = host
         self.round_trip_s: float | None = None
         self.used_at: float | None = None
         self._wire = wire
@@ -64,17 +66,11 @@ class Channel:
         self._lock = threading.Lock()
         self._reason: str | None = None
         self._pinged: tuple[int, float] = (-1, 0.0)
-        self._ended = threading.Event()
         wire.limit = MAX_MESSAGE_NBYTES
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else f"closed: {self._reason}"
         return f"Channel({self.peer.engine_id!r}, rank={self.peer.rank}, {state})"
-
-    @property
-    def host(self) -> str:
-        """The peer's host, as the wire has it."""
-        return self._wire.host
 
     @property
     def is_open(self) -> bool:
@@ -126,10 +122,6 @@ class Channel:
             self._queue.send(said, self._wire.write_now)
         self._close_now(reason)
 
-    def join(self, timeout_s: float) -> bool:
-        """Blocks until the channel has ended and delivered all; False after `timeout_s`."""
-        return self._ended.wait(timeout_s)
-
     def run(self) -> None:
         """Delivers the peer's messages; blocks until the channel has ended. Called once.
 
@@ -148,7 +140,6 @@ class Channel:
         finally:
             self._close_now("stopped")
             self._wire.close()
-            self._ended.set()
 
     def _read(self) -> None:
         silence_s = self._endpoint.timing.silence_s

@@ -48,17 +48,13 @@ class Wire:
         sock: a connected socket; the `Wire` owns it from now on.
         limit: the largest incoming frame in bytes; a larger one is a `BadMessage`.
         silence_s: the kernel ends the connection if sent bytes stay unacknowledged for this long.
-        host: of the peer, for `places`; the side that connects needs none.
 
     Attributes:
-        host: as given.
         limit: may be changed between two reads.
         heard_at: when bytes last came in, on `time.monotonic`.
     """
 
-    def __init__(
-        self, sock: socket.socket, *, limit: int, silence_s: float, host: str = ""
-    ) -> None:
+    def __init__(self, sock: socket.socket, *, limit: int, silence_s: float) -> None:
         sock.settimeout(0)
         with suppress(OSError):  # a closed one is found at the first read
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -68,7 +64,6 @@ class Wire:
         self._closing = threading.Event()
         self._outgoing: Seal | None = None
         self._incoming: Seal | None = None
-        self.host = host
         self.limit = limit
         self.heard_at = time.monotonic()
 

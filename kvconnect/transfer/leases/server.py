@@ -26,14 +26,9 @@ from kvconnect.transfer.control.messages import (
     Watermark,
     WatermarkOf,
 )
+from kvconnect.transfer.leases.lease import Blocks, Ended
 from kvconnect.transfer.leases.let_go import LetGo
-from kvconnect.transfer.leases.table import (
-    Answer,
-    Blocks,
-    Ended,
-    LeaseTable,
-    Verdict,
-)
+from kvconnect.transfer.leases.table import Answer, LeaseTable, Verdict
 from kvconnect.transfer.leases.timer import Clock, Timer, lease_clock
 
 __all__ = ["LeaseServer", "Send"]

@@ -6,23 +6,19 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, TypeAlias
 
 from kvconnect.errors import ConfigurationError, OutOfBlocks
 from kvconnect.trace import count
 from kvconnect.transfer.control.messages import NOTHING_COMPUTED, LeaseId, Watermark
+from kvconnect.transfer.leases.lease import Blocks, Ended, Holding, Lease
 from kvconnect.transfer.leases.timer import Clock, lease_clock
 
-__all__ = ["Answer", "Blocks", "Ended", "LeaseTable", "Verdict"]
+__all__ = ["Answer", "LeaseTable", "Verdict"]
 
 _REMEMBERED = 4096
 _REMEMBERED_HOLDERS = 4 * _REMEMBERED
-_MAX_HOLDERS = 256  # of one lease: as many peers as are connected at once
-
-Blocks: TypeAlias = tuple[tuple[int, ...], ...]
-"""Block ids of a request in its order, for each pool group."""
 
 
 class Verdict(Enum):
@@ -48,47 +44,6 @@ class Answer:
     tokens: int = 0
     blocks: Blocks = ()
     mark: Watermark = NOTHING_COMPUTED
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A lease that no reader holds any more. Its blocks can be unpinned."""
-
-    key: LeaseId
-    nbytes: int
-    why: Literal["released", "aborted", "expired"]
-
-
-class _Holding(Enum):
-    RELEASED = "released"
-    ABORTED = "aborted"
-    BROKEN = "broken"
-
-
-@dataclass(slots=True)
-class _Lease:
-    key: LeaseId
-    tokens: int
-    blocks: Blocks
-    nbytes: int
-    offered_until: float
-    progress_at: float
-    mark: Watermark = NOTHING_COMPUTED
-    readers: int = 1
-    withdrawn: bool = False
-    holders: dict[str, float | _Holding] = field(default_factory=dict)
-    """Until when each that claimed holds it, or how that ended."""
-
-    def active(self) -> list[str]:
-        """Returns the holders that may still read."""
-        return [one for one, end in self.holders.items() if not isinstance(end, _Holding)]
-
-    def ends(self) -> list[float]:
-        """Returns the ends of the lease, one for each reader that may still read."""
-        ends = [end for end in self.holders.values() if not isinstance(end, _Holding)]
-        if len(self.holders) < self.readers:
-            ends.append(self.offered_until)
-        return ends
 
 
 class LeaseTable:
@@ -135,13 +90,13 @@ class LeaseTable:
         self._lock = threading.Lock()
         # Begins anywhere: what a peer holds of an earlier incarnation is unknown to this one.
         self._next_epoch = secrets.randbits(62)
-        self._live: dict[LeaseId, _Lease] = {}
+        self._live: dict[LeaseId, Lease] = {}
         # By name of the request, the newest last; more than one if it is computed several times.
         self._offers: dict[str, list[LeaseId]] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()  # names of which no lease is left
         self._total = 0
         self._done: list[Ended] = []
-        self._past: OrderedDict[LeaseId, dict[str, float | _Holding]] = OrderedDict()
+        self._past: OrderedDict[LeaseId, dict[str, float | Holding]] = OrderedDict()
         self._past_holders = 0
 
     def __len__(self) -> int:
@@ -172,7 +127,7 @@ class LeaseTable:
                 )
             key = LeaseId(request=request, epoch=self._next_epoch)
             self._next_epoch += 1
-            self._live[key] = _Lease(key, tokens, blocks, nbytes, now + self.lease_s, now)
+            self._live[key] = Lease(key, tokens, blocks, nbytes, now + self.lease_s, now)
             self._offers.setdefault(request, []).append(key)
             self._gone.pop(request, None)
             self._total += nbytes
@@ -196,7 +151,7 @@ class LeaseTable:
         now = self._clock()
         with self._lock:
             lease = self._live.get(key)
-            if lease is None or not self._is_held(lease, now):
+            if lease is None or not self._settle(lease, now):
                 return None
             lease.mark = max(lease.mark, mark)
             if blocks:
@@ -271,7 +226,7 @@ class LeaseTable:
                     end
                     for lease in self._live.values()
                     for end in lease.holders.values()
-                    if not isinstance(end, _Holding)
+                    if not isinstance(end, Holding)
                 ),
                 default=None,
             )
@@ -325,16 +280,16 @@ class LeaseTable:
             lease = self._live.get(key)
             if lease is None:
                 end = self._past.get(key, {}).get(holder)
-                return Verdict.OK if end is _Holding.RELEASED else self._of_past(key)
+                return Verdict.OK if end is Holding.RELEASED else self._of_past(key)
             if holder not in lease.holders:
                 return Verdict.UNKNOWN
             self._settle(lease, now)
             end = lease.holders[holder]
-            if not isinstance(end, _Holding):
-                end = lease.holders[holder] = _Holding.RELEASED
+            if not isinstance(end, Holding):
+                end = lease.holders[holder] = Holding.RELEASED
                 self._settle(lease, now)
         self._changed()
-        return Verdict.OK if end is _Holding.RELEASED else Verdict.EXPIRED
+        return Verdict.OK if end is Holding.RELEASED else Verdict.EXPIRED
 
     def abort(
         self, request: str, holder: str, epoch: int | None = None, *, readers: int = 1
@@ -347,11 +302,11 @@ class LeaseTable:
         with self._lock:
             key = self._named(request, epoch, now)
             lease = self._live.get(key) if key is not None else None
-            if lease is None or not self._has_room(lease, holder):
+            if lease is None or not lease.has_room(holder):
                 return
             lease.readers = max(lease.readers, readers)
-            if not isinstance(lease.holders.get(holder), _Holding):
-                lease.holders[holder] = _Holding.ABORTED
+            if not isinstance(lease.holders.get(holder), Holding):
+                lease.holders[holder] = Holding.ABORTED
             self._settle(lease, now)
         self._changed()
 
@@ -367,22 +322,16 @@ class LeaseTable:
         keys = tuple(self._offers.get(request, ()))
         for key in reversed(keys):
             lease = self._live[key]
-            if self._is_held(lease, now) and not lease.withdrawn:
+            if self._settle(lease, now) and not lease.withdrawn:
                 return key
         return keys[-1] if keys else None
 
-    def _may_grant(self, lease: _Lease, holder: str, now: float) -> bool:
-        self._settle(lease, now)
-        if lease.key not in self._live or lease.withdrawn or not self._has_room(lease, holder):
+    def _may_grant(self, lease: Lease, holder: str, now: float) -> bool:
+        if not self._settle(lease, now) or lease.withdrawn or not lease.has_room(holder):
             return False
-        return not isinstance(lease.holders.get(holder), _Holding)
+        return not isinstance(lease.holders.get(holder), Holding)
 
-    @staticmethod
-    def _has_room(lease: _Lease, holder: str) -> bool:
-        """Returns whether `holder` fits. The limit stops peers that claim under ever new names."""
-        return holder in lease.holders or len(lease.holders) < _MAX_HOLDERS
-
-    def _grant(self, lease: _Lease, holder: str, now: float) -> Answer:
+    def _grant(self, lease: Lease, holder: str, now: float) -> Answer:
         until = min(now + self.lease_s, lease.progress_at + self._max_idle_s)
         held = lease.holders.get(holder)
         if isinstance(held, float):
@@ -394,21 +343,10 @@ class LeaseTable:
             Verdict.OK, until - now, lease.key.epoch, lease.tokens, lease.blocks, lease.mark
         )
 
-    def _is_held(self, lease: _Lease, now: float) -> bool:
-        self._settle(lease, now)
-        return lease.key in self._live
-
-    def _settle(self, lease: _Lease, now: float) -> None:
-        """Breaks holdings that are over at `now`, and ends the lease if no reader is left."""
-        for holder, end in lease.holders.items():
-            if not isinstance(end, _Holding) and end <= now:
-                lease.holders[holder] = _Holding.BROKEN
-        if lease.key not in self._live or any(end > now for end in lease.ends()):
-            return
-        ways = set(lease.holders.values())
-        why: Literal["released", "aborted", "expired"] = "expired"
-        if len(lease.holders) >= lease.readers and _Holding.BROKEN not in ways:
-            why = "released" if _Holding.RELEASED in ways else "aborted"
+    def _settle(self, lease: Lease, now: float) -> bool:
+        """Returns whether a reader of a live lease is left at `now`; ends the lease if not."""
+        if lease.settle(now):
+            return True
         del self._live[lease.key]
         same = self._offers[lease.key.request]
         same.remove(lease.key)
@@ -417,12 +355,13 @@ class LeaseTable:
             self._gone[lease.key.request] = None
             if len(self._gone) > _REMEMBERED:
                 self._gone.popitem(last=False)
-        self._done.append(Ended(lease.key, lease.nbytes, why))
+        self._done.append(lease.ended())
         self._past[lease.key] = lease.holders
         self._past_holders += len(lease.holders)
         while len(self._past) > _REMEMBERED or self._past_holders > _REMEMBERED_HOLDERS:
             _, forgotten = self._past.popitem(last=False)
             self._past_holders -= len(forgotten)
+        return False
 
     def _of_past(self, key: LeaseId) -> Verdict:
         return Verdict.EXPIRED if key in self._past else Verdict.UNKNOWN

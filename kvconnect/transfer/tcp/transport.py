@@ -171,9 +171,9 @@ class TcpTransport(Transport):
 
     def _listen(self) -> None:
         incarnation = secrets.token_bytes(16)
-        source = Source(self._regions, self._secret)
         host, port = self._listen_on
-        self._listen_on = (host, source.open(host, port, incarnation))
+        source = Source(self._regions, self._secret, incarnation, host, port)
+        self._listen_on = (host, source.port)
         self._source, self._incarnation = source, incarnation.hex()
 
     def _end(self, error: PullFailed) -> None:

@@ -20,7 +20,8 @@ from endpoints import COMPAT, QUICK, SHORT, Side, opened, until
 
 from kvconnect.errors import BadMessage, ConfigurationError, PeerRefused
 from kvconnect.trace import metrics
-from kvconnect.transfer.control import handshake, listener
+from kvconnect.transfer import acceptor
+from kvconnect.transfer.control import handshake
 from kvconnect.transfer.control.description import Compat
 from kvconnect.transfer.control.events import Disconnected
 from kvconnect.transfer.control.handshake import OPENING_LIMIT, check_compat, shake_hands
@@ -381,7 +382,7 @@ def test_garbage_harms_nobody(sides):
 
 
 def test_half_open_connections_are_bounded_and_keep_nobody_out(sides, monkeypatch):
-    monkeypatch.setattr(listener, "_MAX_HALF_OPEN", 4)
+    monkeypatch.setattr(acceptor, "_MAX_OPENING", 4)
     (listening,) = sides(Side("P", timing=SHORT))
     pushed = metrics.snapshot().get("transfer.control.pushed_out", 0)
     silent = [socket.create_connection(("127.0.0.1", listening.port)) for _ in range(20)]
@@ -396,6 +397,26 @@ def test_half_open_connections_are_bounded_and_keep_nobody_out(sides, monkeypatc
         sock.settimeout(60)
         assert sock.recv(1) == b""
         sock.close()
+
+
+def test_one_for_which_there_is_no_thread_is_closed_and_those_after_it_are_served(
+    sides, monkeypatch
+):
+    p, d = Side("P"), Side("D")
+    (listening,) = sides(p)
+    with monkeypatch.context() as patch:
+        patch.setattr(acceptor, "threading", SimpleNamespace(Thread=_NoThread))
+        with socket.create_connection(("127.0.0.1", listening.port)) as sock:
+            sock.settimeout(60)
+            assert sock.recv(1) == b""
+    assert not listening._opening
+    with Peer(d.endpoint, "127.0.0.1", listening.port) as peer:
+        assert opened(peer)
+
+
+class _NoThread(threading.Thread):
+    def start(self):
+        raise RuntimeError("can't start new thread")
 
 
 def test_one_that_sends_a_byte_now_and_then_is_cut_off(sides):
@@ -415,10 +436,11 @@ def test_one_that_sends_a_byte_now_and_then_is_cut_off(sides):
             pytest.fail("it was heard out")
 
 
-def test_channels_are_bounded_and_the_oldest_that_was_granted_nothing_goes():
+def test_channels_are_bounded_and_the_oldest_that_was_granted_nothing_goes(monkeypatch):
+    monkeypatch.setattr(acceptor, "_MAX_ADMITTED", 2)
     p = Side("P")
     with (
-        Listener(p.endpoint, max_channels=2) as listening,
+        Listener(p.endpoint) as listening,
         Peer(Side("reader").endpoint, "127.0.0.1", listening.port) as reader,
     ):
         assert opened(reader)

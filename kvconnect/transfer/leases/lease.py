@@ -1,0 +1,92 @@
+"""A lease of P: which blocks it pins, who holds it, and until when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, TypeAlias
+
+from kvconnect.transfer.control.messages import NOTHING_COMPUTED, LeaseId, Watermark
+
+__all__ = ["Blocks", "Ended", "Holding", "Lease"]
+
+_MAX_HOLDERS = 256  # of one lease: as many peers as are connected at once
+
+Blocks: TypeAlias = tuple[tuple[int, ...], ...]
+"""Block ids of a request in its order, for each pool group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A lease that no reader holds any more. Its blocks can be unpinned."""
+
+    key: LeaseId
+    nbytes: int
+    why: Literal["released", "aborted", "expired"]
+
+
+class Holding(Enum):
+    """The way in which a holder's part of a lease ended."""
+
+    RELEASED = "released"
+    ABORTED = "aborted"
+    BROKEN = "broken"
+
+
+@dataclass(slots=True)
+class Lease:
+    """A lease. `LeaseTable` changes it with its lock held.
+
+    Attributes:
+        key: its name.
+        tokens: of the prompt.
+        blocks: those known.
+        nbytes: of all blocks.
+        offered_until: when a reader that has not claimed is waited for no longer.
+        progress_at: when more of the request was last computed.
+        mark: how much is computed.
+        readers: the number of readers that are expected.
+        withdrawn: whether it is granted no more.
+        holders: until when each holder that claimed has it, or how that ended.
+    """
+
+    key: LeaseId
+    tokens: int
+    blocks: Blocks
+    nbytes: int
+    offered_until: float
+    progress_at: float
+    mark: Watermark = NOTHING_COMPUTED
+    readers: int = 1
+    withdrawn: bool = False
+    holders: dict[str, float | Holding] = field(default_factory=dict)
+
+    def active(self) -> list[str]:
+        """Returns the holders that may still read."""
+        return [one for one, end in self.holders.items() if not isinstance(end, Holding)]
+
+    def ends(self) -> list[float]:
+        """Returns the ends of the lease, one for each reader that may still read."""
+        ends = [end for end in self.holders.values() if not isinstance(end, Holding)]
+        if len(self.holders) < self.readers:
+            ends.append(self.offered_until)
+        return ends
+
+    def has_room(self, holder: str) -> bool:
+        """Returns whether `holder` fits. The limit stops peers that claim under ever new names."""
+        return holder in self.holders or len(self.holders) < _MAX_HOLDERS
+
+    def settle(self, now: float) -> bool:
+        """Breaks holdings that are over at `now`; returns whether a reader is left."""
+        for holder, end in self.holders.items():
+            if not isinstance(end, Holding) and end <= now:
+                self.holders[holder] = Holding.BROKEN
+        return any(end > now for end in self.ends())
+
+    def ended(self) -> Ended:
+        """Returns the record of this lease, which no reader holds any more."""
+        ways = set(self.holders.values())
+        why: Literal["released", "aborted", "expired"] = "expired"
+        if len(self.holders) >= self.readers and Holding.BROKEN not in ways:
+            why = "released" if Holding.RELEASED in ways else "aborted"
+        return Ended(self.key, self.nbytes, why)
