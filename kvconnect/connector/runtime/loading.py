@@ -27,6 +27,12 @@ WorkerClass = type[KvCacheConnectorWorker]
 # Looked up by name, as a user's connector.
 _BUILT_IN = ("kvconnect.connector.offload", "OffloadScheduler", "OffloadWorker")
 
+# Both constructors need them for a transfer. Two threads that import them at once may each get
+# modules that the other has not finished.
+_FOR_TRANSFER = tuple(
+    f"kvconnect.connector.disagg.{name}" for name in ("node", "publisher", "prefill", "decode")
+)
+
 
 def connector_classes(llm_args: LlmArgs) -> tuple[SchedulerClass, WorkerClass]:
     """Returns the two classes that `llm_args` names, or those of the built-in pair.
@@ -48,6 +54,9 @@ def connector_classes(llm_args: LlmArgs) -> tuple[SchedulerClass, WorkerClass]:
         )
     else:
         name, scheduler, worker = _BUILT_IN
+        if config.transfer is not None:
+            for part in _FOR_TRANSFER:
+                import_module(part)
     module = _module(name)
     # The bases stand for their subclasses here; mypy sees that they cannot be made themselves.
     return (
