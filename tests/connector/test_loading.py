@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -32,6 +34,36 @@ def named(scheduler: str = "Recorder", worker: str = "RecordingWorker", module: 
         connector_scheduler_class=scheduler,
         connector_worker_class=worker,
     )
+
+
+_CHILD = """
+import sys
+from bench_engine import llm_args
+from kvconnect.config import KvCacheConnectorConfig
+from kvconnect.connector.runtime.loading import build_pair, connector_classes
+
+args = llm_args(KvCacheConnectorConfig(transfer={"role": "both"}))
+classes = connector_classes(args)
+before = set(sys.modules)
+pair = build_pair(args, *classes)
+print(sorted(name for name in set(sys.modules) - before if name.startswith("kvconnect.connector")))
+for half in reversed(pair):
+    half.shutdown()
+"""
+
+
+def test_two_constructors_at_once_import_no_module_of_both() -> None:
+    """In a process of its own: here all of them are imported already."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    told = subprocess.run(
+        [sys.executable, "-c", _CHILD],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (told.returncode, told.stdout) == (0, "[]\n"), told.stderr
 
 
 def build(config: KvCacheConnectorConfig, **settings) -> None:

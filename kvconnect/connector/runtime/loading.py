@@ -27,8 +27,8 @@ WorkerClass = type[KvCacheConnectorWorker]
 # Looked up by name, as a user's connector.
 _BUILT_IN = ("kvconnect.connector.offload", "OffloadScheduler", "OffloadWorker")
 
-# Both constructors need them for a transfer. Two threads that import them at once may each get
-# modules that the other has not finished.
+# Both constructors need them for a transfer, each on a thread of its own. Under pytest, importing a
+# module of an installed plugin parses it, and CPython 3.11 fails if two threads parse at once.
 _FOR_TRANSFER = tuple(
     f"kvconnect.connector.disagg.{name}" for name in ("node", "publisher", "prefill", "decode")
 )
