@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from frozen import freeze
 
 from kvconnect.backend import Backend, Capabilities, StoredBlock
 from kvconnect.backends import open_backend
@@ -133,10 +133,6 @@ def _main(commands: Connection, url: str) -> None:
         os._exit(1)
 
 
-def _state(thread: Path) -> str:
-    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
-
-
 class NixlPeer:
     """Starts an instance; `ask` calls a method of it there."""
 
@@ -174,11 +170,7 @@ class NixlPeer:
         return answer
 
     def freeze(self) -> None:
-        """Ends when none of its threads runs."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-        threads = Path(f"/proc/{self.process.pid}/task")
-        while any(_state(thread) != "T" for thread in threads.iterdir()):
-            time.sleep(0.001)
+        freeze(self.process.pid)
 
     def wake(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

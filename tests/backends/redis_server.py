@@ -21,6 +21,7 @@ from typing import Self
 
 import pytest
 import redis
+from frozen import freeze
 from redis_faults import Relay, Script, answered
 
 from kvconnect.backend import Backend
@@ -127,7 +128,7 @@ class RedisServer:
             self._process = None
 
     def freeze(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
+        freeze(self._process.pid)
 
     def thaw(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from frozen import freeze
 
 from kvconnect.transfer.nixl import NixlTransport
 from kvconnect.transfer.secret import SharedSecret
@@ -138,7 +139,7 @@ class PeerProcess:
         self._commands.close()
 
     def freeze(self) -> None:
-        self.signal(signal.SIGSTOP)
+        freeze(self.process.pid)
 
     def wake(self) -> None:
         self.signal(signal.SIGCONT)

@@ -18,7 +18,7 @@ def survive(peer, kind: str, **levels: str) -> subprocess.CompletedProcess[str]:
     """Runs a process that reads from `peer` and kills it meanwhile."""
     environment = {name: value for name, value in os.environ.items() if name not in LEVELS}
     environment |= levels
-    environment["PYTHONPATH"] = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     script = [sys.executable, str(HERE / "survivor.py"), kind]
     return subprocess.run(
         [*script, peer.local.hex(), str(peer.process.pid)],
