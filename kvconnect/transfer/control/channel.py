@@ -117,8 +117,11 @@ class Channel:
 
     def cut(self, reason: str) -> None:
         """Closes the channel at once and drops queued messages. Does not block; idempotent."""
-        said = encode(Error(kind="closing", message=reason[:1024]))
-        if self.is_open:
+        with self._lock:
+            was_open = self._reason is None
+            self._reason = self._reason or reason  # before the peer hears of it and closes
+        if was_open:
+            said = encode(Error(kind="closing", message=reason[:1024]))
             self._queue.send(said, self._wire.write_now)
         self._close_now(reason)
 
