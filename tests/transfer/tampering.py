@@ -96,7 +96,7 @@ class Relay:
         self._framed = framed
         self._listener = socket.create_server((host, listen))
         self.port: int = self._listener.getsockname()[1]
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._accepting = threading.Thread(target=self._accept, daemon=True)
@@ -118,6 +118,11 @@ class Relay:
             _end(one)
         for thread in threads:
             thread.join(60)
+
+    def await_only_one(self) -> None:
+        """Blocks until one connection is left: bytes of earlier ones meet no change any more."""
+        with self._lock:
+            assert self._lock.wait_for(lambda: len(self._sockets) == 1, 60), self._sockets
 
     def _accept(self) -> None:
         while True:
@@ -142,6 +147,7 @@ class Relay:
                 back.join()
             with self._lock:
                 self._sockets.remove(client)
+                self._lock.notify_all()
 
     def _pump(self, source: socket.socket, sink: socket.socket, way: str) -> None:
         with contextlib.suppress(OSError):

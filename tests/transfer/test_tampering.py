@@ -70,6 +70,7 @@ def test_no_flipped_bit_is_taken_for_what_was_asked_for(relayed, secret):
     reasons = []
     for way, bit in bits:
         reader.pull(handle, READS, deadline_s=60).done.result()  # over a good connection
+        relay.await_only_one()  # the source may still send over a connection that was given up
         memory.zero_()
         relay.change = FlippedBit(way, bit)
         error = reader.pull(handle, READS, deadline_s=60).done.exception()
