@@ -88,7 +88,9 @@ class ModelSums:
                 self._work.wait(_LOOK_EVERY)
             except RuntimeError:
                 if self._work.is_completed():
-                    raise
+                    # It may have ended only after the slice: the outcome is of a wait from now on.
+                    self._work.wait()
+                    return
             else:
                 return
             self._communicator.check()

@@ -54,6 +54,20 @@ class StuckGroup:
         return StuckWork(self.over)
 
 
+class LateWork(StuckWork):
+    """An operation that ends just after a wait for it gave up."""
+
+    error: str | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._over.is_set():
+            self._over.set()
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        return True
+
+
 class LostRank:
     """A communicator that learns of a lost rank while a sum waits."""
 
@@ -88,6 +102,21 @@ def test_a_sum_ends_when_a_rank_is_lost_and_its_group_is_kept_from_destruction(
     assert ranks.asked == 2
     assert sums.close() is None
     assert "kvconnect-rank-sum" in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_sum_that_ends_just_after_a_slice_of_the_wait_has_succeeded(group: StuckGroup) -> None:
+    ranks, work = LostRank(), LateWork(group.over)
+    group.allreduce = lambda *_: work
+    ModelSums(group, ranks, 120.0).all_reduce(torch.ones(1))
+    assert ranks.asked == 0
+
+
+def test_a_sum_that_fails_just_after_a_slice_of_the_wait_has_failed(group: StuckGroup) -> None:
+    ranks, work = LostRank(), LateWork(group.over)
+    work.error = "Connection closed by peer"
+    group.allreduce = lambda *_: work
+    with pytest.raises(RankLost, match="rank 1: Connection closed by peer"):
+        ModelSums(group, ranks, 120.0).all_reduce(torch.ones(1))
 
 
 def test_a_silent_rank_is_noticed_though_no_heartbeat_can_be_sent(
