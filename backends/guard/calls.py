@@ -112,10 +112,10 @@ class Calls:
             breaker.labels = labels
 
     def numbers(self) -> dict[str, float]:
-        """Returns the state and the numbers of calls as entries of `Backend.stats`.
+        """Returns the breaker's state and the number of calls as entries of `Backend.stats`.
 
-        ``running`` are calls that have not ended yet, ``abandoned`` ones included: those past their
-        deadline.
+        ``running`` counts the calls that have not ended, and ``abandoned`` those of them that are
+        past their deadline.
         """
         return {
             "breaker_state": float(self.state),

@@ -198,8 +198,8 @@ class Framing:
     ) -> dict[int, Recompute]:
         """Checks `frames`, which lie at the beginning of `into`, and decodes encoded ones.
 
-        Checks all of them, though the first bad one ends the run: each bad one is deleted, so that
-        the next save replaces it.
+        All are checked, also those behind a bad one, which are not loaded: the caller deletes
+        every bad frame from the store, so that the next save replaces it.
 
         Args:
             keys: the keys of the blocks.

@@ -232,7 +232,23 @@ class RedisWriter:
 
 
 def put(wire: Wire, puts: Sequence[Put], *, asking: bool = False) -> list[Stored]:
-    """Stores `puts`, in order; stops after the first that is refused. Blocks."""
+    """Stores `puts` in order, and sends no more after the first refusal. Blocks.
+
+    Args:
+        wire: the connection to the server.
+        puts: the values, in the order of their storing. Those with `look_first` that are there
+            already are not sent.
+        asking: sends ``ASKING`` before each command, to the server that a slot is moved to.
+
+    Returns:
+        The result of each put; ``NOT_TRIED`` if a refusal came before it was sent.
+
+    Raises:
+        OSError: the connection is lost, or the server took nothing in time.
+        BackendUnavailable: the server answered with another error.
+
+    If it raises, any of `puts` may be stored.
+    """
     found: list[Stored] = [Outcome.NOT_TRIED] * len(puts)
     looked_for = [number for number, one in enumerate(puts) if one.look_first]
     heads = ask(wire, [head_command(puts[number].name) for number in looked_for], asking=asking)

@@ -92,7 +92,7 @@ def _merged(broken: npt.NDArray[np.bool_], nbytes: int) -> tuple[Offsets, Offset
 
 
 def runs(offsets: Offsets, nbytes: int) -> Runs:
-    """Returns the runs of pieces of `nbytes` at `offsets`, neighbours that follow as one."""
+    """Returns the runs of pieces of `nbytes` at `offsets`; adjacent pieces form one."""
     found = np.empty(0, RUN)
     if len(offsets):
         begins, sizes = _merged(np.diff(offsets) != nbytes, nbytes)
@@ -102,7 +102,10 @@ def runs(offsets: Offsets, nbytes: int) -> Runs:
 
 
 def pairs(reads: Reads) -> tuple[Runs, Runs]:
-    """Returns remote and local runs, pairwise equal: neighbours on both sides as one."""
+    """Returns the remote and the local runs of `reads`, in pairs of equal length.
+
+    Pieces that are adjacent on both sides form one run.
+    """
     if not len(reads.local_offsets):
         return np.empty(0, RUN), np.empty(0, RUN)
     far, near = reads.remote_offsets, reads.local_offsets

@@ -69,7 +69,7 @@ class Floor(ABC):
         return None
 
     def close(self) -> None:
-        """Removes what the floor has created."""
+        """Deletes the stored values and closes connections; does nothing by default."""
 
 
 def checksum_seconds(payloads: Payloads) -> list[float]:

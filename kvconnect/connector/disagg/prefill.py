@@ -124,10 +124,11 @@ class PrefillBook:
         )
 
     def finished(self, request: LlmRequest) -> EndOrder | None:
-        """Returns the order for the end of `request`; ``None``: the workers know nothing of it.
+        """Returns the order that ends the publication of `request` on the workers.
 
-        Blocks of an aborted request are kept, too, until the workers have ended its leases: a
-        reader must not hear that blocks were valid once others may write to them.
+        Returns ``None`` if no worker publishes the request. Otherwise its blocks are kept until
+        the workers report that its leases ended, even if it was aborted. A block that is freed
+        earlier could be overwritten while a peer takes it for valid.
         """
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None or prompt.num_blocks is None:

@@ -97,14 +97,18 @@ class Publisher:
             self._node.device.after(partial(self._advance, shared, tokens, layer + 1))
 
     def step_computed(self) -> None:
-        """Counts the prompts whose computation ends with this forward pass."""
+        """Adds prompts that this forward pass completes to the counter ``transfer.computed``."""
         for shared, tokens in self._computing:
             if tokens >= shared.num_tokens:
                 told = partial(count, "transfer.computed", tokens=shared.num_tokens)
                 self._node.device.after(told)
 
     def end(self, order: EndOrder) -> None:
-        """Ends a prompt whose request keeps its blocks: publishes all of it, or withdraws it."""
+        """Ends the publication of a prompt whose request ended and whose blocks are still kept.
+
+        If all tokens are valid, the whole prompt is published once the device has computed it.
+        Otherwise its lease ends.
+        """
         shared = self._shared.pop(order.request_id, None)
         key = None if shared is None else shared.key
         if shared is None or key is None:

@@ -177,7 +177,14 @@ class StoreFinding:
             prompt.promised = None
 
     def order(self, data: RequestData) -> LoadBlocks | None:
-        """Returns the load that was promised for a request; ``None``: it is of no use any more."""
+        """Returns the load of the tokens that the last `offer` or `ask` of a request promised.
+
+        Returns ``None`` if no load is promised, or if the device has the tokens by now. Each
+        promise is used once.
+
+        Raises:
+            ConnectorContractError: the cache manager reserved no block for a token of the load.
+        """
         prompt = self._prompts[data.request_id]
         promised, prompt.promised = prompt.promised, None
         # The runtime did not accept a match that ends within the device's tokens.

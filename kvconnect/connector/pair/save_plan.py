@@ -79,7 +79,12 @@ class SavePlan:
         return all(group.num_done is not None for group in self._groups)
 
     def extend(self, by_group: Sequence[Sequence[int]], priorities: Sequence[int]) -> None:
-        """Adds blocks that the request got; `priorities` are those of group 0."""
+        """Appends the blocks that the request was given since the last call.
+
+        Args:
+            by_group: block ids of each pool group, in the order of `windows`; -1: no block.
+            priorities: the retention priority of each block in ``by_group[0]``.
+        """
         for group, block_ids in zip(self._groups, by_group, strict=True):
             group.block_ids += block_ids
         self._priorities += priorities

@@ -73,7 +73,8 @@ def checked_failures(owner: object, answer: object) -> list[TransferFailure]:
     """Returns the answer of `get_failed`, checked.
 
     Raises:
-        ConnectorContractError: not a sequence of `TransferFailure`, or a field of one is none.
+        ConnectorContractError: it is not a sequence of `TransferFailure`, or a field of a failure
+            has a wrong type or a negative number of tokens.
     """
     method = f"{_name(owner)}.get_failed"
     if not isinstance(answer, Sequence) or not all(isinstance(o, TransferFailure) for o in answer):

@@ -48,7 +48,11 @@ class RequestHandle:
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """The log probabilities of its prompt, whole with its first chunk; ``None``: unwanted."""
+        """The log probabilities of the prompt's tokens; ``None`` if the request wants none.
+
+        They are complete once the first chunk of the output is there. Until then the last ones
+        are missing.
+        """
         return self._lives[0].prompt_logprobs
 
     def result(self, timeout: float | None = None) -> RequestOutput:

@@ -234,7 +234,10 @@ class LiveRequest:
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """The log probabilities of its prompt, complete once it has a token; ``None``: unwanted."""
+        """The log probabilities of the prompt's tokens; ``None`` if the request wants none.
+
+        They are complete once the request has an output token.
+        """
         if self.request.sampling_params.prompt_logprobs is None:
             return None
         return PromptLogprobs(self._prompt_logprobs.view())

@@ -85,7 +85,11 @@ class Saves:
         access.staging.on_free(self._freed)
 
     def submit(self, job: int, saves: Sequence[ChunkSave]) -> None:
-        """Stores `saves` in this order: parents come before children."""
+        """Queues `saves`, parents before children, for the store; does not block.
+
+        `done` is called with the job's number once every chunk is stored or lost. The rows must
+        stay unchanged until then.
+        """
         self._access.store.io.call_soon(lambda: self._begin(job, saves))
 
     def close(self) -> None:
