@@ -28,7 +28,7 @@ def reshape_and_cache(
 ) -> None:
     """Writes new keys and values of one layer, each token's at its slot.
 
-    On a device it is enqueued on the current stream. It can be traced and exported.
+    On a device the work is enqueued on the current stream. The op can be traced and exported.
 
     Args:
         key: ``[tokens, heads, key_dim]`` of the cache's dtype, with a contiguous last axis.
@@ -41,8 +41,8 @@ def reshape_and_cache(
     Raises:
         TypeError: wrong dtypes.
         ValueError: wrong shapes, or a slot that is given twice.
-        IndexError: there is no such layer, or a slot on the host is out of range. (On the device
-            such slots are skipped, and counted in its error word.)
+        IndexError: there is no such layer, or a slot on the host is out of range. (Such slots on
+            the device are skipped, and counted in the device's error word.)
         RuntimeError: devices differ. Nothing was written.
     """
     if not 0 <= layer < kv.num_layers:

@@ -39,18 +39,18 @@ def copy_pairs(
     """Copies blocks like `copy_blocks`, with separate sources and targets, and no padding.
 
     Args:
-        src_kv: as there.
-        dst_kv: as there.
-        source_ids: ``[n]`` on the host.
-        target_ids: as many.
-        num_tokens: as there.
-        layers: as there.
-        stream: as there.
-        path: as there.
-        stable_source: as there.
+        src_kv: as for `copy_blocks`.
+        dst_kv: as for `copy_blocks`.
+        source_ids: ``[n]`` on the host: the blocks to read.
+        target_ids: ``[n]`` on the host: the blocks to write, in the same order.
+        num_tokens: as for `copy_blocks`.
+        layers: as for `copy_blocks`.
+        stream: as for `copy_blocks`.
+        path: as for `copy_blocks`.
+        stable_source: as for `copy_blocks`.
 
     Raises:
-        TypeError, ValueError, IndexError, RuntimeError: as there.
+        TypeError, ValueError, IndexError, RuntimeError: as `copy_blocks`.
     """
     numbers = layer_range(src_kv, layers)
     moves = pair_moves((src_kv, dst_kv), (source_ids, target_ids), numbers, num_tokens=num_tokens)
@@ -60,11 +60,17 @@ def copy_pairs(
 def move_blocks(
     moves: Moves | None, stream: Any, path: str, *, stable_source: bool = False
 ) -> Transfer:
-    """Carries out `moves` on `path`, and on `stream` if that is not the host's own.
+    """Copies the blocks of `moves`; ``None`` copies nothing.
+
+    Args:
+        moves: the checked copy.
+        stream: the stream of a copy on a device; ``None`` is the current one. Ignored on the host.
+        path: one of `PATHS`.
+        stable_source: as for `scatter_blocks`.
 
     Raises:
         ValueError: there is no such path.
-        RuntimeError: there is no device for the path that was asked for.
+        RuntimeError: there is no device for `path`.
     """
     check_path(path)
     if moves is None:

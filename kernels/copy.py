@@ -2,7 +2,7 @@
 
 Everything is checked before anything is written. On the host a copy is done when the function
 returns. On a device it is enqueued behind the work of `stream` (by default torch's current one),
-and the `Transfer` tells when it is done.
+and the returned `Transfer` reports its end.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ def gather_blocks(
     """Copies blocks to a contiguous buffer: row i of `out` becomes block ``block_ids[i]``.
 
     Args:
-        kv: where the blocks are.
-        block_ids: ``[n]``; may repeat. -1 is padding: its row is left as it is.
+        kv: the cache that is read.
+        block_ids: ``[n]``; may repeat. The row of a -1 is unchanged.
         out: ``[n, bytes of a block]`` uint8, or as many elements of the cache's dtype, in any
             contiguous shape ``[n, ...]``; two axes may have any distance between rows. On the
-            cache's device or in host memory, page-locked if that is not to block. See `PagedKv` for
-            what a row holds.
-        layers: consecutive ones; a row then holds these only.
+            cache's device or in host memory. With pageable host memory the call blocks. `PagedKv`
+            describes a row's content.
+        layers: consecutive layers; a row then holds these only.
         stream: a `torch.cuda.Stream`; ignored on the host.
-        path: ``"auto"``; or how: ``"kernel"``, ``"dma"``, ``"staged"``, ``"torch"``.
+        path: ``"auto"``, or the way of the copy: ``"kernel"``, ``"dma"``, ``"staged"`` or
+            ``"torch"``.
 
     Raises:
         TypeError: wrong dtypes.
         ValueError: wrong shapes, strides, layers or path.
         IndexError: an id on the host is out of range. (On the device such ids are skipped.)
-        RuntimeError: devices differ, or there is none for the path. Nothing was written.
+        RuntimeError: devices differ, or no device has this path. Nothing was written.
     """
     numbers = layer_range(kv, layers)
     if torch.compiler.is_compiling():
@@ -73,17 +74,17 @@ def scatter_blocks(
 ) -> Transfer:
     """Copies a contiguous buffer to blocks: block ``block_ids[i]`` becomes row i of `src`.
 
-    The mirror of `gather_blocks`; other layers than `layers` are unchanged.
+    This is the reverse of `gather_blocks`. Other layers than `layers` are unchanged.
 
     Args:
-        src: as `out` there.
-        kv: where the blocks are.
+        src: of the shape and dtype of `out` of `gather_blocks`.
+        kv: the cache that is written.
         block_ids: ``[n]``, distinct; rows of -1 are skipped.
-        layers: consecutive ones, which `src` holds.
+        layers: the consecutive layers that `src` holds.
         stream: a `torch.cuda.Stream`; ignored on the host.
-        path: ``"auto"``; or how: ``"kernel"``, ``"dma"``, ``"staged"``, ``"torch"``.
-        stable_source: `src` is host memory that is complete already and stays unchanged until the
-            `Transfer` is done; it may be read before the stream reaches the copy.
+        path: as for `gather_blocks`.
+        stable_source: whether `src` is host memory that is complete already and stays unchanged
+            until the `Transfer` is done. Then it may be read before the stream reaches the copy.
 
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: as `gather_blocks`; also ``ValueError`` for
@@ -111,15 +112,16 @@ def copy_blocks(
     """Copies blocks of one paged memory to another, or within one.
 
     Args:
-        src_kv: where to read.
-        dst_kv: where to write; may be `src_kv`. Of the same sizes, dtype and layout; strides and
-            number of blocks may differ.
-        block_mapping: ``[n, 2]``: from which block to which; a pair with -1 is skipped.
-        num_tokens: ``[n]``, 0 to T: only so many leading tokens of each block; ``None``: all.
-            The slots of others are left as they are.
-        layers: consecutive ones; others are left as they are.
+        src_kv: the cache that is read.
+        dst_kv: the cache that is written; may be `src_kv`. Of the same sizes, dtype and layout;
+            strides and number of blocks may differ.
+        block_mapping: ``[n, 2]``: a block of `src_kv` and its target block in `dst_kv`; a pair with
+            -1 is skipped.
+        num_tokens: ``[n]``, 0 to T: only so many leading tokens of each block are copied, and the
+            slots of others are unchanged; ``None`` copies all.
+        layers: consecutive layers; others are unchanged.
         stream: a `torch.cuda.Stream`; ignored on the host.
-        path: ``"auto"``; or how: ``"kernel"``, ``"dma"``, ``"staged"``, ``"torch"``.
+        path: as for `gather_blocks`.
         stable_source: as for `scatter_blocks`.
 
     Raises:
@@ -127,7 +129,7 @@ def copy_blocks(
         ValueError: wrong shapes, layouts, layers, path or `num_tokens`; a block is a target twice,
             or a source too.
         IndexError: an id on the host is out of range.
-        RuntimeError: devices differ, or there is none for the path. Nothing was written.
+        RuntimeError: devices differ, or no device has this path. Nothing was written.
     """
     numbers = layer_range(src_kv, layers)
     if torch.compiler.is_compiling():

@@ -17,7 +17,11 @@ __all__ = ["note_missing", "run_plainly", "tried"]
 
 
 def tried(where: torch.device, submit: Callable[[DeviceWork], Transfer]) -> Transfer | None:
-    """Returns what `submit` makes of work on `where`; ``None``: the host or plain torch does it."""
+    """Calls `submit` with the kernels of device `where` and returns its result.
+
+    Returns ``None`` if the caller must use the host's code or plain torch: `where` is the host, or
+    has no driver or compiler. The latter is logged once.
+    """
     if not device.wanted(where):
         return None
     try:
@@ -30,7 +34,10 @@ def tried(where: torch.device, submit: Callable[[DeviceWork], Transfer]) -> Tran
 def run_plainly(
     plainly: Callable[[], None], where: torch.device, stream: Any, keep: tuple[object, ...]
 ) -> Transfer:
-    """Runs `plainly`, on `stream` or the current one of device `where`."""
+    """Calls `plainly`, a copy in plain torch, and returns it as a `Transfer` that keeps `keep`.
+
+    On a device it runs on `stream`, or on the current stream if that is ``None``.
+    """
     if where.type != "cuda":
         plainly()
         return DONE
@@ -41,5 +48,5 @@ def run_plainly(
 
 
 def note_missing(error: Exception) -> None:
-    """Warns once that plain torch runs instead of kernels."""
+    """Logs a warning, once per process, that plain torch runs instead of kernels."""
     warn_once("kernels.no_device", f"copies use plain torch, which is slow: {error}")

@@ -1,7 +1,8 @@
 """Registers the ops as ``torch.ops.kvconnect.*``, so that they trace and export.
 
-Each module registers its own. The ops take tensors only, change in place what their schema says,
-and return nothing, so that torch's compiler can reason about them.
+Each module registers its own ops. They take tensors, lists of tensors and constants, change only
+the arguments that their schema names, and return nothing. So torch's compiler can reason about
+them.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ _HOST_AND_DEVICE = ("CPU", "CUDA")
 
 
 def _nothing(*_: object) -> None:
-    """Does nothing, as the result of an op that only changes its arguments."""
+    """Does nothing: stands for an op without result while torch traces."""
 
 
 def register(
     name: str, *, changes: str, fake: Callable[..., None] = _nothing
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Defines an op: decorates the function that runs it, on tensors of host and CUDA devices.
+    """Returns a decorator that registers a function as an op for host and CUDA tensors.
 
-    Its schema is the decorated signature.
+    The schema of the op is the signature of the function.
 
     Args:
-        name: of the op.
+        name: the name of the op.
         changes: the parameters that are written to, with spaces between them.
-        fake: checks what can be checked without values, for tracing.
+        fake: called in place of the function while torch traces; checks what needs no values.
 
     Returns:
-        A decorator that returns the op, ready to be called (2 µs; ``torch.library.custom_op`` would
-        take 15).
+        A decorator that returns the op. A call of the op costs 2 µs (15 µs with
+        ``torch.library.custom_op``).
     """
 
     def define(implementation: Callable[..., None]) -> Callable[..., None]:

@@ -31,21 +31,21 @@ _MBIND = {"x86_64": 237, "aarch64": 235}
 class PinnedPool:
     """The staging memory in slots of a fixed size. It is freed with the last tensor made from it.
 
-    It is registered with the driver, as torch's own page-locked memory comes in powers of two: 33
-    GiB would take 64. Page-locking takes seconds per 10 GiB. Without CUDA it is plain memory that
-    takes pages as they are written to.
+    The memory is page-locked by the driver, since torch's own page-locked memory has sizes of
+    powers of two: 33 GiB would take 64. Page-locking blocks for seconds per 10 GiB. Without CUDA it
+    is plain memory, whose pages are allocated when they are written to.
 
     Args:
-        nbytes: at least so many; rounded up to whole slots.
-        numa_node: where the memory should lie, best that of the device. If the kernel does not
+        nbytes: the least size of the memory; rounded up to whole slots.
+        numa_node: the NUMA node of the memory, best that of the device. If the kernel does not
             allow the choice, a warning is logged once.
-        slot_nbytes: of a slot, rounded up to 4 KiB.
-        pin: page-lock it; by default if there is CUDA.
+        slot_nbytes: the size of a slot, rounded up to 4 KiB.
+        pin: whether to page-lock the memory; by default if there is CUDA.
 
     Attributes:
         memory: 1-D uint8 of all slots.
         slots: the same as ``[num_slots, slot_nbytes]``.
-        pinned: whether it is page-locked.
+        pinned: whether the memory is page-locked.
 
     Raises:
         ConfigurationError: (a ``ValueError``) a size is below 1, there is no such NUMA node, or the
@@ -88,7 +88,7 @@ def host_bytes(nbytes: int) -> _Bytes:
     """Allocates zeroed bytes at an address that is a multiple of 4 KiB.
 
     Raises:
-        MemoryError: so many cannot be allocated.
+        MemoryError: `nbytes` cannot be allocated.
     """
     # NumPy asks for huge pages, which makes the first touch of a large pool several times cheaper.
     memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
@@ -97,7 +97,7 @@ def host_bytes(nbytes: int) -> _Bytes:
 
 
 def page_lock(memory: _Bytes) -> None:
-    """Page-locks memory of `host_bytes`, for as long as it lives.
+    """Page-locks `memory`, which `host_bytes` returned, for as long as it lives. Blocks.
 
     Raises:
         RuntimeError: page-locking failed.
@@ -109,7 +109,7 @@ def page_lock(memory: _Bytes) -> None:
     code = int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE))
     if code:
         raise RuntimeError(f"cudaHostRegister: error {code}")
-    # The owner dies after the last tensor; it unlocks its memory before that is freed.
+    # The array that owns the memory dies after the last tensor; it unlocks before it frees.
     unlock = weakref.finalize(memory.base, runtime.cudaHostUnregister, address)
     unlock.atexit = False  # the driver may be gone by then, and the process ends anyway
 
@@ -119,7 +119,10 @@ def _node_path(node: int) -> Path:
 
 
 def _prefer_node(memory: _Bytes, node: int) -> None:
-    """Prefers `node` for pages that are not allocated yet."""
+    """Makes the kernel prefer `node` for pages of `memory` that are not allocated yet.
+
+    Logs a warning, once per process, if the kernel refuses.
+    """
     number = _MBIND.get(platform.machine())
     failure = "unknown on this machine"
     if number is not None:

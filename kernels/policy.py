@@ -1,4 +1,4 @@
-"""The support of this machine for copies."""
+"""The hardware and software of this machine for copies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Capabilities:
 
     Attributes:
         devices: names of the CUDA devices that torch can use.
-        driver: the CUDA version that the driver supports, as ``"13.0"``; ``None`` without one.
-        nvrtc: version of the compiler; ``None`` without one.
-        batched_dma: whether the driver takes copies in batches (since CUDA 12.8), or one by one.
-        missing: what kernels lack here, a sentence each; empty if nothing.
+        driver: the CUDA version that the driver supports, as ``"13.0"``; ``None`` without a driver.
+        nvrtc: the version of the compiler; ``None`` without a compiler.
+        batched_dma: whether the driver accepts copies in batches (since CUDA 12.8).
+        missing: the reasons for which kernels cannot run, a sentence each; empty if they can.
     """
 
     devices: tuple[str, ...]
@@ -38,7 +38,7 @@ class Capabilities:
 
 
 def capabilities() -> Capabilities:
-    """Returns the capabilities; raises nothing, compiles nothing, and takes no device memory."""
+    """Returns the capabilities of this machine. Raises, compiles and allocates nothing."""
     missing = []
     driver, batched, nvrtc = None, False, None
     try:

@@ -1,4 +1,4 @@
-"""Quantises one block's bytes for a codec of stores: to a fixed size, without a cache.
+"""Quantises the bytes of one block to a fixed size, for a codec of stores.
 
 A row is one head's elements of one token. With ``limit`` 448 (fp8_e4m3) or 127 (int8), all in
 float32: ``scale = max|x| / limit``, and each value is ``x * limit / max|x|``, rounded to nearest
@@ -30,7 +30,7 @@ def quantized_nbytes(layout: KvCacheLayout) -> int:
     """Returns the bytes of a quantised block: a float32 scale for each row, then the values.
 
     Raises:
-        ConfigurationError: its elements are not float64, float32, float16 or bfloat16.
+        ConfigurationError: the elements are not float64, float32, float16 or bfloat16.
     """
     if layout.dtype not in _DTYPES:
         raise ConfigurationError(
@@ -45,12 +45,12 @@ def quantize_payload(payload: Tensor, layout: KvCacheLayout, out: Tensor, *, dty
 
     Args:
         payload: 1-D contiguous uint8 host tensor of ``layout.block_nbytes``, aligned to elements.
-        layout: of the block.
+        layout: the layout of the block.
         out: 1-D contiguous uint8 host tensor of `quantized_nbytes`, 4-byte-aligned; changed.
         dtype: ``"fp8_e4m3"`` or ``"int8"``.
 
     Raises:
-        ConfigurationError: one of them is not what it must be; nothing was written.
+        ConfigurationError: an argument is not as described; nothing was written.
     """
     for rows, values, scales in _parts(payload, layout, out, dtype):
         exact = rows.float() if rows.dtype == torch.float64 else rows
@@ -60,9 +60,10 @@ def quantize_payload(payload: Tensor, layout: KvCacheLayout, out: Tensor, *, dty
 
 
 def dequantize_payload(encoded: Tensor, layout: KvCacheLayout, out: Tensor, *, dtype: str) -> None:
-    """Restores a block's bytes to `out` from those of `quantize_payload`: its mirror.
+    """Restores a block's bytes from `encoded`, which `quantize_payload` made, and writes `out`.
 
-    Any bytes of the right length give some block. Raises as `quantize_payload` does.
+    The content of `encoded` is not checked: any bytes of the right length give some block. Raises
+    as `quantize_payload` does.
     """
     for rows, values, scales in _parts(out, layout, encoded, dtype):
         wanted = torch.float32 if layout.dtype == torch.float64 else layout.dtype
@@ -70,7 +71,7 @@ def dequantize_payload(encoded: Tensor, layout: KvCacheLayout, out: Tensor, *, d
 
 
 def quantize_rows(rows: Tensor, code: str) -> tuple[Tensor, Tensor]:
-    """Quantises like `reference.quantize`, bit for bit, at two to three times its speed."""
+    """Returns the same values and scales as `reference.quantize`, two to three times as fast."""
     limit = reference.LIMITS[code]
     exact = rows.to(torch.float32, copy=True)
     largest = exact.abs().amax(-1, keepdim=True)  # NaN where one is
@@ -93,7 +94,10 @@ def _num_rows(layout: KvCacheLayout) -> int:
 def _parts(
     payload: Tensor, layout: KvCacheLayout, encoded: Tensor, code: str
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields views: rows ``[n, dim]``, their values as uint8 ``[n, dim]``, their scales ``[n]``."""
+    """Checks the arguments, and yields views of both buffers in parts.
+
+    A part is rows ``[n, dim]``, their values as uint8 ``[n, dim]`` and their scales ``[n]``.
+    """
     if code not in reference.LIMITS:
         raise ConfigurationError(f"dtype='{code}': {nearest(code, reference.LIMITS)}")
     for name, buffer, nbytes in (
@@ -116,7 +120,7 @@ def _parts(
 def _uneven_parts(
     rows: Tensor, values: Tensor, scales: Tensor, layout: KvCacheLayout
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields the parts of keys and values of different dim, which lie in one plane, keys first."""
+    """Yields the parts, as `_parts` does, of planes whose keys and values differ in dim."""
     heads = layout.tokens_per_block * layout.num_kv_heads
     keys = heads * layout.key_dim
     planes = (rows.view(-1, layout.plane_elements), values.view(-1, layout.plane_elements))

@@ -35,7 +35,7 @@ def kv_cache_update(
     """Writes new keys (or values) into a linear cache, in place: TensorRT's IKVCacheUpdateLayer.
 
     ``cache[i, :, write_indices[i] + s, :] = update[i, :, s, :]``, and all else is unchanged. On a
-    device it is enqueued on the current stream. It can be traced and exported.
+    device the work is enqueued on the current stream. The op can be traced and exported.
 
     Args:
         cache: ``[B, N, S_max, H]``, float64, float32, float16, bfloat16 or a type of one byte; any
@@ -43,21 +43,22 @@ def kv_cache_update(
         update: of the cache's dtype; ``[B, N, S_new, H]``, or packed ``[total_tokens, N, H]``.
         write_indices: ``[B]`` int32 or int64, where each sequence's update begins; on the cache's
             device or the host.
-        update_lengths: packed only: ``[B + 1]``, where each sequence begins in `update`, and its
-            end: from 0 to ``total_tokens``, never decreasing.
+        update_lengths: for a packed update only: ``[B + 1]``, where each sequence begins in
+            `update`, and the end: from 0 to ``total_tokens``, never decreasing.
         update_form: ``"padded_bhnd"`` or ``"packed_nhd"``, or TensorRT's enum or name of it.
         cache_mode: ``"linear"``, or TensorRT's enum or name of it; there is no other yet.
-        out: where the result is wanted; only `cache` itself is possible.
+        out: the tensor for the result; only `cache` itself is possible.
 
     Returns:
         `cache`.
 
     Raises:
-        TypeError: dtypes.
-        ValueError: shapes, `update_form`, `cache_mode`, `out`; packed without lengths, or lengths
-            that do not start at 0, decrease, or do not end at ``total_tokens``.
-        IndexError: on the host, a sequence's update begins before 0 or ends beyond ``S_max``.
-            (Indices on a device are clamped, and counted in its error word.)
+        TypeError: wrong dtypes.
+        ValueError: wrong shapes, `update_form`, `cache_mode` or `out`; packed without lengths, or
+            lengths that do not start at 0, decrease, or do not end at ``total_tokens``.
+        IndexError: with indices on the host, a sequence's update begins before 0 or ends beyond
+            ``S_max``. (With indices on a device, such a sequence is not written, and is counted in
+            the device's error word.)
         RuntimeError: devices differ. Nothing was written.
     """
     cache_mode_of(cache_mode)

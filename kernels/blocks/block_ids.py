@@ -33,15 +33,15 @@ BlockIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | Tensor
 _INDEX_DTYPES = {torch.int32, torch.int64}
 
 SMALL = 64
-"""The most ids of which Python's own minimum is faster than NumPy's."""
+"""Up to so many ids, Python's own functions are faster than NumPy's."""
 
 
 class Unpadded(NamedTuple):
-    """The ids that are no padding, and their positions among all.
+    """The ids that are not padding, and their positions in the full list.
 
     Attributes:
         ids, positions: ``[n]`` int64.
-        in_order: the positions are 0 to n - 1.
+        in_order: whether the positions are 0 to n - 1.
     """
 
     ids: Ids
@@ -50,7 +50,7 @@ class Unpadded(NamedTuple):
 
 
 def on_device(ids: object) -> TypeGuard[Tensor]:
-    """Returns whether these are a tensor on a device, whose values cannot be read at once."""
+    """Returns whether `ids` is a tensor on a device, whose values cannot be read without a wait."""
     return isinstance(ids, Tensor) and not ids.is_cpu
 
 
@@ -63,20 +63,20 @@ def host_ids(
     padding: bool = True,
     noun: str = "block ",
 ) -> Ids:
-    """Returns `ids` as an int64 array; the caller's own memory where it is one already.
+    """Checks `ids` and returns them as a contiguous int64 array; copies only if needed.
 
     Args:
-        name: for messages.
-        ids: given by the caller.
-        limit: valid are 0 to `limit` - 1, and -1 with `padding`.
-        ndim: dimensions they must have.
+        name: the argument's name, for messages.
+        ids: the ids that the caller gave, on the host.
+        limit: valid ids are 0 to `limit` - 1, and -1 with `padding`.
+        ndim: the number of dimensions that `ids` must have.
         padding: whether -1 is allowed.
-        noun: what they are, for messages.
+        noun: the word before an id in messages.
 
     Raises:
-        TypeError: they are no integers.
-        ValueError: not of `ndim` dimensions.
-        IndexError: one is out of range.
+        TypeError: `ids` are not integers.
+        ValueError: `ids` are on a device, or not of `ndim` dimensions.
+        IndexError: an id is out of range.
     """
     if on_device(ids):
         raise ConfigurationError(f"{name}: must be on the host; call cpu() on it")
@@ -100,7 +100,7 @@ def host_ids(
 
 
 def unpadded(ids: Ids) -> Unpadded:
-    """Removes the padding."""
+    """Returns `ids` without the padding, -1."""
     count = len(ids)
     if count <= SMALL:
         if -1 not in ids.tolist():
@@ -114,10 +114,10 @@ def unpadded(ids: Ids) -> Unpadded:
 
 
 def check_targets(name: str, ids: Ids, *, noun: str = "block ") -> None:
-    """Checks that no block is written to twice.
+    """Checks that no id is in `ids` twice, so that no block is written to twice.
 
     Raises:
-        ValueError: one is given twice.
+        ValueError: an id is there twice.
     """
     if len(ids) <= SMALL:
         values = ids.tolist()

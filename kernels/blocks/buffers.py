@@ -24,7 +24,7 @@ _ALL = slice(None)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Returns the same memory as uint8 with a wider last axis, which must be contiguous."""
+    """Returns a uint8 view of `tensor`, whose last axis must be contiguous, with a wider axis."""
     if tensor.stride(-1) != 1:  # a row of one element
         shape, strides = tensor.shape, (*tensor.stride()[:-1], 1)
         tensor = tensor.as_strided(shape, strides, tensor.storage_offset())
@@ -32,17 +32,17 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def check_path(path: str) -> None:
-    """Raises ValueError unless it is one of `PATHS`."""
+    """Raises ValueError unless `path` is one of `PATHS`."""
     if path not in PATHS:
         raise ConfigurationError(f"path='{path}': {nearest(path, PATHS)}")
 
 
 def layer_range(kv: PagedKv, layers: slice | range) -> range:
-    """Returns the layers of a slice or range.
+    """Returns the numbers of the layers of `kv` that `layers` selects.
 
     Raises:
-        TypeError: neither a slice nor a range.
-        ValueError: they are not consecutive, or some do not exist.
+        TypeError: `layers` is neither a slice nor a range.
+        ValueError: the layers are not consecutive, or some do not exist.
     """
     if layers == _ALL:
         return range(kv.num_layers)
@@ -60,30 +60,30 @@ def layer_range(kv: PagedKv, layers: slice | range) -> range:
 
 
 def check_devices(name: str, kv: torch.device, other: torch.device) -> None:
-    """Checks that both are one device, or one of them is the host.
+    """Checks that `kv` and `other` are the same device, or that one of them is the host.
 
     Raises:
-        RuntimeError: otherwise.
+        RuntimeError: they are two devices; the message begins with `name`.
     """
     if kv != other and kv.type != "cpu" and other.type != "cpu":
         raise RuntimeError(f"{name}: on {other}, the cache is on {kv}")
 
 
 def byte_rows(name: str, buffer: Tensor, kv: PagedKv, count: int, nbytes: int) -> Tensor:
-    """Returns `buffer` as uint8 ``[count, nbytes]``, each row contiguous: one block each.
+    """Returns a view of `buffer` as uint8 ``[count, nbytes]``: a block in each contiguous row.
 
     Args:
-        name: for messages.
+        name: the argument's name, for messages.
         buffer: of the cache's dtype or uint8; contiguous, with `count` as first axis or with one
             axis only; or with two axes and any distance between rows.
-        kv: the cache it is copied to or from.
-        count: blocks that are needed.
-        nbytes: of each.
+        kv: the cache that `buffer` is copied to or from.
+        count: the number of blocks that must fit exactly.
+        nbytes: the size of a block in bytes.
 
     Raises:
-        TypeError: another dtype, or no tensor.
+        TypeError: `buffer` has another dtype, or is no tensor.
         ValueError: another shape, rows that are not contiguous or overlap, or memory of `kv`.
-        RuntimeError: on another device than `kv`, and not on the host.
+        RuntimeError: `buffer` is on another device than `kv`, and not on the host.
     """
     if not isinstance(buffer, Tensor):
         raise TypeError(f"{name}: a tensor is needed, this is {type(buffer).__name__}")
@@ -102,7 +102,7 @@ def byte_rows(name: str, buffer: Tensor, kv: PagedKv, count: int, nbytes: int) -
 
 
 def typed_rows(name: str, buffer: Tensor, count: int, length: int) -> Tensor:
-    """Returns `buffer` as ``[count, length]`` of its dtype; see `byte_rows`."""
+    """Returns a view of `buffer` as ``[count, length]`` elements. Raises as `byte_rows` does."""
     shape = buffer.shape
     if len(shape) == 2 and shape[0] == count and shape[1] == length:
         step, unit = buffer.stride()
@@ -119,7 +119,7 @@ def typed_rows(name: str, buffer: Tensor, count: int, length: int) -> Tensor:
 
 
 def plain(buffer: Tensor) -> Tensor:
-    """Returns `buffer` without the checks of autograd and inference mode on writes."""
+    """Returns a view of `buffer` that may be written without checks of autograd or inference."""
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
             memory = torch.empty(0, dtype=buffer.dtype, device=buffer.device)

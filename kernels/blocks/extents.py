@@ -1,4 +1,4 @@
-"""The extents of tensors in memory, and whether elements share it."""
+"""The extents of tensors in memory, and checks for elements that share memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ __all__ = ["extent", "overlap", "shares_elements"]
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """Returns the first address and the one after the last byte; strides are not negative."""
+    """Returns the first address of `tensor` and the one after its last byte.
+
+    No stride may be negative.
+    """
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     low = tensor.data_ptr()
     return low, low + (last + 1) * tensor.element_size()
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Returns whether both are of one storage, and their extents overlap."""
+    """Returns whether both tensors are views of one storage, and their extents overlap."""
     if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
     if not one.numel() or not other.numel():
@@ -26,8 +29,8 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def shares_elements(tensor: Tensor) -> bool:
-    """Returns whether two indices may refer to one element."""
-    # Sorted by stride every axis must step over all that the ones below it span.
+    """Returns whether two indices of `tensor` may refer to the same memory."""
+    # Sorted by stride, each axis must step over the span of the axes before it.
     span = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1:

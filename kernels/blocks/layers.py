@@ -21,11 +21,11 @@ KvLayer: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planes:
-    """The views of one shape (but for the last axis), layer by layer, keys before values.
+    """The planes of a cache, layer by layer, keys before values. Only their last axes may differ.
 
     Attributes:
         views: ``[num_blocks, T, heads, dim]`` or, HND, ``[num_blocks, heads, T, dim]``.
-        per_layer: 2, or 1 where there are no values.
+        per_layer: the planes of a layer: 2, or 1 if there are no values.
     """
 
     views: tuple[Tensor, ...]
@@ -33,12 +33,13 @@ class Planes:
 
     @staticmethod
     def checked(views: Sequence[Tensor], per_layer: int, name: str) -> Planes:
-        """Checks these views and makes planes of them.
+        """Returns the planes that consist of `views`, after checks.
 
         Raises:
             TypeError: dtypes differ.
-            ValueError: shapes differ, or strides make elements share memory.
-            RuntimeError: they are on different devices.
+            ValueError: there are none, shapes differ, an axis but the first has length 0, a last
+                axis is not contiguous, or strides make elements share memory.
+            RuntimeError: views are on different devices.
         """
         if not views:
             raise ConfigurationError(f"{name}: no layers; at least one is needed")
@@ -63,7 +64,7 @@ def check_layout(name: str, layout: str) -> None:
 
 
 def pool_planes(pool: Tensor, layout: KvCacheLayout | None) -> Planes:
-    """Returns the planes of a pool; see `PagedKv.from_pool`."""
+    """Returns the planes of a pool. Arguments and errors are those of `PagedKv.from_pool`."""
     _check_tensor("pool", pool)
     if layout is not None:
         pool = _unfolded(pool, layout)
@@ -86,7 +87,13 @@ def pool_planes(pool: Tensor, layout: KvCacheLayout | None) -> Planes:
 
 
 def _unfolded(pool: Tensor, layout: KvCacheLayout) -> Tensor:
-    """Splits the last axis into tokens, heads and dim where keys and values have equal shape."""
+    """Returns `pool` with its last axis split into tokens, heads and dim.
+
+    If keys and values differ in shape, `pool` itself is returned.
+
+    Raises:
+        TypeError, ValueError: dtype or shape are not those of `layout`.
+    """
     if pool.dtype != layout.dtype:
         raise TypeError(f"pool: {pool.dtype}, its layout says {layout.dtype}")
     folded = layout.flat_shape(pool.shape[0] if pool.ndim else 0)
@@ -99,7 +106,7 @@ def _unfolded(pool: Tensor, layout: KvCacheLayout) -> Tensor:
 
 
 def layer_planes(layers: Sequence[KvLayer], layout: str) -> Planes:
-    """Returns the planes of one cache per layer; see `PagedKv.from_layers`."""
+    """Returns the planes of one cache per layer, with the errors of `PagedKv.from_layers`."""
     check_layout("layout", layout)
     if not len(layers):
         raise ConfigurationError("layers: none; at least one is needed")
@@ -155,7 +162,7 @@ def _check_strides(name: str, view: Tensor) -> None:
 
 
 def _with_unit_rows(view: Tensor) -> Tensor:
-    """Sets the last stride to 1, which views as bytes need; a row of one element may have any."""
+    """Returns `view` with last stride 1, as views as bytes need. Rows of one element may differ."""
     if view.stride(3) == 1:
         return view
     return view.as_strided(view.shape, (*view.stride()[:3], 1), view.storage_offset())

@@ -1,4 +1,4 @@
-"""The source and target of each block: two paged memories, or one and the rows of a buffer."""
+"""The source and target of each block of a copy: paged memory, or the rows of a buffer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Blocks: TypeAlias = PagedKv | Tensor
 """One side: paged memory, or uint8 ``[rows, nbytes]`` with a block in each contiguous row."""
 
 Some: TypeAlias = npt.NDArray[np.bool_]
-"""Which of several pairs."""
+"""A selection among several pairs: True where a pair is selected."""
 
 _ANY = 1 << 62
 
@@ -40,13 +40,14 @@ class Moves(NamedTuple):
     """The blocks to be copied: checked, without padding, at least one.
 
     Attributes:
-        source, target: one of them at least is paged memory.
-        source_ids, target_ids: ``[n]``; row numbers on a side that is rows. On the device, where
-            the caller's were: those out of range, -1 too, are to be skipped.
-        layers: that are copied.
-        table: their runs; with `num_tokens` of whole tokens.
-        num_tokens: ``[n]``, at least 1: first tokens of each block; ``None``: whole blocks.
-        in_order: the ids of a side that is rows are 0 to n - 1.
+        source, target: both sides; at least one is paged memory.
+        source_ids, target_ids: ``[n]``: block ids, or row numbers for a buffer. On the device if
+            the caller's ids were there: then ids out of range, -1 included, are skipped later.
+        layers: the layers that are copied.
+        table: the runs of those layers; with `num_tokens`, runs of whole tokens.
+        num_tokens: ``[n]``, at least 1: how many first tokens of each block are copied; ``None``
+            copies whole blocks.
+        in_order: whether the row numbers of a buffer are 0 to n - 1.
     """
 
     source: Blocks
@@ -62,7 +63,9 @@ class Moves(NamedTuple):
 def row_moves(
     kv: PagedKv, block_ids: BlockIds, buffer: Tensor, layers: range, *, gathers: bool
 ) -> Moves | None:
-    """Makes the moves of blocks to the rows of `buffer`, or back; ``None`` if there are none.
+    """Returns the moves from blocks to rows of `buffer`, or back without `gathers`.
+
+    Returns ``None`` if there is nothing to copy.
 
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: as `gather_blocks` and `scatter_blocks`.
@@ -89,7 +92,11 @@ def row_moves(
 
 
 def _count(kv: PagedKv, block_ids: Tensor) -> int:
-    """Returns how many ids are on the device, where only the kernel reads their values."""
+    """Returns the number of ids in `block_ids`, a tensor on the device. Its values are not read.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: wrong dtype, shape or device.
+    """
     if block_ids.device != kv.device:
         raise RuntimeError(f"block_ids: on {block_ids.device}, the cache is on {kv.device}")
     check_integers("block_ids", block_ids)
@@ -99,11 +106,13 @@ def _count(kv: PagedKv, block_ids: Tensor) -> int:
 
 
 def split_mapping(mapping: Any) -> tuple[Ids, Ids, Some | None]:
-    """Splits ``[n, 2]`` pairs into sources and targets; also returns which are no padding.
+    """Returns the sources and the targets of ``[n, 2]`` pairs, without padding.
+
+    The third result selects the pairs that are not padding; ``None`` if there is no padding.
 
     Raises:
-        TypeError: they are no integers.
-        ValueError: of another shape.
+        TypeError: `mapping` has no integers.
+        ValueError: `mapping` has another shape.
     """
     pairs = host_ids("block_mapping", mapping, _ANY, ndim=2)
     if pairs.shape[1] != 2:
@@ -127,14 +136,14 @@ def pair_moves(
     num_tokens: BlockIds | None = None,
     some: Some | None = None,
 ) -> Moves | None:
-    """Makes the moves from the first of `kvs` to the second; ``None`` if there are none.
+    """Returns the moves from the first of `kvs` to the second; ``None`` if nothing is to be copied.
 
     Args:
-        kvs: source and target.
-        ids: of each.
-        layers: that are copied.
+        kvs: the source and the target.
+        ids: the block ids of the source, and those of the target.
+        layers: the layers to copy.
         num_tokens: as for `copy_blocks`.
-        some: which of `num_tokens` belong to these pairs, where padding was left out.
+        some: the third result of `split_mapping`: selects the `num_tokens` of `ids`.
 
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: as `copy_blocks`.
@@ -194,7 +203,7 @@ def _token_counts(num_tokens: BlockIds, tokens: int, count: int) -> Ids:
 
 
 def _check_apart(source_ids: Ids, target_ids: Ids) -> None:
-    """Checks that no target is a source: the order of both copies would decide its content."""
+    """Checks that no target is a source: the result would depend on the order of the copies."""
     if len(target_ids) <= SMALL:
         both = set(source_ids.tolist()).intersection(target_ids.tolist())
     else:

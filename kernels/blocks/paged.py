@@ -1,4 +1,4 @@
-"""The paged KV memory, however an engine lays it out, bound once for all copies from and to it."""
+"""The paged KV memory of any layout, described once for all copies from and to it."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ class PagedKv:
     """The planes of a paged cache: one of keys and one of values for each layer.
 
     A plane is a view ``[num_blocks, T, heads, dim]`` (NHD) or ``[num_blocks, heads, T, dim]``
-    (HND), of any strides but with contiguous rows of `dim` elements. It is made once for a layout.
-    Its memory is that of the given tensors, which stay alive as long as this object. Only its
-    internal caches change; thread-safe.
+    (HND), of any strides but with contiguous rows of `dim` elements. A `PagedKv` is made once for a
+    cache. It shares the memory of the given tensors and keeps them alive. Only its internal caches
+    change; thread-safe.
 
     In a contiguous buffer a block is the planes of its layers one after the other, keys before
-    values, each in the order of its view's axes. `gather_blocks` writes blocks in this form. For a
-    pool in one piece it is the block itself.
+    values, each in the order of its view's axes. `gather_blocks` writes blocks in this form. A
+    block of a contiguous pool has this form already.
 
     Attributes:
         views: the planes, layer by layer, keys before values; none for values of dim 0.
-        per_layer: planes of a layer: 2, or 1 without values (MLA).
+        per_layer: the planes of a layer: 2, or 1 without values (MLA).
         layout: ``"NHD"`` or ``"HND"``.
         num_layers, num_blocks, tokens, heads: sizes; `tokens` is T.
         key_dim, value_dim: elements of a row.
-        dtype, device: of all planes.
-        pinned: whether it is page-locked host memory.
+        dtype, device: the dtype and the device of all planes.
+        pinned: whether the memory is page-locked host memory.
         planes: the location of each of `views`; offsets are addresses.
         memories: the storages that the planes lie in, as bytes.
-        spans: the first and last address in each of them, by the address of the storage.
-        slot_arrays, tables, partners: cached by appends, copies to rows and copies to other caches.
+        spans: the first address of the planes in each storage and the one after their last, by the
+            storage's address.
+        slot_arrays, tables, partners: caches of appends, copies to rows and copies to other caches.
     """
 
     __slots__ = (
@@ -103,13 +104,13 @@ class PagedKv:
 
     @staticmethod
     def from_pool(pool: Tensor, layout: KvCacheLayout | None = None) -> PagedKv:
-        """Binds a pool tensor.
+        """Returns the cache in a pool tensor.
 
         Args:
             pool: ``[num_blocks, num_layers, 2, T, heads, head_dim]``; or with its `layout` the flat
                 view ``[num_blocks, num_layers, kv_factor, elements]``, whose keys and values may
                 differ in dim. The last axis is contiguous, the others need not be.
-            layout: of the pool.
+            layout: the layout of the pool.
 
         Raises:
             TypeError: the dtype is not the layout's, or `pool` is no tensor.
@@ -119,7 +120,7 @@ class PagedKv:
 
     @staticmethod
     def from_layers(layers: Sequence[KvLayer], *, layout: str = "NHD") -> PagedKv:
-        """Binds one cache per layer, as engines hold them.
+        """Returns the cache that consists of one tensor, or one pair, per layer.
 
         Args:
             layers: ``[2, num_blocks, T, heads, dim]``, ``[num_blocks, 2, T, heads, dim]``, pairs of
@@ -128,16 +129,16 @@ class PagedKv:
             layout: ``"NHD"`` or ``"HND"``.
 
         Raises:
-            TypeError: dtypes differ, or something is no tensor.
-            ValueError: shapes or strides do not fit, or differ. ``[2, 2, ...]`` is one of them: it
-                can be read both ways.
+            TypeError: dtypes differ, or an element is no tensor.
+            ValueError: shapes or strides do not fit, or differ; or a shape ``[2, 2, ...]``, which
+                is ambiguous.
             RuntimeError: layers are on different devices.
         """
         return PagedKv(layer_planes(layers, layout), layout)
 
     @staticmethod
     def from_views(views: Sequence[Tensor], *, layout: str = "NHD", per_layer: int = 1) -> PagedKv:
-        """Binds planes as they are, see `views`. Raises as `from_layers` does."""
+        """Returns the cache with the planes `views`. Raises as `from_layers` does."""
         check_layout("layout", layout)
         if not views or len(views) % per_layer:
             raise ValueError(f"views: {len(views)}; a multiple of {per_layer} is needed")
@@ -149,7 +150,7 @@ class PagedKv:
         return self.layers_nbytes(self.num_layers)
 
     def described(self) -> str:
-        """Returns `shape`, for messages."""
+        """Returns `shape` in words, for messages."""
         return (
             f"{self.num_layers} layers of {self.tokens} tokens, {self.heads} heads of "
             f"{self.key_dim} and {self.value_dim}, {self.layout}"
@@ -157,20 +158,20 @@ class PagedKv:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """The values that must be equal for blocks to be copied between two of them."""
+        """The values that must be equal in two caches for copies of blocks between them."""
         dims = (self.tokens, self.heads, self.key_dim, self.value_dim)
         return (self.num_layers, *dims, self.dtype, self.layout)
 
     def layer_views(self, layers: range) -> list[Tensor]:
-        """Returns the planes of these consecutive layers."""
+        """Returns the planes of the consecutive `layers`."""
         return list(self.views[layers.start * self.per_layer : layers.stop * self.per_layer])
 
     def planes_of(self, layers: range) -> Sequence[PlaneBytes]:
-        """Returns the locations of the planes of these layers."""
+        """Returns the locations of the planes of the consecutive `layers`."""
         return self.planes[layers.start * self.per_layer : layers.stop * self.per_layer]
 
     def layers_nbytes(self, num_layers: int) -> int:
-        """Returns the bytes of so many layers of a block in a contiguous buffer."""
+        """Returns the bytes of `num_layers` layers of a block in a contiguous buffer."""
         width = (self.key_dim + self.value_dim) * self.dtype.itemsize
         return num_layers * self.tokens * self.heads * width
 
@@ -185,7 +186,7 @@ def _spans(views: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
 
 
 def _memories(views: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[int]]:
-    """Returns the storages that `views` lie in, as 1-D bytes, and the number of each view's one."""
+    """Returns the storages of `views` as 1-D bytes, and for each view its storage's index."""
     found: dict[int, int] = {}
     memories: list[Tensor] = []
     numbers = []
@@ -193,7 +194,7 @@ def _memories(views: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[int]]:
         storage = view.untyped_storage()
         index = found.setdefault(storage.data_ptr(), len(memories))
         if index == len(memories):
-            # Plain bytes: neither autograd nor inference mode has a say in what is copied.
+            # Plain bytes, so that neither autograd nor inference mode affects copies.
             with torch.inference_mode(mode=False):
                 memory = torch.empty(0, dtype=torch.uint8, device=view.device)
                 memories.append(memory.set_(storage))
@@ -202,7 +203,7 @@ def _memories(views: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[int]]:
 
 
 def bound(views: Sequence[Tensor], layout: str, per_layer: int) -> PagedKv:
-    """Returns the planes `views` as a `PagedKv`: an existing one, if there is one."""
+    """Returns a `PagedKv` of the planes `views`: a live one if there is one, else a new one."""
     known = _LIVE.get(_geometry(views, layout, per_layer))
     return known or PagedKv.from_views(views, layout=layout, per_layer=per_layer)
 
@@ -213,4 +214,4 @@ def _geometry(views: Sequence[Tensor], layout: str, per_layer: int) -> tuple[obj
 
 
 _LIVE: WeakValueDictionary[tuple[object, ...], PagedKv] = WeakValueDictionary()
-"""All there are: their memory is alive, so nothing else can lie at the same addresses."""
+"""All live `PagedKv`. They keep their memory alive, so no other cache can have their addresses."""

@@ -22,7 +22,7 @@ RUN = np.dtype(
         )
     ]
 )
-"""One run: where it lies in block 0, bytes from block to block, its bytes, its first token."""
+"""A run: its offsets in block 0, the bytes from block to block, its size and its first token."""
 
 Runs: TypeAlias = npt.NDArray[np.void]
 """``[runs]`` of `RUN`."""
@@ -32,13 +32,13 @@ class RunTable:
     """The runs of a pair of blocks. Thread-safe.
 
     Args:
-        strips: the runs as the host copies them.
-        runs: the same one by one; made of `strips` when first asked for if not given.
+        strips: the runs, grouped as the host copies them.
+        runs: the runs one by one; by default made of `strips` when first needed.
 
     Attributes:
-        nbytes: of all of `strips`.
-        num_runs: how many.
-        kept: data that the host and devices cache beside the table, by their own keys.
+        nbytes: the bytes of all runs of `strips`.
+        num_runs: the number of runs of `strips`.
+        kept: data that the host and devices cache with the table, by their own keys.
     """
 
     def __init__(self, strips: Iterable[Strip], runs: Runs | None = None) -> None:
@@ -51,7 +51,10 @@ class RunTable:
             self.runs = runs
 
     def prefix(self, num_tokens: int) -> RunTable:
-        """Returns the runs of the first `num_tokens` (at least 1) of a table made for prefixes."""
+        """Returns the table of the first `num_tokens` (at least 1) tokens of each block.
+
+        Only for tables of whole tokens (``by_token``).
+        """
         table = self._prefixes.get(num_tokens)
         if table is None:
             table = RunTable(strip.prefix(num_tokens) for strip in self.strips)

@@ -2,7 +2,7 @@
 
 Every copy between blocks (gather, scatter, copy, single layers, the first tokens of a block) is the
 same few runs for every pair of blocks, at addresses ``offset + block * step``. They are computed
-once per pair of layouts and kept; a call brings block ids and origins only.
+once per pair of layouts and kept. A call adds only block ids and origins.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 __all__ = ["PlaneBytes", "PlanePair", "Side", "Strip", "make_strips"]
 
 _MAX_RUN = 1 << 30
-"""Runs are not merged beyond it; lengths then fit into 32 bits anywhere."""
+"""The largest size of merged runs, so that lengths fit into 32 bits everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class PlaneBytes:
     """The location of one layer's keys, or its values. All in bytes.
 
     Attributes:
-        offset: of block 0 from the origin.
+        offset: the distance of block 0 from the origin.
         block, token, head: strides.
-        row: one head's elements of one token; contiguous.
-        memory: which of the owner's memories it is in; runs are merged within one only.
+        row: the size of one head's elements of one token, which are contiguous.
+        memory: the index of its memory at the owner; runs are merged within one memory only.
     """
 
     offset: int
@@ -37,7 +37,7 @@ class PlaneBytes:
 
 @dataclass(frozen=True, slots=True)
 class PlanePair:
-    """A plane on both sides of a copy; the rows of both are equally long."""
+    """A plane of the source and its target plane; their rows are equally long."""
 
     source: PlaneBytes
     target: PlaneBytes
@@ -48,9 +48,9 @@ class Side:
     """The locations of the runs of a strip on one side. All in bytes.
 
     Attributes:
-        offset: of the first run, in block 0.
-        spacing: from one run to the next within a block.
-        step: from one block to the next.
+        offset: the place of the first run in block 0.
+        spacing: the distance from one run to the next within a block.
+        step: the distance from one block to the next.
         memory: as in `PlaneBytes`.
     """
 
@@ -65,12 +65,11 @@ class Strip:
     """A series of equal runs, evenly spaced on both sides.
 
     Attributes:
-        source, target: where they lie.
-        count: how many.
-        nbytes: of each.
-        token_nbytes: of the tokens, one after the other, that make up a run; all of it where no
-            prefixes are copied.
-        across: the runs are one token each, from token 0 on, instead of all tokens each.
+        source, target: the locations of the runs on both sides.
+        count: the number of runs in a block.
+        nbytes: the size of a run.
+        token_nbytes: the size of one token in a run; `nbytes` if no prefixes are copied.
+        across: whether each run is one token, from token 0 on, instead of all tokens.
     """
 
     source: Side
@@ -95,14 +94,14 @@ def make_strips(
     tokens_first: bool,
     by_token: bool,
 ) -> list[Strip]:
-    """Makes the strips of `pairs`, as few as possible.
+    """Returns the strips of `pairs`, as few as possible.
 
     Args:
-        pairs: planes in the order in which they are to lie one after the other.
-        tokens: of a block.
-        heads: of a token.
+        pairs: the planes, in the order of a block in a contiguous buffer.
+        tokens: the number of tokens of a block.
+        heads: the number of heads of a token.
         tokens_first: whether heads follow each other within a token (NHD) or tokens within a head.
-        by_token: whether prefixes of tokens are to be copied: then runs are whole tokens, or one.
+        by_token: whether prefixes of tokens are copied: then a run consists of whole tokens.
     """
     shape = _Shape(tokens, heads, tokens_first)
     cut = _cut_by_token if by_token else _cut

@@ -1,4 +1,4 @@
-"""The runs between two memories: computed once, and kept as long as both are bound."""
+"""The runs between two memories: computed once, and kept as long as both `PagedKv` live."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ __all__ = ["Partner", "row_table"]
 
 
 def row_table(kv: PagedKv, layers: range, step: int, *, gathers: bool) -> RunTable:
-    """Returns the runs of these layers to or from a buffer whose blocks are `step` bytes apart."""
+    """Returns the runs of `layers` to a buffer whose blocks are `step` bytes apart, or from it.
+
+    The table is kept in `kv`.
+    """
     key = (gathers, layers.start, layers.stop, step)
     if (table := kv.tables.get(key)) is None:
         planes = kv.planes_of(layers)
@@ -25,10 +28,10 @@ def row_table(kv: PagedKv, layers: range, step: int, *, gathers: bool) -> RunTab
 
 
 class Partner:
-    """A cache to which blocks of another are copied.
+    """The relation of a cache to another one that its blocks are copied to.
 
     Attributes:
-        shift: block i of the target is block ``i + shift`` of the source; ``None``: they share no
+        shift: block i of the target is block ``i + shift`` of the source; ``None`` if they share no
             block.
     """
 
@@ -39,7 +42,7 @@ class Partner:
         self._tables: dict[tuple[int, int, bool], RunTable] = {}
 
     def table(self, source: PagedKv, target: PagedKv, layers: range, *, by_token: bool) -> RunTable:
-        """Returns the runs of these layers of both; `by_token`: of whole tokens."""
+        """Returns the runs of `layers` from `source` to `target`; of whole tokens if `by_token`."""
         key = (layers.start, layers.stop, by_token)
         if (table := self._tables.get(key)) is None:
             planes = source.planes_of(layers), target.planes_of(layers)
@@ -59,7 +62,7 @@ def _shift(source: PagedKv, target: PagedKv) -> int | None:
 
 
 def _rows(kv: PagedKv, planes: Sequence[PlaneBytes], step: int) -> list[PlaneBytes]:
-    """Returns the same planes in a contiguous buffer."""
+    """Returns the locations that `planes` have in a contiguous buffer of blocks."""
     count, tokens_first = kv.tokens * kv.heads, kv.layout == "NHD"
     offsets = accumulate((count * plane.row for plane in planes), initial=0)
     return [

@@ -1,4 +1,4 @@
-"""A copy that was requested and may not be finished."""
+"""A copy that may still run."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ __all__ = ["DONE", "CopyEvent", "Transfer"]
 
 
 class CopyEvent(Protocol):
-    """The methods used of an event behind the copy; `torch.cuda.Event` has them."""
+    """An event that happens after a copy, with the methods of `torch.cuda.Event` used here."""
 
     def query(self) -> bool:
-        """Returns whether it has happened."""
+        """Returns whether the event has happened. Does not block."""
 
     def synchronize(self) -> None:
-        """Blocks the calling thread until it has happened."""
+        """Blocks the calling thread until the event has happened."""
 
     def wait(self, stream: Any) -> None:
-        """Makes later work of `stream` wait for it."""
+        """Makes later work of `stream` wait for the event. Does not block."""
 
 
 class Transfer:
-    """A copy that keeps its memory alive until it is done, also if this object is dropped.
+    """A copy that may still run. Its memory stays alive until it is done.
 
-    Thread-safe. Without an event it is done from the start: copies between host memories are done
-    when the call returns, and so are empty ones.
+    That holds even if no reference to this object is kept. Thread-safe. A copy between host
+    memories and an empty copy have no event: they are done when the call returns.
 
     Args:
-        event: happens behind the copy; ``None``: it is over.
-        keep: tensors, ids and whatever else the copy uses.
+        event: happens when the copy is done; ``None`` if the copy is done already.
+        keep: tensors, ids and other objects that the copy uses.
     """
 
     __slots__ = ("__weakref__", "_event", "_keep")
@@ -54,7 +54,7 @@ class Transfer:
             return True
         if not event.query():
             return False
-        self._let_go()
+        self._release()
         return True
 
     def wait(self) -> None:
@@ -62,7 +62,7 @@ class Transfer:
         event = self._event
         if event is not None:
             event.synchronize()
-            self._let_go()
+            self._release()
 
     def wait_on(self, stream: Any) -> None:
         """Makes later work of `stream` (a `torch.cuda.Stream`) wait for the copy.
@@ -73,11 +73,11 @@ class Transfer:
         if event is not None:
             event.wait(stream)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._event, self._keep = None, ()
         with self._lock:
             self._in_flight.discard(self)
 
 
 DONE = Transfer()
-"""The transfer that was done at once; all such transfers are alike."""
+"""The transfer of every copy that was done when its call returned."""

@@ -15,13 +15,13 @@ _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
 class OutsideCache(ConfigurationError, IndexError):
-    """The error of a sequence's update that begins before the cache does, or ends beyond it."""
+    """The error of a sequence's update that begins before the cache or ends beyond it."""
 
 
 def check_shapes(
     cache: Tensor, update: Tensor, write_indices: Tensor, update_lengths: Tensor | None
 ) -> None:
-    """Checks everything that does not need values.
+    """Checks dtypes, shapes and devices, for which no values are needed.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `kv_cache_update`.
@@ -62,10 +62,10 @@ def _check_index(name: str, index: Tensor, length: int, cache: Tensor) -> None:
 
 
 def check_memory(cache: Tensor, update: Tensor) -> None:
-    """Checks that the cache can be written to, row by row, without touching the update.
+    """Checks that rows of `cache` are contiguous, share no memory, and do not overlap `update`.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: one of these is not so.
     """
     strides, shape = cache.stride(), cache.shape
     if strides[3] != 1 and shape[3] > 1:
@@ -79,17 +79,17 @@ def check_memory(cache: Tensor, update: Tensor) -> None:
 def check_values(
     write_indices: list[int], lengths: list[int] | None, total: int, max_length: int
 ) -> None:
-    """Checks the first and last tokens of updates, on the host.
+    """Checks that each sequence's update fits into the cache.
 
     Args:
-        write_indices: where each begins.
-        lengths: cumulative; ``None``: all updates are `total` tokens long.
-        total: tokens of the update.
-        max_length: of the cache.
+        write_indices: where each sequence's update begins in the cache.
+        lengths: the cumulative lengths; ``None`` if each sequence's update has `total` tokens.
+        total: the tokens of the update.
+        max_length: the tokens that the cache holds of each sequence.
 
     Raises:
-        ValueError: `lengths` are not what they must be, or an update does not fit; that one is an
-            ``IndexError``, too.
+        ValueError: `lengths` do not start at 0, decrease, or do not end at `total`; or an update
+            does not fit. The latter is `OutsideCache`, an ``IndexError``, too.
     """
     if lengths is None:
         if write_indices and (min(write_indices) < 0 or max(write_indices) + total > max_length):

@@ -1,4 +1,4 @@
-"""The forms and modes of updates of a linear cache, by TensorRT's names and by ours."""
+"""The forms and modes of updates of a linear cache, under TensorRT's names and our own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["AttentionIOForm", "KVCacheMode", "cache_mode_of", "update_form_of"]
 class AttentionIOForm(Enum):
     """The form of new keys or values: padded ``[B, N, S_new, H]``, or packed ``[tokens, N, H]``.
 
-    The names with ``k`` are those of TensorRT in C++, those without those in Python.
+    Names with ``k`` are TensorRT's names in C++, the others its names in Python.
     """
 
     PADDED_BHND = "padded_bhnd"
@@ -23,7 +23,7 @@ class AttentionIOForm(Enum):
 
 
 class KVCacheMode(Enum):
-    """The mode of cache updates: one token after the other from an index on."""
+    """The mode of cache updates: tokens are written one after the other from an index on."""
 
     LINEAR = "linear"
     kLINEAR = LINEAR  # noqa: N815
@@ -44,11 +44,11 @@ def update_form_of(given: object) -> AttentionIOForm:
     """Returns the form that `given` names.
 
     Args:
-        given: an `AttentionIOForm`, TensorRT's own, or the name of one: ``"padded_bhnd"``,
-            ``"PADDED_BHND"``, ``"kPADDED_BHND"``.
+        given: an `AttentionIOForm`, a member of TensorRT's enum, or the name of a form:
+            ``"padded_bhnd"``, ``"PADDED_BHND"``, ``"kPADDED_BHND"``.
 
     Raises:
-        ConfigurationError: there is no such form; names the nearest.
+        ConfigurationError: there is no such form; the message names the nearest.
     """
     return _FORMS.get(_name(given)) or _unknown("update_form", given, AttentionIOForm)
 
@@ -57,13 +57,13 @@ def cache_mode_of(given: object) -> KVCacheMode:
     """Returns the mode that `given` names, as `update_form_of` does.
 
     Raises:
-        ConfigurationError: there is no such mode; names the one that there is.
+        ConfigurationError: there is no such mode; the message names the nearest.
     """
     return _MODES.get(_name(given)) or _unknown("cache_mode", given, KVCacheMode)
 
 
 def _name(given: object) -> str:
-    # Whatever TensorRT's binding makes of its enums, the members have names.
+    # Members of the enums in TensorRT's binding have names, of whatever class they are.
     return given if isinstance(given, str) else str(getattr(given, "name", given))
 
 

@@ -1,4 +1,4 @@
-"""The checked work for a device; it keeps its tensors alive."""
+"""The checked work that a device carries out. Each record keeps its tensors alive."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class End(NamedTuple):
     """A side of a copy of blocks.
 
     Attributes:
-        address: that the offsets of runs count from.
-        ids: ``[pairs]``, its blocks, in range and without padding; on the device also int32, and
-            out of range or -1: those pairs are skipped.
-        num_blocks: ids are below it.
-        device: where the memory is.
-        pinned: whether it is page-locked host memory.
+        address: the address that the offsets of runs count from.
+        ids: ``[pairs]``, the blocks of this side. On the host they are valid. On the device they
+            may be int32, and pairs with -1 or an id out of range are skipped.
+        num_blocks: valid ids are below it.
+        device: the device that the memory is on.
+        pinned: whether the memory is page-locked host memory.
     """
 
     address: int
@@ -43,15 +43,15 @@ class BlockCopy:
     target.ids[i] * r.target_step``.
 
     Attributes:
-        table: the runs. With `num_tokens` they are whole tokens, of one plane each.
-        source, target: where to read, and where to write.
-        num_tokens: ``[pairs]``; of run ``r`` the first
-            ``clamp(num_tokens[i] - r.first_token, 0, r.nbytes / r.token_nbytes)`` tokens;
-            ``None``: all.
-        nbytes: what is copied in all.
-        stable_source: the host wrote the source before the call and leaves it alone until the
-            `Transfer` is done, so that it may be read at once.
-        keep: what keeps the memory alive.
+        table: the runs. With `num_tokens`, each run has whole tokens of one plane.
+        source, target: the side that is read, and the side that is written.
+        num_tokens: ``[pairs]``; of run ``r`` only the first
+            ``clamp(num_tokens[i] - r.first_token, 0, r.nbytes / r.token_nbytes)`` tokens are
+            copied; ``None`` copies all.
+        nbytes: the bytes of the whole copy.
+        stable_source: whether the source is host memory that is complete before the call and
+            unchanged until the `Transfer` is done, so that it may be read at once.
+        keep: the objects that keep the memory alive.
     """
 
     table: RunTable
@@ -67,11 +67,11 @@ class BlockCopy:
 
     @property
     def on_host(self) -> bool:
-        """Returns whether the ids are on the host."""
+        """Returns whether the ids of both sides are on the host."""
         return not isinstance(self.source.ids, Tensor) and not isinstance(self.target.ids, Tensor)
 
     def part(self, start: int, stop: int) -> BlockCopy:
-        """Returns the copy of the pairs from `start` to before `stop`."""
+        """Returns the copy of the pairs `start` to `stop` - 1 only."""
         return replace(
             self,
             source=self.source._replace(ids=self.source.ids[start:stop]),
@@ -87,8 +87,9 @@ class UpdateWork(NamedTuple):
         cache: ``[batch, heads, max_length, row]``.
         update: ``[batch, heads, length, row]``, or packed ``[tokens, heads, row]``.
         write_indices: ``[batch]`` int32 or int64, on the device or the host. On the host they are
-            valid; on the device they are clamped and counted in the error word.
-        update_lengths: ``[batch + 1]`` cumulative, where the update is packed.
+            valid. On the device, a sequence that does not fit is skipped, and counted in the error
+            word.
+        update_lengths: ``[batch + 1]`` cumulative for a packed update; ``None`` for a padded one.
     """
 
     cache: Tensor
@@ -106,7 +107,7 @@ class AppendWork(NamedTuple):
         kv: the cache.
         layer: the layer that they are written to.
         slots: ``[tokens]`` int32 or int64, block times tokens per block plus token; -1 is skipped.
-            On the host they are valid; on the device others are skipped and counted.
+            On the host they are valid. On the device, slots out of range are skipped and counted.
     """
 
     states: tuple[Tensor, ...]

@@ -29,7 +29,7 @@ class Route(Enum):
     | `KERNEL` | a kernel reads and writes both sides (page-locked host memory, too) |
     | `DMA` | copy engines, run by run |
     | `STAGED` | a kernel between blocks and a device buffer, one copy between that and the host |
-    | `BOUNCE` | through page-locked memory, as the host's is pageable |
+    | `BOUNCE` | through page-locked buffers, for pageable host memory |
     """
 
     KERNEL = "kernel"
@@ -43,12 +43,12 @@ class CopyPolicy:
     """The thresholds at which one route becomes faster than another, for one device.
 
     Attributes:
-        load_dma_from: bytes of a run from which on loads are DMA; below, a kernel.
-        store_dma_from: the same of stores; below, they are staged.
-        host_ctas: blocks of a kernel that reads host memory: the link is full with 2 to 4, and more
-            would only take multiprocessors from others.
-        ctas_per_multiprocessor: blocks of any other kernel, at most.
-        slot_nbytes, num_slots: buffers for staged copies and for pageable memory.
+        load_dma_from: loads with runs of at least so many bytes use DMA; others use a kernel.
+        store_dma_from: stores with runs of at least so many bytes use DMA; others are staged.
+        host_ctas: the thread blocks of a kernel that accesses host memory. 2 to 4 saturate the
+            link; more would only take multiprocessors from other work.
+        ctas_per_multiprocessor: the most thread blocks of any other kernel.
+        slot_nbytes, num_slots: the buffers for staged copies and for pageable memory.
 
     Raises:
         ConfigurationError: a number is not positive.
@@ -68,13 +68,13 @@ class CopyPolicy:
                 raise ConfigurationError(f"{field.name}: {value!r} must be a positive integer")
 
     def choose(self, direction: Direction, run_nbytes: float) -> Route:
-        """Returns the route for page-locked or device memory.
+        """Returns the fastest route for a copy of page-locked or device memory.
 
-        It is for copies outside of graphs, with ids on the host.
+        The copy is not captured in a graph, and its ids are on the host.
 
         Args:
-            direction: of the copy.
-            run_nbytes: of a run as it would be submitted, after merging; the mean of the call.
+            direction: the direction of the copy.
+            run_nbytes: the mean size of the copy's runs after merging.
         """
         if direction is Direction.WITHIN:
             return Route.KERNEL

@@ -1,4 +1,4 @@
-"""Submits validated work to a device: chooses the route and the stream, and refuses the rest.
+"""Submits checked work to a device: chooses route and stream, and refuses impossible paths.
 
 Loading this module loads neither driver nor compiler; the first piece of work does.
 """
@@ -38,11 +38,11 @@ __all__ = [
 
 
 class DeviceWork:
-    """A device: its kernels, its routes, its policy. Thread-safe.
+    """The ops of one device. Thread-safe.
 
     Args:
-        driver: of the device.
-        policy: the choice of routes.
+        driver: the driver of the device.
+        policy: chooses the routes; the default one if not given.
     """
 
     def __init__(self, driver: Driver, policy: CopyPolicy | None = None) -> None:
@@ -52,18 +52,17 @@ class DeviceWork:
         self._routes = Routes(driver, self._launcher, self.policy)
 
     def copy(self, copy: BlockCopy, stream: Any, path: str) -> Transfer:
-        """Copies blocks.
+        """Submits a copy of blocks. Waits for the copy only with pageable host memory.
 
         Args:
-            copy: checked; one side at least is the device's.
-            stream: that the copy is ordered on; ``None``: the current one.
-            path: ``"auto"``, ``"kernel"``, ``"dma"`` or ``"staged"``. Pageable host memory goes
-                through page-locked buffers by ``"auto"`` and ``"dma"``, and the calling thread
-                copies with it.
+            copy: a checked copy with at least one side on the device.
+            stream: the stream that the copy is ordered on; ``None`` is the current one.
+            path: ``"auto"``, ``"kernel"``, ``"dma"`` or ``"staged"``. With ``"auto"`` and
+                ``"dma"``, pageable host memory is copied through page-locked buffers by the calling
+                thread.
 
         Returns:
-            The copy; done from the start if a graph is captured, or a store went to pageable
-            memory.
+            The copy; done already if a graph is captured, or a store went to pageable memory.
 
         Raises:
             RuntimeError: that path is not possible while a graph is captured, with ids on the
@@ -91,13 +90,13 @@ class DeviceWork:
         return self._routes.by_kernel(copy, direction, stream, capturing=False)
 
     def update(self, work: UpdateWork) -> Transfer:
-        """Runs `kv_cache_update`, on the current stream."""
+        """Submits a `kv_cache_update` to the current stream."""
         if not work.update.numel():
             return DONE
         return self._run(partial(launch_update, self._launcher, work))
 
     def append(self, work: AppendWork) -> Transfer:
-        """Runs `reshape_and_cache`, on the current stream."""
+        """Submits a `reshape_and_cache` to the current stream."""
         return self._run(partial(launch_append, self._launcher, work))
 
     def _run(self, launch: Callable[[Grid], tuple[object, ...]]) -> Transfer:
@@ -124,7 +123,7 @@ class DeviceWork:
 
 
 def _refuse(copy: BlockCopy, direction: Direction, path: str, *, capturing: bool) -> None:
-    """Raises the errors of `DeviceWork.copy` for impossible routes."""
+    """Raises RuntimeError if `path` is not possible for `copy`, as `DeviceWork.copy` describes."""
     if path in {"dma", "staged"}:
         if capturing:
             raise RuntimeError(
@@ -156,7 +155,7 @@ _driven: DeviceWork | None = None
 
 @contextmanager
 def driven_by(driver: Driver, policy: CopyPolicy | None = None) -> Iterator[DeviceWork]:
-    """Sends all work of this process to `driver` within the context, for tests."""
+    """Makes all work of this process within the context run on `driver`, for tests."""
     global _driven  # noqa: PLW0603 (one seam instead of a parameter in every public function)
     before, _driven = _driven, DeviceWork(driver, policy)
     try:
@@ -166,12 +165,12 @@ def driven_by(driver: Driver, policy: CopyPolicy | None = None) -> Iterator[Devi
 
 
 def wanted(device: torch.device) -> bool:
-    """Returns whether work on memory of `device` is done here."""
+    """Returns whether `device_work` runs the work on memory of `device`."""
     return device.type == "cuda" or _driven is not None
 
 
 def device_work(device: torch.device) -> DeviceWork:
-    """Returns the object that runs a device's work.
+    """Returns the `DeviceWork` of `device`; makes it with the first call.
 
     Raises:
         NoDevice: there is no CUDA driver, or `device` is no CUDA device; the message says which.
@@ -194,9 +193,10 @@ def device_work(device: torch.device) -> DeviceWork:
 
 
 def id_errors(device: torch.device) -> int:
-    """Returns how many ids on the device were out of range since the last call.
+    """Returns how many ids in memory of the device were out of range since the last call.
 
-    It waits for the device. Such ids are treated like -1: nothing is read or written for them.
+    Blocks until the device has done all its work. Such ids are treated like -1: nothing is read or
+    written for them.
 
     Raises:
         NoDevice: see `device_work`.

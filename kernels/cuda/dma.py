@@ -1,4 +1,4 @@
-"""Describes copies for the copy engines: merged where they continue each other, in batches."""
+"""Describes copies for the copy engines: adjacent runs are merged, and submitted in batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def describe(copy: BlockCopy) -> Descriptors:
     """Returns all runs of all pairs, as few as possible, in the order of their targets.
 
     Args:
-        copy: with its ids on the host.
+        copy: a copy whose ids are on the host.
     """
     source, target, runs = copy.source, copy.target, copy.table.runs
     sources = source.address + runs["source_offset"] + source.ids[:, None] * runs["source_step"]
@@ -37,7 +37,7 @@ def _merged(runs: Descriptors) -> Descriptors:
         sources, targets, sizes = sources[there], targets[there], sizes[there]
     if sizes.size < 2:
         return Descriptors(sources, targets, np.ascontiguousarray(sizes))
-    # A batch has no order of its own, so it may be brought into one in which neighbours meet.
+    # The copies of a batch have no order, so they are sorted to make neighbours adjacent.
     if (targets[1:] < targets[:-1]).any():
         order = np.argsort(targets)
         sources, targets, sizes = sources[order], targets[order], sizes[order]
@@ -49,7 +49,7 @@ def _merged(runs: Descriptors) -> Descriptors:
 
 
 def submit(driver: Driver, descriptors: Descriptors, order: AccessOrder, stream: Any) -> None:
-    """Submits all of them to `stream`, in as few batches as allowed.
+    """Submits all `descriptors` to `stream`, in as few batches as allowed. Does not block.
 
     Raises:
         DriverError: the batches before the refused one were submitted.
@@ -59,7 +59,7 @@ def submit(driver: Driver, descriptors: Descriptors, order: AccessOrder, stream:
 
 
 def cut(descriptors: Descriptors, max_nbytes: int) -> Iterator[Descriptors]:
-    """Yields the same bytes in portions of at most `max_nbytes`; long runs are cut."""
+    """Yields the copies of `descriptors` in portions of at most `max_nbytes`; cuts long runs."""
     pieces = -(-descriptors.sizes // max_nbytes)
     index = np.repeat(np.arange(len(descriptors)), pieces)
     within = np.arange(len(index)) - np.repeat(np.cumsum(pieces) - pieces, pieces)

@@ -34,13 +34,14 @@ class _OnStream:
 class Routes:
     """The routes of one device. Thread-safe.
 
-    A copy is ordered on the given stream, whatever streams it uses. After an exception some, all or
-    none of it is done or running; the objects that it uses stay alive until it ends.
+    Each method submits a copy and returns it as a `Transfer`. A copy is ordered on the given
+    stream, even if it runs on another one. After an exception some, all or none of the copy is done
+    or running; the objects that it uses stay alive until it ends.
 
     Args:
         driver: the device.
-        launcher: its kernels.
-        policy: sizes of grids and buffers.
+        launcher: launches the kernels of the device.
+        policy: the sizes of grids and buffers.
     """
 
     def __init__(self, driver: Driver, launcher: Launcher, policy: CopyPolicy) -> None:
@@ -54,15 +55,16 @@ class Routes:
     def by_kernel(
         self, copy: BlockCopy, direction: Direction, stream: Any, *, capturing: bool
     ) -> Transfer:
-        """Copies with one kernel that reads and writes both sides; the only route in a graph.
+        """Copies with a kernel that reads and writes both sides; the only route in a graph.
 
-        While a graph is captured the result is done: the owner of the graph keeps the memory alive.
+        While a graph is captured, the result is `DONE`: the owner of the graph keeps the memory
+        alive.
         """
         grid = Grid(stream, self._ctas(direction))
         if capturing:
             launch_copy(self._launcher, copy, grid)
             return DONE
-        # As `_on` does, without its cost: this is what a step of an engine waits for.
+        # The same as `_on` at less cost, as a step of an engine waits for this.
         keep: tuple[object, ...] = (copy.keep,)
         try:
             keep = launch_copy(self._launcher, copy, grid)
@@ -80,11 +82,15 @@ class Routes:
         return used.transfer
 
     def by_stage(self, copy: BlockCopy, direction: Direction, stream: Any) -> Transfer:
-        """Copies with a kernel between blocks and buffer, and long copies from or to the host."""
+        """Copies through a device buffer.
+
+        A kernel copies between blocks and buffer, the copy engines long runs between buffer and
+        host.
+        """
         staging = staging_of(copy, direction)
         at_once = max(1, self._device_ring.slot_nbytes // staging.nbytes)
-        # One after the other on one stream: the link is busy all the time but for the kernels,
-        # which take a fraction of what the link takes.
+        # One after the other on one stream: the link idles only during the kernels, which take a
+        # fraction of the link's time.
         with self._beside(stream, direction) as used, self._device_ring.lock:
             used.keep.append(copy.keep)
             for start in range(0, len(copy), at_once):
@@ -107,10 +113,10 @@ class Routes:
     def by_bounce(
         self, copy: BlockCopy, direction: Direction, runs: Descriptors, stream: Any
     ) -> Transfer:
-        """Copies through page-locked buffers, for pageable host memory.
+        """Copies through page-locked buffers, for pageable host memory. Blocks.
 
-        The calling thread copies, too. A load returns when its source has been read, a store when
-        everything has been written.
+        The calling thread copies between buffers and host memory. A load returns when its source
+        has been read, a store when everything has been written.
         """
         with self._beside(stream, direction) as used, self._host_ring.lock:
             used.keep.append(copy.keep)
@@ -166,9 +172,9 @@ class Routes:
 
     @contextmanager
     def _beside(self, stream: Any, direction: Direction) -> Iterator[_OnStream]:
-        """Yields `stream`, or the copy stream instead: the legacy default stream takes no DMA.
+        """Yields `stream`, or a copy stream if it is the legacy default stream, which has no DMA.
 
-        Either way the copies run after the earlier work of `stream`, and before its later work.
+        In both cases the copies run after the earlier work of `stream`, and before its later work.
         """
         if not self._driver.is_legacy_default(stream):
             with self._on(stream) as used:
@@ -192,7 +198,7 @@ class Routes:
 
 
 def _order(copy: BlockCopy, direction: Direction) -> AccessOrder:
-    # Only memory that nothing on the device writes may be read early.
+    # Only host memory that is complete may be read before earlier work of the stream has ended.
     early = direction is Direction.LOAD and copy.stable_source
     return AccessOrder.ANY if early else AccessOrder.STREAM
 

@@ -20,15 +20,15 @@ __all__ = ["Ring", "Slot", "Staging", "staging_of"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Staging:
-    """A copy in two halves: from one side to the buffer, from the buffer to the other side.
+    """The two halves of a copy: from the source to a buffer, and from the buffer to the target.
 
-    In the buffer blocks follow each other, and the runs of a block are in the order in which they
-    lie in host memory, so that a contiguous piece there moves as one.
+    In the buffer blocks follow each other, and the runs of a block have the order that they have in
+    host memory. So a contiguous piece of host memory is one run of the buffer.
 
     Attributes:
-        first: from the source to the buffer.
-        second: from the buffer to the target.
-        nbytes: of a block in the buffer.
+        first: the runs from the source to the buffer.
+        second: the runs from the buffer to the target.
+        nbytes: the size of a block in the buffer.
     """
 
     first: RunTable
@@ -36,7 +36,7 @@ class Staging:
     nbytes: int
 
     def halves(self, copy: BlockCopy, buffer: int) -> tuple[BlockCopy, BlockCopy]:
-        """Returns both halves of `copy`, with a buffer at that address."""
+        """Returns both halves of `copy`, with the buffer at address `buffer`."""
         rows = np.arange(len(copy), dtype=np.int64)
         target = copy.target._replace(address=buffer, ids=rows)
         source = copy.source._replace(address=buffer, ids=rows)
@@ -47,7 +47,7 @@ class Staging:
 
 
 def staging_of(copy: BlockCopy, direction: Direction) -> Staging:
-    """Returns the two tables for the table of `copy`, kept beside it."""
+    """Returns the two halves for the runs of `copy`, from the cache of its table if possible."""
     kept = copy.table.kept.get(direction)
     if kept is None:
         on_host = "source_offset" if direction is Direction.LOAD else "target_offset"
@@ -66,7 +66,7 @@ def _staging(runs: Runs, on_host: str) -> Staging:
 
 
 class Slot:
-    """A buffer of a ring, and its last use."""
+    """A buffer of a ring, and the event of its last use."""
 
     __slots__ = ("event", "memory")
 
@@ -75,12 +75,12 @@ class Slot:
         self.event: CopyEvent | None = None
 
     def wait_on_stream(self, stream: Any) -> None:
-        """Makes later work of `stream` wait for the last use."""
+        """Makes later work of `stream` wait until the last use has ended. Does not block."""
         if self.event is not None:
             self.event.wait(stream)
 
     def wait(self) -> None:
-        """Blocks the calling thread until the last use is over."""
+        """Blocks the calling thread until the last use has ended."""
         if self.event is not None:
             self.event.synchronize()
             self.event = None
@@ -93,9 +93,9 @@ class Ring:
     another caller takes one: it holds `lock` meanwhile.
 
     Args:
-        allocate: makes memory of so many bytes.
-        num_slots: at least 1.
-        slot_nbytes: of each, unless more is asked for; also an attribute.
+        allocate: allocates memory of the given number of bytes.
+        num_slots: the number of buffers, at least 1.
+        slot_nbytes: the size of a new buffer, unless `take` needs more; also an attribute.
     """
 
     def __init__(self, allocate: Callable[[int], Memory], num_slots: int, slot_nbytes: int) -> None:
@@ -106,16 +106,17 @@ class Ring:
         self._next = 0
 
     def take(self, nbytes: int) -> Slot:
-        """Returns the next slot, of at least `nbytes`.
+        """Returns the next slot, of at least `nbytes`. The caller holds `lock`.
 
-        A slot that is too small is replaced by a larger one; its users keep the old one.
+        A slot that is too small is replaced by a larger one; that blocks until its last use has
+        ended.
         """
         at = self._next
         self._next = (at + 1) % len(self._slots)
         slot = self._slots[at]
         if slot is None or slot.memory.nbytes < nbytes:
             if slot is not None:
-                slot.wait()  # its memory goes back
+                slot.wait()  # its memory is freed now
             slot = Slot(self._allocate(max(nbytes, self.slot_nbytes)))
             self._slots[at] = slot
         return slot

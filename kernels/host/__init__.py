@@ -1,4 +1,4 @@
-"""The ops on the host: fast twins of the kernels, and the plain-torch reference of all of them.
+"""The ops on the host: fast versions for host memory, and a plain-torch reference of all ops.
 
 Imports `kvconnect.kernels.blocks` only. Begin with `reference`.
 """

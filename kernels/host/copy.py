@@ -1,8 +1,8 @@
-"""Copies runs between host memories, at memcpy speed and without a Python step for each.
+"""Copies runs between host memories at memcpy speed, without Python code for each run.
 
 Three loops in C do the work: torch's row selection into strided rows (which uses all of torch's
-threads), NumPy's assignment to indexed rows of opaque bytes, and memmove where there are few. All
-of them let other threads run.
+threads), NumPy's assignment to indexed rows of opaque bytes, and memmove for few runs. All of them
+release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _Opaque: TypeAlias = npt.NDArray[np.void]
 _FEW_RUNS = 16
 _FEW_NBYTES = 1 << 20
 _SCRATCH_NBYTES = 1 << 18  # stays in the second-level cache
-_ROW_NBYTES = 1 << 14  # from here on a row costs more than the Python step
-_THREADED_NBYTES = 1 << 18  # from here on it is worth waking torch's threads
+_ROW_NBYTES = 1 << 14  # rows of at least this size cost more than Python code for each
+_THREADED_NBYTES = 1 << 18  # copies of at least this size gain from torch's threads
 
 
 def copy_moves(moves: Moves) -> None:
-    """Copies blocks between host memories. Blocks until it is done."""
+    """Copies the blocks of `moves` between host memories. Blocks until all are copied."""
     source, target, source_ids, target_ids, _, table, counts, in_order = moves
     if counts is not None:
         for count in set(counts.tolist()):
@@ -76,7 +76,7 @@ def _host_strips(table: RunTable, source: Blocks, target: Blocks) -> list[_HostS
 
 
 class _HostStrip:
-    """A strip with the views of the paged sides, which stay the same from call to call."""
+    """A strip and the views of its paged sides, which are reused by each call."""
 
     __slots__ = ("_opaque", "_source", "_target", "_target_opaque", "_words", "strip")
 
@@ -93,7 +93,7 @@ class _HostStrip:
     def copy(
         self, source: Blocks, target: Blocks, source_ids: Ids, target_ids: Ids, *, in_order: bool
     ) -> None:
-        """Copies the strip's part of `copy_moves`."""
+        """Copies the runs of this strip for all pairs of blocks; blocks until they are copied."""
         strip, count = self.strip, len(source_ids)
         from_rows, to_rows, opaque = self._source, self._target, self._target_opaque
         if from_rows is None:
@@ -136,13 +136,16 @@ class _HostStrip:
         torch.index_select(rows, 0, torch.from_numpy(ids), out=out)
 
     def _as_opaque(self, rows: Tensor) -> _Opaque:
-        """Returns ``[rows, nbytes]`` or ``[rows, runs, nbytes]`` as elements of one run each."""
+        """Returns an array view of `rows` in which each run is one element.
+
+        Shapes ``[rows, nbytes]`` and ``[rows, runs, nbytes]`` lose their last axis.
+        """
         array: _Opaque = rows.numpy().view(self._opaque)[..., 0]
         return array
 
 
 def _view(rows: Blocks, side: Side, strip: Strip) -> Tensor:
-    """Returns the strip's runs on one side, as bytes: ``[rows(, runs), nbytes]``."""
+    """Returns a view of the strip's runs on one side, as bytes ``[rows(, runs), nbytes]``."""
     if isinstance(rows, PagedKv):
         memory = rows.memories[side.memory]
         count, start = rows.num_blocks, side.offset - memory.data_ptr()

@@ -1,7 +1,6 @@
 """The reference of every op in plain torch, for tests and for ``path="torch"``.
 
-It is written to be obviously right, on any device and between devices; nothing is checked. Whole
-tensors are indexed where that is clearest.
+The code is written to be obviously right, on any device and between devices. It checks nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = [
 ]
 
 LIMITS = {"fp8_e4m3": 448.0, "int8": 127.0}
-"""The largest value of each code."""
+"""The largest value that each code can represent."""
 
 _MAX = torch.finfo(torch.float32).max
 
@@ -33,8 +32,8 @@ def gather(planes: Sequence[Tensor], block_ids: Sequence[int], out: Tensor) -> N
 
     Args:
         planes: ``[num_blocks, T, heads, dim]`` or ``[num_blocks, heads, T, dim]`` each.
-        block_ids: as many as `out` has rows.
-        out: uint8 ``[rows, bytes of a block]``.
+        block_ids: one id for each row of `out`.
+        out: uint8 ``[rows, bytes of a block]``; changed.
     """
     for row, block_id in enumerate(block_ids):
         if block_id >= 0:
@@ -43,7 +42,7 @@ def gather(planes: Sequence[Tensor], block_ids: Sequence[int], out: Tensor) -> N
 
 
 def scatter(src: Tensor, planes: Sequence[Tensor], block_ids: Sequence[int]) -> None:
-    """Copies row i of `src` to block ``block_ids[i]``: the mirror of `gather`."""
+    """Copies row i of `src` to block ``block_ids[i]`` of `planes`; -1 is skipped."""
     for row, block_id in enumerate(block_ids):
         if block_id >= 0:
             parts = torch.split(src[row], [_flat(plane[0]).numel() for plane in planes])
@@ -85,7 +84,7 @@ def append(states: Tensor, plane: Tensor, slots: Sequence[int] | Tensor) -> None
 
 
 def update_padded(cache: Tensor, update: Tensor, write_indices: Sequence[int]) -> None:
-    """Sets ``cache[i, :, write_indices[i] + s] = update[i, :, s]``, see `kv_cache_update`."""
+    """Sets ``cache[i, :, write_indices[i] + s] = update[i, :, s]`` for each token s."""
     length = update.shape[2]
     for index, start in enumerate(write_indices):
         _bytes(cache)[index, :, start : start + length] = _bytes(update)[index]
@@ -94,7 +93,11 @@ def update_padded(cache: Tensor, update: Tensor, write_indices: Sequence[int]) -
 def update_packed(
     cache: Tensor, update: Tensor, write_indices: Sequence[int], update_lengths: Sequence[int]
 ) -> None:
-    """Does the same with sequences packed one after the other: ``[tokens, heads, dim]``."""
+    """Writes packed sequences, `update` ``[tokens, heads, dim]``, to `cache`.
+
+    Sequence i is the tokens ``update_lengths[i]`` to ``update_lengths[i + 1]``, and begins in the
+    cache at ``write_indices[i]``.
+    """
     for index, start in enumerate(write_indices):
         first, stop = update_lengths[index : index + 2]
         part = _bytes(update)[first:stop].transpose(0, 1)
@@ -102,7 +105,7 @@ def update_packed(
 
 
 def quantize(rows: Tensor, code: str) -> tuple[Tensor, Tensor]:
-    """Quantises to values of one byte and a scale for each row.
+    """Quantises `rows` to values of one byte and a scale for each row.
 
     `kvconnect.kernels.quantized_payload` describes the codes.
 
@@ -111,7 +114,7 @@ def quantize(rows: Tensor, code: str) -> tuple[Tensor, Tensor]:
         code: ``"fp8_e4m3"`` or ``"int8"``.
 
     Returns:
-        Values as uint8 ``[..., dim]`` and scales as float32 ``[...]``.
+        The values as uint8 ``[..., dim]`` and the scales as float32 ``[...]``.
     """
     limit, exact = LIMITS[code], rows.float()
     largest = exact.abs().amax(-1, keepdim=True)
@@ -131,7 +134,7 @@ def dequantize(values: Tensor, scales: Tensor, code: str, dtype: torch.dtype) ->
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Returns the same memory as bytes; few operations exist for every dtype."""
+    """Returns `tensor` viewed as uint8, since few operations exist for every dtype."""
     return tensor.view(torch.uint8)
 
 

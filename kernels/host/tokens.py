@@ -1,4 +1,4 @@
-"""Writes new tokens on the host, as rows of a linear cache or at the slots of a paged one."""
+"""Writes new tokens in host memory, to rows of a linear cache or to slots of a paged one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from kvconnect.kernels.blocks.paged import PagedKv
 __all__ = ["append", "update_packed", "update_padded"]
 
 _KNOWN = {torch.float64, torch.float32, torch.float16}
-"""The types that NumPy has; tensors of others are viewed as bytes."""
+"""The types that NumPy has, too; tensors of other types are viewed as bytes."""
 
-_FEW_ROWS = 4  # up to so many, moving them one by one costs less than NumPy's views
+_FEW_ROWS = 4  # moving up to so many one by one costs less than NumPy's views
 
-_FEW_RUNS = 6  # fewer than NumPy's own cost
+_FEW_RUNS = 6  # moving up to so many one by one costs less than NumPy's calls
 _FEW_NBYTES = 1 << 20
-_THREADED_NBYTES = 1 << 18  # from here on it is worth waking torch's threads
+_THREADED_NBYTES = 1 << 18  # copies of at least this size gain from torch's threads
 
 
 def append(states: tuple[Tensor, ...], kv: PagedKv, slots: Unpadded, layer: int) -> None:
-    """Appends on the host: every head's row is one element, wherever it comes from."""
+    """Writes `states`, the new keys and values, to `slots` of one layer of `kv`; blocks.
+
+    `slots` has the slots that are not padding, and the number of each one's token in `states`.
+    """
     count = len(slots.ids)
     if count * kv.heads <= _FEW_ROWS:
         _write_few(states, kv, slots, layer)
@@ -39,7 +42,7 @@ def append(states: tuple[Tensor, ...], kv: PagedKv, slots: Unpadded, layer: int)
 
 
 def _slot_arrays(kv: PagedKv, layer: int) -> list[npt.NDArray[np.void]]:
-    """Returns the layer's planes as ``[num_blocks, T, heads]`` of one row each."""
+    """Returns the layer's planes as arrays ``[num_blocks, T, heads]`` whose elements are rows."""
     if (known := kv.slot_arrays.get(layer)) is None:
         views = kv.layer_views(range(layer, layer + 1))
         known = [
@@ -73,7 +76,7 @@ def _write_few(states: tuple[Tensor, ...], kv: PagedKv, slots: Unpadded, layer: 
 
 
 def update_padded(cache: Tensor, update: Tensor, starts: list[int]) -> None:
-    """Implements `reference.update_padded`."""
+    """Sets ``cache[i, :, starts[i] + s] = update[i, :, s]``, as `reference.update_padded` does."""
     _, heads, length, row = update.shape
     nbytes = length * row * cache.element_size()
     batch = len(starts)
@@ -106,7 +109,7 @@ def _move_few(cache: Tensor, update: Tensor, starts: list[int], nbytes: int) -> 
 
 
 def update_packed(cache: Tensor, update: Tensor, starts: list[int], ends: list[int]) -> None:
-    """Implements `reference.update_packed`."""
+    """Writes packed sequences to `cache`, as `reference.update_packed` does."""
     to_array, from_array = as_bytes(cache).numpy(), as_bytes(update).numpy()
     if ends[-1] == len(starts) and len(starts) > 4 and ends == list(range(len(ends))):
         to_array[np.arange(len(starts)), :, np.array(starts)] = from_array

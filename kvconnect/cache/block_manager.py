@@ -36,8 +36,8 @@ class SequenceAllocation:
     """The result of admitting a sequence.
 
     Attributes:
-        matched_tokens: leading tokens whose KV its blocks hold already.
-        block_ids: int32, in order of its tokens; owned by the caller.
+        matched_tokens: the leading tokens whose KV is in the reused blocks.
+        block_ids: int32, the blocks of group 0 in order of the tokens; owned by the caller.
     """
 
     matched_tokens: int
@@ -48,19 +48,20 @@ class BlockManager(PinTable):
     """The block manager of all pools of one cache: pure bookkeeping, it holds no tensors.
 
     Synchronous and not thread-safe: callers serialise. Tokens are any integer sequence or NumPy
-    array; an int32 array is taken without a conversion. Errors leave everything as it was. The
-    methods of a sequence raise `UnknownRequest` if none has that id. Where a `window` is asked for,
-    ``None`` is group 0: full attention, else the largest window.
+    array; an int32 array needs no conversion. After an error everything is unchanged. The methods
+    of a sequence raise `UnknownRequest` if no live sequence has that id. For an argument `window`,
+    ``None`` means group 0: full attention, else the largest window.
 
     Args:
-        config: what to reuse; limits, where `num_blocks` is not given.
-        layout: of the pool; of every pool group, if there are several.
-        num_blocks: blocks of each pool, instead of sizing by `config`; by window (``None``: full
-            attention) where they differ. With one layout there is one pool for each window named.
-        num_host_blocks: the same in host memory, instead of sizing by `config`.
-        copier: carries out copies, in the order in which they must happen; ``None``: no copies.
-        clock: seconds; for retention durations only.
-        sizes: what `pool_sizes` made of the other arguments, if that was called before.
+        config: the rules of reuse; sizes the pools if `num_blocks` is not given.
+        layout: the layout of the pool, or one for each pool group.
+        num_blocks: the blocks of each pool, instead of sizes by `config`; a mapping by window
+            (``None`` for full attention) if they differ. With one layout and a mapping, there is
+            one pool for each window.
+        num_host_blocks: the same for host memory.
+        copier: carries out copies, in the order of its calls; ``None`` for no copies.
+        clock: returns seconds; for retention durations only.
+        sizes: the result of `pool_sizes` for the other arguments, if it was called before.
 
     Raises:
         ConfigurationError: no block fits, or a setting does not fit the pools.
@@ -101,12 +102,12 @@ class BlockManager(PinTable):
         lora_id: int | str | None = None,
         extra_key: str | int | None = None,
     ) -> int:
-        """Returns how many leading tokens are published, at most all but the last.
+        """Returns how many leading tokens of `tokens` are published, at most all but the last.
 
-        Changes nothing.
+        Changes nothing. The other arguments are as for `add_sequence`.
 
         Raises:
-            ConfigurationError: (a ``ValueError``) no tokens, or a token outside int32.
+            ConfigurationError: (a ``ValueError``) there are no tokens, or one is outside int32.
         """
         prompt = Prompt.of(tokens, namespace_of(cache_salt, lora_id, extra_key))
         return self._planner.num_matched(prompt)
@@ -122,7 +123,7 @@ class BlockManager(PinTable):
         first_chunk: int | None = None,
         external_end: int | None = None,
     ) -> bool:
-        """Returns whether `add_sequence` would find blocks now for these arguments.
+        """Returns whether `add_sequence` with these arguments would find enough blocks now.
 
         Changes nothing.
 
@@ -135,42 +136,44 @@ class BlockManager(PinTable):
         return self._planner.plan(prompt) is not None
 
     def predict_match(self, prompt: Prompt, keys: KeyChain | None = None) -> int | None:
-        """Returns the ``matched_tokens`` of `admit` now, or ``None`` without blocks.
+        """Returns the ``matched_tokens`` that `admit` would return now.
 
-        Changes nothing. The result is below that of `match` if a partial match does not fit. Once a
-        search by key was made, `keys` takes the keys of the matched blocks from the key index.
+        Returns ``None`` if there are not enough blocks. Changes no block. The result is below that
+        of `match` if a partial match does not fit. If there is a key index, `keys` gets the keys of
+        the matched blocks from the index.
         """
         plan = self._planner.plan(prompt, keys)
         return None if plan is None else plan.num_matched
 
     def num_free_blocks(self, *, window: int | None = None) -> int:
-        """Returns how many blocks could be allocated now without memory of other pools."""
+        """Returns how many blocks the pool can allocate now without memory of other pools."""
         return self._pools[self._group(window)].num_free
 
     def num_allocated_blocks(self, *, window: int | None = None) -> int:
-        """Returns how many blocks sequences and pins hold."""
+        """Returns how many blocks of the pool are held by sequences and pins."""
         pool = self._pools[self._group(window)]
         return pool.num_blocks - pool.num_free
 
     def num_reclaimed_blocks(self, *, window: int | None = None) -> int:
-        """Returns how many published blocks were reclaimed so far, offloaded or dropped."""
+        """Returns how many published blocks of the pool were offloaded or dropped so far."""
         return self._pools[self._group(window)].num_reclaimed
 
     def max_blocks(self, *, window: int | None = None) -> int:
-        """Returns the number of all blocks. It changes when pools exchange memory."""
+        """Returns the number of all blocks of the pool; changes when pools exchange memory."""
         return self._pools[self._group(window)].num_blocks
 
     def ensure_free(self, needs: Sequence[int]) -> bool:
-        """Returns whether each pool group can supply so many blocks; moves memory for that.
+        """Makes ``needs[group]`` blocks of each pool group free.
 
-        If it returns False, nothing changed.
+        Moves memory between pools for that. Returns False, and changes nothing, if that is not
+        possible.
         """
         return self._slabs.ensure_free(needs)
 
     def block_ids(self, request_id: int, *, window: int | None = None) -> npt.NDArray[np.int32]:
         """Returns the sequence's blocks in order of its tokens: int32, owned by the caller.
 
-        -1 stands for a block that the window left behind, and for one that is not reserved yet.
+        -1 stands for a block before the window, and for one that is not reserved yet.
         """
         return self.group_block_ids(request_id, self._group(window))
 
@@ -190,27 +193,27 @@ class BlockManager(PinTable):
         first_chunk: int | None = None,
         external_end: int | None = None,
     ) -> SequenceAllocation:
-        """Allocates blocks for `tokens`, reusing those that are published.
+        """Adds a sequence with blocks for `tokens`, and reuses published blocks.
 
         May order copies and may reclaim published blocks.
 
         Args:
-            request_id: of no live sequence.
+            request_id: the id of the sequence; no live sequence may have it.
             tokens: the prompt.
-            cache_salt: only blocks of the same salt,
-            lora_id: adapter,
-            extra_key: and other key are reused.
-            retention: how long its blocks are worth keeping.
-            keys: the keys of its blocks, followed as `tokens` grow; for `block_keys` and
-                `pin_keys`.
-            max_matched: reuse only so many leading tokens.
-            first_chunk: window pools give blocks for so many tokens to be computed only; `reserve`
+            cache_salt: only blocks with the same salt are reused.
+            lora_id: only blocks with the same adapter are reused.
+            extra_key: only blocks with the same other key are reused.
+            retention: the priorities and durations of the sequence's blocks.
+            keys: the chain of keys of the sequence's blocks, which grows with the tokens; for
+                `block_keys` and `pin_keys`.
+            max_matched: the most leading tokens that are reused.
+            first_chunk: window pools allocate blocks for so many tokens to compute only; `reserve`
                 is for the rest. A full-attention pool allocates for all tokens at once.
-            external_end: an external store will fill the tokens before it. Window pools give no
-                blocks, then or later, for what its window has left behind by then.
+            external_end: an external store will fill the tokens before this position. Window pools
+                never allocate blocks that lie before the window of this position.
 
         Raises:
-            DuplicateRequest: there is such a sequence.
+            DuplicateRequest: a live sequence has this id.
             ConfigurationError: (a ``ValueError``) an argument is out of range.
             OutOfBlocks: there are not enough blocks.
         """
@@ -227,7 +230,11 @@ class BlockManager(PinTable):
         retention: KvCacheRetentionConfig | None = None,
         keys: KeyChain | None = None,
     ) -> SequenceAllocation:
-        """Does what `add_sequence` does, for a prompt that was made before and not admitted yet."""
+        """Adds a sequence for `prompt`, as `add_sequence` does. The sequence owns the tokens then.
+
+        Raises:
+            DuplicateRequest, ConfigurationError, OutOfBlocks: as `add_sequence`.
+        """
         if request_id in self._live:
             raise DuplicateRequest(f"request {request_id} has blocks already")
         if keys is not None and keys.tokens_per_block != self._tokens_per_block:
@@ -238,8 +245,6 @@ class BlockManager(PinTable):
         sequence = self._admission.admit(prompt, retention, keys)
         self._live[request_id] = sequence
         return SequenceAllocation(sequence.matched, as_id_array(sequence.held[0].ids))
-
-    # ---------------------------------------------------------------- pins
 
     # ---------------------------------------------------------------- the whole
 
@@ -258,18 +263,18 @@ class BlockManager(PinTable):
         self._tree.clear()
 
     def take_events(self) -> list[KvCacheEvent]:
-        """Returns the events since the last call, oldest first.
+        """Removes and returns the events since the last call, oldest first.
 
-        Unlike all other methods, it may be called from any thread.
-        `KvCacheConfig.event_buffer_max_size` limits how many are kept.
+        Unlike all other methods, this one may be called from any thread.
+        `KvCacheConfig.event_buffer_max_size` is the most events that are kept.
         """
         return self._events.take()
 
     def check_invariants(self) -> None:
-        """Recounts the state of the block manager.
+        """Recounts the state of the block manager; for tests.
 
         Raises:
-            AssertionError: names the broken invariant.
+            AssertionError: an invariant is broken; the message names it.
         """
         check_invariants(self._tree, self._pools, self._live.values(), self._pins)
 

@@ -21,10 +21,10 @@ def check_invariants(
     sequences: Collection[Sequence],
     pins: Collection[PinHandle],
 ) -> None:
-    """Recounts all state; the cost is proportional to its size.
+    """Recounts all state of a block manager; the cost is proportional to the state's size.
 
     Raises:
-        AssertionError: names the broken invariant.
+        AssertionError: an invariant is broken; the message names it.
     """
     segments = list(tree.segments())
     for namespace, root in tree.roots.items():
@@ -77,8 +77,8 @@ def _check_children(segment: Segment) -> None:
     if children.recent is not None:
         _require(children.recent.keys() == children.keys(), "recency is of the children")
         stamps = [children[key].pools[0].stamp for key in children.recent]
-        let_go = [stamp for stamp in stamps if stamp > 0]
-        _require(let_go == sorted(let_go), "children that were let go last are last")
+        released = [stamp for stamp in stamps if stamp > 0]
+        _require(released == sorted(released), "children that were let go last are last")
 
 
 def _check_residence(segment: Segment, pool: BlockPool) -> None:
@@ -93,8 +93,8 @@ def _check_residence(segment: Segment, pool: BlockPool) -> None:
     if not state.is_resident:
         _require(state.references == 0, "what is not there has no holder")
     else:
-        let_go = state.references > 0 or state.stamp > 0
-        _require(let_go, "an unreferenced block was let go at some moment")
+        released = state.references > 0 or state.stamp > 0
+        _require(released, "an unreferenced block was let go at some moment")
     parent = segment.parent
     if pool.window is None and parent is not None and not isinstance(parent, Root):
         above = parent.pools[pool.group]

@@ -1,4 +1,4 @@
-"""The resource manager that the engine drives: blocks and the memory that they name."""
+"""The resource manager that the engine drives: a block manager and the memory of its blocks."""
 
 from __future__ import annotations
 
@@ -42,27 +42,28 @@ CopierFactory = Callable[
 class KVCacheManager(BaseKVCacheManager):
     """The KV cache of one rank: the memory of all pools and a `BlockManager` over it.
 
-    A sequence of the block manager has the tokens of its request whose KV was or is being computed:
-    it may lag one token behind ``request.tokens``, as the last sampled token of a request is never
-    fed back. Not thread-safe: it belongs to the engine's thread.
+    A sequence of the block manager has the tokens of its request whose KV was or is being computed.
+    That may be one token less than ``request.tokens``, as the last sampled token of a request is
+    never fed back. Not thread-safe: only the engine's thread may call it.
 
     Args:
-        config: of the cache.
-        layouts: of the pools, one per pool group.
-        device: where the pools lie.
-        num_blocks: blocks of each pool, instead of sizing by `config`; the split is fixed then.
-        make_copier: of the pools, the host pools and their layouts makes what copies blocks.
+        config: the settings of the cache.
+        layouts: the layouts of the pools, one per pool group.
+        device: the device of the pools.
+        num_blocks: the blocks of each pool, instead of sizes by `config`; pools then exchange no
+            memory.
+        make_copier: makes the copier of the pools, the host pools and their layouts.
 
     Attributes:
         blocks: the block manager.
-        sizes: of the pools.
-        layouts: of the pools, in group order: full attention, then large windows to small.
+        sizes: the sizes of the pools.
+        layouts: the layouts in group order: full attention, then large windows to small.
 
     Raises:
         ConfigurationError: no block fits, or a setting does not fit the pools.
     """
 
-    # An error amid the copies of an admission leaves blocks whose content is not known.
+    # After an error during the copies of an admission, the content of blocks is not known.
     raises_for_requests: ClassVar[bool] = False
     supports_connector: ClassVar[bool] = True
     supports_window_pools: ClassVar[bool] = True
@@ -89,12 +90,12 @@ class KVCacheManager(BaseKVCacheManager):
     # ---------------------------------------------------------------- the steps of the engine
 
     def prepare_resources(self, batch: ScheduledBatch) -> None:
-        """Allocates what this step needs. See `BaseResourceManager.prepare_resources`.
+        """Allocates the blocks of this step, as `BaseResourceManager.prepare_resources` describes.
 
         Raises:
             OutOfBlocks: a running request has no next slot, or no blocks of a window pool for its
-                next chunk. It is unchanged, what stands before it in the batch has its slots; the
-                engine makes room and calls again.
+                next chunk. That request is unchanged, and the requests before it in the batch have
+                their slots. The engine frees blocks and calls again.
         """
         with self._copier.together():
             self._prepare(batch)
@@ -122,7 +123,10 @@ class KVCacheManager(BaseKVCacheManager):
                 self.blocks.commit(request.request_id, self._num_valid(request))
 
     def free_resources(self, request: LlmRequest) -> None:
-        """Publishes the valid tokens of `request`, tail included; releases its blocks, if any."""
+        """Publishes the valid tokens of `request`, tail included, and releases its blocks.
+
+        Does nothing if `request` holds no blocks.
+        """
         if self.blocks.holds(request.request_id):
             self.blocks.abort(request.request_id, self._num_valid(request))
 
@@ -131,10 +135,10 @@ class KVCacheManager(BaseKVCacheManager):
         self.blocks.publish_ended(request.request_id, self._num_valid(request))
 
     def add_padding_request(self, request_id: int) -> None:
-        """Holds a block for a request of one token, for warming up; it is never published.
+        """Allocates a block for a request of one token, for warm-up. The block is never published.
 
         Raises:
-            DuplicateRequest: the id is in use.
+            DuplicateRequest: `request_id` is in use.
             OutOfBlocks: no block is free.
         """
         self.blocks.add_sequence(request_id, [0])
@@ -146,24 +150,25 @@ class KVCacheManager(BaseKVCacheManager):
         return self.blocks.max_blocks()
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Implements `BaseResourceManager`.
+        """Returns how many blocks of group 0 `request` still needs, as `BaseResourceManager` says.
 
-        The last token that `request` generates takes no slot.
+        The last token that `request` generates needs no slot.
         """
         return self.needed_blocks(request)[0]
 
     def needed_blocks(self, request: LlmRequest) -> tuple[int, ...]:
-        """Returns by pool group the peak of `request` from now on, minus the blocks that it holds.
+        """Returns for each pool group how many blocks `request` will need beyond those it holds.
 
-        Where a prompt is computed in chunks, the peak is that of the worst way of cutting it.
+        That is the most that it holds at any time from now on. For a prompt in chunks, the worst
+        way to cut it counts.
         """
         return tuple(self._needed(request, group) for group in range(len(self.layouts)))
 
     def reusable_tokens(self, request: LlmRequest, published: int = 0) -> int:
-        """Implements `BaseKVCacheManager`."""
+        """Returns how many leading tokens `request` would reuse; see `BaseKVCacheManager`."""
         if not self._config.enable_block_reuse or not request.may_reuse:
             return 0
-        most = request.num_tokens - 1  # of the last token the logits are needed
+        most = request.num_tokens - 1  # the last token is computed for its logits
         if not self._config.enable_partial_reuse:
             most -= most % self._tokens_per_block
         matched = self.blocks.match(
@@ -175,11 +180,11 @@ class KVCacheManager(BaseKVCacheManager):
         return max(matched, min(published, most))
 
     def expect_chunks(self, max_chunk_tokens: int) -> None:
-        """Implements `BaseKVCacheManager`."""
+        """Sets the most prompt tokens of a request that one step computes."""
         self._max_chunk = max_chunk_tokens
 
     def ensure_free(self, needs: Sequence[int]) -> bool:
-        """Implements `BaseKVCacheManager`."""
+        """Makes ``needs[group]`` blocks of each pool group free; False if not possible."""
         with self._copier.together():
             return self.blocks.ensure_free(needs)
 
@@ -192,11 +197,11 @@ class KVCacheManager(BaseKVCacheManager):
         return True
 
     def take_events(self) -> list[KvCacheEvent]:
-        """Implements `BlockManager.take_events`; may be called from any thread."""
+        """Removes and returns the events since the last call. May be called from any thread."""
         return self.blocks.take_events()
 
     def get_num_free_blocks(self) -> int:
-        """Returns how many blocks could be allocated now."""
+        """Returns how many blocks of group 0 can be allocated now."""
         return self.blocks.num_free_blocks()
 
     def get_batch_cache_indices(self, requests: Sequence[LlmRequest]) -> Mapping[int, list[int]]:
@@ -206,9 +211,9 @@ class KVCacheManager(BaseKVCacheManager):
     def get_group_cache_indices(
         self, requests: Sequence[LlmRequest], group: int
     ) -> Mapping[int, list[int]]:
-        """Does what `get_batch_cache_indices` does, for one pool group.
+        """Maps request ids to the block ids of pool group `group`, in order of the tokens.
 
-        -1 stands for a block that the window left behind, and for one that is not reserved yet.
+        -1 stands for a block before the window, and for one that is not reserved yet.
         """
         return {
             request.request_id: self.blocks.group_block_ids(request.request_id, group).tolist()
@@ -222,18 +227,22 @@ class KVCacheManager(BaseKVCacheManager):
     # ---------------------------------------------------------------- for connectors
 
     def set_external_matcher(self, matcher: ExternalMatcher) -> None:
-        """Makes admission ask `matcher` from now on."""
+        """Makes `prepare_resources` call `matcher` for each new request from now on."""
         self._matcher = matcher
 
     def pool_tensor(self, group: int = 0) -> Tensor:
-        """The pool, ``[num_blocks, num_layers, kv_factor, elements]``, contiguous.
+        """Returns a group's pool, contiguous ``[num_blocks, num_layers, kv_factor, elements]``.
 
-        Where pools exchange memory, each of them is a view of the whole arena.
+        If pools exchange memory, each of them is a view of the whole arena.
         """
         return self._memory.pools[group]
 
     def detach(self, request: LlmRequest, first_block: int) -> PinnedBlocks:
-        """Implements `BlockManager.detach`."""
+        """Detaches the blocks from `first_block` on from `request`, which gets fresh ones.
+
+        Raises:
+            ConfigurationError, OutOfBlocks: as `BlockManager.detach`; nothing changed.
+        """
         return self.blocks.detach(request.request_id, first_block)
 
     def pin(self, request: LlmRequest) -> PinnedBlocks:
@@ -280,8 +289,8 @@ class KVCacheManager(BaseKVCacheManager):
                 request.request_id, prompt, retention=request.retention, keys=request.key_chain
             )
         except OutOfBlocks:
-            # The request may fit without the store: where a store's match reaches further, less
-            # is matched on the device, and fewer blocks are shared.
+            # The request may fit without the store: with a store's match, less is matched on the
+            # device, and fewer blocks are shared.
             batch.refused_requests.append(request)
             return False
         matched = allocation.matched_tokens
@@ -297,7 +306,7 @@ class KVCacheManager(BaseKVCacheManager):
         return True
 
     def _match_external(self, request: LlmRequest, prompt: Prompt) -> ExternalMatch | None:
-        # Returns what a store has beyond the device's match; None: there are no blocks for it.
+        # Returns the store's match beyond the device's match; None if there are no blocks for it.
         if self._matcher is None or not request.may_reuse:
             return ExternalMatch()
         matched = self.blocks.predict_match(prompt, request.key_chain)
@@ -332,7 +341,7 @@ class KVCacheManager(BaseKVCacheManager):
         )
 
     def _forget_rejected(self, request: LlmRequest) -> None:
-        # Drafts that were appended for an earlier step and not taken are no tokens of the request.
+        # Rejected drafts of an earlier step are in the sequence, but not in the request's tokens.
         start = request.num_computed_tokens
         held = self.blocks.tokens(request.request_id, start)
         agreed = common_length(held, request.tokens.view[start:])

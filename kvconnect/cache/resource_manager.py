@@ -1,4 +1,4 @@
-"""The interface of a KV cache manager that an engine drives; subclass it to bring your own."""
+"""The interface of a KV cache manager that an engine drives; subclass it for one of your own."""
 
 from __future__ import annotations
 
@@ -29,21 +29,24 @@ class BaseResourceManager(ABC):
 
     @abstractmethod
     def prepare_resources(self, batch: ScheduledBatch) -> None:
-        """Allocates what this step needs; called before the forward pass, and the only allocator.
+        """Allocates the blocks of this step; called before the forward pass.
 
         Requests in `batch.context_requests` that hold no blocks yet are admitted: they get blocks
         for the whole prompt, and ``num_computed_tokens`` is set to the reused tokens. Generating
-        requests get the slot of their next token. `ScheduledBatch` says which requests are moved
-        where.
+        requests get the slot of their next token. `ScheduledBatch` describes which requests are
+        moved to its other lists. No other method allocates blocks for a step.
         """
 
     @abstractmethod
     def update_resources(self, batch: ScheduledBatch) -> None:
-        """Publishes the blocks that the step filled; ``num_computed_tokens`` is up to date."""
+        """Publishes the blocks that the step filled. ``num_computed_tokens`` is up to date."""
 
     @abstractmethod
     def free_resources(self, request: LlmRequest) -> None:
-        """Publishes ``num_computed_tokens`` of an ended or preempted `request`, and releases it."""
+        """Publishes the first ``num_computed_tokens`` of `request`, and releases its blocks.
+
+        `request` has ended or is preempted.
+        """
 
     @abstractmethod
     def get_max_resource_count(self) -> int:
@@ -53,29 +56,29 @@ class BaseResourceManager(ABC):
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
         """Returns exactly how many blocks `request` still needs to run to its ``max_tokens``.
 
-        Reuse is not counted: the result is what it holds at its end minus what it holds now. With
-        several pools, the result is for group 0.
+        Reuse is not counted: the result is the blocks at the end of `request` minus those that it
+        holds now. With several pools, the result is for group 0.
         """
 
     def needed_blocks(self, request: LlmRequest) -> tuple[int, ...]:
-        """Returns the peak of `request` by pool group, minus the blocks that it holds."""
+        """Returns for each pool group the most blocks `request` will hold, minus those held now."""
         return (self.get_needed_resource_to_completion(request),)
 
 
 class BaseKVCacheManager(BaseResourceManager):
-    """A resource manager for KV blocks: what the engine needs besides allocation.
+    """A resource manager for KV blocks, with the queries of the engine and of connectors.
 
-    The methods from `set_external_matcher` on serve connectors. A manager without them sets
-    ``supports_connector = False``, and the engine then refuses to attach one. A manager without
-    pools for sliding windows (``supports_window_pools = False``) gets one layout for all layers;
-    windows are then masks only.
+    The methods from `set_external_matcher` on serve connectors. A manager without them has
+    ``supports_connector = False``, and the engine then refuses to attach a connector. A manager
+    without pools for sliding windows (``supports_window_pools = False``) gets one layout for all
+    layers; windows are then masks only.
 
     An error of `needed_blocks` for a waiting request ends that request and no other. So does an
     error of `prepare_resources` for a batch of one request that is to be admitted. (If a batch of
     several raises, those whose state is not ``QUEUED`` any more are freed, and each is admitted
     again alone.) A manager sets ``raises_for_requests = False`` if such an error may leave the
     blocks of other requests wrong. Such an error then ends the engine, as any other error of the
-    manager does: which request holds which content is unknown, and a wrong token is worse.
+    manager does: the content of blocks is unknown, and a wrong token is worse than an end.
     """
 
     raises_for_requests: ClassVar[bool] = True
@@ -98,18 +101,18 @@ class BaseKVCacheManager(BaseResourceManager):
     def get_buffers(self, layer_idx: int) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the layer's KV memory, a view ``[num_blocks, 2, T, num_kv_heads, head_dim]``.
 
-        Where key and value dimensions differ, it returns two views
-        ``[num_blocks, T, num_kv_heads, dim]``.
+        If key and value dimensions differ, it returns two views
+        ``[num_blocks, T, num_kv_heads, dim]``, keys and values.
         """
 
     @abstractmethod
     def get_num_free_blocks(self) -> int:
-        """Returns how many blocks could be allocated now; with several pools, of group 0."""
+        """Returns how many blocks can be allocated now; with several pools, of group 0."""
 
     def ensure_free(self, needs: Sequence[int]) -> bool:
-        """Returns whether each pool group can supply so many blocks now; False changes nothing.
+        """Returns whether each pool group can supply ``needs[group]`` blocks now.
 
-        It may move memory from one pool to another for that.
+        May move memory between pools for that. If the result is False, nothing changed.
         """
         return needs[0] <= self.get_num_free_blocks()
 
@@ -121,23 +124,23 @@ class BaseKVCacheManager(BaseResourceManager):
 
         Args:
             request: a waiting request.
-            published: counts its first so many tokens, whole blocks, as published.
+            published: this many first tokens, in whole blocks, are counted as published.
         """
         return 0
 
     def expect_chunks(self, max_chunk_tokens: int) -> None:
-        """Limits the prompt tokens that a request computes in one step; called at the start.
+        """Sets the most prompt tokens that a request computes in one step; called at the start.
 
-        Pools of sliding windows then hold blocks for so many tokens at a time: see `needed_blocks`.
+        Pools of sliding windows then allocate blocks for so many tokens at a time.
         """
 
     def add_padding_request(self, request_id: int) -> None:
-        """Holds a block for a request of one token, for warming up; it is never published.
+        """Allocates a block for a request of one token, for warm-up. The block is never published.
 
-        The engine never calls it; a manager need not have it.
+        The engine never calls this method, and a manager need not implement it.
 
         Raises:
-            ConfigurationError: the manager does not have it.
+            ConfigurationError: the manager does not implement it.
         """
         raise ConfigurationError(
             f"{type(self).__name__} has no padding requests; override add_padding_request"
@@ -148,11 +151,14 @@ class BaseKVCacheManager(BaseResourceManager):
         return False
 
     def take_events(self) -> list[KvCacheEvent]:
-        """Returns the changes of the cache since the last call, oldest first; on any thread."""
+        """Removes and returns the events since the last call, oldest first.
+
+        May be called from any thread.
+        """
         return []
 
     def set_external_matcher(self, matcher: ExternalMatcher) -> None:
-        """Makes admission ask `matcher` from now on."""
+        """Makes `prepare_resources` call `matcher` for each new request from now on."""
         raise self._no_connector()
 
     def pool_tensor(self, group: int = 0) -> Tensor:
@@ -162,8 +168,10 @@ class BaseKVCacheManager(BaseResourceManager):
     def detach(self, request: LlmRequest, first_block: int) -> PinnedBlocks:
         """Detaches the blocks from `first_block` on from `request`, which gets fresh ones.
 
+        The handle holds the detached blocks.
+
         Raises:
-            OutOfBlocks: there are not enough; nothing changed.
+            OutOfBlocks: there are not enough blocks; nothing changed.
         """
         raise self._no_connector()
 
@@ -178,7 +186,7 @@ class BaseKVCacheManager(BaseResourceManager):
     def publish_ended(self, request: LlmRequest) -> None:
         """Publishes the valid tokens of an ended `request` whose blocks are still being saved.
 
-        The request holds its blocks until `free_resources` is called. By default it does nothing.
+        The request holds its blocks until `free_resources` is called. Does nothing by default.
         """
 
     def get_priorities(self, request: LlmRequest, start: int = 0) -> list[int]:
@@ -198,4 +206,4 @@ class BaseKVCacheManager(BaseResourceManager):
 KVCacheManagerFactory: TypeAlias = Callable[
     [KvCacheConfig, Sequence[KvCacheLayout], torch.device], BaseKVCacheManager
 ]
-"""Makes a cache manager; `KVCacheManager` itself is one."""
+"""Makes a cache manager of its arguments; the class `KVCacheManager` is such a factory."""

@@ -1,8 +1,8 @@
-"""The room of identity: the digest of a model's files, and the reasons against naming anything.
+"""The room of identity: the digest of a model's files, and the reasons for which no key is made.
 
 Imports the vocabulary. Only `watch` imports torch, and nothing here imports `watch`. Begin with
-`model`; then `files` (which files, opened once), `content` (how they are hashed) and `cache` (what
-was hashed before). `doubts` is the one table of reasons for which nothing is cached.
+`model`; then `files` (the model's files, opened once), `content` (their hashes) and `cache` (the
+digests of earlier processes). `doubts` is the table of all reasons for which nothing is cached.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _DIGEST_NBYTES = 32
 
 
 def user_directory() -> Path | None:
-    """Returns this user's directory of such files; ``None`` for a user without a home directory."""
+    """Returns the directory of this user's caches; ``None`` for a user without home directory."""
     try:
         return cache_directory()
     except RuntimeError:
@@ -28,22 +28,22 @@ def user_directory() -> Path | None:
 
 
 class _KeptLines:
-    """A small file of this user's, whose lines carry a checksum each; replaced as a whole.
+    """A small file of lines with a checksum each, for this user alone; replaced as a whole.
 
-    Keeps 1,024 lines; the oldest are dropped first. Several processes may use the file: one may
-    lose what another adds, which costs time. A damaged line is passed over. A file that cannot be
-    read or written, or that other users may write, is ignored.
+    Keeps 1,024 lines; the oldest are dropped first. Several processes may use the file. One may
+    overwrite a line that another adds, which is then computed again. A damaged line is skipped. A
+    file that cannot be read or written, or that other users may write, is ignored.
 
     Args:
-        directory: made when first written to, for this user alone; ``None``: nothing is kept.
-        name: of the file.
+        directory: made before the first write, for this user alone; ``None`` stores nothing.
+        name: the name of the file.
     """
 
     def __init__(self, directory: Path | None, name: str) -> None:
         self._path = None if directory is None else directory / name
 
     def read(self) -> list[bytes]:
-        """Returns the texts of all whole lines, the oldest first."""
+        """Returns the texts of all undamaged lines, the oldest first; never raises `OSError`."""
         if self._path is None:
             return []
         try:
@@ -56,7 +56,7 @@ class _KeptLines:
         return [text for text, _, check in lines if _checksum(text) == check]
 
     def write(self, texts: Iterable[bytes]) -> None:
-        """Replaces all lines by the last 1,024 of `texts`; never raises."""
+        """Replaces all lines by the last 1,024 of `texts`; never raises `OSError`."""
         if self._path is not None:
             lines = [b"%s %s\n" % (text, _checksum(text)) for text in texts]
             with suppress(OSError):
@@ -64,7 +64,7 @@ class _KeptLines:
 
 
 class DigestCache:
-    """The digests of files by identity.
+    """The digests of files by identity, kept in the file ``model-digests``.
 
     Args:
         directory: see `_KeptLines`.
@@ -79,7 +79,7 @@ class DigestCache:
         return dict(entry for entry in entries if entry is not None)
 
     def add(self, entries: Mapping[FileIdentity, bytes]) -> None:
-        """Adds `entries`; never raises."""
+        """Adds `entries` to the file; never raises `OSError`."""
         if not entries:
             return
         kept = {key: value for key, value in self.read().items() if key not in entries}
@@ -90,9 +90,10 @@ class DigestCache:
 
 
 class ProvenContents:
-    """The pairs of digests, of a content in memory and its directory, of the same weights.
+    """The pairs of a digest of weights in memory and one of a directory with the same weights.
 
-    A comparison bit for bit has found that they are. A lost pair costs another comparison.
+    The pairs were found by comparisons bit for bit, and are kept in the file ``model-contents``. A
+    lost pair costs another comparison.
 
     Args:
         directory: see `_KeptLines`.
@@ -102,11 +103,11 @@ class ProvenContents:
         self._lines = _KeptLines(directory, "model-contents")
 
     def has(self, content: bytes, directory: bytes) -> bool:
-        """Returns whether the two digests were found to be of the same weights."""
+        """Returns whether this pair of digests was added before."""
         return _pair(content, directory) in self._lines.read()
 
     def add(self, content: bytes, directory: bytes) -> None:
-        """Keeps the pair; never raises."""
+        """Adds a pair of digests to the file; never raises `OSError`."""
         pair, known = _pair(content, directory), self._lines.read()
         if pair not in known:
             self._lines.write([*known, pair])

@@ -14,7 +14,7 @@ from kvconnect.digest.memory import same_bits
 __all__ = ["Canary", "CanaryRun"]
 
 CanaryRun: TypeAlias = Callable[[], Sequence[Tensor]]
-"""Computes something that depends on all that is watched, and returns its results."""
+"""Computes results that depend on everything that is watched, and returns them."""
 
 _NUM_TRIES = 2
 
@@ -25,16 +25,16 @@ class Canary:
     Finds changes that no counter shows: optimizers and kernels that write past PyTorch's version
     counter, dropout, hooks, adapters that are switched, changed buffers and settings.
 
-    The computation runs when this is made, on the caller's thread, until two runs in a row agree:
-    twice, and once more if the first run was the odd one (lazy initialisation, autotuning).
-    Random numbers that it draws on the CPU or on `device` are given back.
+    The constructor runs the computation twice, and once more if the two results differ (lazy
+    initialisation, autotuning). It blocks meanwhile. The random generators of the CPU and of
+    `device` are restored afterwards, and after each `agrees`.
 
     Args:
-        run: the computation. Is called on the thread that calls.
-        device: of its results.
+        run: the computation; called on the caller's thread.
+        device: the device of the results.
 
     Attributes:
-        stable: two runs in a row agreed. Otherwise `agrees` is always false.
+        stable: whether the last two of these runs agreed. If not, `agrees` always returns False.
     """
 
     def __init__(self, run: CanaryRun, device: torch.device) -> None:
@@ -50,14 +50,14 @@ class Canary:
                     break
 
     def agrees(self) -> bool:
-        """Computes again, and returns whether every bit is equal. Blocks meanwhile."""
+        """Runs the computation again and returns whether every bit is equal. Blocks meanwhile."""
         if not self.stable:
             return False
         with _random_numbers_kept(self._device):
             return _equal(self._kept, self._results())
 
     def _results(self) -> list[Tensor]:
-        """Returns the results, one flat tensor for each dtype, to compare once, not per layer."""
+        """Returns the results as one flat tensor for each dtype, so that few are compared."""
         with torch.no_grad():
             results = self._run()
             kinds = dict.fromkeys(one.dtype for one in results)
@@ -69,10 +69,10 @@ class Canary:
 
 @contextmanager
 def _random_numbers_kept(device: torch.device) -> Iterator[None]:
-    """Restores the states of the random generators if numbers were drawn.
+    """Restores the random generators after the block if numbers were drawn.
 
-    Runs must not begin from one state, as with `torch.random.fork_rng`: dropout would look the same
-    each time.
+    Runs must not all begin from one state, as with `torch.random.fork_rng`: then dropout would give
+    the same result each time.
     """
     host: Any = torch.random
     states: list[tuple[Any, dict[str, Any], Tensor]] = [(host, {}, host.get_rng_state())]

@@ -26,7 +26,7 @@ class Content(NamedTuple):
 
     Attributes:
         descriptor: open for reading; its position is neither used nor moved.
-        size: in bytes.
+        size: the size of the file in bytes.
     """
 
     descriptor: int
@@ -34,17 +34,17 @@ class Content(NamedTuple):
 
 
 def content_digests(contents: Sequence[Content]) -> list[bytes]:
-    """Returns 32 bytes for each of `contents`, a digest of all its bytes.
+    """Returns a digest of 32 bytes for each of `contents`.
 
-    Up to 256 MiB that is BLAKE2b of size and content. Beyond, it is BLAKE2b of size and leaves:
-    XXH3-128 of every 16 MiB, which is as fast as memory. XXH3 finds every accident; it does not
-    stop an author who makes two files alike on purpose.
+    For a file of up to 256 MiB it is BLAKE2b of size and content. For a larger file it is BLAKE2b
+    of size and leaves: XXH3-128 of every 16 MiB, which is as fast as memory. XXH3 finds accidental
+    changes. It does not find two files that were made to have the same digest.
 
     Blocks on file I/O, and logs progress every 5 seconds.
 
     Raises:
         ModelChanged: a file is shorter than its size.
-        OSError: it cannot be read.
+        OSError: a file cannot be read.
     """
     parts = [_parts(content) for content in contents]
     hashed = in_threads(_hash, list(chain(*parts)), lambda part: len(part.span))
@@ -84,7 +84,7 @@ def _hash(part: _Part) -> bytes:
 
 
 def _root(size: int, leaves: Sequence[bytes]) -> bytes:
-    # Personalised: no file that is hashed as a whole looks like the leaves of another.
+    # Personalised, so that the digest of a small file never equals that of a large file's leaves.
     state = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=32, person=b"kvc-leaves")
     for leaf in leaves:
         state.update(leaf)
@@ -107,7 +107,7 @@ def _pieces(part: _Part) -> Iterator[memoryview]:
 
 
 class _Buffer(threading.local):
-    """A buffer for each thread: new memory for every leaf would cost as much as hashing it."""
+    """The buffer of each thread. New memory for every leaf would cost as much as its hash."""
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(_PIECE))

@@ -1,4 +1,4 @@
-"""The reasons for which a computation has no name, so that it is neither loaded nor saved."""
+"""The reasons for which a computation gets no keys, so that it is neither loaded nor saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Doubt", "note_doubt"]
 
 
 class Doubt(StrEnum):
-    """A reason why keys cannot say what computed a block; its value is the metric's label.
+    """A reason for which no key identifies a computation. Its value is the metric's label.
 
     Attributes:
         sentence: the reason in words, without a full stop. It completes "not cached: …".
@@ -91,8 +91,8 @@ def note_doubt(doubt: Doubt, detail: str = "") -> str:
 
     Args:
         doubt: the reason.
-        detail: says more, such as a tensor's name. Each pair of `doubt` and `detail` is logged, so
-            it must not hold what clients send.
+        detail: further words, such as a tensor's name. Each pair of `doubt` and `detail` is logged
+            once, so `detail` must not contain what clients send.
 
     Returns:
         The reason as a sentence, with `detail`.

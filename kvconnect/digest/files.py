@@ -1,4 +1,4 @@
-"""The files of a model directory, opened once: what is loaded is what is digested."""
+"""The files of a model directory, opened once, so that the loaded bytes are the digested ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["ModelFiles", "OpenFile"]
 _ADAPTER = "adapter_config.json"
 _SETTINGS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _TEMPLATES = "additional_chat_templates"
-# Longer than a tick of the clock of which the kernel takes ctimes, 10 ms at most.
+# Longer than one tick, 10 ms at most, of the clock that the kernel uses for ctimes.
 _TICK_S = 0.05
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in the directory blocks no one
 
@@ -37,28 +37,28 @@ class OpenFile:
 
 
 class ModelFiles:
-    """A model directory as it was when this was made; a context manager.
+    """The files of a model directory, opened when this was made; a context manager.
 
-    Every file that transformers loads is opened once, so replacing the directory or a file changes
-    nothing that is read here. Writing into an open file does; a `check` after the last read finds
-    it.
+    Every file that transformers loads is opened once. So the reads here do not see that the
+    directory or a file was replaced. They see writes into an open file; a `check` after the last
+    read detects those.
 
-    Opened are all files of the directory itself and its chat templates, but of weights only those
-    that transformers loads: ``model.safetensors``, or the files that its index names; with an
-    adapter, its own. Without these, all weights, also in folders. Files that another loader may
-    take weights from are known by name and state.
+    The open files are all files of the directory itself and its chat templates. Of files with
+    weights, only those that transformers loads are open: ``model.safetensors``, or the files that
+    its index names; with an adapter, the adapter's. If there are none of these, all weights are
+    open, also in folders. The state of files that another loader may use is recorded.
 
     Args:
-        directory: of the model. The name is resolved once.
+        directory: the model's directory. The name is resolved once.
 
     Attributes:
         directory: as given.
-        files: open ones by name, relative to the directory.
-        weights: names of those with weights, in the order in which they are digested.
-        beside: the other files that a loader may take weights from or go by, in order: weights,
+        files: the open files by name, relative to the directory.
+        weights: the names of the open files with weights, in the order of the digest.
+        beside: the state of the other files that a loader may use, by name and in order: weights,
             indexes, settings, code that the configuration names.
-        folders: those with files of `weights` or `beside`.
-        aliases: links to folders of these, and the name that each folder goes by here.
+        folders: the folders with files of `weights` or `beside`.
+        aliases: links to such folders, each with the name of its folder in `folders`.
 
     Raises:
         ConfigurationError: the directory does not exist, or cannot be read.
@@ -98,13 +98,13 @@ class ModelFiles:
         self._open_files.close()
 
     def check(self) -> None:
-        """Refuses what was read since these files were opened if one of them has changed.
+        """Checks that no file has changed since it was opened.
 
-        An added file counts if it has weights, or tells which to load. Other files may be added
-        meanwhile, such as logs.
+        An added file counts as a change if it has weights, or decides which are loaded. Other files
+        may be added meanwhile, such as logs.
 
         Raises:
-            ModelChanged: names a file that was written to, replaced, added or removed.
+            ModelChanged: a file was written to, replaced, added or removed; the message names it.
         """
         states = {
             name: file.identity
@@ -121,11 +121,11 @@ class ModelFiles:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[int]:
-        """Opens a file of `weights` or `beside` for reading; yields its descriptor.
+        """Opens a file of `weights` or `beside` again for reading; yields its descriptor.
 
         Raises:
-            ModelChanged: the file is another one than was found, or has changed.
-            ConfigurationError: it cannot be read.
+            ModelChanged: the file was replaced or has changed since it was found.
+            ConfigurationError: the file cannot be read.
         """
         descriptor = self._descriptor(name)
         try:
@@ -138,7 +138,11 @@ class ModelFiles:
 
     @contextmanager
     def linked(self) -> Iterator[Path]:
-        """Makes a directory of links to the open files, for loaders that want a path."""
+        """Yields a temporary directory of links to the open files, for loaders that need a path.
+
+        Raises:
+            ConfigurationError: the links cannot be made.
+        """
         with ExitStack() as stack:
             try:
                 made = Path(stack.enter_context(TemporaryDirectory(prefix="kvconnect-model-")))
@@ -170,7 +174,7 @@ class ModelFiles:
                 found = set(weight_map(_read(self._opened[named].descriptor)).values())
         weights = {name for name in found if self._inside(name)}
         if weights and _ADAPTER in self._opened:
-            # Its scale changes what is computed no less than its weights do.
+            # The adapter's scale changes the result as its weights do.
             adapter = ("adapter_model.safetensors", "adapter_model.bin")
             weights |= {_ADAPTER, *(name for name in adapter if self._inside(name))}
         return weights
@@ -211,9 +215,9 @@ class ModelFiles:
         return state
 
     def _json(self, name: str) -> Mapping[str, object]:
-        """Returns the JSON object in `name`, or an empty one.
+        """Returns the JSON object in `name`, or an empty one if there is none.
 
-        The reader of the settings reports errors.
+        Errors are reported by the reader of the settings.
         """
         with suppress(ValueError, KeyError):
             settings = json.loads(_read(self._opened[name].descriptor))
@@ -275,7 +279,10 @@ def _again(file: OpenFile) -> OpenFile:
 
 
 def _wait_a_tick(states: Iterable[FileIdentity]) -> None:
-    """Waits until the clock's tick of the newest change is over, so that a later one differs."""
+    """Blocks until the clock's tick of the newest change has ended, up to 50 ms.
+
+    A later change then has another time.
+    """
     newest = max((state.changed_ns for state in states), default=0)
     wait_s = newest / 1e9 + _TICK_S - time.time()
     if wait_s > 0:

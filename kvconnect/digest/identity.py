@@ -1,4 +1,4 @@
-"""The state of a file, which shows without reading it whether it changed."""
+"""The state of a file, which shows without a read whether the file changed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["FileIdentity"]
 
 
 class FileIdentity(NamedTuple):
-    """The identity of a file, and its state.
+    """The identity of a file and its state at one moment.
 
-    A write to a file sets its ctime to now, whatever its mtime becomes. Within one tick of the
-    kernel's clock two states may look alike.
+    A write to a file sets its ctime to the current time, even if its mtime is set back. Two states
+    within one tick of the kernel's clock may be equal.
 
     Attributes:
         device, inode: identify the file.
-        size: in bytes.
+        size: the size in bytes.
         mtime_ns, ctime_ns: nanoseconds since the epoch.
     """
 
@@ -28,7 +28,7 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def of(cls, stat: os.stat_result) -> Self:
-        """Makes the identity of `stat`."""
+        """Returns the identity of the file with the state `stat`."""
         return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
     @property

@@ -49,14 +49,14 @@ def module_tensors(module: nn.Module) -> list[NamedTensor]:
 
 
 def content_of_tensors(tensors: Iterable[NamedTensor]) -> bytes:
-    """Returns 32 bytes that differ where a name, a shape, a dtype or one byte of content does.
+    """Returns a digest of 32 bytes of the names, shapes, dtypes and contents of `tensors`.
 
-    BLAKE2b of all names and of leaves, which are XXH3-128 of 16 MiB each and are hashed by several
-    threads. XXH3 finds every accident. It does not stop an author who makes two models alike on
-    purpose. The digest does not depend on the device, nor on strides.
+    It is BLAKE2b of all names and of leaves: XXH3-128 of 16 MiB each, hashed by several threads.
+    XXH3 finds accidental changes. It does not find two models that were made to have the same
+    digest. The digest depends neither on the device nor on strides.
 
-    Blocks, and logs every 5 seconds how far it is. Content on a GPU is copied to the host, a leaf
-    at a time.
+    Blocks, and logs progress every 5 seconds. Content on a GPU is copied to the host, a leaf at a
+    time.
     """
     named = sorted(tensors, key=lambda one: one[0])
     # Tied weights are read once.
@@ -75,7 +75,7 @@ def content_of_tensors(tensors: Iterable[NamedTensor]) -> bytes:
 
 
 def pieces(tensor: Tensor, nbytes: int = _LEAF) -> Iterator[Tensor]:
-    """Splits `tensor` into flat contiguous parts of at most `nbytes`, in row-major order.
+    """Yields `tensor` in flat contiguous parts of at most `nbytes`, in row-major order.
 
     Parts of a contiguous tensor are views. Others are copied, a part at a time.
     """
@@ -94,7 +94,7 @@ def pieces(tensor: Tensor, nbytes: int = _LEAF) -> Iterator[Tensor]:
 
 
 def as_bytes(piece: Tensor) -> memoryview:
-    """Returns the bytes of a flat contiguous `piece`; a view where it lies in host memory."""
+    """Returns the bytes of a flat contiguous `piece`: a view in host memory, else a copy."""
     flat: Any = piece.view(torch.uint8).cpu().numpy()
     return memoryview(flat)
 
@@ -102,7 +102,8 @@ def as_bytes(piece: Tensor) -> memoryview:
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Returns whether two flat contiguous tensors have the same bytes.
 
-    A NaN equals itself, and zeros have a sign. On a GPU it waits for the comparison.
+    So a NaN equals itself, and zeros of different sign differ. On a GPU the call blocks until the
+    tensors are compared.
     """
     if one.nbytes != other.nbytes or one.device != other.device:
         return False
@@ -119,7 +120,7 @@ def _leaves(tensors: Sequence[Tensor]) -> list[list[bytes]]:
 
 
 def _cut(tensor: Tensor) -> list[Tensor]:
-    """Splits a contiguous tensor; the thread that hashes another one makes it contiguous."""
+    """Returns the leaves of a contiguous tensor. Any other one is split by its hashing thread."""
     return list(pieces(tensor)) if tensor.is_contiguous() else [tensor.detach()]
 
 
@@ -129,6 +130,6 @@ def _digests(part: Tensor) -> list[bytes]:
 
 
 def memory_place(tensor: Tensor) -> tuple[object, ...]:
-    """Returns a value that differs between tensors that lie elsewhere, or are read otherwise."""
+    """Returns a value that is equal only for tensors that view the same memory in the same way."""
     where = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
     return (*where, tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())

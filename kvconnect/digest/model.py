@@ -1,4 +1,4 @@
-"""The digest of a model directory: configuration and weights, never the index alone."""
+"""The digest of a model directory: configuration and content of all weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvconnect.errors import ConfigurationError
 
 __all__ = ["check_revision", "digest_of", "model_digest"]
 
-# What a transformers release or a download writes without changing the model.
+# Settings that a release of transformers or a download changes without changing the model.
 _VOLATILE = {"transformers_version", "_name_or_path"}
 # A file that changed so shortly before it was read may change again under the same times.
 _SETTLED_NS = 2 * 10**9
@@ -29,18 +29,18 @@ _OPEN_AT_ONCE = 64  # a training run may have thousands of files
 def model_digest(
     directory: str | Path, *, revision: str | None = None, cache_dir: str | Path | None = None
 ) -> bytes:
-    """Returns 32 bytes that differ between any two models, fine-tunes and revisions included.
+    """Returns a digest of 32 bytes that differs between any two models, fine-tunes included.
 
-    Covers ``config.json`` and name, size and whole content of every file that any loader takes
-    weights from or goes by, also in folders. Of directories that hold one loader's files alone it
-    is the digest of release 0.1.
-    Digests of contents are kept in `cache_dir` (default ``kvconnect`` in the user's cache
+    It covers ``config.json``, and name, size and whole content of every file that any loader reads
+    weights or their description from, also in folders. For a directory with the files of one loader
+    it is the digest of release 0.1.
+    The digests of files are kept in `cache_dir` (default: ``kvconnect`` in the user's cache
     directory) by device, inode, size, mtime and ctime. Blocks on file I/O.
 
     Args:
-        directory: of the model.
-        revision: stands for the weights, which are then not read.
-        cache_dir: where digests of files are kept.
+        directory: the model's directory.
+        revision: identifies the weights, which are then not read.
+        cache_dir: the directory for the digests of files.
 
     Raises:
         ConfigurationError: the directory does not exist, or has no ``config.json`` or no weights.
@@ -55,7 +55,11 @@ def model_digest(
 def digest_of(
     files: ModelFiles, *, revision: str | None = None, cache_dir: str | Path | None = None
 ) -> bytes:
-    """Returns the `model_digest` of open files; the caller checks afterwards that none changed."""
+    """Returns the `model_digest` of open files. The caller calls ``files.check()`` afterwards.
+
+    Raises:
+        ConfigurationError, ModelChanged: as `model_digest`.
+    """
     if "config.json" not in files.files:
         raise ConfigurationError(f"model: '{files.directory}' has no config.json")
     check_revision(revision)
@@ -77,10 +81,10 @@ def digest_of(
 
 
 def check_revision(revision: object) -> None:
-    """Refuses a `revision` that names nothing.
+    """Checks a `revision` of a model.
 
     Raises:
-        ConfigurationError: it is neither a non-empty string nor ``None``.
+        ConfigurationError: `revision` is neither a non-empty string nor ``None``.
     """
     if revision is not None and not (isinstance(revision, str) and revision.strip()):
         raise ConfigurationError(
@@ -101,7 +105,10 @@ def _settings(files: ModelFiles) -> dict[str, object]:
 
 
 def _says_how_to_read(name: str) -> bool:
-    """Returns whether a file beside the weights is a setting or code, which no revision names."""
+    """Returns whether a file beside the weights is a setting or code.
+
+    A revision stands for weights only, so these are digested with it.
+    """
     return name.endswith((".json", ".py")) and ".index." not in name
 
 
@@ -113,7 +120,10 @@ def _counted(name: str) -> bytes:
 def _with_files_beside(
     digest: bytes, files: ModelFiles, names: Sequence[str], cache: DigestCache
 ) -> bytes:
-    """Returns `digest`, or another one if there are files that a second loader may take."""
+    """Returns `digest` combined with the files `names` of `files.beside` and the aliases.
+
+    Returns `digest` itself if there are neither.
+    """
     if not names and not files.aliases:
         return digest
     state = hashlib.blake2b(digest, digest_size=32, person=b"kvc-beside")
@@ -128,7 +138,14 @@ def _with_files_beside(
 def _digests(
     files: ModelFiles, identities: Mapping[str, FileIdentity], cache: DigestCache
 ) -> list[bytes]:
-    """Returns the digest of each file's content; those that are read are cached."""
+    """Returns the digest of each file's content, from `cache` or by a read.
+
+    New digests are added to `cache`, unless the file changed within the last 2 s.
+
+    Raises:
+        ConfigurationError: a file cannot be read.
+        ModelChanged: a file has changed.
+    """
     known = cache.read()
     missing = [name for name, identity in identities.items() if identity not in known]
     for begin in range(0, len(missing), _OPEN_AT_ONCE):

@@ -26,16 +26,16 @@ def in_threads(
     nbytes: Callable[[_Item], int],
     what: str = "weights",
 ) -> Generator[_Result]:
-    """Yields the result of `compute` for each of `items`, in order; logs how far it is.
+    """Yields the result of `compute` for each of `items`, in order; blocks for each.
 
-    The thread that iterates logs a line every 5 seconds. Items that are not begun when the iterator
-    ends are left out.
+    The thread that iterates logs the progress every 5 seconds. If the iterator is closed early,
+    items that are not begun are not computed. Errors of `compute` are raised.
 
     Args:
         compute: called on up to 16 threads.
-        items: its arguments.
-        nbytes: returns how many bytes an item stands for.
-        what: the noun for all of them.
+        items: the arguments of `compute`, one for each call.
+        nbytes: returns the bytes of an item, to measure progress.
+        what: the noun for all items in the log.
     """
     done, total = 0, sum(map(nbytes, items))
     logged_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Tells an index that says no more than its shards do from one that chooses among files."""
+"""Decides whether an index of weight files selects among files, or only lists all shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Opened: TypeAlias = Callable[[str], int | None]
 
 
 def weight_map(content: bytes) -> Mapping[str, str]:
-    """Returns the file that holds each tensor, from an index's `content`; empty if it says none."""
+    """Returns the file name of each tensor, from an index's `content`; empty if there is none."""
     try:
         parsed = json.loads(content)
     except ValueError:
@@ -30,17 +30,17 @@ def weight_map(content: bytes) -> Mapping[str, str]:
 
 
 def chooses(index: str, content: bytes, weights: Collection[str], opened: Opened) -> bool:
-    """Returns whether an index makes loaders take other weights than its shards alone would.
+    """Returns whether loaders that use an index load other weights than loaders that do not.
 
-    It does not if it names all files that are called like its shards, and each shard has just the
-    tensors that the index says, and none twice. (The tensors in pickled files are not read: loaders
-    take all of them.)
+    They load the same if the index names all files that are called like its shards, and each shard
+    has exactly the tensors that the index names, and none twice. (The tensors of pickled files are
+    not compared, since loaders load all of them.)
 
     Args:
-        index: its name in the model's directory.
-        content: of the index.
-        weights: names of all files with weights.
-        opened: of the shards.
+        index: the name of the index in the model's directory.
+        content: the bytes of the index.
+        weights: the names of all files with weights.
+        opened: returns the descriptor of a shard.
     """
     placed = weight_map(content)
     if not placed:
@@ -68,7 +68,7 @@ def chooses(index: str, content: bytes, weights: Collection[str], opened: Opened
 
 
 def _tensors(descriptor: int | None) -> set[str] | None:
-    """Returns the names of the tensors in a safetensors file, or ``None`` if it is none."""
+    """Returns the names of the tensors in a safetensors file; ``None`` if it is not such a file."""
     if descriptor is None:
         return None
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")

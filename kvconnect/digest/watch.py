@@ -1,4 +1,4 @@
-"""Detects that weights in memory have changed, at a cost that a step does not notice."""
+"""Detects changes of weights in memory, cheaply enough for a call in every step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAGES = 8  # read at each call, of tensors on other devices
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """A tensor as it was found: its object, its memory, and how often it was written to."""
+    """The recorded state of a tensor: its object, its address and its version counter."""
 
     name: str
     tensor: weakref.ref[Tensor]
@@ -34,11 +34,11 @@ class _Watched:
         return cls(name, weakref.ref(tensor), _pointer(tensor), _version(tensor))
 
     def change(self) -> str | None:
-        """Returns how the tensor differs from what was found, or ``None``."""
+        """Returns how the tensor differs from the recorded state, as text; ``None`` if equal."""
         tensor = self.tensor()
         if tensor is None:
             return f"{self.name} was replaced"
-        # The two cheapest of PyTorch's calls: all of a model are compared at every step.
+        # The two cheapest of PyTorch's calls, as all tensors of a model are compared at every step.
         if self.pointer and tensor.data_ptr() != self.pointer:
             return f"{self.name} got other memory"
         if self.version is not None and tensor._version != self.version:  # noqa: SLF001  documented
@@ -47,9 +47,9 @@ class _Watched:
 
 
 class _Members:
-    """The parameters, buffers or modules that a module holds, as they were found.
+    """The recorded parameters, buffers or modules of a module.
 
-    They are compared by ``id()``, so their own records must have found them alive.
+    They are compared by ``id()``. So the `_Watched` of each must have found its object alive.
     """
 
     __slots__ = ("_ids", "_kind", "_module", "_names", "_path")
@@ -63,7 +63,7 @@ class _Members:
         self._ids = list(map(id, members.values()))
 
     def change(self) -> str | None:
-        """Returns which member is another one now, or ``None``."""
+        """Returns which member was replaced or added, as text; ``None`` if none was."""
         module = self._module()
         if module is None:
             return f"{self._path or 'the model'} was replaced"
@@ -87,12 +87,12 @@ class WeightWatch:
     one of 16 offsets in turn. Of tensors on other devices it compares a page of 4 KiB, of eight
     tensors in turn.
 
-    Tensors are held weakly, so that replaced weights are freed. A replaced tensor is found when it
-    is freed. If it lives on elsewhere, only a watch made with `of` finds it, within 8 calls. Not
-    thread-safe.
+    Tensors are referenced weakly, so that replaced weights are freed. The replacement is detected
+    when the old tensor is freed. If other code keeps the old tensor alive, only a watch made with
+    `of` detects the replacement, within 8 calls. Not thread-safe.
 
     Args:
-        tensors: names and tensors, each held by the caller's model. They are read once.
+        tensors: names and tensors, each kept alive by the caller's model. Iterated once.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -107,11 +107,11 @@ class WeightWatch:
 
     @classmethod
     def of(cls, module: nn.Module, *, buffers: bool = True) -> WeightWatch:
-        """Watches all parameters of `module`, and that it and its modules hold no others.
+        """Returns a watch of all parameters of `module`, which also detects members set later.
 
         Args:
-            module: is held weakly.
-            buffers: watch buffers, too, also those that are not saved.
+            module: the module; referenced weakly.
+            buffers: whether to watch buffers, too, also those that are not saved.
         """
         kinds = ("_modules", "_parameters", *(["_buffers"] if buffers else []))
         made = cls([*module.named_parameters(), *(module.named_buffers() if buffers else ())])
@@ -124,11 +124,11 @@ class WeightWatch:
         return made
 
     def changed(self) -> str | None:
-        """Returns the first change that is found, as "TENSOR was written to", or ``None``.
+        """Returns the first detected change, as "TENSOR was written to"; ``None`` if there is none.
 
-        Once a change was found, each call returns it. The memory must be mapped: an engine that
+        After a change was detected, each call returns it. The memory must be mapped: an engine that
         unmaps its weights, as vLLM's sleep does, must not call this before it wakes up. Blocks
-        until a few pages are copied from the device, beside the engine's own stream.
+        until up to 8 pages are copied from the device, on a stream of its own.
         """
         if self._found is None:
             self._found = self._change()
@@ -146,11 +146,11 @@ class WeightWatch:
 
 
 class _Lines:
-    """The bytes of every tensor in host memory, as they were found."""
+    """The recorded bytes of every tensor in host memory: 64 at each of 16 offsets."""
 
     def __init__(self, watched: Iterable[_Watched]) -> None:
         self._names: list[str] = []
-        # Views of addresses: they hold no memory, and are valid while their tensor lives.
+        # Views of addresses: they keep no memory alive, and are valid while their tensor lives.
         self._rounds: list[list[ctypes.Array[ctypes.c_char]]] = [[] for _ in range(_ROUNDS)]
         for one in watched:
             nbytes = _readable_nbytes(one.tensor(), on_host=True)
@@ -164,9 +164,9 @@ class _Lines:
         self._next = 0
 
     def next_change(self) -> str | None:
-        """Returns the name of a tensor whose bytes differ at the next offset, or ``None``.
+        """Compares the bytes at the next offset; returns the name of a changed tensor or ``None``.
 
-        Each tensor must have been found alive, at its address.
+        Every tensor must be alive, at its recorded address.
         """
         number, self._next = self._next, (self._next + 1) % _ROUNDS
         lines, then = self._rounds[number], self._content[number]
@@ -177,11 +177,11 @@ class _Lines:
             if line.raw != then[begin : begin + len(line)]:
                 return name
             begin += len(line)
-        return "a weight"  # is being written to at this moment
+        return "a weight"  # it is being written to at this moment
 
 
 class _Pages:
-    """A page of every tensor on another device than the host, as it was found."""
+    """The recorded bytes of one page of every tensor on another device than the host."""
 
     def __init__(self, watched: Iterable[_Watched]) -> None:
         self._watched = [one for one in watched if _readable_nbytes(one.tensor(), on_host=False)]
@@ -190,7 +190,10 @@ class _Pages:
         self._next = 0
 
     def next_change(self) -> str | None:
-        """Returns the name of one of the next tensors whose page differs, or ``None``."""
+        """Compares the next 8 pages; returns the name of a changed tensor or ``None``.
+
+        Does nothing while a CUDA graph is captured.
+        """
         if not self._watched or _is_capturing():
             return None
         start = self._next
@@ -210,7 +213,7 @@ class _Pages:
         copies = []
         for page in pages:
             if page.device.type == "cuda":
-                # Beside the engine's own stream: this waits for these copies alone.
+                # Not on the engine's stream, so that only these copies are waited for.
                 stream = self._streams.get(page.device)
                 if stream is None:
                     stream = self._streams[page.device] = torch.cuda.Stream(page.device)  # type: ignore[no-untyped-call]
@@ -226,7 +229,7 @@ class _Pages:
 
 
 def _inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields `tensor`, or those that a subclass consists of: quantised ones, shards."""
+    """Yields `tensor`, or the tensors that a subclass (quantised, sharded) consists of."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor
@@ -244,7 +247,10 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _readable_nbytes(tensor: Tensor | None, *, on_host: bool) -> int:
-    """Returns how many bytes lie at the tensor's address; 0 for one that is elsewhere."""
+    """Returns the size of a contiguous tensor whose memory is (`on_host`) or is not on the host.
+
+    Returns 0 for all other tensors.
+    """
     if tensor is None or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return 0
     if (tensor.device.type == "cpu") != on_host or not tensor.is_contiguous():
@@ -253,7 +259,7 @@ def _readable_nbytes(tensor: Tensor | None, *, on_host: bool) -> int:
 
 
 def _page(tensor: Tensor) -> Tensor:
-    """Returns the bytes in the middle of a contiguous `tensor`."""
+    """Returns a uint8 view of up to 4 KiB in the middle of a contiguous `tensor`."""
     nbytes = tensor.numel() * tensor.element_size()
     size = min(_PAGE, nbytes)
     begin = tensor.storage_offset() * tensor.element_size() + (nbytes - size) // 2

@@ -1,4 +1,4 @@
-"""Finds the files of a model's directory that some loader takes weights from, or goes by."""
+"""Finds the files of a model's directory that some loader reads weights or settings from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvconnect.errors import ConfigurationError
 __all__ = ["WEIGHTS", "WeightFiles", "is_regular", "regular_files"]
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""Endings of files with weights, as most loaders know them."""
+"""The endings of weight files that most loaders know."""
 
 _RARE_WEIGHTS = (".npz", ".npy", ".tensors", ".ckpt")
 _SETTINGS = (
@@ -37,17 +37,17 @@ _Folder: TypeAlias = tuple[int, int]
 class WeightFiles:
     """The names of files under a model's directory, relative to it, sorted within a folder.
 
-    Folders are followed through links. A folder that is reached by several names counts under the
-    first: real ones go before links.
+    Links to folders are followed. A folder with several names is listed under the first; names
+    without links come before names with links.
 
     Attributes:
-        weights: files with weights, of any loader.
-        settings: files that tell a loader which weights to take, or how to read them. Those of the
-            directory itself and of folders with weights.
-        code: Python files of the directory itself, which its configuration may name.
-        folders: folders with any of these, as ``.`` or a name.
-        linked: those of them that a link leads to, or to a folder above them.
-        aliases: links to folders that count under another name, and that name.
+        weights: the files with weights, of any loader.
+        settings: the files that decide which weights a loader reads, or how. Those of the directory
+            itself and of folders with weights.
+        code: the Python files of the directory itself, which its configuration may name.
+        folders: the folders with any of these, as ``.`` or a name.
+        linked: the folders of these that are reached by a link.
+        aliases: links to folders that are listed under another name, and that name.
     """
 
     weights: list[str] = field(default_factory=list)
@@ -59,10 +59,10 @@ class WeightFiles:
 
     @classmethod
     def under(cls, root: int) -> WeightFiles:
-        """Walks the directory that `root` is open on; opens no file.
+        """Returns the files under the directory with the descriptor `root`; opens no file.
 
         Raises:
-            ConfigurationError: there are over 10,000 folders in it.
+            ConfigurationError: the directory has over 10,000 folders.
         """
         found = cls()
         seen: dict[_Folder, str] = {}
@@ -123,7 +123,7 @@ class _Listed:
 
 
 def _listed(root: int, name: str) -> _Listed | None:
-    """Returns the regular files and the folders in a folder, sorted, or ``None`` if unreadable."""
+    """Returns the files, folders and links to folders in `name`, sorted; ``None`` if unreadable."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
     except OSError:
@@ -143,7 +143,10 @@ def _listed(root: int, name: str) -> _Listed | None:
 
 
 def regular_files(root: int, folder: str) -> list[str]:
-    """Returns the regular files in a folder of `root`, and links to such; none if unreadable."""
+    """Returns the regular files in a folder of `root`, and links to such files.
+
+    Returns an empty list if the folder cannot be read.
+    """
     listed = _listed(root, folder)
     return [] if listed is None else listed.files
 

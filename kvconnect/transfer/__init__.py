@@ -6,7 +6,7 @@ interface. Both use `regions`, `local` and `deadlines`. `quarantine` keeps the d
 failed reads that may still be written to.
 
 `control` is the channel for messages about a transfer. `leases` decides how long bytes may be read.
-Neither imports a transport. `claims` asks peers for leases and renews them; each is a `claimed`.
+Neither imports a transport. `claims` asks peers for leases and renews them; `claimed` is one claim.
 `peers` keeps the connections to the peers that this process reads from. `node` makes the transport
 and holds all of it for one process. `acceptor` accepts connections of both kinds, those of
 `control` and those of `tcp`; `places` decides which one gives way when there are too many.

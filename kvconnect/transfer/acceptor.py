@@ -20,7 +20,7 @@ __all__ = ["Acceptor", "Admitted", "shut"]
 _MAX_OPENING = 32
 _MAX_ADMITTED = 256
 _PAUSE_S = 0.1
-"""After an attempt to accept that failed: descriptors or memory may be short for a moment."""
+"""The pause after a failed accept(): descriptors or memory may be short for a moment."""
 
 
 class Admitted(Used, Hashable, Protocol):
@@ -48,16 +48,16 @@ class Acceptor(ABC, Generic[A]):
     """Accepts connections, each served by a thread of its own.
 
     At most 32 connections are in the handshake. One more replaces the `oldest`, so that connections
-    that never finish their handshake keep no peer out. At most 256 connections are admitted. One
-    more replaces the `least_useful`, so that idle or hostile peers cannot keep out, or replace,
-    those that are of use.
+    that never finish their handshake exclude no peer. At most 256 connections are admitted. One
+    more replaces the `least_useful`, so that idle or hostile peers neither exclude nor replace
+    peers that use their connection.
 
     Args:
-        name: of the threads and of the counters.
-        host, port: where to listen; port 0 is any that is free.
+        name: a part of the names of threads and counters.
+        host, port: the address to listen on; port 0 is any that is free.
 
     Attributes:
-        host, port: where it listens.
+        host, port: the address that it listens on; the port is never 0.
 
     Raises:
         ConfigurationError: the port is taken, or the address is not this machine's.
@@ -83,8 +83,8 @@ class Acceptor(ABC, Generic[A]):
         """Makes the handshake; blocks for a limited time.
 
         Args:
-            sock: its owner closes it when the connection is over.
-            host: see `host_of`.
+            sock: the accepted socket. The acceptor closes it when the connection has ended.
+            host: the peer's host, as of `host_of`.
 
         Returns:
             The connection; ``None`` if the peer is refused.
@@ -102,7 +102,7 @@ class Acceptor(ABC, Generic[A]):
         """Accepts no more and closes all connections. Blocks until their threads have ended.
 
         Args:
-            timeout_s: for each thread, at most; by default however long it takes.
+            timeout_s: the longest wait for each thread; without limit by default.
         """
         with self._lock:
             self._closed.set()
@@ -172,7 +172,10 @@ class Acceptor(ABC, Generic[A]):
             opening.socket.close()
 
     def _admit(self, opening: _Opening, admitted: A) -> bool:
-        """Returns False if another connection took its place during the handshake."""
+        """Admits a connection after its handshake, and cuts the one that it replaces.
+
+        Returns False if it was replaced during the handshake, or the acceptor is closed.
+        """
         key = self._key(admitted)
         with self._lock:
             if self._closed.is_set() or opening not in self._opening:
@@ -191,7 +194,7 @@ class Acceptor(ABC, Generic[A]):
 
 
 def shut(sock: socket.socket) -> None:
-    """Ends what other threads wait for on `sock`."""
+    """Shuts `sock` down, which ends the calls of other threads that block on it."""
     with suppress(OSError):  # never connected, or closed by the other side
         sock.shutdown(socket.SHUT_RDWR)
 

@@ -15,7 +15,7 @@ from kvconnect.transfer.peers import PeerLink
 
 __all__ = ["Claimed"]
 
-# What a connection that is tried again may take.
+# A claim fails with the connection's error after one more attempt to connect, or after this time.
 _CONNECT_S = 1.0
 
 
@@ -29,17 +29,18 @@ class Claimed:
         peer: the address of the peer that has the blocks.
         lease: the lease; decides until when blocks may be read, and whether the reads were valid.
         readers: the number of readers that claim the request, on all ranks together.
-        tokens: of the prompt; 0 before the grant.
+        tokens: the length of the prompt in tokens; 0 before the grant.
         blocks: their ids at the peer, for each pool group; replaced, never changed.
         mark: how much of the request is computed; `blocks` has all blocks of that part.
         keys: the keys of the claimed blocks; empty if a request is claimed.
         verify: the blocks whose digests are asked for.
         granted: the locations of the blocks of `keys`; ``None`` before the grant.
-        reason: why it failed, also if the connection was only lost, for those who do not wait for
-            the next one; empty: it did not.
+        reason: why the claim failed; empty if it did not. Also set when the connection is lost,
+            although the next connection may still continue the claim.
         link: the connection to the peer; ``None`` before `attach`.
-        listener: called when any of this changed, was decided, or the peer was disconnected. It is
-            called on the thread that heard of that, and must neither block nor call the client.
+        listener: called when an attribute changed, the outcome was decided, or the peer was
+            disconnected. It runs on the thread that received the event, and must neither block nor
+            call the client.
     """
 
     peer: str
@@ -60,7 +61,7 @@ class Claimed:
 
     @classmethod
     def refused(cls, peer: str, request: str, reason: str) -> Self:
-        """Returns a claim that was not even sent."""
+        """Returns a claim that was never sent and has failed with `reason`."""
         return cls(peer, HeldLease(request), reason=reason)
 
     def attach(self, link: PeerLink, on_drop: Callable[[Claimed], None]) -> None:
@@ -83,7 +84,7 @@ class Claimed:
         return bool(self.reason)
 
     def drop(self) -> None:
-        """Calls `on_drop` of `attach`, once; the peer's blocks are not needed. Does not block."""
+        """Reports that the peer's blocks are not needed: the first call calls `on_drop`."""
         on_drop, self._on_drop = self._on_drop, None
         if on_drop is not None:
             on_drop(self)

@@ -1,4 +1,4 @@
-"""The lease messages of D: claims, renewals in time, releases."""
+"""The reader's (D's) side of leases: claims, renewals in time, releases."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _OF_ONE_CLAIM = (Grant, GrantKeys, Expired, Unknown, ReleasedOk, WatermarkOf, Ab
 
 
 class LeaseClient:
-    """The leases that this process holds of all its peers. Thread-safe; nothing blocks.
+    """The leases that this process holds on blocks of its peers. Thread-safe; nothing blocks.
 
     `claim`, `release` and `abort` are for the engine; `deliver` is for the channels. `start` starts
     a thread that renews in time.
 
-    After a connection is lost, leases last as long as they were granted for. When the peer is
-    connected again, they are claimed again, and unanswered releases are sent again.
+    After a connection is lost, each lease lasts until the end that was granted. When the peer is
+    connected again, open leases are claimed again, and unanswered releases are sent again.
 
     Args:
         clock: see `lease_clock`.
@@ -75,8 +75,17 @@ class LeaseClient:
     ) -> Claimed:
         """Asks `peer` for the blocks of `request`, at once or when the peer is connected.
 
+        Args:
+            peer: the address of the peer.
+            request: the name of the request at the peer.
+            epoch: the epoch of the lease; ``None`` means the newest lease of `request`.
+            readers: the number of readers that claim `request`, on all ranks together.
+
+        Returns:
+            The claim, without blocks until the peer grants it.
+
         Raises:
-            DuplicateRequest: it is claimed, and not yet decided.
+            DuplicateRequest: `request` is claimed already, and not yet decided.
         """
         lease = HeldLease(request, epoch, clock=self._clock)
         return self._add(Claimed(peer, lease, readers))
@@ -87,7 +96,7 @@ class LeaseClient:
         """Asks `peer` for the leading blocks of `keys` that the peer has.
 
         Args:
-            peer: whose.
+            peer: the address of the peer.
             request: a name for this claim that no other claim of any process has.
             keys: at most `MAX_KEYS`.
             verify: which of the blocks' digests are asked for.
@@ -108,10 +117,10 @@ class LeaseClient:
         return claimed
 
     def release(self, claimed: Claimed) -> Outcome:
-        """Marks the last read as ended, unless the lease has that already, and sends a release.
+        """Records that the last read has ended, unless that is recorded, and sends a release.
 
         Returns:
-            The outcome. While it is ``OPEN``, the claim's listener is called when it is decided. A
+            The outcome. If it is ``OPEN``, the claim's listener is called once it is decided. A
             caller that no longer waits calls `abort`.
         """
         if not claimed.lease.has_read or claimed.lease.released:
@@ -123,7 +132,7 @@ class LeaseClient:
         return claimed.lease.outcome
 
     def abort(self, claimed: Claimed, reason: str = "") -> Outcome:
-        """Gives the claim up and sends an abort, so that `peer` unpins its blocks.
+        """Ends the claim and sends an abort, so that the peer unpins its blocks.
 
         Bytes that are not valid yet never become valid. The peer's blocks may change from now on,
         and a read that still runs may return anything. Works in any state, also twice.
@@ -170,7 +179,7 @@ class LeaseClient:
         _notify(concerned)
 
     def deliver(self, peer: str, channel: Sender, event: Event) -> None:
-        """Handles an event of the channel to `peer`; see `Deliver`."""
+        """Passes an event of the channel to `connected`, `disconnected` or `handle`."""
         if isinstance(event, Connected):
             self.connected(peer, channel.send)
         elif isinstance(event, Disconnected):
@@ -179,7 +188,10 @@ class LeaseClient:
             self.handle(event, peer)
 
     def handle(self, message: Message, peer: str) -> bool:
-        """Handles a message of `peer`; returns False if it is not about leases."""
+        """Updates the claim that a message of `peer` is about, and calls the claim's listener.
+
+        Returns False if the message is not about leases.
+        """
         changed: list[Claimed] = []
         with self._lock:
             if isinstance(message, Renewed):
@@ -202,7 +214,7 @@ class LeaseClient:
         """Sends the renewals that are due, one message for the leases of a peer.
 
         Returns:
-            When it is due next, on the clock; ``None``: not before something happens.
+            The time on the clock when the next renewal is due; ``None`` if no lease needs one.
         """
         now = self._clock()
         with self._lock:
@@ -289,7 +301,7 @@ class LeaseClient:
         if isinstance(message, (Grant, GrantKeys)) and isinstance(message, GrantKeys) != bool(
             claimed.keys
         ):
-            return  # not what was claimed
+            return  # it answers another kind of claim
         if isinstance(message, GrantKeys):
             if len(message.sizes) <= len(claimed.keys) and lease.granted(
                 message.seq, message.lease_s

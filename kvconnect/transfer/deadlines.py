@@ -1,4 +1,4 @@
-"""A thread that fails pulls at their deadline, whatever else hangs."""
+"""A thread of its own that fails pulls at their deadline, even if a transport hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests of memory, by which both sides of a read compare what they have."""
+"""Digests of memory, by which both sides of a read compare their bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGEST_DEVICE_NBYTES = 1 << 30
 
 
 def can_be_digested(memory: Tensor) -> bool:
-    """Returns whether `digest_of_pieces` takes `memory`."""
+    """Returns whether `memory` is host memory or at most `LARGEST_DEVICE_NBYTES` large."""
     small = memory.numel() * memory.element_size() <= LARGEST_DEVICE_NBYTES
     return memory.device.type == "cpu" or small
 

@@ -21,7 +21,7 @@ class Local(BaseModel):
 
     Attributes:
         identity: the peer's name, the same after a restart.
-        incarnation: of this opening of its transport: 32 hexadecimal digits, never the same twice.
+        incarnation: 32 hexadecimal digits, different for each opening of a transport.
         regions: bytes of each registered memory; the index is the region's number.
     """
 
@@ -48,10 +48,10 @@ def encode(local: Local) -> bytes:
 
 
 def decode(kind: type[L], data: bytes) -> L:
-    """Returns the description of which `encode` made `data`.
+    """Returns the description of class `kind` that `encode` made `data` of.
 
     Raises:
-        PeerUnreachable: it is of another transport or version, or no such bytes.
+        PeerUnreachable: `data` is too long, of another transport or version, or no description.
     """
     if len(data) > MAX_LOCAL_NBYTES:
         raise PeerUnreachable(

@@ -20,12 +20,12 @@ _NBYTES = 32
 def local_secret() -> str:
     """Returns this user's secret for transfers between processes of this machine.
 
-    The secret stands in ``transfer.secret`` where the user keeps caches, in a file that no other
-    user can read. The first call makes the file; of several at the same time one does.
+    The secret is in the file ``transfer.secret`` of the user's cache directory, which no other user
+    can read. The first call makes the file. Processes that call at the same time get one secret.
 
     Raises:
-        ConfigurationError: there is no place for the file; or it belongs to another user, can be
-            read by one, or is damaged.
+        ConfigurationError: the file cannot be made, belongs to another user, can be read by
+            another user, or is damaged.
     """
     try:
         path = cache_directory() / _NAME
@@ -39,7 +39,7 @@ def local_secret() -> str:
 
 
 def _make(path: Path) -> None:
-    """Makes the file, whole or not at all, unless another process is faster."""
+    """Makes the file atomically, unless another process has made it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
     try:

@@ -31,20 +31,20 @@ class PeerNode:
     calls `listen` if others read from it.
 
     Args:
-        compat: the properties that must be equal at all peers; its transport is used.
+        compat: the properties that must be equal at all peers; it names the transport to make.
         listen: ``host:port`` of this process; port 0 is any free one.
         advertise: where others reach this process, if that is another address.
         device: the network device of ``nixl``.
-        secret: that all peers share.
+        secret: the secret that all peers share; ``None`` allows loopback only.
         rank, tp_size: which part of the KV heads this process has.
-        connect_timeout_s: for a connection of the transport and its handshake.
+        connect_timeout_s: the longest time for a connection of the transport and its handshake.
         accepts, one_connection, idle_after_s: see `Peers`.
 
     Attributes:
-        engine_id: of this incarnation of this process.
+        engine_id: the name of this incarnation of this process.
         transport: reads from peers, and is read from.
-        client: the leases of peers' blocks.
-        peers: those that this process reads from.
+        client: the leases on peers' blocks.
+        peers: the peers that this process reads from.
         pools: the description of the registered pools, for peers that connect from now on.
     """
 
@@ -106,7 +106,7 @@ class PeerNode:
         """Accepts peers that read from this process; `deliver` gets the events of their channels.
 
         Raises:
-            ConfigurationError: the port cannot be had.
+            ConfigurationError: the port is taken, or the address is not this machine's.
         """
         self._listener = Listener(Endpoint(self.hello, deliver, self._secret), *self._listen_at)
 
@@ -134,18 +134,24 @@ class PeerNode:
         )
 
     def rebuild(self) -> None:
-        """Restarts the transport, so that no earlier read writes any more. Blocks."""
+        """Restarts the transport, so that no earlier read writes any more. Blocks.
+
+        The connections in both directions are closed and made again. After `close` it does nothing.
+        """
         if self._closed:
             return
         self.transport.rebuild()
-        # The peers on both sides have to learn the new transport.
+        # The peers of both directions have to learn the new transport.
         if (listener := self._listener) is not None:
             for channel in listener.channels():
                 channel.close(_REBUILT)
         self.peers.reconnect(_REBUILT)
 
     def close(self) -> None:
-        """Ends all: nothing reads or writes the registered memory any more. Idempotent."""
+        """Ends all connections and the transport. Idempotent.
+
+        Afterwards nothing reads or writes the registered memory.
+        """
         self._closed = True
         listener, self._listener = self._listener, None
         if listener is not None:

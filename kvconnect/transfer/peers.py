@@ -28,7 +28,7 @@ Answer = Future[Message]
 
 _ANSWERS = (FoundDigest, FoundKeys, FoundChildren, ForgotKeys)
 _MAX_LINKS = 64
-# Between attempts to connect to a peer that is not asked for anything now.
+# The pause between attempts to connect to a peer that is not needed now.
 _IDLE_PAUSE_S = 30.0
 
 
@@ -48,11 +48,11 @@ class PeerLink:
         refused: the error for which a peer that answered was not connected.
         is_self: the peer is this process.
         is_double: another link is connected to the same process under another address.
-        users: those who called `Peers.use` and not yet `Peers.leave`.
-        answers: of questions that were asked and are not answered, by their numbers.
-        late: set by those who waited for an answer for too long; cleared when the peer answers
-            or connects again.
-        avoid_until: the time (monotonic) before which nothing is read from it.
+        users: the number of calls of `Peers.use` without a later `Peers.leave`.
+        answers: the unresolved answers, by the numbers of their questions.
+        late: whether an answer is overdue. The caller that waited sets it; it is cleared when the
+            peer answers or connects again.
+        avoid_until: the time (monotonic) before which nothing is read from the peer.
     """
 
     def __init__(self, address: str, connect: Callable[[PeerLink], Peer]) -> None:
@@ -75,10 +75,10 @@ class PeerLink:
         return f"PeerLink({self.address!r}, ready={self.ready})"
 
     def ask(self, numbered: Callable[[int], Message]) -> Answer:
-        """Sends the question that `numbered` makes with a number; does not block.
+        """Sends the question that `numbered` makes with a new number; does not block.
 
         Returns:
-            Its answer; cancelled if it cannot be asked, or when the connection is lost.
+            The answer; cancelled if the question cannot be sent, or when the connection is lost.
         """
         channel, number, answer = self.channel, next(self._numbers), Answer()
         with self._lock:
@@ -135,11 +135,12 @@ class Peers:
         transport: the transport that reads blocks.
         heard: receives the address of a peer and each event of its channel except answers, after
             the link has changed; see `Deliver`.
-        secret, timing: of the control channels; by default the times of `Timing`.
+        secret, timing: the secret and the times of the control channels; by default `Timing()`.
         accepts: called with a peer's `Hello`; raises `KvConnectError` if the peer does not fit.
         one_connection: of several links to one process only the first one stays connected, and
             none to this process. Otherwise all do, and share one handle.
-        idle_after_s: peers that are gone are tried rarely once `ready` was not called for so long.
+        idle_after_s: unreachable peers are tried every 30 s once `ready` was not called for so
+            long.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class Peers:
     def use(self, address: str) -> PeerLink:
         """Returns the link to `address` with one more user; connects in the background.
 
-        The caller returns the link with `leave` or `drop`.
+        The caller ends its use with `leave` or `drop`.
 
         Raises:
             ConfigurationError: there is no secret for an address that needs one.
@@ -255,7 +256,10 @@ class Peers:
         return Peer(endpoint, host, port, longest_pause_s=partial(self._longest_pause_s, link))
 
     def _longest_pause_s(self, link: PeerLink) -> float | None:
-        """Returns the longest pause for `link`; ``None`` ends the link, which is not used."""
+        """Returns the longest pause before the next attempt to connect `link`, in seconds.
+
+        ``None`` ends the attempts: `link` leads to this process, or has no users and is removed.
+        """
         with self._lock:
             if link.is_self:
                 return None
@@ -267,9 +271,12 @@ class Peers:
             return None
 
     def _make_room(self) -> None:
-        """Ends the least recently used link without users if all places are taken.
+        """Ends the least recently used link without users if there are `_MAX_LINKS` links.
 
         Addresses may come from requests, so their number must be bounded.
+
+        Raises:
+            RetryLater: every link has users.
         """
         if len(self._links) < _MAX_LINKS:
             return
@@ -282,8 +289,9 @@ class Peers:
     def _hello_of(self, number: int) -> Hello:
         """Returns this process's `Hello` for the connection `number`.
 
-        One peer may be known by two names. The peer treats each connection as another reader:
-        otherwise one connection would replace the other and end its leases.
+        The number is a part of `engine_id`, so that a peer treats each connection as another
+        reader. A peer known by two addresses would otherwise replace one connection by the other
+        and end its leases.
         """
         hello = self._hello()
         return hello.model_copy(update={"engine_id": f"{hello.engine_id}/{number}"})
@@ -309,7 +317,10 @@ class Peers:
             self._heard(link.address, channel, event)
 
     def _is_first(self, link: PeerLink, channel: Sender, hello: Hello) -> bool:
-        """Sets `channel` for `link`, unless it leads to this process or to another link's peer."""
+        """Sets `channel` for `link`, unless it leads to this process or to another link's peer.
+
+        Returns whether `channel` was set; it is closed if not.
+        """
         link.is_self = hello.engine_id == self._hello().engine_id
         with self._lock:
             link.is_double = any(

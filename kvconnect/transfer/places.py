@@ -13,7 +13,7 @@ __all__ = ["Used", "host_of", "least_useful", "oldest"]
 
 # A host that has more than one in so many places loses its own before others lose theirs.
 _FAIR_SHARE = 4
-# At least one in so many places is left to those that were of no use yet.
+# At least one in so many places is left to connections that were never used.
 _NEWCOMERS = 4
 
 
@@ -49,7 +49,9 @@ def host_of(address: str) -> str:
 
 
 def oldest(connections: Sequence[C]) -> C:
-    """Returns the oldest connection of the host with most, if it has over a quarter; else of all.
+    """Returns the oldest connection of the host that has most of them.
+
+    If no host has more than a quarter of the connections, it is the oldest of all.
 
     Args:
         connections: at least one, oldest first.
@@ -61,7 +63,7 @@ def oldest(connections: Sequence[C]) -> C:
 
 
 def least_useful(connections: Sequence[U]) -> U:
-    """Returns the connection whose end costs least.
+    """Returns the connection to close for a new one.
 
     It is the `oldest` of the connections that were never used: idle or hostile ones replace no used
     one, however many they are. If the used ones have more than three quarters of the places,

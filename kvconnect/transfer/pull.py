@@ -1,4 +1,4 @@
-"""A read from a peer that is under way: when it is done, and when no byte of it lands any more."""
+"""A read from a peer that is under way, and the two events that end it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Pull:
             otherwise, by the deadline at the latest. Cannot be cancelled: use `abandon`.
         terminal: set when no byte of this pull lands any more. Until then the destination belongs
             to the transport, also after `done` has failed.
-        nbytes: of all its pieces.
+        nbytes: the bytes of all its pieces.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -69,7 +69,7 @@ class Pull:
         self._began = time.perf_counter()
 
     def abandon(self) -> None:
-        """Fails `done` now, if it is not done. `terminal` follows when it can. Never blocks."""
+        """Fails `done` now, unless it is done. `terminal` is set later. Never blocks."""
         self.fail(PullFailed("abandoned", "the pull was abandoned"))
 
     def fail(self, error: PullFailed) -> None:
@@ -78,12 +78,15 @@ class Pull:
             self._stop()
 
     def finish(self, error: PullFailed | None = None) -> None:
-        """Sets `terminal`, as no byte lands any more, then settles `done`. For the transport."""
+        """Sets `terminal`, then resolves `done`, or fails it with `error`. For the transport.
+
+        The caller makes sure that no byte lands any more.
+        """
         self.terminal.set()
         self._settle(error)
 
     def _stop(self) -> None:
-        """Asks those that read to stop; overridden by the transports. Never blocks."""
+        """Makes the running reads stop; overridden by the transports. Never blocks."""
 
     def _settle(self, error: PullFailed | None) -> bool:
         with self._lock:  # callbacks of `done` run outside of it: they may call `abandon`

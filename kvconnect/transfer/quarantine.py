@@ -27,7 +27,7 @@ class Quarantine:
 
     Args:
         max_quarantined: blocks; at least 1.
-        rebuild: `Transport.rebuild`, and whatever makes peers connect again.
+        rebuild: calls `Transport.rebuild` and makes peers connect again; may block.
     """
 
     def __init__(self, max_quarantined: int, rebuild: Callable[[], None]) -> None:
@@ -41,7 +41,8 @@ class Quarantine:
     def hold(self, pull: Pull, peer: PeerHandle, blocks: int, free: Callable[[], object]) -> None:
         """Calls `free` once `pull` is terminal; until then its `blocks` are counted.
 
-        `free` runs on the thread that sees it, which may be the caller's, now. It must not block.
+        `free` runs on the thread that makes `pull` terminal, or in this call if it is terminal
+        already. `free` must not block.
         """
         with self._changed:
             self._blocks[peer.identity] += blocks
@@ -80,7 +81,7 @@ class Quarantine:
         thread = threading.Thread(target=self._run, name="kvconnect-rebuild", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # no thread can be had: with the next that is held
+        except RuntimeError as error:  # no thread can be started: the next `hold` tries again
             warn_once("rebuild thread", f"the transport cannot be built anew: {error}")
             with self._changed:
                 self._watched = False
@@ -92,7 +93,7 @@ class Quarantine:
                 return
         pause_s = _AGAIN_S
         try:
-            # One that failed may have ended all reads, and left a transport that begins none.
+            # A failed rebuild may have ended all reads and left a transport that begins none.
             while not self._rebuilt():
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _AGAIN_AT_LAST_S)

@@ -33,9 +33,9 @@ class Reads:
         remote_offsets: int64[n], bytes from the region's begin.
         local_region: number that this side's `Transport.register` returned.
         local_offsets: int64[n], bytes.
-        nbytes: of each piece.
-        epoch: of the lease under which they are read; 0 where there is none. Both sides' checksums
-            cover it, where the transport has any.
+        nbytes: the size of each piece.
+        epoch: the epoch of the lease under which they are read; 0 without a lease. A transport's
+            checksums cover it.
 
     Raises:
         ConfigurationError: an array is not one-dimensional and integer, the two differ in length,

@@ -76,7 +76,7 @@ class Regions:
         """Keeps `memory` and returns its number.
 
         Raises:
-            ConfigurationError: it is empty or not contiguous, or there are too many.
+            ConfigurationError: `memory` is empty or not contiguous, or `MAX_REGIONS` are kept.
         """
         import torch  # seconds
 
@@ -108,7 +108,7 @@ def require_local(regions: Regions, reads: Reads, deadline_s: float) -> None:
     """Checks the local side of the arguments of `Transport.pull`.
 
     Raises:
-        ConfigurationError: the destination is outside of `regions`, or there is no time.
+        ConfigurationError: a destination is outside of `regions`, or `deadline_s` is not positive.
     """
     if not deadline_s > 0:
         raise ConfigurationError(f"deadline_s={deadline_s}: must be > 0")
@@ -118,13 +118,17 @@ def require_local(regions: Regions, reads: Reads, deadline_s: float) -> None:
 
 
 def refusal(peer: str, sizes: tuple[int, ...], reads: Reads) -> PullFailed | None:
-    """Returns why a `peer` with regions of these `sizes` cannot serve `reads`, or None."""
+    """Returns the error of a pull if a `peer` with regions of `sizes` cannot serve it, or None."""
     wrong = outside(sizes, reads.remote_region, reads.remote_offsets, reads.nbytes)
     return None if wrong is None else PullFailed("refused", f"{peer}: {wrong}")
 
 
 def outside(sizes: tuple[int, ...], region: int, offsets: Offsets, nbytes: int) -> str | None:
-    """Returns what is wrong with pieces of `nbytes` at `offsets`, or None if all are inside."""
+    """Returns as text why pieces are not inside a region, or None if all are.
+
+    The pieces have `nbytes` each and begin at `offsets` of the region number `region`; `sizes` are
+    the sizes of all regions.
+    """
     if not 0 <= region < len(sizes):
         return f"region {region} is not registered, {len(sizes)} are"
     if not len(offsets):

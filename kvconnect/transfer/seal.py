@@ -25,14 +25,14 @@ class Seal:
     """The codes of the messages that one side of a connection sends, in their order.
 
     A code covers the message, the number of messages before it, and `context`. With a secret it is
-    a keyed BLAKE2b: only one who knows the secret can make it. Without a secret it is an xxh3-128,
-    which shows damage, repetition and loss, but stops no one who wants to deceive.
+    a keyed BLAKE2b: only a process that knows the secret can make it. Without a secret it is an
+    xxh3-128, which shows damage, repetition and loss, but can be forged.
 
-    Sender and receiver each have one, of equal arguments. Not thread-safe.
+    Sender and receiver each have a `Seal`, made with equal arguments. Not thread-safe.
 
     Args:
-        secret: shared by both sides; ``None``: there is none.
-        context: nonces of both sides, and which of them sends.
+        secret: shared by both sides; ``None`` if there is none.
+        context: the nonces of both sides, and the name of the side that sends.
     """
 
     def __init__(self, secret: SharedSecret | None, *context: bytes) -> None:
@@ -42,7 +42,7 @@ class Seal:
         self._count = 0
 
     def code(self, message: bytes) -> bytes:
-        """Returns the code of `message`, the next one."""
+        """Counts `message` as the next message and returns its code."""
         number = self._count.to_bytes(8, "big")
         self._count += 1
         if self._is_secret:
@@ -54,7 +54,7 @@ class Seal:
         return checksum.digest()
 
     def fits(self, code: bytes, message: bytes) -> bool:
-        """Returns whether `code` is that of `message` as the next one.
+        """Counts `message` as the next message and returns whether `code` is its code.
 
         If not, no later code fits either.
         """
@@ -75,7 +75,7 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Seals:
-    """The codes of both ways of a connection: what the one asks, and what the other answers."""
+    """The codes of both directions of a connection: the reader's requests, the source's answers."""
 
     requests: Seal
     answers: Seal

@@ -19,10 +19,10 @@ class SharedSecret:
     """A secret that this process can prove to a peer without sending it. It is never printed.
 
     Args:
-        secret: at least 16 bytes; of text its UTF-8 bytes, without white space around them.
+        secret: at least 16 bytes. Text is stripped of white space and encoded as UTF-8.
 
     Raises:
-        ConfigurationError: it is too short.
+        ConfigurationError: the secret is too short.
     """
 
     __slots__ = ("_key",)
@@ -51,7 +51,7 @@ class SharedSecret:
         return code.digest()
 
     def verifies(self, mac: bytes, *parts: bytes) -> bool:
-        """Returns whether `mac` is that of `parts`, in a time that does not depend on `mac`."""
+        """Returns whether `mac` is the `mac` of `parts`; compares in constant time."""
         return hmac.compare_digest(mac, self.mac(*parts))
 
 

@@ -28,7 +28,7 @@ class PeerHandle:
 
     Attributes:
         identity: the peer's name, the same after it restarts.
-        incarnation: of its transport; another one after a restart or a rebuild.
+        incarnation: the name of its transport's opening; changes with a restart or a rebuild.
         regions: bytes of each memory that it has registered.
     """
 
@@ -44,14 +44,14 @@ class PeerHandle:
 class Transport(ABC):
     """Reads memory of peers, one-sided: no Python code of the peer runs for a read.
 
-    A read does not validate bytes: if a peer has reused its memory since, the read delivers the new
-    content. Leases decide about that, not the transport. Thread-safe; owns its threads. Only
+    A read does not validate bytes: if a peer has reused its memory, the read delivers the new
+    content. Leases decide whether bytes are valid. Thread-safe; owns its threads. Only
     `open`, `register`, `connect`, `rebuild` and `close` block, each for a bounded time.
 
     Attributes:
-        name: as in settings: ``tcp`` or ``nixl``.
-        quiescent_after_error: `Pull.terminal` follows by itself when a peer died or was cut off.
-            If not, it may come with `rebuild` only.
+        name: the name in settings, ``tcp`` or ``nixl``.
+        quiescent_after_error: whether `Pull.terminal` is always set after a peer died or was cut
+            off. If False, some pulls become terminal only with `rebuild`.
     """
 
     name: ClassVar[str]
@@ -59,49 +59,55 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Starts threads and whatever peers connect to.
+        """Starts the threads, and listens for peers.
 
         Raises:
-            ConfigurationError: a setting is wrong, or a library is missing or of no use here;
-                nothing is left open.
+            ConfigurationError: a setting is wrong, or a library is missing or not usable on this
+                machine; nothing is left open.
         """
 
     @abstractmethod
     def register(self, memory: Tensor) -> int:
         """Makes contiguous `memory` readable for peers and a destination of reads.
 
-        Returns its region number. The memory is kept alive until `close`, and never changed but by
-        reads into it. Peers that got `local` before do not know it.
+        Returns its region number. The transport keeps the memory alive until `close`, and changes
+        it only by reads into it. Peers that got `local` before do not know it.
 
         Raises:
-            ConfigurationError: it is not contiguous, empty, or cannot be registered.
+            ConfigurationError: `memory` is not contiguous, is empty, or cannot be registered.
         """
 
     @abstractmethod
     def local(self) -> bytes:
-        """Returns what a peer needs for `connect`; another after `register` and `rebuild`."""
+        """Returns the bytes that a peer passes to `connect`; `register` and `rebuild` change them.
+
+        Raises:
+            UsageError: the transport is not open.
+        """
 
     @abstractmethod
     def connect(self, peer_local: bytes) -> PeerHandle:
-        """Makes reads from the transport possible whose `local` this is.
+        """Connects to the peer whose `local` returned `peer_local`, so that `pull` can read there.
 
-        Replaces an earlier incarnation of the same identity: pulls from that fail. Blocks for a
-        few seconds at most: to be called where the peer's HELLO is received, not in a step.
+        Replaces an earlier incarnation of the same identity, whose pulls fail. Blocks for a few
+        seconds at most: to be called where the peer's HELLO is received, not in a step.
 
         Raises:
             PeerUnreachable: no answer, another incarnation answers, the secret differs, or the
                 bytes are of another transport or version. Nothing was replaced.
+            UsageError: the transport is not open.
         """
 
     @abstractmethod
     def disconnect(self, peer: PeerHandle) -> None:
-        """Fails the peer's pulls and forgets it; again is harmless."""
+        """Fails the pulls from `peer` and forgets the peer. Idempotent."""
 
     @abstractmethod
     def pull(self, peer: PeerHandle, reads: Reads, *, deadline_s: float) -> Pull:
-        """Begins to read; never blocks.
+        """Begins to read `reads` from `peer`; never blocks.
 
-        A peer that is gone, disconnected or has no such memory fails `Pull.done`, not this call.
+        If the peer has ended, is disconnected or has no such memory, `Pull.done` fails, not this
+        call.
 
         Raises:
             ConfigurationError: the local side of `reads` is outside of registered memory, or
@@ -118,7 +124,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends every pull, all connections and threads; again is harmless.
+        """Ends every pull, all connections and threads. Idempotent.
 
         Afterwards every pull is terminal and no registered memory is read or written.
         """

@@ -1,8 +1,8 @@
-"""Caches compiled kernels on disk, so that a process compiles only those that no other did before.
+"""Caches compiled kernels on disk, so that each is compiled once for all processes.
 
 A file is the SHA-256 of the cubin and the cubin; its name is the digest of all inputs of the
-compiler. Files are written under another name first and renamed, so that a file under a key is
-whole, or was damaged since: then it is compiled again.
+compiler. Files are written under another name first and renamed, so that a file with a key's name
+is complete. A file that was damaged later is replaced: the kernel is compiled again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class CubinKey:
 
     Attributes:
         source: the text that is compiled.
-        arch: ``"sm_90"``.
-        compiler: version of NVRTC.
-        options: in the order in which they are given.
+        arch: the architecture, such as ``"sm_90"``.
+        compiler: the version of NVRTC.
+        options: the compiler's options, in their order.
     """
 
     source: str
@@ -42,7 +42,7 @@ class CubinKey:
     options: tuple[str, ...]
 
     def digest(self) -> str:
-        """Returns a name for it: 64 hexadecimal digits."""
+        """Returns the digest of all fields as 64 hexadecimal digits."""
         hashed = hashlib.sha256()
         for field in (self.source, self.arch, self.compiler, *self.options):
             data = field.encode()
@@ -54,19 +54,19 @@ class CubinKey:
 class CubinCache:
     """The cubins by key. Several processes and threads may share a directory.
 
-    A directory that cannot be read or written costs time, nothing else.
+    If the directory cannot be read or written, kernels are compiled again.
 
     Args:
-        directory: made when first written to; by default `default_directory`.
+        directory: made before the first write; by default `default_directory`.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory or default_directory()
 
     def get(self, key: CubinKey, make: Callable[[], bytes]) -> bytes:
-        """Returns the cubin of `key`: the kept one, or else makes and keeps it.
+        """Returns the cubin of `key` from the cache, or else calls `make` and stores its result.
 
-        Errors of `make` are passed on; then nothing was kept.
+        Errors of `make` are raised; nothing is stored then.
         """
         path = self._directory / f"{key.digest()}.cubin"
         kept = _read(path)
@@ -74,7 +74,7 @@ class CubinCache:
             return kept
         cubin = make()
         with suppress(OSError):
-            # The driver runs what is found here, so no other user may write it.
+            # The device runs the code in this file, so no other user may write it.
             replace_file(path, [hashlib.sha256(cubin).digest(), cubin])
         return cubin
 

@@ -1,6 +1,6 @@
 """Compiles CUDA C++ to machine code at run time, with the NVRTC of torch's CUDA builds.
 
-It needs no toolkit. It makes cubins, never PTX: PTX that is newer than the driver does not load.
+No CUDA toolkit is needed. The results are cubins, since PTX newer than the driver does not load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BUILTINS = re.compile(r"libnvrtc-builtins\.so\.(\d+\.\d+)(\.\d+)*")
 
 
 class NvrtcMissing(RuntimeError):
-    """The error that no NVRTC can be loaded; the message names the places that were searched."""
+    """The error that no NVRTC was found or can be loaded; the message names the paths."""
 
 
 class CompileFailed(RuntimeError):
@@ -35,7 +35,7 @@ class CompileFailed(RuntimeError):
 
 
 class Nvrtc:
-    """The compiler of one library, which is loaded when it is first needed. Thread-safe.
+    """The NVRTC compiler of one library file, which the first `compile` loads. Thread-safe.
 
     Args:
         library: ``libnvrtc.so.<major>``.
@@ -52,22 +52,22 @@ class Nvrtc:
     def version(self) -> str:
         """The version of NVRTC, such as ``13.0``.
 
-        It comes from the files' names: loading 100 MB only to find a cubin in the cache takes
-        longer than all else.
+        The file's name gives it. Loading the library, 100 MB, only to find a cubin in the cache
+        would take too long.
         """
         match = _BUILTINS.fullmatch(self._builtins.name)
         return match[1] if match else self._builtins.name
 
     def compile(self, source: str, name: str, options: Sequence[str]) -> bytes:
-        """Compiles a source to a cubin.
+        """Compiles `source` and returns the cubin; blocks meanwhile.
 
         Args:
             source: the whole text.
-            name: its name in messages.
-            options: with ``--gpu-architecture=sm_<n>`` among them.
+            name: the name of the source in messages.
+            options: the compiler's options, with ``--gpu-architecture=sm_<n>`` among them.
 
         Raises:
-            CompileFailed: it has errors.
+            CompileFailed: NVRTC refuses the source.
             NvrtcMissing: the library does not load.
         """
         nvrtc = self._library()
@@ -118,14 +118,14 @@ class Nvrtc:
 
 
 def find_nvrtc(folders: Iterable[Path] | None = None) -> Nvrtc:
-    """Finds an installed NVRTC.
+    """Returns an installed NVRTC, best of the major version of torch's CUDA.
 
     Args:
-        folders: searched in this order; by default the packages of this Python, then the toolkit's
-            usual folder. The major version of torch's CUDA is preferred.
+        folders: the folders to search, in this order; by default those of this Python's packages,
+            then the toolkit's usual folders.
 
     Raises:
-        NvrtcMissing: there is none; the message names the places.
+        NvrtcMissing: no folder has one; the message names the folders.
     """
     return _usual_nvrtc() if folders is None else _first_of(list(folders))
 
@@ -136,10 +136,10 @@ def _usual_nvrtc() -> Nvrtc:
 
 
 def compile_part(part: CompiledPart, arch: str, nvrtc: Nvrtc, cubins: CubinCache) -> bytes:
-    """Returns the cubin of a part for ``sm_<n>``, from the cache if it is there.
+    """Returns the cubin of `part` for `arch` (``sm_<n>``) from the cache, or compiles it.
 
     Raises:
-        CompileFailed: see `Nvrtc.compile`.
+        CompileFailed, NvrtcMissing: as `Nvrtc.compile`.
     """
     options = (f"--gpu-architecture={arch}", *part.options)
     source = source_text(part.file)

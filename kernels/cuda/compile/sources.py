@@ -1,4 +1,4 @@
-"""The CUDA sources, and their parts that are compiled for a launch."""
+"""The CUDA sources, and the parts of them that are compiled and launched."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 __all__ = ["VECTOR_NBYTES", "CompiledPart", "Kernel", "source_text", "vector_nbytes"]
 
 VECTOR_NBYTES = (16, 8, 4, 2, 1)
-"""The widths of access that parts are compiled for."""
+"""The widths of memory access in bytes that parts are compiled for."""
 
 _FOLDER = Path(__file__).parent
 _SHARED = "vectors"
@@ -17,11 +17,11 @@ _SHARED = "vectors"
 
 @dataclass(frozen=True, slots=True)
 class CompiledPart:
-    """A source file for one width of access, compiled and cached as a whole.
+    """A source file for one width of memory access, compiled and cached as a whole.
 
     Attributes:
-        file: name of the source without ``.cu``.
-        vector_nbytes: one of `VECTOR_NBYTES`.
+        file: the name of the source without ``.cu``.
+        vector_nbytes: the width in bytes, one of `VECTOR_NBYTES`.
     """
 
     file: str
@@ -29,13 +29,13 @@ class CompiledPart:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The options of a compiler apart from the architecture, for nvcc and NVRTC alike."""
+        """The compiler's options but for the architecture; valid for nvcc and NVRTC."""
         return ("--std=c++17", f"-DVECTOR_NBYTES={self.vector_nbytes}")
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A function of a compiled part."""
+    """A kernel: the compiled part and the name of its function, `entry`."""
 
     part: CompiledPart
     entry: str
@@ -43,13 +43,13 @@ class Kernel:
 
 @cache
 def source_text(file: str) -> str:
-    """Returns the text that is compiled for `file`: the shared source, and the file."""
+    """Returns the text that is compiled for `file`: the shared source and that of `file`."""
     names = (_SHARED, file)
     return "\n".join((_FOLDER / f"{name}.cu").read_text(encoding="utf-8") for name in names)
 
 
 def vector_nbytes(*alignments: int) -> int:
-    """Returns the widest access that divides all these addresses, strides and lengths."""
+    """Returns the widest of `VECTOR_NBYTES` that divides all these addresses, strides and sizes."""
     bits = VECTOR_NBYTES[0]
     for value in alignments:
         bits |= value

@@ -82,7 +82,7 @@ struct PackedRows {
         const Split at = split(row, p.inner);
         const i64 token = at.quotient, head = at.remainder, number = sequence_of(token);
         const Sequence sequence = packed_sequence(p, number);
-        // Lengths that nobody checked may leave tokens to no sequence.
+        // Lengths on the device are not checked; they may leave tokens without a sequence.
         const bool wanted = (sequence.begin <= token) & (token < sequence.end);
         Place found;
         found.source = p.update + token * p.update_token + head * p.update_head + offset;

@@ -82,7 +82,7 @@ __device__ __forceinline__ i64 load_id(const Ids& ids, i64 index) {
     return ids.width == 8 ? (i64)(((u64)(u32)high << 32) | (u32)low) : (i64)low;
 }
 
-// Ids that are not valid are treated like -1, the padding: no memory of anybody else is touched.
+// Ids that are not valid are treated like -1, the padding: no memory outside is touched.
 __device__ __forceinline__ bool is_valid(i64 id, const Ids& ids) {
     return (id >= 0) & (id < ids.limit);
 }
@@ -100,7 +100,7 @@ __device__ __forceinline__ void count_bad_ids(const Ids& ids, i64 count, i64 err
     }
 }
 
-// Where one vector comes from and goes to; target 0: it is not to be copied.
+// The addresses of one vector on both sides; with target 0 it is not copied.
 struct Place {
     i64 source;
     i64 target;

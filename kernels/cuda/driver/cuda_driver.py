@@ -51,8 +51,8 @@ class CudaDriver:
         multiprocessors, error_word: see `Driver`.
 
     Args:
-        index: of the device.
-        cubins: compiled kernels; the user's cache by default.
+        index: the number of the device.
+        cubins: the cache of compiled kernels; the user's cache by default.
 
     Raises:
         NoDevice: there is no driver.
@@ -69,30 +69,30 @@ class CudaDriver:
         self._lock = threading.Lock()
         self._modules: dict[CompiledPart, ctypes.c_void_p] = {}
         self._functions: dict[Kernel, ctypes.c_void_p] = {}
-        # For one-time setup. A stream of torch's, so that no other stream gets its memory.
+        # For one-time setup. A stream of torch, so that no other stream gets its memory.
         self._setup = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._errors = self.constant(np.zeros(1, np.int64))
         self.error_word = self._errors.address
 
     def on_device(self, device: torch.device) -> bool:
-        """Implements `Driver`."""
+        """Returns whether `device` is a CUDA device, as `Driver.on_device` describes."""
         return device.type == "cuda"
 
     def current_stream(self) -> torch.cuda.Stream:
-        """Implements `Driver`."""
+        """Returns torch's current stream of this device."""
         return torch.cuda.current_stream(self._device)
 
     def copy_stream(self, kind: Literal["load", "store"]) -> torch.cuda.Stream:
-        """Implements `Driver`."""
+        """Returns one of the two `copy_streams` of this device."""
         pair = copy_streams(self._device)
         return pair.load if kind == "load" else pair.store
 
     def is_legacy_default(self, stream: torch.cuda.Stream) -> bool:
-        """Implements `Driver`."""
+        """Returns whether `stream` is the legacy default stream, which waits for all others."""
         return stream.cuda_stream in _LEGACY
 
     def capturing(self, stream: torch.cuda.Stream) -> bool:
-        """Implements `Driver`."""
+        """Returns whether new work of `stream` becomes part of a CUDA graph."""
         status = ctypes.c_int()
         handle = ctypes.c_void_p(stream.cuda_stream)
         with self._cuda.current(self._context):
@@ -100,14 +100,14 @@ class CudaDriver:
         return status.value != 0
 
     def record(self, stream: torch.cuda.Stream) -> CopyEvent:
-        """Implements `Driver`."""
+        """Returns a new event that happens after all work submitted to `stream` so far."""
         event: CopyEvent = stream.record_event()
         return event
 
     def launch(
         self, kernel: Kernel, ctas: int, params: array[int], stream: torch.cuda.Stream
     ) -> None:
-        """Implements `Driver`."""
+        """Launches `kernel` on `stream`, as `Driver.launch` describes."""
         with self._cuda.current(self._context):
             function = self._functions.get(kernel) or self._load(kernel)
             arguments = (ctypes.c_void_p * 1)(params.buffer_info()[0])
@@ -120,7 +120,10 @@ class CudaDriver:
     def copy_batch(
         self, descriptors: Descriptors, order: AccessOrder, stream: torch.cuda.Stream
     ) -> None:
-        """Implements `Driver`. A driver before 12.8 gets the copies one by one."""
+        """Submits copies to `stream`, as `Driver.copy_batch` describes.
+
+        Submits the copies one by one to a driver before CUDA 12.8.
+        """
         with self._cuda.current(self._context):
             if self._cuda.batch is None:
                 self._copy_each(descriptors, stream)
@@ -128,7 +131,7 @@ class CudaDriver:
                 self._copy_all(descriptors, order, stream)
 
     def upload(self, data: npt.NDArray[Any], stream: torch.cuda.Stream) -> Memory:
-        """Implements `Driver`."""
+        """Copies `data` to the device for `stream`, as `Driver.upload` describes."""
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         pinned = torch.empty(flat.size, dtype=torch.uint8, pin_memory=True)
         pinned.numpy()[:] = flat
@@ -137,7 +140,7 @@ class CudaDriver:
         return Memory(there.data_ptr(), flat.size, (there, pinned))
 
     def constant(self, data: npt.NDArray[Any]) -> Memory:
-        """Implements `Driver`."""
+        """Copies `data` to the device for all streams, as `Driver.constant` describes."""
         flat = np.ascontiguousarray(data)
         address = ctypes.c_uint64()
         source, size = ctypes.c_void_p(flat.ctypes.data), ctypes.c_size_t(flat.nbytes)
@@ -150,19 +153,19 @@ class CudaDriver:
         return Memory(address.value, flat.nbytes, _Owned(self._cuda, self._context, address))
 
     def device_memory(self, nbytes: int) -> Memory:
-        """Implements `Driver`."""
+        """Allocates `nbytes` of device memory."""
         # Allocated on the set-up stream: memory of another stream may still be in use there.
         with torch.cuda.stream(self._setup):
             there = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return Memory(there.data_ptr(), nbytes, there)
 
     def host_memory(self, nbytes: int) -> Memory:
-        """Implements `Driver`."""
+        """Allocates `nbytes` of page-locked host memory."""
         there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return Memory(there.data_ptr(), nbytes, there)
 
     def take_errors(self) -> int:
-        """Implements `Driver`."""
+        """Returns and resets the error word, as `Driver.take_errors` describes. Blocks."""
         word, zero = ctypes.c_int64(), ctypes.c_int64()
         address, size = ctypes.c_uint64(self.error_word), ctypes.c_size_t(8)
         torch.cuda.synchronize(self._device)
@@ -223,7 +226,7 @@ class CudaDriver:
 
 
 class _Owned:
-    """A piece of device memory that is freed when nothing refers to it any more."""
+    """The owner of a piece of device memory, which is freed with this object."""
 
     def __init__(
         self, cuda: CudaLibrary, context: ctypes.c_void_p, address: ctypes.c_uint64

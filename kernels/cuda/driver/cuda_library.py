@@ -1,4 +1,4 @@
-"""The CUDA driver library, by ctypes: nothing of it is linked, so nothing is built."""
+"""The CUDA driver library, called by ctypes, so that nothing has to be built."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CudaLibrary", "CurrentContext", "cuda_library"]
 _LIBRARY: Final = "libcuda.so.1"
 _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _BATCH_SINCE: Final = 12080
-"""CUDA 12.8. The version asked for decides the list of arguments: 13.0 dropped one of them."""
+"""CUDA 12.8. The requested version decides the list of arguments: 13.0 dropped one of them."""
 
 
 class CudaLibrary:
@@ -25,7 +25,7 @@ class CudaLibrary:
         batch: ``cuMemcpyBatchAsync`` as of CUDA 12.8, or ``None`` if the driver is older.
 
     Raises:
-        NoDevice: there is no library, or no device it can use.
+        NoDevice: there is no library, or no device that it can use.
     """
 
     def __init__(self, name: str = _LIBRARY) -> None:
@@ -47,15 +47,15 @@ class CudaLibrary:
         self.batch = self._find("cuMemcpyBatchAsync", _BATCH_SINCE)
 
     def call(self, function: str, *arguments: Any) -> None:
-        """Calls a function of the library.
+        """Calls `function` of the library.
 
         Raises:
-            DriverError: it returned an error.
+            DriverError: the function returned an error.
         """
         self.check(function, getattr(self._cuda, function)(*arguments))
 
     def check(self, function: str, code: int) -> None:
-        """Raises the error that `function` returned, unless that is success."""
+        """Raises `DriverError` if `code`, which `function` returned, is an error."""
         if code:
             raise DriverError(self._message(function, code))
 
@@ -67,21 +67,24 @@ class CudaLibrary:
         return number.value // 1000, number.value % 1000 // 10
 
     def primary_context(self, index: int) -> ctypes.c_void_p:
-        """Returns the context that torch uses on a device, kept alive from now on."""
+        """Returns the context that torch uses on device `index`; it is kept alive for good."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self.call("cuDeviceGet", ctypes.byref(device), index)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         return context
 
     def current(self, context: ctypes.c_void_p) -> CurrentContext:
-        """Makes `context` that of the calling thread within the block: a new thread has none."""
+        """Returns a context manager that makes `context` the calling thread's current context.
+
+        A new thread has none.
+        """
         return CurrentContext(self, context)
 
     @contextmanager
     def outside_of_captures(self) -> Iterator[None]:
         """Keeps the calling thread's work out of a graph that is being captured.
 
-        Without it loading code or taking memory would break any capture in the process.
+        Otherwise, loading code or allocating memory would break any capture in the process.
         """
         mode = ctypes.c_int(_RELAXED)
         self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
@@ -117,7 +120,7 @@ class CudaLibrary:
 
 
 class CurrentContext:
-    """The context manager of `CudaLibrary.current`; no generator, as every launch uses it."""
+    """The context manager of `CudaLibrary.current`. A generator would slow down every launch."""
 
     __slots__ = ("_context", "_library", "_pushed")
 
@@ -141,7 +144,7 @@ class CurrentContext:
 
 @cache
 def cuda_library() -> CudaLibrary:
-    """Returns the library of this process.
+    """Returns the one `CudaLibrary` of this process.
 
     Raises:
         NoDevice: see `CudaLibrary`.

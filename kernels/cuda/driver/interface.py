@@ -1,4 +1,4 @@
-"""The interface of a device for copies; tests bring drivers that record, or run on the CPU."""
+"""The interface of a device for copies; drivers of tests record calls, or run on the CPU."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ MAX_BATCH = 8192
 
 
 class NoDevice(RuntimeError):
-    """The error that there is no driver, or no compiler for it; names the places searched."""
+    """The error that there is no CUDA driver, device or compiler; the message says which."""
 
 
 class DriverError(RuntimeError):
-    """The error of a call that the driver refused; names the call and the driver's error.
+    """The error of a call that the driver refused; the message names the call and the reason.
 
     The requested work may be done in part.
     """
@@ -64,20 +64,20 @@ class Descriptors:
         return len(self.sizes)
 
     def part(self, start: int, stop: int) -> Descriptors:
-        """Returns those from `start` to before `stop`."""
+        """Returns the copies `start` to `stop` - 1."""
         return Descriptors(
             self.sources[start:stop], self.targets[start:stop], self.sizes[start:stop]
         )
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all of them."""
+        """The bytes of all copies."""
         return int(self.sizes.sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """A range of `nbytes` at `address`, valid for as long as `keep` is alive."""
+    """A memory range of `nbytes` at `address`, valid for as long as `keep` is alive."""
 
     address: int
     nbytes: int
@@ -87,7 +87,8 @@ class Memory:
 class Driver(Protocol):
     """A device. Thread-safe. Streams are opaque objects of the driver.
 
-    Every method may raise `DriverError`.
+    Every method may raise `DriverError`. Only the methods that allocate memory, `take_errors` and a
+    kernel's first `launch` may block.
     """
 
     @property
@@ -95,7 +96,7 @@ class Driver(Protocol):
         """The number of multiprocessors."""
 
     def on_device(self, device: torch.device) -> bool:
-        """Returns whether memory there is this device's own."""
+        """Returns whether memory of torch's `device` is memory of this device."""
 
     def current_stream(self) -> Any:
         """Returns the stream that the calling thread works on."""
@@ -104,48 +105,54 @@ class Driver(Protocol):
         """Returns the device's stream for loads or stores; never the legacy default stream."""
 
     def is_legacy_default(self, stream: Any) -> bool:
-        """Returns whether `stream` is the one that waits for all others."""
+        """Returns whether `stream` is the legacy default stream, which waits for all others."""
 
     def capturing(self, stream: Any) -> bool:
         """Returns whether new work of `stream` becomes part of a graph instead of running."""
 
     def record(self, stream: Any) -> CopyEvent:
-        """Records a new event behind all work that `stream` has so far."""
+        """Returns a new event that happens after all work submitted to `stream` so far."""
 
     def launch(self, kernel: Kernel, ctas: int, params: array[int], stream: Any) -> None:
         """Launches a kernel of `ctas` blocks of 256 threads on `stream`.
 
         Args:
-            kernel: compiled and loaded first if that has not been done.
-            ctas: at least 1.
-            params: the bytes of its one parameter; read before this returns.
-            stream: where it runs.
+            kernel: the kernel; its first launch compiles and loads it, which blocks.
+            ctas: the number of thread blocks, at least 1.
+            params: the bytes of the kernel's one parameter; read before this returns.
+            stream: the stream that the kernel runs on.
 
         Raises:
-            NoDevice: it cannot be compiled, as there is no NVRTC.
+            NoDevice: the kernel cannot be compiled, as there is no NVRTC.
         """
 
     def copy_batch(self, descriptors: Descriptors, order: AccessOrder, stream: Any) -> None:
-        """Submits at most `MAX_BATCH` copies to `stream`; not while it captures."""
+        """Submits at most `MAX_BATCH` copies to `stream`, which must not capture a graph."""
 
     def upload(self, data: npt.NDArray[Any], stream: Any) -> Memory:
-        """Copies `data` to the device, for later work of `stream`.
+        """Copies `data` to new memory of the device, for later work of `stream`.
 
-        The caller keeps the result until that is done. Not while `stream` captures.
+        The caller keeps the result until that work is done. `stream` must not capture a graph.
         """
 
     def constant(self, data: npt.NDArray[Any]) -> Memory:
-        """Copies `data` to the device, at once and for all streams; also during a capture."""
+        """Copies `data` to new memory of the device, for all streams; blocks until it is there.
+
+        May be called while a graph is captured.
+        """
 
     def device_memory(self, nbytes: int) -> Memory:
-        """Allocates memory of the device."""
+        """Allocates `nbytes` of device memory."""
 
     def host_memory(self, nbytes: int) -> Memory:
-        """Allocates page-locked host memory."""
+        """Allocates `nbytes` of page-locked host memory."""
 
     @property
     def error_word(self) -> int:
         """The address of the int64 in which kernels count invalid ids."""
 
     def take_errors(self) -> int:
-        """Returns the error word, and resets it to 0. Waits for all work of the device."""
+        """Returns the value of the error word and resets it to 0.
+
+        Blocks until all work of the device is done.
+        """

@@ -15,10 +15,10 @@ _pairs: dict[int, CopyStreamPair] = {}
 
 @dataclass(frozen=True, slots=True)
 class CopyStreamPair:
-    """The streams that do not wait for the legacy default stream, nor it for them.
+    """The two copy streams, independent of the legacy default stream.
 
     Attributes:
-        load: for copies to the device; it has priority, as requests wait for its blocks.
+        load: for copies to the device. It has priority, as requests wait for loaded blocks.
         store: for copies from the device.
     """
 
@@ -27,13 +27,13 @@ class CopyStreamPair:
 
 
 def device_index(device: torch.device) -> int:
-    """Returns the number of a CUDA device; of the current one if `device` names none."""
+    """Returns the number of the CUDA device `device`; the current one's if it has no number."""
     index = device.index  # None for "cuda", which torch's annotations forget
     return torch.cuda.current_device() if index is None else index  # type: ignore[redundant-expr]
 
 
 def copy_streams(device: torch.device) -> CopyStreamPair:
-    """Returns the pair of `device`, a CUDA device; always the same one. Thread-safe."""
+    """Returns the copy streams of the CUDA device `device`, made by the first call. Thread-safe."""
     index = device_index(device)
     with _lock:
         pair = _pairs.get(index)

@@ -32,7 +32,11 @@ MAX_VECTORS = 2**31 - 1
 
 @lru_cache(maxsize=4096)
 def divisor(number: int) -> tuple[int, int]:
-    """Returns the two int64 of a ``Divisor`` of the sources."""
+    """Returns the two int64 of a ``Divisor`` struct of the CUDA sources, for division by `number`.
+
+    Raises:
+        ConfigurationError: `number` is not 1 to `MAX_VECTORS`.
+    """
     if not 1 <= number <= MAX_VECTORS:
         raise ConfigurationError(f"{number} rows or vectors are too many for one launch")
     shift = 31 + (number - 1).bit_length()
@@ -49,13 +53,20 @@ class Rows(NamedTuple):
 
 
 def span(first: int, num_rows: int, vectors_per_row: int) -> tuple[int, ...]:
-    """Returns the four int64 of a ``Span`` of the sources."""
+    """Returns the four int64 of a ``Span`` struct: `num_rows` rows of a launch from `first` on."""
     return first, num_rows * vectors_per_row, *divisor(vectors_per_row)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IdList:
-    """The ``Ids`` of the sources: where int32 or int64 lie on the device, and their limit."""
+    """The ``Ids`` struct of the CUDA sources: ids in memory of the device.
+
+    Attributes:
+        address: the address of the first id.
+        width: the bytes of an id, 4 or 8.
+        limit: valid ids are below it.
+        keep: the object that keeps the memory alive.
+    """
 
     address: int
     width: int
@@ -64,7 +75,7 @@ class IdList:
 
     @property
     def params(self) -> tuple[int, int, int]:
-        """The three int64."""
+        """The three int64 of the struct."""
         return self.address, self.width, self.limit
 
 
@@ -75,8 +86,8 @@ class Grid(NamedTuple):
     """The stream and size of a launch.
 
     Attributes:
-        stream: of the driver.
-        max_ctas: blocks, at most.
+        stream: a stream of the driver.
+        max_ctas: the most thread blocks.
     """
 
     stream: Any
@@ -86,11 +97,11 @@ class Grid(NamedTuple):
 class Launcher:
     """Launches the kernels that move rows. Thread-safe.
 
-    The caller keeps what a method returns until the launch is done.
+    The caller keeps the result of a method until the launched kernels have ended.
 
     Args:
         driver: the device.
-        max_vectors: of one launch; more rows take more launches.
+        max_vectors: the most vectors of one launch; more rows need several launches.
     """
 
     def __init__(self, driver: Driver, *, max_vectors: int = MAX_VECTORS) -> None:
@@ -98,10 +109,14 @@ class Launcher:
         self.max_vectors = max_vectors
 
     def rows(self, entry: str, file: str, rows: Rows, params: Params, grid: Grid) -> None:
-        """Launches ``entry`` over all rows, in as many launches as needed."""
+        """Launches the kernel `entry` of ``file.cu`` over all rows, in as many launches as needed.
+
+        Raises:
+            ConfigurationError: there are 2^31 rows or more.
+        """
         kernel = _kernel(file, entry, rows.width)
         per_row = rows.nbytes // rows.width
-        divisor(rows.num_rows)  # more cannot be numbered
+        divisor(rows.num_rows)  # raises if the rows cannot be numbered
         at_once = max(1, self.max_vectors // per_row)
         for first in range(0, rows.num_rows, at_once):
             count = min(at_once, rows.num_rows - first)
@@ -110,10 +125,10 @@ class Launcher:
             self.driver.launch(kernel, ctas, filled, grid.stream)
 
     def ids(self, ids: Tensor | npt.NDArray[Any], limit: int, stream: Any) -> IdList:
-        """Returns the ids on the device: the same ones if they are there, or uploaded for `stream`.
+        """Returns `ids` in memory of the device; uploads them on `stream` if they are on the host.
 
         Raises:
-            RuntimeError: they would have to be uploaded, and `stream` captures.
+            RuntimeError: the ids are on the host, and `stream` captures a graph.
         """
         if isinstance(ids, Tensor) and self.driver.on_device(ids.device):
             return IdList(ids.data_ptr(), ids.element_size(), limit, ids)
@@ -128,14 +143,20 @@ class Launcher:
 
 
 class Params(NamedTuple):
-    """The int64 of a parameter struct before its ``Span`` and behind it."""
+    """The parameter struct of a kernel without its ``Span``.
+
+    Attributes:
+        head: the int64 before the ``Span``.
+        tail: the int64 behind it.
+        raw: the bytes behind `tail`.
+    """
 
     head: tuple[int, ...]
     tail: tuple[int, ...] = ()
     raw: bytes = b""
 
     def filled(self, span: tuple[int, ...]) -> array[int]:
-        """Returns all int64 of the struct."""
+        """Returns all int64 of the struct, with `span` as its ``Span``."""
         numbers = array("q", (*self.head, *span, *self.tail))
         if self.raw:
             numbers.frombytes(self.raw)

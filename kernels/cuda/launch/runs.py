@@ -17,13 +17,13 @@ from kvconnect.kernels.cuda.launch.launcher import NO_IDS, Grid, Launcher, Param
 __all__ = ["INLINE_PAIRS", "launch_copy"]
 
 INLINE_PAIRS = 128
-"""Pairs that a launch takes by value, as in the source."""
+"""The most pairs that a launch passes by value; the same as in ``copy_runs.cu``."""
 
 _INLINE_NBYTES = 8 * INLINE_PAIRS
 _NOTHING = bytes(_INLINE_NBYTES)
 _ALIKE = ["nbytes", "token_nbytes", "source_step", "target_step"]
 _COLUMNS = np.dtype([(name, np.int64) for name in ("source_offset", "target_offset", "skipped")])
-"""A run in memory of the device: ``RunColumn`` of the source."""
+"""A run in memory of the device: ``RunColumn`` of ``copy_runs.cu``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,11 +32,11 @@ class _Group:
 
     Attributes:
         runs: ``[runs]`` of `_COLUMNS` on the device.
-        num_runs: how many.
-        nbytes, token_nbytes: of each run, and of the tokens in it.
-        source_step, target_step: from block to block.
-        alignment: all that limits the width of accesses, or-ed together.
-        token_alignment: the same where prefixes are copied.
+        num_runs: the number of runs.
+        nbytes, token_nbytes: the size of a run, and of a token in it.
+        source_step, target_step: the bytes from block to block.
+        alignment: all sizes, steps and offsets, or-ed together; limits the width of accesses.
+        token_alignment: the same for copies of prefixes.
     """
 
     runs: Memory
@@ -50,13 +50,13 @@ class _Group:
 
 
 def launch_copy(launcher: Launcher, copy: BlockCopy, grid: Grid) -> tuple[object, ...]:
-    """Launches the whole of `copy` on a stream.
+    """Launches the kernels of `copy` on the stream of `grid`. Does not block.
 
     Ids on the host are passed by value if they are few, or a graph is captured; else they are
     uploaded.
 
     Returns:
-        The objects to keep until that is done.
+        The objects that the caller keeps until the kernels have ended.
 
     Raises:
         RuntimeError: a graph is captured, and only one side's ids are on the device.

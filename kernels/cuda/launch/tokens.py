@@ -22,7 +22,10 @@ __all__ = ["launch_append", "launch_update"]
 
 
 def launch_update(launcher: Launcher, work: UpdateWork, grid: Grid) -> tuple[object, ...]:
-    """Launches `kv_cache_update` in both forms."""
+    """Launches a padded or packed `kv_cache_update` on the stream of `grid`.
+
+    Returns the objects that the caller keeps until the kernel has ended.
+    """
     cache, update, packed = work.cache, work.update, work.update_lengths is not None
     batch, heads, max_length, _ = cache.shape
     length = update.shape[0 if packed else 2]
@@ -53,7 +56,11 @@ def launch_update(launcher: Launcher, work: UpdateWork, grid: Grid) -> tuple[obj
 
 
 def launch_append(launcher: Launcher, work: AppendWork, grid: Grid) -> tuple[object, ...]:
-    """Launches `reshape_and_cache`: keys and values at once if their rows are equally long."""
+    """Launches `reshape_and_cache` on the stream of `grid`.
+
+    Keys and values need one launch if their rows are equally long, else two. Returns the objects
+    that the caller keeps until the kernels have ended.
+    """
     kv = work.kv
     slots = launcher.ids(work.slots, kv.num_blocks * kv.tokens, grid.stream)
     sides = list(zip(work.states, kv.planes_of(range(work.layer, work.layer + 1)), strict=True))

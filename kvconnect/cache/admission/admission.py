@@ -1,4 +1,4 @@
-"""Gives a new sequence its blocks (specification: using a match)."""
+"""Admits a new sequence: reuses the matched blocks, and allocates the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """Claims what a plan reuses, and allocates what it takes."""
+    """Admits sequences: references the blocks that a plan reuses, and allocates the others."""
 
     def __init__(
         self,
@@ -46,10 +46,13 @@ class Admission:
     def admit(
         self, prompt: Prompt, retention: KvCacheRetentionConfig | None, keys: KeyChain | None
     ) -> Sequence:
-        """Returns a new sequence with its blocks.
+        """Returns a new sequence that holds the blocks for `prompt`.
+
+        Reuses published blocks, and may reclaim others and order copies. `retention` and `keys` are
+        as for `BlockManager.add_sequence`.
 
         Raises:
-            OutOfBlocks: there are not enough; nothing changed.
+            OutOfBlocks: there are not enough blocks; nothing changed.
         """
         plan = self._planner.plan(prompt, keys)
         if plan is None:
@@ -65,7 +68,7 @@ class Admission:
         return sequence
 
     def _carry_out(self, sequence: Sequence, plan: AdmissionPlan) -> None:
-        # Claims come first, in all pools, so that no allocation evicts what is about to be used.
+        # All pools reference the reused blocks first, so that no allocation evicts one of them.
         at = plan.match.num_blocks
         segment = plan.match.segment
         if segment is not None:
@@ -81,7 +84,7 @@ class Admission:
             self._claim_ids(held, demand, num_blocks)
             wanted = demand.fresh - demand.onboard
             if source is not None and self._comes_from_host(held, source):
-                # Its host block is blank before anything is reclaimed for the blocks after it.
+                # The source's host block becomes blank before a block is reclaimed for later ones.
                 self._inherit(sequence, held, source)
                 held.ids[source.start] = held.pool.allocate(1)[0]
                 self._take_over(held, source)
@@ -110,7 +113,7 @@ class Admission:
         held.claim()
 
     def _claim_ids(self, held: HeldBlocks, demand: Demand, num_blocks: int) -> None:
-        # The ids: none before the window, then the claimed ones; fresh ones are filled in later.
+        # The ids: `NOT_HELD` before the window, then the claimed ones. Fresh ones are set later.
         pool = held.pool
         held.first, held.stop = demand.first, demand.stop
         held.ids = ids = no_ids(num_blocks)
@@ -127,7 +130,7 @@ class Admission:
                     ids[segment.start : segment.end] = own
 
     def _retain(self, sequence: Sequence, segment: Segment, run: RetentionRun) -> None:
-        # From the end of the path upwards: a part that is split off keeps what is below it valid.
+        # From the end of the path upwards, since `split` leaves the segments below unchanged.
         step: Segment | None = segment
         while step is not None and step.end > run.start:
             pools = [
@@ -184,7 +187,7 @@ class Admission:
     def _inherit(self, sequence: Sequence, held: HeldBlocks, source: Segment) -> None:
         held.inherited = held.pool.published.effective_retention(source)
         if held.pool.host.num_blocks or held.inherited != DEFAULT_RETENTION:
-            # Otherwise it has the default anyway, and there is no copy to set that on.
+            # Otherwise the block has the default in any case, and no copy that must get it.
             sequence.plan.inherit(source.start)
 
     def _copy_part(self, pool: BlockPool, source: Segment, target: int, num_tokens: int) -> None:

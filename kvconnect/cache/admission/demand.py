@@ -16,10 +16,10 @@ def peak_to_completion(
     """Returns the most blocks of one pool that `request` holds at any time from now on.
 
     Args:
-        request: as it stands; the last token that it generates takes no slot.
-        window: attention window of the pool; ``None``: full attention.
+        request: the request in its present state. Its last generated token needs no slot.
+        window: the attention window of the pool in tokens; ``None`` for full attention.
         tokens_per_block: T.
-        chunk: at most so many tokens of its prompt are computed in a step; see `peak_of_prefill`.
+        chunk: the most tokens of the prompt that a step computes; see `peak_of_prefill`.
     """
     total = request.prompt_len + request.sampling_params.max_tokens - 1
     begin = request.num_tokens
@@ -40,14 +40,14 @@ def peak_to_completion(
 def peak_of_prefill(
     window: int | None, tokens_per_block: int, num_tokens: int, chunk: int | None
 ) -> int:
-    """Returns the most blocks of one pool that computing a prompt holds at any time.
+    """Returns the most blocks of one pool that are held at any time while a prompt is computed.
 
     Args:
-        window: attention window of the pool; ``None``: full attention.
+        window: the attention window of the pool in tokens; ``None`` for full attention.
         tokens_per_block: T.
-        num_tokens: of the prompt.
-        chunk: at most so many tokens are computed in a step, perhaps fewer: the most over all ways
-            of cutting the prompt. ``None``: all at once.
+        num_tokens: the length of the prompt.
+        chunk: the most tokens that a step computes. The result covers every way to cut the prompt
+            into such chunks. ``None`` means that one step computes all.
     """
     if window is None or chunk is None or chunk >= num_tokens:
         return -(-num_tokens // tokens_per_block)
@@ -59,13 +59,13 @@ def peak_of_prefill(
 def peak_of_decode(
     window: int | None, tokens_per_block: int, num_computed: int, num_tokens: int
 ) -> int:
-    """Returns the most blocks of one pool that generating holds, token by token.
+    """Returns the most blocks of one pool that are held while tokens are generated one by one.
 
     Args:
-        window: attention window of the pool; ``None``: full attention.
+        window: the attention window of the pool in tokens; ``None`` for full attention.
         tokens_per_block: T.
-        num_computed: tokens whose KV is valid at first.
-        num_tokens: tokens whose KV is valid in the end.
+        num_computed: the tokens whose KV is valid at the beginning.
+        num_tokens: the tokens whose KV is valid at the end.
     """
     if num_tokens <= num_computed:
         return 0
@@ -75,9 +75,9 @@ def peak_of_decode(
 
 
 def _peak(window: int, size: int, first: int, last: int, step: int) -> int:
-    # The most over all positions first..last of the blocks that overlap what each of them reads and
-    # the `step` tokens from it on: that grows until the window is full, and repeats itself then,
-    # block by block.
+    # The maximum over the positions first..last. At each, the blocks overlap the tokens that the
+    # position reads and the `step` tokens from the position on. The number of blocks grows until
+    # the window is full, and then repeats with the period of a block.
     full = min(last, max(first, window - 1))
     return max(
         -(-(position + step) // size) - first_in_window(window, position) // size

@@ -1,4 +1,4 @@
-"""Decides whether a prompt fits, and what it would reuse and allocate. Changes nothing."""
+"""Decides whether a prompt fits, and which blocks it would reuse and allocate."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Demand(NamedTuple):
     """The blocks that a new sequence takes from one pool.
 
     Attributes:
-        first: number of the first block that it holds.
-        stop: blocks from this number on are reserved by later chunks.
-        onboard: matched blocks that are onboarded from the host, each into a fresh one.
-        fresh: blocks to allocate, including those for `onboard`.
-        claimed: unreferenced blocks that the sequence references, so that they are not reclaimed.
+        first: the number of the first block that the sequence holds.
+        stop: the blocks from this number on are reserved by later chunks.
+        onboard: how many matched blocks are onboarded from the host, each into a fresh one.
+        fresh: how many blocks are allocated, those for `onboard` included.
+        claimed: how many unreferenced blocks the sequence references, which are then not free.
     """
 
     first: int
@@ -36,14 +36,14 @@ class Demand(NamedTuple):
 
 
 class AdmissionPlan(NamedTuple):
-    """The blocks that a sequence reuses and takes.
+    """The blocks that a new sequence reuses and allocates.
 
     Attributes:
-        match: the published blocks that it reuses.
-        num_matched: tokens of `match`.
-        reserved: leading tokens that it gets blocks for.
-        demands: by pool group.
-        moves: slabs that change pools first.
+        match: the published blocks that the sequence reuses.
+        num_matched: the tokens in `match`.
+        reserved: the leading tokens that the sequence gets blocks for in every pool.
+        demands: the demand on each pool, by pool group.
+        moves: the slabs that change pools first.
     """
 
     match: Match
@@ -74,14 +74,14 @@ class Planner:
         self._any_window = any(pool.window is not None for pool in pools)
 
     def num_matched(self, prompt: Prompt) -> int:
-        """Returns how many tokens could be reused, whether or not the rest fits."""
+        """Returns how many tokens of `prompt` are published, even if the rest does not fit."""
         return self._num_tokens(self._match(prompt))
 
     def plan(self, prompt: Prompt, keys: KeyChain | None = None) -> AdmissionPlan | None:
         """Returns how `prompt` would be admitted now, or ``None`` if it does not fit.
 
-        If a partial match does not fit, the longest match of whole blocks is used instead. Once a
-        search by key was made, `keys` takes the keys of the matched blocks from the key index.
+        If a partial match does not fit, the longest match of whole blocks is used instead. If the
+        tree has a key index, `keys` gets the keys of the matched blocks from the index.
         """
         match = self._match(prompt)
         plan = self._plan(prompt, match)
@@ -138,11 +138,11 @@ class Planner:
             elif state.references == 0:
                 claimed += count
             elif pool.window is None:
-                break  # a holder of these holds all before them
+                break  # a holder of these blocks also holds all blocks before them
             end = step.start
             step = step.parent
         if match.source is not None:
-            # Admission holds the source in every pool, also where the window has left it behind.
+            # Admission references the source in every pool, also where it lies before the window.
             state = match.source.segment.pools[pool.group]
             if state.ids is not None and state.references == 0:
                 claimed += 1

@@ -21,7 +21,7 @@ def namespace_of(
     """Returns the namespace of these arguments of `BlockManager.add_sequence`.
 
     Raises:
-        ConfigurationError: (a ``ValueError``) an empty salt.
+        ConfigurationError: (a ``ValueError``) the salt is empty.
     """
     if cache_salt is None and lora_id is None and extra_key is None:
         return _COMMON
@@ -33,10 +33,11 @@ class Prompt(NamedTuple):
 
     Attributes:
         namespace: the namespace whose blocks may be reused.
-        tokens: native int32 bytes; owned by the sequence once it is admitted.
-        max_matched: reuse at most so many tokens.
-        first_chunk: window pools hold blocks for so many tokens to be computed.
-        external_end: leading tokens that an external store fills before any is computed.
+        tokens: native int32 bytes; the sequence owns them after admission.
+        max_matched: the most tokens that may be reused; ``None`` for no limit.
+        first_chunk: the tokens to compute that window pools allocate blocks for; ``None`` for all.
+        external_end: the leading tokens that an external store fills before any is computed;
+            ``None`` without a store.
     """
 
     namespace: NamespaceId
@@ -52,10 +53,10 @@ class Prompt(NamedTuple):
 
     @staticmethod
     def of(tokens: Tokens, namespace: NamespaceId = _COMMON) -> Prompt:
-        """Makes a prompt from a copy of `tokens`, without limits.
+        """Returns a prompt of a copy of `tokens`, without limits.
 
         Raises:
-            ConfigurationError: (a ``ValueError``) no tokens, or one outside int32.
+            ConfigurationError: (a ``ValueError``) there are no tokens, or one is outside int32.
         """
         array = as_token_array(tokens)
         if len(array) == 0:
@@ -69,10 +70,10 @@ class Prompt(NamedTuple):
         first_chunk: int | None = None,
         external_end: int | None = None,
     ) -> Prompt:
-        """Returns the same prompt with these limits instead of its own.
+        """Returns the same prompt with these limits instead of its own; shares the tokens.
 
         Raises:
-            ConfigurationError: (a ``ValueError``) one of them is out of range.
+            ConfigurationError: (a ``ValueError``) a limit is out of range.
         """
         if max_matched is not None:
             _check_least("max_matched", max_matched, 0)

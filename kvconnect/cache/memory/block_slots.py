@@ -1,4 +1,4 @@
-"""Numbers the physical slots of blocks, so that two uses of the same memory can be detected."""
+"""Numbers the memory of pools in slots, so that two uses of the same memory can be detected."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["BlockSlots", "number_slots"]
 
 
 class BlockSlots:
-    """The blocks of a pool and the slots that they lie in.
+    """The slots of the blocks of one pool. A slot is a numbered piece of memory.
 
     Attributes:
-        kv: the pool, in the form that copies take.
+        kv: the pool, in the form that copies need.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class BlockSlots:
         self._offset = pool.data_ptr() - pool.untyped_storage().data_ptr()
 
     def slots(self, ids: Sequence[int]) -> list[int]:
-        """Returns the slots that these blocks touch, perhaps with repetitions."""
+        """Returns the numbers of the slots that the blocks `ids` overlap, perhaps repeated."""
         first, size, nbytes = self._first_slot, self._slot_nbytes, self.kv.block_nbytes
         if size == nbytes and not self._offset:
             return [first + block_id for block_id in ids]
@@ -41,10 +41,10 @@ class BlockSlots:
 
 
 def number_slots(pools: Sequence[tuple[Tensor, KvCacheLayout]]) -> list[BlockSlots]:
-    """Numbers slots for all of `pools`: two blocks that share a byte have a slot in common.
+    """Returns the slots of each pool, such that two blocks that share a byte have a common slot.
 
     Pools in one arena get slots of the size of their largest block. Neighbouring blocks may then
-    share a slot without sharing a byte, which only costs a wait.
+    have a common slot without a common byte, which only costs a wait.
     """
     sizes: dict[int, int] = {}
     for pool, layout in pools:

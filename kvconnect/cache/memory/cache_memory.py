@@ -22,12 +22,13 @@ class CacheMemory:
     """The pools of all pool groups, on the device and in the host tier.
 
     Attributes:
-        pools: by group, see `allocate_pool`; where they give each other memory, all of them are
-            views of the whole of it.
-        host_pools: by group, see `allocate_host_pool`; ``None``: no host tier.
+        pools: the device's pools by group, as of `allocate_pool`. If pools exchange memory, all of
+            them are views of one arena.
+        host_pools: the pools of the host tier by group, as of `allocate_host_pool`; ``None`` for a
+            group without host tier.
 
     Raises:
-        ConfigurationError: so much host memory cannot be had.
+        ConfigurationError: the host memory cannot be allocated or page-locked.
     """
 
     def __init__(self, sizes: PoolSizes, device: torch.device) -> None:
@@ -50,7 +51,11 @@ class CacheMemory:
         }
 
     def buffers(self, layer_idx: int) -> Tensor | tuple[Tensor, Tensor]:
-        """Implements `BaseKVCacheManager.get_buffers`."""
+        """Returns the KV memory of a layer, as `BaseKVCacheManager.get_buffers` describes.
+
+        Raises:
+            ConfigurationError: there is no such layer.
+        """
         try:
             group, index = self._layers[layer_idx]
         except KeyError:

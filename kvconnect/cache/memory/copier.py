@@ -23,9 +23,10 @@ __all__ = ["BlockCopier", "TensorCopier"]
 class BlockCopier(Protocol):
     """Copies between blocks, in the order of the calls.
 
-    Later computations see the copies and do not disturb them; on CUDA this holds for the stream
-    that is current during the call. Ids come in any sequence of integers, as many sources as
-    targets. The targets of one call are distinct, and none is a source of the same call.
+    Later computations read the copied data, and overwrite a source only after it was copied. On
+    CUDA this holds for the stream that is current during the call. Ids are any sequences of
+    integers, as many sources as targets. The targets of one call are distinct, and none is a source
+    of the same call.
     """
 
     def onboard(self, group: int, host_ids: Sequence[int], ids: Sequence[int]) -> None:
@@ -39,12 +40,12 @@ class BlockCopier(Protocol):
     ) -> None:
         """Copies the first `num_tokens` tokens of block `source` to primary block `target`.
 
-        It copies all layers, keys and values. The rest of the target is unspecified. `source` is a
-        primary block, or a secondary one with `from_host`.
+        All layers, keys and values are copied. The rest of the target is unspecified. `source` is a
+        primary block, or a secondary one if `from_host`.
         """
 
     def move(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies primary blocks `sources` to primary blocks `targets`, as slabs change pools."""
+        """Copies primary blocks `sources` to primary blocks `targets`, when slabs change pools."""
 
 
 class TensorCopier:
@@ -52,23 +53,23 @@ class TensorCopier:
 
     Host traffic is counted as ``cache.onboard`` and ``cache.offload``.
 
-    On the CPU a copy is finished when the method returns. A thread would gain nothing there: the
-    forward pass writes to the offloaded blocks as soon as it begins. On CUDA copies run on streams
-    of their own, see `copy_streams`, and no method waits for them.
+    On the CPU a copy is done when the method returns. A thread would gain nothing there: the
+    forward pass writes to the offloaded blocks at once. On CUDA, copies run on streams of their
+    own, see `copy_streams`, and no method blocks.
 
-    The class is not thread-safe. No copy may be ordered while a CUDA graph is captured. After an
+    The class is not thread-safe. No method may be called while a CUDA graph is captured. After an
     exception of `torch`, some, all or none of the call's targets are written.
 
     Args:
         pools: the primary pool of each group, ``[num_blocks, num_layers, kv_factor, elements]``,
             all on one device. They may be views of one arena, see `pool_view`.
-        host_pools: the secondary pool of each group, ``None`` where there is none; page-locked if
-            `pools` are on CUDA.
-        layouts: of each group.
-        streams: orders the copies; made for the device by default.
+        host_pools: the secondary pool of each group, ``None`` for a group without one; page-locked
+            if `pools` are on CUDA.
+        layouts: the layout of each group.
+        streams: orders the copies on CUDA; made for the device by default.
 
     Attributes:
-        onboarded_tokens: tokens onboarded from the host in pool group 0, so far.
+        onboarded_tokens: the tokens that pool group 0 has onboarded from the host so far.
 
     Raises:
         ConfigurationError: the pools do not fit `layouts` or each other. Copies raise it (it is a
@@ -97,14 +98,14 @@ class TensorCopier:
         self._host_pools = [None if pool is None else next(numbered) for pool in host_pools]
 
     def onboard(self, group: int, host_ids: Sequence[int], ids: Sequence[int]) -> None:
-        """Implements `BlockCopier`."""
+        """Copies host blocks `host_ids` to primary blocks `ids`, as `BlockCopier` describes."""
         host, pool = self._host(group), self._pools[group]
         copy = partial(copy_pairs, host.kv, pool.kv, host_ids, ids)
         self._load(copy, (host, host_ids), (pool, ids))
         self._count_onboard(group, len(ids), len(ids) * self._layouts[group].tokens_per_block)
 
     def offload(self, group: int, ids: Sequence[int], host_ids: Sequence[int]) -> None:
-        """Implements `BlockCopier`."""
+        """Copies primary blocks `ids` to host blocks `host_ids`, as `BlockCopier` describes."""
         host, pool = self._host(group), self._pools[group]
         copy = partial(copy_pairs, pool.kv, host.kv, ids, host_ids)
         if self._streams is None:
@@ -116,7 +117,7 @@ class TensorCopier:
     def copy_tokens(
         self, group: int, source: int, target: int, num_tokens: int, *, from_host: bool = False
     ) -> None:
-        """Implements `BlockCopier`. The target is unchanged beyond the copied tokens."""
+        """Copies the first tokens of a block; the rest of the target is unchanged."""
         pool = self._pools[group]
         origin = self._host(group) if from_host else pool
         copy = partial(copy_pairs, origin.kv, pool.kv, [source], [target], [num_tokens])
@@ -127,15 +128,15 @@ class TensorCopier:
             self._load(copy, (pool, [target]))
 
     def move(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Implements `BlockCopier`."""
+        """Copies primary blocks `sources` to primary blocks `targets`."""
         pool = self._pools[group]
         copy = partial(copy_pairs, pool.kv, pool.kv, sources, targets)
         self._load(copy, (pool, targets))
 
     def together(self) -> AbstractContextManager[None]:
-        """Makes the orders within one batch: on CUDA, onboarding and offloading overlap.
+        """Returns a context whose copies form one batch: on CUDA, loads and stores then overlap.
 
-        No work that touches blocks may be launched before the batch ends. Batches nest.
+        No other work on blocks may be launched before the context ends. Contexts nest.
         """
         return nullcontext() if self._streams is None else self._streams.together()
 

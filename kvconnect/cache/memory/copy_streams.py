@@ -5,12 +5,12 @@ tier; `store` reads blocks on the device and writes the host tier. Three rules g
 result that it would have if all work ran one after the other:
 
 1. a batch runs after all work that was on the compute stream before the batch;
-2. an order runs after those of the same batch on the other stream that use one of its slots;
+2. a copy runs after those of the same batch on the other stream that use one of its slots;
 3. the compute stream continues after all copies of the batch.
 
-By 1 and 3, slots need to be remembered within a batch only: all earlier orders precede the work of
-the compute stream. No call blocks its thread, and no copy runs on the legacy default stream. If
-that is the compute stream, events are recorded on it and it waits for events.
+By 1 and 3, slots need to be remembered within a batch only: all earlier copies precede the work of
+the compute stream. No call blocks its thread, and no copy runs on the legacy default stream. If the
+legacy default stream is the compute stream, it only records events and waits for events.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["CopyStreams", "CudaStreams"]
 
 
 class CudaStreams:
-    """The streams of a CUDA device; tests replace it by a device that records."""
+    """The streams of a CUDA device; tests replace this class by one that records its calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,11 +37,11 @@ class CudaStreams:
         return pair.load if priority < 0 else pair.store
 
     def current_stream(self) -> torch.cuda.Stream:
-        """The stream that the calling thread computes on."""
+        """Returns the stream that the calling thread computes on."""
         return torch.cuda.current_stream(self._device)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Records a new event after all work that `stream` has so far."""
+        """Returns a new event that happens after all work submitted to `stream` so far."""
         event: torch.cuda.Event = stream.record_event()
         return event
 
@@ -50,13 +50,13 @@ class CudaStreams:
         stream.wait_event(event)
 
     def launch(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
-        """Calls `work` at once, with `stream` current; `work` enqueues copies."""
+        """Calls `work`, which enqueues copies, with `stream` as the current stream."""
         with torch.cuda.stream(stream):
             work()
 
 
 class _CopyStream:
-    """A copy stream, and its copies of this batch."""
+    """A copy stream, and its copies in the running batch."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
@@ -71,13 +71,13 @@ class _CopyStream:
         self.last = event
 
     def last_user(self, slots: Iterable[int]) -> torch.cuda.Event | None:
-        """Returns the event of this batch that follows all copies that use any of `slots`."""
-        # Those of one stream happen in order, so the newest stands for all.
+        """Returns the event of this batch after the last copy that uses any of `slots`, or None."""
+        # The events of one stream happen in order, so the newest is enough.
         newest = max((self._users.get(slot, -1) for slot in slots), default=-1)
         return self._events[newest] if newest >= 0 else None
 
     def forget(self) -> None:
-        """Ends the batch: forgets its copies."""
+        """Ends the batch: removes the records of its copies."""
         self._events.clear()
         self._users.clear()
 
@@ -85,8 +85,8 @@ class _CopyStream:
 class CopyStreams:
     """The two copy streams of a device. Not thread-safe.
 
-    A slot is the number of a stretch of memory, on the device or in the host tier. Two copies that
-    touch the same byte have a slot in common.
+    A slot is the number of a piece of memory, on the device or in the host tier. Two copies that
+    use the same byte have a common slot.
     """
 
     def __init__(self, device: CudaStreams) -> None:
@@ -99,10 +99,11 @@ class CopyStreams:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Makes the orders within one batch: loads and stores of different slots overlap.
+        """Makes the copies within the context one batch.
 
-        Until the batch ends, the compute stream must get no work that touches blocks, and no other
-        stream may become current. Batches nest. An order outside of a batch is a batch of its own.
+        Loads and stores of different slots overlap in a batch. Until the batch ends, the compute
+        stream must get no work on blocks, and no other stream may become current. Batches nest. A
+        copy outside of a batch is a batch of its own.
         """
         self._depth += 1
         try:
@@ -116,8 +117,8 @@ class CopyStreams:
         """Launches `copy`, which writes device slots and reads host slots or device slots.
 
         Args:
-            copy: enqueues the copies on the current stream.
-            slots: the slots that it writes, and those of the host tier that it reads. (No store
+            copy: enqueues the copies on the current stream; called at once.
+            slots: the slots that are written, and those of the host tier that are read. (No store
                 changes device slots.)
         """
         self._launch(self._load, self._store, copy, slots)

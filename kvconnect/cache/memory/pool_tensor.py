@@ -1,6 +1,6 @@
 """The memory of pools: on the device, in the host tier, and arenas that pools share.
 
-A pool is a flat view ``[num_blocks, num_layers, kv_factor, elements]``, wherever it lies.
+A pool is a flat view ``[num_blocks, num_layers, kv_factor, elements]`` in each of them.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ __all__ = ["allocate_arena", "allocate_host_pool", "allocate_pool", "layer_buffe
 
 
 def allocate_pool(layout: KvCacheLayout, num_blocks: int, device: torch.device) -> Tensor:
-    """Allocates zeroed memory, ``[num_blocks, num_layers, kv_factor, elements]``.
+    """Allocates a zeroed pool, ``[num_blocks, num_layers, kv_factor, elements]``.
 
-    On the CPU it begins at a multiple of 4 KiB and takes memory page by page as it is written to.
+    On the CPU its address is a multiple of 4 KiB, and each page is allocated by its first write.
     """
     return pool_view(allocate_arena(num_blocks * layout.block_nbytes, device), layout)
 
 
 def allocate_host_pool(layout: KvCacheLayout, num_blocks: int, device: torch.device) -> Tensor:
-    """Allocates host memory for `num_blocks` of a pool on `device`, shaped as by `allocate_pool`.
+    """Allocates a zeroed host pool for a pool on `device`, shaped as by `allocate_pool`.
 
-    It begins at a multiple of 4 KiB. With a CUDA `device` it is page-locked, which takes seconds
-    per 10 GiB. Otherwise physical memory is taken page by page as it is written to.
+    Its address is a multiple of 4 KiB. For a CUDA `device` it is page-locked, which blocks for
+    seconds per 10 GiB. Otherwise each page is allocated by its first write.
 
     Raises:
-        ConfigurationError: so much memory cannot be reserved or page-locked.
+        ConfigurationError: the memory cannot be reserved or page-locked.
     """
     nbytes = num_blocks * layout.block_nbytes
     try:
@@ -48,20 +48,20 @@ def allocate_host_pool(layout: KvCacheLayout, num_blocks: int, device: torch.dev
 def allocate_arena(nbytes: int, device: torch.device) -> Tensor:
     """Allocates zeroed memory that several pools share: 1-D uint8; see `pool_view`.
 
-    On the CPU it begins at a multiple of 4 KiB and takes memory page by page as it is written to.
+    On the CPU its address is a multiple of 4 KiB, and each page is allocated by its first write.
     """
-    # Zeros, as masked attention multiplies what lies beyond the last token by zero: no NaN may be
-    # there.
+    # Zeros, since masked attention multiplies the slots beyond the last token by zero, and NaN
+    # times zero is NaN.
     if device.type != "cpu":
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     return torch.from_numpy(host_bytes(nbytes))
 
 
 def pool_view(arena: Tensor, layout: KvCacheLayout) -> Tensor:
-    """Views all of `arena` as blocks: ``[num_blocks, num_layers, kv_factor, elements]``.
+    """Returns a view of all of `arena` as ``[num_blocks, num_layers, kv_factor, elements]``.
 
-    Views of one arena in several layouts are the same bytes: block ``i`` is the bytes from
-    ``i * block_nbytes`` on. The caller decides which layout uses which of them.
+    Views of one arena in several layouts share all bytes: block ``i`` is the bytes from
+    ``i * block_nbytes`` on. The caller decides which layout uses which bytes.
 
     Raises:
         ConfigurationError: `arena` is not a whole number of blocks.
@@ -77,10 +77,10 @@ def pool_view(arena: Tensor, layout: KvCacheLayout) -> Tensor:
 def layer_buffers(
     pool: Tensor, layout: KvCacheLayout, layer_idx: int
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The views of one layer: ``[num_blocks, 2, T, num_kv_heads, head_dim]``.
+    """Returns a view of one layer of `pool`, ``[num_blocks, 2, T, num_kv_heads, head_dim]``.
 
-    Where key and value dimensions differ, two views ``[num_blocks, T, num_kv_heads, dim]``.
-    `layer_idx` counts the layers of this pool from 0.
+    If key and value dimensions differ, it returns two views ``[num_blocks, T, num_kv_heads, dim]``,
+    keys and values. `layer_idx` counts the layers of this pool from 0.
     """
     layer = pool[:, layer_idx]
     num_blocks, tokens, heads = pool.shape[0], layout.tokens_per_block, layout.num_kv_heads

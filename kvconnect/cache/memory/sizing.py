@@ -17,10 +17,10 @@ __all__ = ["DEFAULT_CPU_BYTES", "PoolSizes", "SlabGeometry", "num_primary_blocks
 _CPU = torch.device("cpu")
 
 DEFAULT_CPU_BYTES = 1 << 30
-"""The memory of the cache without CUDA and without a limit by the user."""
+"""The bytes of the cache without CUDA and without a limit by the user."""
 
 Blocks = int | Mapping[int | None, int]
-"""A number for every pool, or one by window (``None``: full attention)."""
+"""The number of blocks of every pool, or of each by window (``None`` is full attention)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class SlabGeometry:
     """An arena that several pools share, in slabs that each hold whole blocks of any pool.
 
     Attributes:
-        nbytes: of one slab.
-        owners: pool group of each slab at first.
-        blocks_per_slab: by pool group.
+        nbytes: the size of a slab.
+        owners: the pool group that owns each slab at the start.
+        blocks_per_slab: the blocks of each pool group in a slab.
     """
 
     nbytes: int
@@ -38,7 +38,7 @@ class SlabGeometry:
     blocks_per_slab: tuple[int, ...]
 
     def block_ids(self, slab: int, group: int) -> range:
-        """Returns the block ids of a slab that belongs to pool group `group`."""
+        """Returns the ids of the blocks in slab number `slab` if pool group `group` owns it."""
         count = self.blocks_per_slab[group]
         return range(slab * count, (slab + 1) * count)
 
@@ -48,10 +48,10 @@ class PoolSizes:
     """The pools of a cache, in group order: full attention first, then large windows to small.
 
     Attributes:
-        layouts: of the pools.
-        num_blocks: in primary; with slabs, at first.
-        num_host_blocks: in secondary.
-        slabs: the memory that pools exchange; ``None``: the split is fixed.
+        layouts: the layouts of the pools.
+        num_blocks: the blocks of each pool in primary; with slabs, at the start.
+        num_host_blocks: the blocks of each pool in secondary.
+        slabs: the memory that pools exchange; ``None`` if they exchange none.
     """
 
     layouts: tuple[KvCacheLayout, ...]
@@ -67,14 +67,15 @@ def pool_sizes(
     num_host_blocks: Blocks | None = None,
     device: torch.device = _CPU,
 ) -> PoolSizes:
-    """Divides the memory that `config` allows; explicit numbers of blocks override it.
+    """Returns the sizes of all pools: divides the memory that `config` allows.
 
-    One layout and numbers by window make one pool of that layout for each window. On CUDA the free
-    memory is read from the driver, so the model's weights must be loaded before.
+    Explicit numbers of blocks override `config`. One layout and numbers by window make one pool of
+    that layout for each window. On CUDA the free memory is read from the driver, so the model's
+    weights must be loaded before.
 
     Raises:
-        ConfigurationError: a pool would have no block, or a setting does not fit the pools; names
-            the setting.
+        ConfigurationError: a pool would have no block, or a setting does not fit the pools; the
+            message names the setting.
     """
     layouts = _in_order(config, layout, num_blocks)
     _check_ratio(config, layouts)
@@ -105,10 +106,10 @@ def pool_sizes(
 def num_primary_blocks(
     config: KvCacheConfig, layout: KvCacheLayout, device: torch.device = _CPU
 ) -> int:
-    """Returns the blocks of a primary pool alone, by the smallest limit of `config`.
+    """Returns the number of blocks of the only primary pool, by the smallest limit of `config`.
 
     Raises:
-        ConfigurationError: not even one block fits; names the limit.
+        ConfigurationError: not even one block fits; the message names the limit.
     """
     field, nbytes = _primary_bytes(config, (layout,), device)
     if nbytes < layout.block_nbytes:

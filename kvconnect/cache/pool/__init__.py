@@ -1,5 +1,5 @@
 """The blocks of one pool: free, held, published, reclaimed; device and host tier.
 
 Imports `kvconnect.cache.tree` and `kvconnect.cache.memory`. Begin with `block_pool`, then
-`published_blocks` and `held_blocks`; `matching` and `slabs` are of all pools together.
+`published_blocks` and `held_blocks`. `matching` and `slabs` work on all pools together.
 """

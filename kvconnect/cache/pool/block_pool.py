@@ -1,4 +1,4 @@
-"""The blocks of one pool: allocates them, and reclaims published ones where it must."""
+"""The blocks of one pool: allocates them, and reclaims published ones if too few are blank."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["BlockPool", "make_pools"]
 
 
 class BlockPool:
-    """The blocks of one pool group (specification: reclaiming primary blocks).
+    """The blocks of one pool group.
 
     Every block is in one of four states: blank; private (of a sequence or a pin, not in the tree);
     published and referenced; published and unreferenced. Unreferenced blocks can be reclaimed, all
     of them, by removing leaves of the tree one after the other.
 
     Attributes:
-        group: its number.
-        window: attention window in tokens; ``None``: full attention.
-        num_blocks: in all.
-        num_reclaimed: published ones that left primary so far.
+        group: the number of the pool group.
+        window: the attention window in tokens; ``None`` for full attention.
+        num_blocks: the number of all blocks.
+        num_reclaimed: how many published blocks have left primary so far.
         private: the blank and the private blocks.
         published: the blocks in the tree.
-        host: the secondary tier; without blocks, reclaimed blocks are dropped.
+        host: the secondary tier. If it has no blocks, reclaimed blocks are dropped.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BlockPool:
         return len(self.private.blank) + self.published.num_unreferenced
 
     def reset(self) -> None:
-        """Makes all blocks blank. No block may be held; the caller empties the tree."""
+        """Makes all blocks blank. No block may be held. The caller clears the tree afterwards."""
         for segment in self._tree.segments():
             ids = segment.pools[self.group].ids
             if ids is not None:
@@ -68,17 +68,17 @@ class BlockPool:
         self.published.clear()
 
     def grow(self, ids: range) -> None:
-        """Adds blank blocks `ids`, whose memory came from another pool."""
+        """Adds the blank blocks `ids`, whose memory another pool owned before."""
         self.num_blocks += len(ids)
         self.private.add(ids)
 
     # ---------------------------------------------------------------- allocating
 
     def require(self, count: int) -> None:
-        """Refuses a number of blocks that cannot be allocated now.
+        """Checks that `count` blocks can be allocated now.
 
         Raises:
-            OutOfBlocks: there are not so many; nothing changed.
+            OutOfBlocks: fewer blocks are free.
         """
         if count > self.num_free:
             raise OutOfBlocks(
@@ -86,10 +86,12 @@ class BlockPool:
             )
 
     def allocate(self, count: int) -> BlockIds:
-        """Allocates `count` private blocks, reclaiming published ones if too few are blank.
+        """Allocates `count` private blocks and returns their ids.
+
+        Reclaims published blocks if too few are blank.
 
         Raises:
-            OutOfBlocks: there are not so many; nothing changed.
+            OutOfBlocks: fewer blocks are free; nothing changed.
         """
         if count > len(self.private.blank):
             self.require(count)
@@ -97,7 +99,7 @@ class BlockPool:
         return self.private.take(count)
 
     def make_blank(self, count: int) -> None:
-        """Reclaims published blocks until `count` are blank; so many must be free."""
+        """Reclaims published blocks until `count` are blank. At least `count` must be free."""
         blank = self.private.blank
         num_blank = len(blank)
         while len(blank) < count:
@@ -105,9 +107,9 @@ class BlockPool:
         self.num_reclaimed += len(blank) - num_blank
 
     def take(self, segment: Segment) -> BlockIds:
-        """Unpublishes a segment that has no children and that only the caller holds.
+        """Removes from the tree a segment without children that only the caller holds.
 
-        Its primary blocks, if it has some, become private; a host copy becomes blank.
+        Returns its primary blocks, if any, which are private now. A host copy becomes blank.
         """
         self.published.dereference(segment, self.published.next_moment())
         self.host.release(segment)
@@ -116,11 +118,11 @@ class BlockPool:
     # ---------------------------------------------------------------- onboarding
 
     def onboard(self, segment: Segment) -> None:
-        """Onboards `segment`, which has holders and is in secondary only, to primary.
+        """Copies `segment`, which has holders and is in secondary only, to primary blocks.
 
-        It proceeds block by block, before another block is reclaimed: the host copy of an onboarded
-        block is redundant and makes room for the block that the next one reclaims. As many blocks
-        as the segment has must be free.
+        The blocks are onboarded one by one. The host copy of an onboarded block is redundant: its
+        host block can take the primary block that is reclaimed for the next one. As many blocks as
+        the segment has must be free.
         """
         parts: list[Segment] = []
         while segment.pools[self.group].ids is None:
@@ -139,9 +141,9 @@ class BlockPool:
         return part
 
     def _exchange(self, segment: Segment, before: Segment) -> tuple[Segment, ...]:
-        # Does the same for a run of blocks that are offloaded: each takes the host block of the one
-        # that was onboarded just before, whose successor takes its primary block. Returns nothing
-        # where one block at a time would have another result.
+        # Does the same for a run of blocks at once. Each offloaded block gets the host block of the
+        # block that was onboarded just before, and the next onboarded block gets its primary block.
+        # Returns nothing if one block at a time would have another result.
         published, host = self.published, self.host
         if self.private.blank or host.blank or published.candidates.redundant.first() is not before:
             return ()
@@ -171,7 +173,7 @@ class BlockPool:
     # ---------------------------------------------------------------- reclaiming
 
     def _reclaim(self, most: int) -> BlockIds:
-        # All blocks of a segment are next in order, last to first: nothing lies between them.
+        # The blocks of a segment follow each other in the order of reclaiming, last to first.
         segment = self.published.candidates.primary.first()
         count = min(most, segment.end - segment.start)
         if segment.pools[self.group].host_ids is not None:
@@ -181,12 +183,12 @@ class BlockPool:
 
     def _drop(self, segment: Segment, count: int) -> BlockIds:
         if self.window is None and segment.pools[self.group].resident_below:
-            # Descendants in secondary cannot be reached without the last block. Dropping them makes
-            # room there, perhaps for the block before it.
+            # Descendants in secondary cannot be reached without the last block. To drop them makes
+            # room in secondary, perhaps for the block before the last one.
             self._drop_descendants(segment)
             count = 1
         elif count < len(segment) and len(segment.pools) == 1 and not segment.children:
-            # No other pool, tier or child is concerned: no need to divide the segment first.
+            # No other pool, tier or child has these blocks, so the segment need not be divided.
             return self.published.cut(segment, count)
         return self.published.remove(self._tree.last_blocks(segment, count))
 
@@ -212,7 +214,7 @@ def make_pools(
     copier: BlockCopier | None,
     events: EventLog,
 ) -> Iterator[BlockPool]:
-    """Yields the pools of a block manager, each with its host tier."""
+    """Yields the pools of a block manager in group order, each with its host tier."""
     for group, layout in enumerate(sizes.layouts):
         ids: Iterable[int] = range(sizes.num_blocks[group])
         if sizes.slabs is not None:

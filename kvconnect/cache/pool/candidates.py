@@ -11,15 +11,15 @@ __all__ = ["Candidates"]
 
 
 class Candidates:
-    """The segments that may leave one pool, in order (specification: reclaiming primary blocks).
+    """The segments that may leave a tier of one pool, each queue in the order of reclaiming.
 
     With full attention a segment may leave a tier only if it has no children there. In a window
     pool every segment is a candidate by itself.
 
     Attributes:
         primary: segments in primary that have no holder.
-        redundant: segments with a host copy that are in primary, too, held or not. Dropping that
-            copy loses nothing.
+        redundant: segments with a host copy that are in primary, too, held or not. Their host copy
+            can be dropped without a loss.
         sole: segments without a holder whose only copy is the one on the host.
     """
 
@@ -34,7 +34,7 @@ class Candidates:
         self._any_part = (self.redundant,) if self._leaves_only else everything
 
     def review(self, segment: Segment) -> None:
-        """Updates whether `segment` is a candidate, and in which order, after its state changed."""
+        """Updates the queues after the state of `segment` changed."""
         state = segment.pools[self._group]
         if state.ids is None or state.references or (self._leaves_only and state.primary_below):
             self.primary.discard(segment)
@@ -53,17 +53,17 @@ class Candidates:
             self.sole.add(segment)
 
     def without_copy(self, segment: Segment) -> None:
-        """Updates `segment`, whose host copy was removed."""
+        """Updates the queues after the host copy of `segment` was removed."""
         self.redundant.discard(segment)
         self.sole.discard(segment)
 
     def divided(self, upper: Segment, lower: Segment) -> None:
-        """Updates the parts of a segment: `upper` was split off `lower`, which has its position."""
+        """Updates the queues after `upper` was split off `lower`, which was the whole segment."""
         if self._leaves_only and lower.pools[self._group].host_ids is None:
             return  # of primary, the lower part alone is the leaf
         for queue in self._any_part:
             if lower in queue:
-                # At the position of the whole it would be reclaimed after what is split off later.
+                # At the whole segment's position it would be reclaimed after parts split off later.
                 queue.add(upper)
                 queue.add(lower)
 

@@ -31,12 +31,12 @@ class PublishedBlock:
     """A block that can be reused now.
 
     Attributes:
-        key: its chained key; of a partly filled block, that of the tokens it has.
-        tokens: the tokens in it.
-        level: 0: primary, 1: secondary.
-        priority: its retention priority.
-        lora_id: adapter of its namespace.
-        has_cache_salt: whether its namespace has a salt.
+        key: the chained key; for a partly filled block, of the tokens in the block.
+        tokens: the tokens in the block.
+        level: 0 for primary, 1 for secondary.
+        priority: the retention priority.
+        lora_id: the adapter of the namespace.
+        has_cache_salt: whether the namespace has a salt.
     """
 
     key: BlockKey
@@ -49,7 +49,10 @@ class PublishedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The event that consecutive blocks became reusable; `parent_key` precedes the first one."""
+    """The event that consecutive blocks became reusable.
+
+    `parent_key` is the key of the block before them, ``None`` at the beginning of a prompt.
+    """
 
     parent_key: BlockKey | None
     blocks: tuple[PublishedBlock, ...]
@@ -64,9 +67,10 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """The event that a block changed its level or its priority: (old, new), or ``None``.
+    """The event that a block changed its level or its priority.
 
-    A priority that reverts after its duration is not reported.
+    `level` and `priority` are (old, new), or ``None`` if unchanged. The end of a priority's
+    duration is not reported.
     """
 
     key: BlockKey
@@ -79,8 +83,8 @@ class KvCacheEvent:
     """A change in one pool.
 
     Attributes:
-        event_id: one more than that of the event before, dropped ones included.
-        window: attention window of the pool; ``None``: full attention.
+        event_id: the number of the event; dropped events are counted, too.
+        window: the attention window of the pool; ``None`` for full attention.
         data: the change.
     """
 
@@ -93,11 +97,11 @@ Change: TypeAlias = Created | Stored | Removed | Updated
 
 
 class EventLog:
-    """The newest events. Replaying all of them yields the published blocks, level by level.
+    """The newest events. A replay of all events yields the published blocks of each level.
 
     Attributes:
         is_on: whether events are kept.
-        num_dropped: events that were dropped because they were not taken in time.
+        num_dropped: how many events were dropped, since `take` was not called in time.
     """
 
     def __init__(self, max_size: int, sizes: PoolSizes, tree: RadixTree) -> None:
@@ -116,15 +120,15 @@ class EventLog:
             self._add(group, Created((sizes.num_blocks[group], sizes.num_host_blocks[group])))
 
     def take(self) -> list[KvCacheEvent]:
-        """Returns the events, oldest first, and removes them. May be called from any thread."""
+        """Removes and returns the events, oldest first. May be called from any thread."""
         events: list[KvCacheEvent] = []
-        with suppress(IndexError):  # another thread takes some, too
-            # No more than there are now: events may be added faster than they are taken.
+        with suppress(IndexError):  # another thread removes events at the same time
+            # Not more than there are now, since events may be added faster than they are removed.
             events.extend(self._events.popleft() for _ in range(len(self._events)))
         return events
 
     def stored(self, group: int, segment: Segment, first: int = 0) -> None:
-        """Records that the blocks of `segment` from its number `first` on were published."""
+        """Records that the blocks of `segment` from its index `first` on were published."""
         keys = self._keys(segment, first)
         if not keys:
             return
@@ -151,19 +155,19 @@ class EventLog:
             self._add(group, Updated(key, level=level))
 
     def reprioritised(self, group: int, segment: Segment, priority: int) -> None:
-        """Records that the blocks of `segment` are about to get another priority."""
+        """Records that the blocks of `segment` change to `priority`; called before the change."""
         old = segment.pools[group].retention.priority
         for key in self._keys(segment):
             self._add(group, Updated(key, priority=(old, priority)))
 
     def removed(self, group: int, segment: Segment, first: int = 0) -> None:
-        """Records that the blocks of `segment` from its number `first` on left the pool."""
+        """Records that the blocks of `segment` from its index `first` on left the pool."""
         keys = self._keys(segment, first)
         if keys:
             self._add(group, Removed(tuple(keys)))
 
     def removed_all(self) -> None:
-        """Records that all blocks are about to leave all pools."""
+        """Records that all blocks leave all pools; called before they do."""
         if not self.is_on:
             return
         for segment in self._tree.segments():

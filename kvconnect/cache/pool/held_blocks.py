@@ -18,13 +18,13 @@ from kvconnect.cache.tree.segment import Segment
 __all__ = ["NOT_HELD", "HeldBlocks", "HeldPath", "PinnedPath", "as_id_array", "no_ids"]
 
 NOT_HELD = -1
-"""The id of a block that was given up, or is not reserved yet."""
+"""The id of a block that was released, or is not reserved yet."""
 
 _NO_BLOCK = array("i", [NOT_HELD])
 
 
 def as_id_array(ids: BlockIds) -> npt.NDArray[np.int32]:
-    """A copy of `ids` that the caller owns."""
+    """Returns a copy of `ids` as an int32 array that the caller owns."""
     return np.array(ids, np.int32)
 
 
@@ -39,9 +39,9 @@ class HeldPath:
 
     Attributes:
         pool: the pool.
-        segment: the deepest one referenced; ``None``: none.
-        spans: the referenced blocks of the path down to `segment`; in order and apart. Spans begin
-            and end where segments do.
+        segment: the deepest referenced segment; ``None`` if there is none.
+        spans: the referenced blocks of the path down to `segment`, in order and not adjacent. Spans
+            begin and end where segments do.
     """
 
     pool: BlockPool
@@ -49,7 +49,10 @@ class HeldPath:
     spans: list[Span] = field(default_factory=list)
 
     def add(self, segment: Segment, start: int, stop: int) -> None:
-        """Adds the referenced blocks ``start..stop``; `segment` holds the last of them."""
+        """Records the blocks ``start..stop`` as referenced; `segment` has the last of them.
+
+        `claim` adds the holder to the segments.
+        """
         if self.segment is None or self.segment.end < segment.end:
             self.segment = segment
         spans = self.spans
@@ -70,22 +73,22 @@ class HeldPath:
                 step = step.parent
 
     def ids_held(self) -> Iterator[BlockIds]:
-        """Yields the primary blocks that are held, in parts; `NOT_HELD` may be among them."""
+        """Yields the ids of the held primary blocks in parts; some may be `NOT_HELD`."""
         for segment in self.segments():
             ids = segment.pools[self.pool.group].ids
             if ids is not None:
                 yield ids
 
     def claim(self) -> None:
-        """Adds a holder to all referenced segments."""
+        """Adds one holder to each referenced segment, so that none is reclaimed."""
         published = self.pool.published
         for segment in self.segments():
             published.reference(segment)
 
     def let_go(self) -> None:
-        """Removes a holder from all referenced segments, last block first.
+        """Removes one holder from each referenced segment, last block first.
 
-        The path is spent then.
+        The path must not be used afterwards.
         """
         published = self.pool.published
         moment = published.next_moment()
@@ -93,16 +96,16 @@ class HeldPath:
             published.dereference(segment, moment)
 
     def covers(self, block: int) -> bool:
-        """Returns whether that block is referenced."""
+        """Returns whether the block number `block` is referenced."""
         for start, stop in self.spans:  # noqa: SIM110 - a generator costs several times as much
             if start <= block < stop:
                 return True
         return False
 
     def split_off(self, block: int, split: Callable[[Segment, int], Segment]) -> HeldPath:
-        """Moves the references before `block` to a new path, and returns that.
+        """Moves the references before `block` to a new path, and returns that path.
 
-        `split` divides a segment there, if need be, and returns the upper part.
+        `split` is called if a segment must be divided at `block`; it returns the upper part.
         """
         before = HeldPath(self.pool)
         before.spans = [(start, min(stop, block)) for start, stop in self.spans if start < block]
@@ -136,12 +139,12 @@ class HeldBlocks(HeldPath):
     The blocks in `spans` are published, and referenced in the tree; the others are private.
 
     Attributes:
-        ids: one per block of the sequence; `NOT_HELD` outside ``first..stop``.
-        first: the blocks before it were given up, or never held.
-        stop: the blocks from it on are not reserved yet.
-        duplicate: with full attention: a block is already published by another sequence, so no
-            block after it may be published while this one runs.
-        inherited: retention of the block that was copied in admission.
+        ids: one id per block of the sequence; `NOT_HELD` outside ``first..stop``.
+        first: the blocks before this number were released, or never held.
+        stop: the blocks from this number on are not reserved yet.
+        duplicate: whether a block was published by another sequence before. With full attention,
+            no later block may then be published while this sequence runs.
+        inherited: the retention of the block that was copied in admission.
     """
 
     ids: BlockIds = field(default_factory=new_ids)
@@ -152,16 +155,16 @@ class HeldBlocks(HeldPath):
 
     @property
     def is_published(self) -> bool:
-        """Returns whether none of its blocks is private."""
+        """Returns whether none of the held blocks is private."""
         spans = self.spans
         return len(spans) == 1 and spans[0] == (self.first, self.stop)
 
     def ids_held(self) -> Iterator[BlockIds]:
-        """Implements `HeldPath.ids_held`."""
+        """Yields the ids of all blocks of the sequence; `NOT_HELD` for those not held."""
         yield self.ids
 
     def first_private(self, stop: int) -> int:
-        """Returns the first block before `stop` that it holds unpublished, or `stop`."""
+        """Returns the number of the first private block before `stop`, or `stop`."""
         at = self.first
         for low, high in self.spans:
             if low > at:
@@ -170,7 +173,7 @@ class HeldBlocks(HeldPath):
         return at if at < self.stop and at < stop else stop
 
     def private_ids(self, start: int, stop: int) -> BlockIds:
-        """Returns the ids of the blocks ``start..stop`` that it holds unpublished."""
+        """Returns the ids of the private blocks among ``start..stop``."""
         ids = new_ids()
         if not self.is_published:
             for low, high in self.gaps(max(start, self.first), min(stop, self.stop)):
@@ -183,8 +186,8 @@ class PinnedPath(HeldPath):
     """The blocks that a pin holds in one pool.
 
     Attributes:
-        first, end: the pin also holds the private ones of these blocks of its sequence.
-        loose: private blocks that no sequence has any more.
+        first, end: the pin also holds the private blocks ``first..end`` of its sequence.
+        loose: the private blocks that only pins hold, no sequence any more.
     """
 
     first: int = 0
@@ -192,10 +195,10 @@ class PinnedPath(HeldPath):
     loose: BlockIds = field(default_factory=new_ids)
 
     def ids_held(self) -> Iterator[BlockIds]:
-        """Implements `HeldPath.ids_held`."""
+        """Yields the ids of the loose blocks, and of the referenced primary blocks."""
         yield self.loose
         yield from HeldPath.ids_held(self)  # a class with slots is made anew: no super()
 
     def holds(self, start: int, stop: int) -> bool:
-        """Returns whether all these blocks of its sequence were pinned."""
+        """Returns whether all blocks ``start..stop`` of the pin's sequence were pinned."""
         return self.first <= start and stop <= self.end

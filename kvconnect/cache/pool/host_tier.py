@@ -17,9 +17,9 @@ class HostTier:
     """Assigns host blocks to reclaimed primary ones, and evicts copies of lower priority.
 
     Attributes:
-        num_blocks: in all; 0: there is no such tier.
-        min_priority: blocks below it are dropped instead of offloaded.
-        blank: ids of unused host blocks.
+        num_blocks: the number of all host blocks; 0 if there is no host tier.
+        min_priority: blocks of lower priority are dropped instead of offloaded.
+        blank: the ids of unused host blocks.
     """
 
     def __init__(
@@ -39,9 +39,10 @@ class HostTier:
         self._copier = copier
 
     def offload(self, segment: Segment, count: int) -> Segment | None:
-        """Copies some of the last `count` primary blocks of `segment`, which has no holder.
+        """Copies up to `count` last primary blocks of `segment`, which has no holder, to the host.
 
-        Returns the copied part, split off; ``None``: not even the last block may be offloaded.
+        Returns the copied part, which is split off as a segment. Returns ``None`` if not even the
+        last block may be offloaded.
         """
         if not self.num_blocks or not self.wants(segment):
             return None
@@ -57,11 +58,11 @@ class HostTier:
         return part
 
     def wants(self, segment: Segment) -> bool:
-        """Returns whether its priority is enough for offloading."""
+        """Returns whether the priority of `segment` is high enough for offloading."""
         return self._published.effective_priority(segment) >= self.min_priority
 
     def onboard(self, segment: Segment, ids: BlockIds) -> None:
-        """Copies the host blocks of `segment` to primary blocks `ids`."""
+        """Copies the host blocks of `segment` to primary blocks `ids`; changes no other state."""
         group = self._published.group
         host_ids = segment.pools[group].host_ids
         if self._copier is not None and host_ids is not None:
@@ -70,8 +71,9 @@ class HostTier:
     def exchange(self, leaving: Segment, coming: Segment, room: BlockIds) -> BlockIds:
         """Offloads `leaving`, last block first, and onboards `coming` into its primary blocks.
 
-        Each offloaded block takes the host block of the one that was onboarded before it, the first
-        one `room`. Returns the primary blocks of `coming`; only its last host copy stays valid.
+        The first offloaded block is copied to the host block `room`, each other one to the host
+        block of the block that was onboarded just before. Returns the primary blocks of `coming`.
+        Only the last host copy of `coming` stays valid.
         """
         group = self._published.group
         left, came = leaving.pools[group], coming.pools[group]
@@ -87,12 +89,12 @@ class HostTier:
         return ids
 
     def release(self, segment: Segment) -> None:
-        """Drops the host copy of `segment`, if it has one."""
+        """Makes the host blocks of `segment` blank, if it has a host copy."""
         self.blank.extend(self._published.lose_copy(segment))
 
     def _make_room(self, newcomer: Segment, count: int) -> BlockIds:
         # Returns up to `count` host blocks: blank ones first, then copies of blocks in primary,
-        # then those of no higher priority. None are returned if every copy has a higher priority.
+        # then those of no higher priority. Returns none if every copy has a higher priority.
         if self.blank:
             taken = self.blank[-count:]
             del self.blank[-count:]
@@ -107,7 +109,7 @@ class HostTier:
         order, standing = candidates.sole.order_of(victim), candidates.sole.order_of(newcomer)
         if order[0] > standing[0]:
             return new_ids()
-        # Once the first block of the newcomer is offloaded, it may precede the rest of the victim.
+        # After the newcomer's first block is offloaded, it may come before the rest of the victim.
         victim = self._tree.last_blocks(victim, count if order < standing else 1)
         ids = self._published.lose_copy(victim)
         self._published.remove(victim)

@@ -1,4 +1,4 @@
-"""Finds the published blocks that a new sequence can reuse (specification: matching)."""
+"""Finds the published blocks that a new sequence can reuse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Match", "Matcher", "PartialSource", "first_in_window"]
 
 
 def first_in_window(window: int | None, num_tokens: int) -> int:
-    """Returns the first token that position `num_tokens` reads."""
+    """Returns the first token that attention at position `num_tokens` reads."""
     return 0 if window is None else max(0, num_tokens - window + 1)
 
 
@@ -33,9 +33,9 @@ class Match(NamedTuple):
     """The published blocks of some tokens that can be reused.
 
     Attributes:
-        segment: holds the last whole block; ``None``: not even one block.
-        num_blocks: whole blocks from the root on; may end within `segment`.
-        source: the block that matches partly after them.
+        segment: the segment with the last whole block; ``None`` if not even one block matches.
+        num_blocks: the whole blocks from the root on; the last one may be within `segment`.
+        source: the block that matches partly after them; ``None`` if there is none.
     """
 
     segment: Segment | None
@@ -44,16 +44,16 @@ class Match(NamedTuple):
 
 
 FEW = 8
-"""With fewer candidates for a partial match, all are tried."""
+"""Up to so many candidates for a partial match are all compared."""
 
 MANY = 512
-"""With more, so many of those released last are tried, and then all."""
+"""If there are more, so many that were released last are compared first."""
 
 NO_MATCH = Match(None, 0, None)
 
 
 class Matcher:
-    """The queries over the tree and all pools. They change nothing, not even recency."""
+    """The searches in the tree and all pools. They change nothing, not even recency."""
 
     def __init__(self, tree: RadixTree, pools: Sequence[BlockPool], config: KvCacheConfig) -> None:
         self._tree = tree
@@ -62,7 +62,7 @@ class Matcher:
         self._partial = config.enable_partial_reuse
         self._copy = config.copy_on_partial_reuse
         self._tokens_per_block = tree.tokens_per_block
-        # With full attention alone, whatever is in the tree is resident, and so is all above it.
+        # With full attention alone, every segment in the tree is resident, and so are those above.
         self._plain = len(pools) == 1 and pools[0].window is None
 
     def match(
@@ -72,9 +72,9 @@ class Matcher:
 
         Args:
             namespace: the namespace whose tree is searched.
-            tokens: as bytes.
-            limit: tokens that may match.
-            partial: also look for a block that matches partly, if the configuration allows it.
+            tokens: the tokens as native int32 bytes.
+            limit: the most tokens that may match.
+            partial: whether a block may match partly; only if the configuration allows it.
         """
         root = self._tree.roots.get(namespace) if self._reuse else None
         if root is None:
@@ -87,13 +87,16 @@ class Matcher:
         return Match(segment if at else None, at, source)
 
     def usable_blocks(self, segment: Segment, at: int) -> int:
-        """Returns how many leading blocks of this path, at most `at`, every pool can serve."""
+        """Returns how many leading blocks of the path to `segment` every pool can serve.
+
+        At most the first `at` blocks count.
+        """
         return at if self._plain else self._usable(segment, at, b"", 0).num_blocks
 
     # ---------------------------------------------------------------- several pools, or windows
 
     def _usable(self, segment: Segment, at: int, tokens: TokenBytes, limit: int) -> Match:
-        # From the deepest block upwards: there, a partial match reaches furthest.
+        # From the deepest block upwards, where a partial match reaches furthest.
         absent = [_absent_runs(pool.group, segment, at) for pool in self._pools]
         size = self._tokens_per_block
         while True:
@@ -116,8 +119,8 @@ class Matcher:
         )
 
     def _next_length(self, absent: list[list[Span]], at: int) -> int:
-        # Returns the next shorter length to try. A gap within the window of every longer match
-        # rules out all lengths down to its start.
+        # Returns the next shorter length to try. A gap within the window of every length down to
+        # the gap's start excludes those lengths.
         size = self._tokens_per_block
         lengths = [at - 1]
         for pool, runs in zip(self._pools, absent, strict=True):
@@ -140,7 +143,7 @@ class Matcher:
     def _part_at(
         self, segment: Segment, at: int, tokens: TokenBytes, limit: int
     ) -> PartialSource | None:
-        # The block after the first `at` of this path that shares most with what is left.
+        # The block after the first `at` blocks of this path that shares most of the next tokens.
         size = self._tree.stride
         rest = bytes(tokens[at * size : min(4 * limit, (at + 1) * size)])
         if not rest:
@@ -152,8 +155,8 @@ class Matcher:
         return PartialSource(segment, at, shared) if shared and self._may_use(segment, at) else None
 
     def _part_of_child(self, segment: Segment, rest: bytes) -> PartialSource | None:
-        # Children that share the first k tokens lie together. Each round tries those that share a
-        # little less than the ones before, until one may be used.
+        # Children that share the first k tokens are neighbours. Each round tries those that share
+        # fewer tokens than the round before, until one may be used.
         children = segment.children
         before, after = children.beside(rest, rest)
         while shared := max(shared_tokens(rest, before), shared_tokens(rest, after)):
@@ -191,7 +194,7 @@ class Matcher:
 
 
 def _absent_runs(group: int, segment: Segment, at: int) -> list[Span]:
-    """Returns the runs of the first `at` blocks before `segment` that this pool lacks, in order."""
+    """Returns which of the first `at` blocks of the path to `segment` the pool lacks, in order."""
     runs: list[Span] = []
     stop = at
     step: Segment | None = segment
@@ -208,7 +211,7 @@ def _absent_runs(group: int, segment: Segment, at: int) -> list[Span]:
 
 
 def _last_before(runs: list[Span], at: int) -> Span:
-    """Returns the last run that begins before `at`, cut there. There must be one."""
+    """Returns the last run that begins before `at`, cut off at `at`. There must be one."""
     start, stop = next(run for run in reversed(runs) if run[0] < at)
     return start, min(stop, at)
 

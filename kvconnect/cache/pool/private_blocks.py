@@ -15,19 +15,19 @@ __all__ = ["PrivateBlocks"]
 class PrivateBlocks:
     """The blank blocks of a pool, and the holders of its private ones.
 
-    A private block has one holder, its sequence, except with pins, which hold blocks of a running
-    sequence, too. Holders are counted only while there are such pins.
+    A private block has one holder, its sequence. Pins of a running sequence are further holders.
+    Holders are counted only while there are such pins.
 
     Attributes:
-        blank: ids of unused blocks; the most recently used are at the end.
-        num_pins: how many pins hold private blocks, or held some.
+        blank: the ids of unused blocks; the most recently used are at the end.
+        num_pins: how many live pins hold, or held, private blocks.
     """
 
     def __init__(self, ids: Iterable[int]) -> None:
         self.blank: BlockIds = array("i", ids)
         self.blank.reverse()
         self.num_pins = 0
-        # 0 until holders are counted: that and 1 both mean one holder.
+        # 0 until holders are counted; both 0 and 1 mean one holder.
         self._holders = np.zeros(max(self.blank, default=-1) + 1, np.int32)
 
     def add(self, ids: range) -> None:
@@ -38,7 +38,7 @@ class PrivateBlocks:
             self._holders = np.pad(self._holders, (0, missing))
 
     def take(self, count: int) -> BlockIds:
-        """Makes `count` blank blocks private and returns their ids; there must be so many."""
+        """Makes `count` blank blocks private and returns their ids. So many must be blank."""
         keep = len(self.blank) - count
         taken = self.blank[keep:]
         del self.blank[keep:]
@@ -52,7 +52,7 @@ class PrivateBlocks:
             self._holders[which] = np.maximum(self._holders[which], 1) + 1
 
     def drop(self, ids: BlockIds) -> None:
-        """Removes a holder from these private blocks; those without another one become blank."""
+        """Removes a holder from these private blocks. Blocks without a holder become blank."""
         if not ids:
             return
         if not self.num_pins:
@@ -64,7 +64,7 @@ class PrivateBlocks:
         self.blank.frombytes(which[left == 0].tobytes())
 
     def published(self, ids: BlockIds) -> None:
-        """Stops counting the holders of these blocks; the segment that they now belong to does."""
+        """Stops counting the holders of these blocks; their segment counts them from now on."""
         if self.num_pins:
             self._holders[np.frombuffer(ids, np.int32)] = 0
 

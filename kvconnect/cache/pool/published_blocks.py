@@ -16,25 +16,25 @@ from kvconnect.cache.tree.segment import Segment
 
 __all__ = ["PublishedBlocks"]
 
-_NEVER_LET_GO = -(1 << 62)
-"""Stamps from here on count publishing; all are older than any moment of release."""
+_NEVER_RELEASED = -(1 << 62)
+"""The first stamp of published blocks that were never released; less than any moment of release."""
 
 
 class PublishedBlocks:
-    """Changes the state that segments have in one pool.
+    """The state of all segments in one pool; every change of that state is made here.
 
     With full attention, references cover whole paths from the root, so an unreferenced block never
     has a referenced descendant.
 
     Attributes:
-        group: its number, and the index of its state in every segment.
-        window: attention window in tokens; ``None``: full attention.
+        group: the number of the pool group, and the index of its state in every segment.
+        window: the attention window in tokens; ``None`` for full attention.
         candidates: the segments that may leave a tier.
-        num_unreferenced: blocks in primary that have no holder.
+        num_unreferenced: how many blocks in primary have no holder.
 
     Args:
-        private: where blocks come from that are published.
-        events: records every change; ``None``: changes are not recorded.
+        private: the private blocks of the pool, which become published.
+        events: records every change; ``None`` records nothing.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PublishedBlocks:
         self._clock = clock
         self._events = events
         self._now = 0
-        self._last_stamp = _NEVER_LET_GO
+        self._last_stamp = _NEVER_RELEASED
         tree.on_split.append(self._divided)
         tree.on_join.append(self.candidates.forget)
 
@@ -68,9 +68,9 @@ class PublishedBlocks:
         """Publishes private blocks as the blocks of `segment`, which is not resident here so far.
 
         Args:
-            segment: in the tree; with full attention, below primary blocks only.
-            ids: one per block of it.
-            retention: of these blocks.
+            segment: a segment of the tree; with full attention, below primary blocks only.
+            ids: one private block per block of `segment`.
+            retention: the retention of these blocks.
             references: the number of their holders, at least one.
         """
         state = segment.pools[self.group]
@@ -84,7 +84,10 @@ class PublishedBlocks:
             self._events.stored(self.group, segment)
 
     def extend(self, segment: Segment, ids: BlockIds) -> None:
-        """Publishes private blocks at the end of `segment`, which has the same holders."""
+        """Publishes private blocks `ids` as the last blocks of `segment`, which was lengthened.
+
+        The blocks must have the same holders as `segment`.
+        """
         state = segment.pools[self.group]
         if state.ids is not None:
             state.ids.extend(ids)
@@ -93,10 +96,10 @@ class PublishedBlocks:
             self._events.stored(self.group, segment, len(segment) - len(ids))
 
     def can_extend(self, segment: Segment, retention: Retention) -> bool:
-        """Returns whether blocks of this retention that one sequence holds may join `segment`."""
+        """Returns whether `extend` may add a sequence's blocks of `retention` to `segment`."""
         state = segment.pools[self.group]
         return (
-            state.stamp < 0  # else new blocks would seem to have been released before
+            state.stamp < 0  # else the new blocks would get the segment's moment of release
             and state.references == 1
             and state.retention == retention
             and state.ids is not None
@@ -108,8 +111,8 @@ class PublishedBlocks:
     ) -> None:
         """Publishes private blocks as the primary copy of `segment`, which is in secondary only.
 
-        `references` are added to those that it has. A `retention` of ``None`` keeps the one that it
-        has. The host copy stays valid.
+        `references` are added to the present ones. A `retention` of ``None`` keeps the present one.
+        The host copy stays valid.
         """
         state = segment.pools[self.group]
         if retention is not None:
@@ -122,12 +125,12 @@ class PublishedBlocks:
     # ---------------------------------------------------------------- references
 
     def next_moment(self) -> int:
-        """Returns a new moment of release or use, later than all before."""
+        """Returns a new moment of release or use, greater than all earlier ones."""
         self._now += 1
         return self._now
 
     def reference(self, segment: Segment) -> None:
-        """Adds a holder to this one segment."""
+        """Adds a holder to `segment` alone, not to its ancestors."""
         state = segment.pools[self.group]
         if state.references == 0:
             if state.ids is not None:
@@ -138,7 +141,7 @@ class PublishedBlocks:
         state.references += 1
 
     def dereference(self, segment: Segment, moment: int) -> None:
-        """Removes a holder from this one segment, which was used until `moment`."""
+        """Removes a holder from `segment` alone; `moment` is the time of its last use."""
         state = segment.pools[self.group]
         state.references -= 1
         state.stamp = moment
@@ -156,7 +159,7 @@ class PublishedBlocks:
     # ---------------------------------------------------------------- retention
 
     def differs(self, segment: Segment, retention: Retention) -> bool:
-        """Returns whether setting `retention` would change anything."""
+        """Returns whether `retain` with `retention` would change `segment`."""
         state = segment.pools[self.group]
         return state.retention != retention or state.expires != inf
 
@@ -166,29 +169,35 @@ class PublishedBlocks:
         self.candidates.review(segment)
 
     def effective_retention(self, segment: Segment) -> Retention:
-        """Returns the retention of `segment`, or the default if its duration is over."""
+        """Returns the retention of `segment`, or the default one after its duration."""
         state = segment.pools[self.group]
         expired = state.expires != inf and state.expires <= self._clock()
         return DEFAULT_RETENTION if expired else state.retention
 
     def effective_priority(self, segment: Segment) -> int:
-        """Returns the current priority of `segment`."""
+        """Returns the priority of `segment`, or the default one after its duration."""
         state = segment.pools[self.group]
         return effective_priority(state, self._clock() if state.expires != inf else 0.0)
 
     # ---------------------------------------------------------------- leaving
 
     def evict(self, segment: Segment) -> BlockIds:
-        """Evicts `segment`, which has a host copy and no holder, from primary; returns the ids."""
+        """Evicts `segment`, which has a host copy and no holder, from primary.
+
+        Returns its primary blocks, which are no longer used.
+        """
         ids = self._leave_primary(segment)
         self.candidates.review(segment)
         if self._events is not None:
             self._events.moved(self.group, segment, to_primary=False)
-        self._tree.join(segment)  # else a long run would end as many short ones
+        self._tree.join(segment)  # else a long segment would become many short ones
         return ids
 
     def remove(self, segment: Segment) -> BlockIds:
-        """Removes `segment`, which has no holder and no host copy; returns its primary ids."""
+        """Removes `segment`, which has no holder and no host copy, from this pool.
+
+        Returns its primary blocks. The tree drops `segment` if no pool has it and no child is left.
+        """
         ids = self._leave_primary(segment)
         self.candidates.primary.discard(segment)
         if self._events is not None:
@@ -202,7 +211,10 @@ class PublishedBlocks:
         return ids
 
     def cut(self, segment: Segment, count: int) -> BlockIds:
-        """Removes its last `count` blocks, which no other pool or tier has; returns their ids."""
+        """Removes the last `count` blocks of `segment`, which no other pool or tier has.
+
+        Returns their ids.
+        """
         if self._events is not None:
             self._events.removed(self.group, segment, len(segment) - count)
         state = segment.pools[self.group]
@@ -215,14 +227,14 @@ class PublishedBlocks:
         return ids
 
     def lose_copy(self, segment: Segment) -> BlockIds:
-        """Removes the host copy of `segment`; returns the host ids, if it had one."""
+        """Removes the host copy of `segment`; returns its host blocks, empty if it had none."""
         state = segment.pools[self.group]
         ids, state.host_ids = state.host_ids, None
         self.candidates.without_copy(segment)
         return ids if ids is not None else new_ids()
 
     def clear(self) -> None:
-        """Forgets all candidates; the caller empties the tree."""
+        """Removes all candidates. The caller clears the tree afterwards."""
         self.candidates.clear()
         self.num_unreferenced = 0
 

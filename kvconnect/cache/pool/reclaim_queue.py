@@ -14,7 +14,7 @@ from kvconnect.config import DEFAULT_RETENTION_PRIORITY
 __all__ = ["ReclaimOrder", "ReclaimQueue", "effective_priority"]
 
 ReclaimOrder = tuple[int, int, int]
-"""Effective priority, then stamp, then the later block of a path: the smallest goes first."""
+"""Effective priority, stamp, and minus the first block: the smallest is reclaimed first."""
 
 _Entry = tuple[int, int, int, int, Segment]
 """The order, a ticket, and the segment."""
@@ -30,9 +30,9 @@ def effective_priority(state: Residence, now: float) -> int:
 class ReclaimQueue:
     """The candidates of one pool: lowest effective priority first, then least recently used.
 
-    A candidate is a segment whose last block may be reclaimed. Removing one only voids its ticket;
-    the stale entry is skipped when it comes first. Most candidates have the default priority and
-    are released in order: these stand in a line, and only the others need a heap.
+    A candidate is a segment whose last block may be reclaimed. To remove a candidate only voids its
+    ticket; its entry is skipped when it comes first. Most candidates have the default priority and
+    are released in order: these are in a deque, and only the others need a heap.
     """
 
     def __init__(self, group: int, clock: Callable[[], float]) -> None:
@@ -45,14 +45,14 @@ class ReclaimQueue:
         self._last_ticket = 0
 
     def __len__(self) -> int:
-        """The number of candidates."""
+        """Returns the number of candidates."""
         return len(self._tickets)
 
     def __contains__(self, segment: Segment) -> bool:
         return segment in self._tickets
 
     def add(self, segment: Segment) -> None:
-        """Makes `segment` a candidate, in the order that its present state gives it."""
+        """Makes `segment` a candidate, or updates its position, by its present state."""
         self._last_ticket += 1
         self._tickets[segment] = ticket = self._last_ticket
         state = segment.pools[self._group]
@@ -72,13 +72,13 @@ class ReclaimQueue:
             self._compact()
 
     def discard(self, segment: Segment) -> None:
-        """Removes the candidate `segment`, if it is one."""
+        """Removes `segment` from the candidates, if it is one."""
         self._tickets.pop(segment, None)
 
     def first(self) -> Segment:
-        """Returns the candidate whose last block is reclaimed next.
+        """Returns the candidate whose last block is reclaimed next, without removing it.
 
-        It stays one; there must be one.
+        There must be a candidate.
         """
         if self._expiring:
             self._revert()
@@ -94,7 +94,7 @@ class ReclaimQueue:
                 line.popleft()
 
     def order_of(self, segment: Segment) -> ReclaimOrder:
-        """Returns the order of a segment in its present state, candidate or not."""
+        """Returns the order that the present state of `segment` gives, candidate or not."""
         state = segment.pools[self._group]
         return (effective_priority(state, self._clock()), state.stamp, -segment.start)
 

@@ -1,4 +1,4 @@
-"""Moves memory between pools: slabs of the arena that all of them share."""
+"""Moves memory between pools, in slabs of the arena that all of them share."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _FIXED = SlabGeometry(0, (), ())
 
 
 class Holder(Protocol):
-    """A sequence or a pin."""
+    """A holder of blocks: a sequence or a pin."""
 
     @property
     def held(self) -> Sequence[HeldPath]:
-        """The blocks that it holds, by pool group."""
+        """The held blocks by pool group."""
 
 
 class SlabMove(NamedTuple):
-    """The move of one slab from a pool to another."""
+    """The move of the slab number `slab` from pool group `giver` to pool group `taker`."""
 
     slab: int
     giver: int
@@ -45,14 +45,14 @@ class SlabMove(NamedTuple):
 class Slabs:
     """The slabs of memory of each pool.
 
-    A pool that is short takes whole slabs from those that have free blocks to spare. Unreferenced
-    blocks in such a slab are moved within their pool, so that the least recently used blocks are
-    reclaimed, not those that lie in the slab.
+    A pool with too few blocks gets whole slabs from pools with more free blocks than they need.
+    Unreferenced blocks in such a slab are moved within their pool, so that the least recently used
+    blocks are reclaimed, not those in the slab.
 
     Args:
-        pools: of one cache.
-        tree: where their blocks are published.
-        geometry: of the arena; ``None``: the split is fixed.
+        pools: the pools of one cache.
+        tree: the tree with the published blocks of the pools.
+        geometry: the slabs of the arena; ``None`` if the pools exchange no memory.
         copier: moves the content of blocks.
     """
 
@@ -72,13 +72,13 @@ class Slabs:
         self._holders: tuple[Iterable[Holder], ...] = ()
 
     def watch(self, *holders: Iterable[Holder]) -> None:
-        """Keeps slabs with blocks of these holders, present and future, from being moved."""
+        """Sets the live collections of holders; slabs with blocks of a holder never move."""
         self._holders = holders
 
     def plan(self, needs: Sequence[int]) -> Collection[SlabMove] | None:
-        """Returns the moves after which each pool has so many free blocks, or ``None``.
+        """Returns the moves after which each pool has ``needs[group]`` free blocks.
 
-        ``None`` means that no moves suffice. Changes nothing.
+        Returns ``None`` if no moves suffice. Changes nothing.
         """
         for pool, need in zip(self._pools, needs, strict=True):
             if pool.num_free < need:
@@ -106,7 +106,7 @@ class Slabs:
         return moves
 
     def carry_out(self, moves: Collection[SlabMove]) -> None:
-        """Carries out `moves` of `plan`. Since then only references may have been taken."""
+        """Carries out `moves`, a result of `plan`. Only references may have been added since."""
         for giver in {move.giver for move in moves}:
             slabs = [move.slab for move in moves if move.giver == giver]
             self._clear(self._pools[giver], slabs)
@@ -115,7 +115,10 @@ class Slabs:
             self._pools[move.taker].grow(self._geometry.block_ids(move.slab, move.taker))
 
     def ensure_free(self, needs: Sequence[int]) -> bool:
-        """Implements `BlockManager.ensure_free`."""
+        """Makes ``needs[group]`` blocks of each pool free; returns False if that is not possible.
+
+        Moves slabs for that. If the result is False, nothing changed.
+        """
         moves = self.plan(needs)
         if moves is None:
             return False
@@ -123,17 +126,17 @@ class Slabs:
         return True
 
     def supply(self, needs: Sequence[int]) -> None:
-        """Moves slabs so that every pool can allocate so many blocks.
+        """Moves slabs so that each pool can allocate ``needs[group]`` blocks.
 
         Raises:
-            OutOfBlocks: one pool would; nothing changed.
+            OutOfBlocks: that is not possible; nothing changed.
         """
         if not self.ensure_free(needs):
             wanted = "/".join(map(str, needs))
             raise OutOfBlocks(f"{wanted} blocks are needed; {self.free_blocks()}")
 
     def free_blocks(self) -> str:
-        """Describes the free blocks of each pool, for messages."""
+        """Returns a description of the free blocks of each pool, for messages."""
         return ", ".join(
             f"{pool.num_free} of {pool.num_blocks} are free"
             + ("" if pool.window is None else f" in the pool of window {pool.window}")
@@ -165,7 +168,7 @@ class Slabs:
             count = sum(len(numbers) for _, numbers in lying)
             if len(pool.private.blank) >= count:
                 break
-            pool.make_blank(count)  # perhaps some of these: look again
+            pool.make_blank(count)  # perhaps blocks of these slabs, so try again
         sources, targets = new_ids(), pool.allocate(count)
         for segment, numbers in lying:
             ids = segment.pools[pool.group].ids or new_ids()
@@ -180,7 +183,7 @@ class Slabs:
     def _lying(
         self, group: int, slabs: list[int], size: int
     ) -> Iterator[tuple[Segment, list[int]]]:
-        # Yields the segments published in these slabs, and the numbers of their blocks there.
+        # Yields the segments with blocks in these slabs, and the indices of those blocks.
         for segment in self._tree.segments():
             ids = segment.pools[group].ids
             if ids:
@@ -194,7 +197,7 @@ def _array(ids: BlockIds) -> Ids:
 
 
 def _outside(ids: BlockIds, slabs: list[int], size: int) -> BlockIds:
-    """Returns the ids that do not lie in these slabs, in the same order."""
+    """Returns the ids of the blocks outside `slabs`, in the same order."""
     array = _array(ids)
     outside = new_ids()
     outside.frombytes(array[~np.isin(array // size, slabs)].tobytes())

@@ -1,4 +1,4 @@
-"""The live sequences and pins: the blocks they hold, and when those are published.
+"""The live sequences and pins: the blocks that they hold, and the publication of these blocks.
 
 Imports `kvconnect.cache.pool` and `kvconnect.cache.tree`. Begin with `sequence` and
 `sequence_table`.

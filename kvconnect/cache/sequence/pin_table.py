@@ -21,13 +21,13 @@ __all__ = ["PinTable"]
 class PinTable(SequenceTable):
     """The live sequences, and the pins that hold blocks beside them.
 
-    Pins hold published blocks by reference to their path, and private ones by count. The blocks
-    that a pin holds change with its running sequence: see `Publication` for blocks that become
-    published, and `Sequence.forget` for those that the sequence gives up.
+    Pins hold published blocks by references to their path, and private ones by a count of holders.
+    While the pinned sequence runs, the pin follows it: `Publication` handles blocks that become
+    published, and `Sequence.forget` those that the sequence releases.
     """
 
     def pin(self, request_id: int) -> PinHandle:
-        """Pins the blocks that the sequence holds now; they stay after it releases them."""
+        """Pins the blocks that the sequence holds now; they stay when the sequence ends."""
         sequence = self._get(request_id)
         handle = PinHandle(as_id_array(sequence.held[0].ids), self._pools)
         for held, pinned in zip(sequence.held, handle.held, strict=True):
@@ -44,10 +44,10 @@ class PinTable(SequenceTable):
         return handle
 
     def pin_keys(self, keys: Items[BlockKey]) -> PinHandle:
-        """Pins the longest leading run of blocks with these keys, which may be empty.
+        """Pins the longest leading run of published blocks with these keys, which may be empty.
 
-        Only prompts that came with a `KeyChain` can be found. The first call hashes all published
-        blocks.
+        Only blocks of prompts with a `KeyChain` are found. The first call makes the key index,
+        which hashes all published blocks.
         """
         if self._tree.index is None:
             self._tree.index = KeyIndex(self._tree.roots.values(), self._tree.tokens_per_block)
@@ -83,10 +83,10 @@ class PinTable(SequenceTable):
         return self._tree.split(segment, block) if block < segment.end else segment
 
     def unpin(self, handle: PinHandle) -> None:
-        """Releases the blocks of `handle`; those without another holder can be reused.
+        """Releases the blocks of `handle`. Blocks without another holder can be reclaimed.
 
         Raises:
-            ConfigurationError: (a ``ValueError``) it was unpinned before.
+            ConfigurationError: (a ``ValueError``) `handle` was unpinned before.
         """
         if handle not in self._pins:
             raise ConfigurationError("handle: not a pin of this manager, or unpinned already")
@@ -107,12 +107,12 @@ class PinTable(SequenceTable):
     def detach(self, request_id: int, first_block: int) -> PinHandle:
         """Detaches the blocks from `first_block` on from the sequence, which gets fresh ones.
 
-        The handle holds the detached blocks, unpublished: something may still write to them. At
-        most ``first_block * tokens_per_block`` tokens of the sequence then count as computed.
+        The handle holds the detached blocks, unpublished, since a transfer may still write to them.
+        At most ``first_block * tokens_per_block`` tokens of the sequence then count as computed.
 
         Raises:
-            ConfigurationError: (a ``ValueError``) no such block, or it is published.
-            OutOfBlocks: there are not enough blocks.
+            ConfigurationError: (a ``ValueError``) there is no such block, or it is published.
+            OutOfBlocks: there are not enough blocks; nothing changed.
         """
         sequence = self._get(request_id)
         num_blocks = sequence.num_blocks

@@ -14,16 +14,16 @@ __all__ = ["Publication"]
 
 
 class Publication:
-    """Follows the path of a sequence and publishes, pool by pool, its unpublished blocks.
+    """An attempt to publish the private blocks of a sequence along its path, pool by pool.
 
-    If a block of the path is in primary already, that of the sequence stays private. If it is in
-    secondary only, or not in this pool, that of the sequence is published. The sequence references
-    what it publishes.
+    If a pool has a block of the path in primary already, the sequence's block stays private: it is
+    a duplicate. If the pool has the block in secondary only, or not at all, the sequence's block is
+    published. The sequence, and its pins, reference the published blocks.
 
     Args:
         tree: the tree to publish in.
         sequence: the sequence whose blocks are published.
-        ends: the sequence releases all its blocks right after this.
+        ends: whether the sequence releases all its blocks right after this.
     """
 
     __slots__ = ("_closed", "_done", "_ends", "_held", "_sequence", "_stop", "_tree")
@@ -37,7 +37,7 @@ class Publication:
         self._stop = 0
         self._done = False
 
-    # ---------------------------------------------------------------- what is published
+    # ---------------------------------------------------------------- the blocks
 
     def blocks(self, first: int, stop: int) -> None:
         """Publishes the full blocks ``first..stop``."""
@@ -59,7 +59,10 @@ class Publication:
         self._tree.prune(segment)
 
     def tail(self, block: int, num_tokens: int) -> None:
-        """Publishes the first `num_tokens` of that block, unless a published block has them."""
+        """Publishes the first `num_tokens` of block number `block` as a tail.
+
+        Does nothing if a published block begins with these tokens.
+        """
         missing = [held for held in self._held if self._may_publish(held, block, block + 1)]
         if not missing:
             return
@@ -82,10 +85,10 @@ class Publication:
     # ---------------------------------------------------------------- at the end of a sequence
 
     def close_pinned(self, stop: int) -> None:
-        """Excludes duplicates, and the blocks after them, in pools where a pin holds private ones.
+        """Excludes pools in which a pin holds private blocks after a duplicate.
 
-        Only pools of full attention are concerned. `stop` is the number of blocks that are valid,
-        in whole or in part.
+        Only pools of full attention are affected. `stop` is the number of blocks that are valid,
+        wholly or partly.
         """
         for held in self._held:
             if held.duplicate and held.pool.window is None:
@@ -168,7 +171,7 @@ class Publication:
         segment, at = found
         if at < segment.end:
             if self._only_duplicates(segment, start, at):
-                # No block is added to this segment: it is divided only to continue below.
+                # No block of this segment is published: it would be divided only to continue below.
                 self._settle(segment, start, at, run)
                 if at == self._stop or self._all_stopped():
                     self._done = True
@@ -210,7 +213,7 @@ class Publication:
         return True
 
     def _settle(self, segment: Segment, start: int, stop: int, run: RetentionRun) -> None:
-        # Each pool that has no primary copy of these blocks gets the sequence's.
+        # Each pool without a primary copy of these blocks gets the sequence's blocks.
         for held in self._held:
             if not self._may_publish(held, start, stop):
                 continue

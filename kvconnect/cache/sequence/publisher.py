@@ -1,4 +1,4 @@
-"""Decides when the blocks of sequences are published (specification: publishing)."""
+"""Decides when the blocks of sequences are published."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Publisher"]
 class Publisher:
     """Publishes the blocks that sequences filled, while they run and at their end.
 
-    With full attention a running sequence stops publishing at the first block that another one
-    published before. Later blocks would be referenced below a block that this sequence does not
-    reference. At its end none of its blocks is referenced any more, and the publisher tries every
-    valid block once more. Window pools have no such order.
+    With full attention, a running sequence publishes no block after the first one that another
+    sequence published before. Otherwise the sequence would reference blocks below a block that it
+    does not reference. When the sequence ends, every valid block is tried once more, since its
+    references end, too. Window pools have no such rule.
     """
 
     def __init__(self, tree: RadixTree, config: KvCacheConfig) -> None:
@@ -25,7 +25,7 @@ class Publisher:
         self._tails = config.enable_partial_reuse
 
     def commit(self, sequence: Sequence, stop: int) -> None:
-        """Publishes its full blocks up to number `stop`; the sequence keeps holding them."""
+        """Publishes the full blocks of `sequence` before number `stop`, which stay held."""
         first = sequence.attempted
         if stop > first and self._reuse:
             sequence.attempted = stop
@@ -34,7 +34,7 @@ class Publisher:
     def publish_ended(self, sequence: Sequence, num_valid: int) -> None:
         """Publishes the valid blocks of an ended sequence that keeps them, tail included.
 
-        A duplicate, and with full attention every block after it, waits for `finish`.
+        Duplicates, and with full attention all blocks after them, are published by `finish` only.
         """
         blocks, tail = divmod(num_valid, self._tree.tokens_per_block)
         self.commit(sequence, blocks)

@@ -1,4 +1,4 @@
-"""A live sequence, and the handles that keep blocks beyond it."""
+"""A live sequence, and the handles that hold its blocks after its end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class PinHandle(PinnedBlocks):
     """The blocks of a pin, which stay until they are unpinned.
 
     Attributes:
-        block_ids: int32, the blocks of group 0 in order of their tokens, as of when they were
-            pinned; -1 where there is none, or only in secondary.
-        sequence: the sequence whose private blocks the pin holds, too; ``None``: none, or it ended.
-        held: by pool group.
-        shares_private: whether it was made of a sequence.
+        block_ids: int32, the blocks of group 0 in order of their tokens, at the time of the pin; -1
+            for a block that is not held, or is in secondary only.
+        sequence: the live sequence whose private blocks the pin holds, too; ``None`` if there is
+            none.
+        held: the held blocks by pool group.
+        shares_private: whether the pin was made of a sequence.
     """
 
     __slots__ = ("block_ids", "held", "sequence", "shares_private")
@@ -49,15 +50,15 @@ class Sequence:
     """The tokens and blocks of one request.
 
     Attributes:
-        tokens: native int32 bytes.
-        held: the blocks that it holds, by pool group.
-        attempted: leading blocks that a commit published, or left private as duplicates.
-        computed: leading tokens that were matched or committed.
-        matched: leading tokens that were matched.
-        reserved: leading tokens that there are blocks for in every pool.
-        plan: retention by block.
-        chain: keys of its full blocks.
-        pins: handles that hold private blocks of it.
+        tokens: the tokens as native int32 bytes.
+        held: the held blocks by pool group.
+        attempted: how many leading blocks a commit has published, or left private as duplicates.
+        computed: how many leading tokens were matched or committed.
+        matched: how many leading tokens were matched.
+        reserved: how many leading tokens have blocks in every pool.
+        plan: the retention of each block.
+        chain: the chain of the keys of the full blocks; ``None`` if the prompt came without one.
+        pins: the handles that hold private blocks of this sequence.
     """
 
     namespace: NamespaceId
@@ -83,14 +84,17 @@ class Sequence:
 
     @property
     def is_published(self) -> bool:
-        """Returns whether it has no private block."""
+        """Returns whether the sequence holds no private block in any pool."""
         for held in self.held:  # noqa: SIM110 - a generator costs several times as much
             if not held.is_published:
                 return False
         return True
 
     def block_keys(self, tokens_per_block: int, layouts: Items[KvCacheLayout]) -> Items[BlockKey]:
-        """Implements `BlockManager.block_keys`; `layouts` are those of the pools."""
+        """Returns the chained keys of the full blocks, as `BlockManager.block_keys` describes.
+
+        `layouts` are the layouts of the pools.
+        """
         chain = self.chain
         if chain is None:
             root = root_key(b"", layouts, self.namespace)
@@ -99,7 +103,10 @@ class Sequence:
         return chain.keys(0, self.num_tokens // tokens_per_block)
 
     def priorities(self, start: int) -> list[int]:
-        """Implements `BlockManager.priorities`."""
+        """Returns the retention priority in group 0 of each block from `start` on.
+
+        A block that is not held has the priority that the request asked for.
+        """
         held = self.held[0]
         found: list[int] = []
         for run in self.plan.runs(0, len(held.ids)):
@@ -111,9 +118,10 @@ class Sequence:
         return found[start:]
 
     def forget(self, held: HeldBlocks, start: int, stop: int) -> BlockIds:
-        """Gives up these blocks in one pool; returns the private ones among them.
+        """Marks the blocks ``start..stop`` of one pool as not held.
 
-        Pins that hold private ones keep them as loose blocks.
+        Returns the private blocks among them, for the caller to drop. Pins of private blocks keep
+        them as loose blocks. The caller removes the references of published blocks.
         """
         private = self.hand_over(held, start, stop)
         start, stop = max(start, held.first), min(stop, held.stop)
@@ -122,24 +130,28 @@ class Sequence:
         return private
 
     def hand_over(self, held: HeldBlocks, start: int, stop: int) -> BlockIds:
-        """Does what `forget` does for a sequence that ends: its ids are not used any more."""
+        """Acts as `forget`, but leaves the ids unchanged, for a sequence that ends."""
         for pin in self.pins:
             pinned = pin.held[held.pool.group]
             pinned.loose.extend(held.private_ids(max(start, pinned.first), min(stop, pinned.end)))
         return held.private_ids(start, stop)
 
     def disband(self) -> None:
-        """Ends the sequence: its pins keep only the blocks that they hold themselves."""
+        """Removes the sequence from its pins, and the pins from the sequence, at its end.
+
+        The pins then hold only published blocks and loose ones.
+        """
         for pin in self.pins:
             pin.sequence = None
         self.pins.clear()
 
 
 def check_position(field: str, position: int, num_tokens: int) -> None:
-    """Refuses a position outside the tokens of a sequence.
+    """Checks that `position` is within the tokens of a sequence.
 
     Raises:
-        ConfigurationError: (a ``ValueError``) it is outside ``0..num_tokens``.
+        ConfigurationError: (a ``ValueError``) `position` is outside ``0..num_tokens``; the message
+            begins with `field`.
     """
     if not 0 <= position <= num_tokens:
         raise ConfigurationError(f"{field}: {position} is outside 0..{num_tokens}")

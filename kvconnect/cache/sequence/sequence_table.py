@@ -24,7 +24,7 @@ __all__ = ["SequenceTable"]
 
 
 class SequenceTable:
-    """The sequences by request id: how they grow and shrink, and how they end.
+    """The live sequences by request id, with the methods that change and end them.
 
     All methods raise `UnknownRequest` if no live sequence has the given id.
     """
@@ -66,7 +66,7 @@ class SequenceTable:
     def group_block_ids(self, request_id: int, group: int) -> npt.NDArray[np.int32]:
         """Returns the sequence's blocks in a pool group, in order of its tokens: an int32 copy.
 
-        -1 stands for a block that the window left behind, and for one that is not reserved yet.
+        -1 stands for a block before the window, and for one that is not reserved yet.
         """
         return as_id_array(self._get(request_id).held[group].ids)
 
@@ -82,22 +82,24 @@ class SequenceTable:
     def block_keys(self, request_id: int) -> Items[BlockKey]:
         """Returns the chained keys of the sequence's full blocks.
 
-        Its `KeyChain` hashes each once. If `add_sequence` got no chain, they are hashed now, and no
-        store knows them.
+        The sequence's `KeyChain` hashes each block once. If `add_sequence` got no chain, all are
+        hashed now, and no store has such keys.
         """
         return self._get(request_id).block_keys(self._tokens_per_block, self._layouts)
 
     def priorities(self, request_id: int, start: int = 0) -> list[int]:
         """Returns the retention priority of each block of the sequence from `start` on, in group 0.
 
-        A block that it does not hold has the priority that the request asked for.
+        A block that the sequence does not hold has the priority that the request asked for.
         """
         return self._get(request_id).priorities(start)
 
     # ---------------------------------------------------------------- growing and shrinking
 
     def reserve(self, request_id: int, num_tokens: int) -> None:
-        """Reserves blocks of window pools up to position `num_tokens`, before a later chunk.
+        """Allocates blocks of window pools up to position `num_tokens`, before a later chunk.
+
+        Does nothing for tokens that have blocks.
 
         Raises:
             ConfigurationError: (a ``ValueError``) `num_tokens` is beyond the sequence.
@@ -116,10 +118,10 @@ class SequenceTable:
         sequence.reserved = num_tokens
 
     def append_tokens(self, request_id: int, tokens: Tokens) -> None:
-        """Appends `tokens` to the sequence; allocates a block where one begins.
+        """Appends `tokens` to the sequence, and allocates the blocks that they need.
 
         Raises:
-            ConfigurationError: (a ``ValueError``) its prompt is not wholly reserved.
+            ConfigurationError: (a ``ValueError``) some tokens of the prompt have no blocks yet.
             OutOfBlocks: there are not enough blocks; nothing was appended.
         """
         sequence = self._get(request_id)
@@ -138,10 +140,11 @@ class SequenceTable:
         sequence.reserved = num_tokens
 
     def rewind(self, request_id: int, num_tokens: int) -> None:
-        """Drops the last `num_tokens` tokens, and the blocks that held no others.
+        """Drops the last `num_tokens` tokens, and releases the blocks that have no other token.
 
         Raises:
-            ConfigurationError: (a ``ValueError``) negative, or below what was committed or matched.
+            ConfigurationError: (a ``ValueError``) `num_tokens` is negative, or matched or committed
+                tokens would be dropped.
         """
         sequence = self._get(request_id)
         keep = sequence.num_tokens - num_tokens
@@ -168,11 +171,12 @@ class SequenceTable:
     def commit(self, request_id: int, num_computed_tokens: int) -> None:
         """Publishes the full blocks among the first `num_computed_tokens`, whose KV is valid.
 
-        Window pools then give up the blocks that lie wholly before what the next token reads. A
+        Window pools then release the blocks that lie wholly before the window of the next token. A
         call for fewer tokens than were committed does nothing.
 
         Raises:
-            ConfigurationError: (a ``ValueError``) beyond the sequence, or what is reserved of it.
+            ConfigurationError: (a ``ValueError``) `num_computed_tokens` is beyond the sequence, or
+                beyond its reserved tokens.
         """
         sequence = self._get(request_id)
         check_position("num_computed_tokens", num_computed_tokens, sequence.num_tokens)
@@ -184,9 +188,9 @@ class SequenceTable:
         for held in sequence.held:
             if held.pool.window is not None:
                 first = first_in_window(held.pool.window, num_computed_tokens)
-                self._give_up(sequence, held, first // self._tokens_per_block)
+                self._release_before(sequence, held, first // self._tokens_per_block)
 
-    def _give_up(self, sequence: Sequence, held: HeldBlocks, stop: int) -> None:
+    def _release_before(self, sequence: Sequence, held: HeldBlocks, stop: int) -> None:
         if stop <= held.first:
             return
         private = sequence.forget(held, held.first, stop)
@@ -200,23 +204,23 @@ class SequenceTable:
     def publish_ended(self, request_id: int, num_valid_tokens: int) -> None:
         """Publishes the valid blocks, tail included, of an ended sequence that keeps its blocks.
 
-        `abort` or `release` releases them later, and publishes duplicates and the blocks after
-        them. The sequence must not change in between.
+        `abort` or `release` later releases them, and publishes duplicates and the blocks after
+        duplicates. The sequence must not change in between.
 
         Raises:
-            ConfigurationError: (a ``ValueError``) beyond the sequence.
+            ConfigurationError: (a ``ValueError``) `num_valid_tokens` is beyond the sequence.
         """
         sequence = self._get(request_id)
         check_position("num_valid_tokens", num_valid_tokens, sequence.num_tokens)
         self._publisher.publish_ended(sequence, num_valid_tokens)
 
     def release(self, request_id: int) -> None:
-        """Ends the sequence, all of whose tokens but the last have valid KV.
+        """Ends the sequence: publishes its valid blocks, tail included, and releases all blocks.
 
-        Publishes the valid blocks, full ones and tail, and releases all blocks.
+        All tokens but the last must have valid KV.
 
         Raises:
-            ConfigurationError: (a ``ValueError``) its prompt is not wholly reserved.
+            ConfigurationError: (a ``ValueError``) some tokens of the prompt have no blocks yet.
         """
         sequence = self._get(request_id)
         _check_reserved(sequence, sequence.num_tokens)
@@ -230,7 +234,7 @@ class SequenceTable:
         Blocks that were committed stay published.
 
         Raises:
-            ConfigurationError: (a ``ValueError``) beyond the sequence.
+            ConfigurationError: (a ``ValueError``) `num_valid_tokens` is beyond the sequence.
         """
         sequence = self._get(request_id)
         check_position("num_valid_tokens", num_valid_tokens, sequence.num_tokens)

@@ -13,9 +13,9 @@ __all__ = ["KeyIndex"]
 class KeyIndex:
     """Maps the key of a segment's first block to the segment. Other keys are hashed by searches.
 
-    It is made by the first search: without one, nothing is hashed. Namespaces in which no sequence
-    brought a key chain have no keys. Keys that the chain of a sequence has are not hashed again,
-    and neither are those that the index has.
+    The first search by key, or an event log, makes the index; before, nothing is hashed. A
+    namespace has keys once a sequence with a key chain was added to it. Keys that such a chain or
+    the index already has are not hashed again.
     """
 
     def __init__(self, roots: Iterable[Root], tokens_per_block: int) -> None:
@@ -25,7 +25,10 @@ class KeyIndex:
             self.named(root)
 
     def find(self, keys: Sequence[BlockKey]) -> tuple[Segment, int] | None:
-        """Returns the deepest segment on the path of `keys`, and how many keys lead there."""
+        """Returns the deepest segment on the path of `keys`, and the number of keys that matched.
+
+        The last matched block is in that segment. Returns ``None`` if no key matches.
+        """
         found: Segment | None = None
         at = 0
         while at < len(keys):
@@ -43,12 +46,15 @@ class KeyIndex:
         return None if found is None else (found, at)
 
     def keys_of(self, segment: Segment, first: int = 0) -> list[BlockKey]:
-        """Returns the keys of its blocks from `first` on, or none without a chain root."""
+        """Returns the keys of the blocks of `segment` from its index `first` on.
+
+        Hashes missing ones. Returns an empty list if the namespace has no chain root.
+        """
         self._hash(segment, len(segment))
         return split_keys(segment.keys[first * KEY_NBYTES :])
 
     def named(self, root: Root) -> None:
-        """Adds the segments below `root`, which got its chain root and so has keys now."""
+        """Adds all segments below `root`, after `root` got its chain root."""
         waiting = list(root.children.values())
         while waiting:
             segment = waiting.pop()
@@ -56,7 +62,7 @@ class KeyIndex:
             waiting.extend(segment.children.values())
 
     def added(self, segment: Segment, chain: KeyChain | None = None) -> None:
-        """Adds `segment`, which was inserted for a sequence with this `chain`."""
+        """Adds `segment`, which was inserted in the tree for a sequence with this `chain`."""
         if chain is not None:
             self.take(segment, chain)
         self._hash(segment, 1)
@@ -64,7 +70,10 @@ class KeyIndex:
             self._first.setdefault(_first_key(segment), segment)
 
     def take(self, segment: Segment, chain: KeyChain) -> None:
-        """Copies the keys that `chain` knows, if it leads to this segment, instead of hashing."""
+        """Copies missing keys of `segment` from `chain`, if the path of `chain` leads there.
+
+        Nothing is hashed.
+        """
         known = len(segment.keys) // KEY_NBYTES
         parent = self._key_before(segment, known)
         if parent is not None:
@@ -72,10 +81,10 @@ class KeyIndex:
             segment.keys += chain.known(segment.start + known, parent, segment.tokens, low)
 
     def teach(self, chain: KeyChain, segment: Segment, num_blocks: int) -> None:
-        """Teaches `chain` the keys of the first `num_blocks` blocks of the path to `segment`.
+        """Copies the keys of the first `num_blocks` blocks of the path to `segment` into `chain`.
 
-        The tokens of `chain` match those blocks. Keys that are missing here are hashed: whatever is
-        published after the blocks needs them.
+        The tokens of `chain` must match those blocks. Missing keys are hashed, since later blocks
+        need them.
         """
         if chain.num_hashed >= num_blocks:
             return

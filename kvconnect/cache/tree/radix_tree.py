@@ -1,4 +1,4 @@
-"""The compressed radix tree: the published token paths, whatever pools they are in."""
+"""The compressed radix tree: the published token paths of all pools."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["RadixTree", "TokenBytes", "shared_tokens"]
 _LONGEST_JOINED = 64
 
 TokenBytes = bytes | bytearray
-"""Tokens as native int32 bytes: slices, hashes and compares at memcmp speed."""
+"""Tokens as native int32 bytes, which are sliced, hashed and compared at memcmp speed."""
 
 
 class RadixTree:
-    """The token paths by namespace, in runs of blocks.
+    """The token paths by namespace. Each node, a segment, is a run of blocks.
 
-    The tree moves segments; the pools interpret their state.
+    The tree adds, divides and removes segments; the pools interpret their state.
 
     Attributes:
-        roots: of each namespace that has something published; only the tree changes it.
-        index: finds segments by block key, once a search by key was made.
-        on_split: called with the upper and the lower part of every segment that is divided, before
-            the caller of `split` sees them.
-        on_join: called with the upper of two segments that became one; it is removed.
+        roots: the root of each namespace with published blocks; only the tree changes it.
+        index: finds segments by block key; ``None`` until it is needed.
+        on_split: called with the upper and the lower part of every divided segment, before `split`
+            returns.
+        on_join: called with the upper of two joined segments, which is removed.
     """
 
     def __init__(self, tokens_per_block: int, num_pools: int) -> None:
@@ -41,9 +41,10 @@ class RadixTree:
         self.roots: dict[NamespaceId, Root] = {}
 
     def root(self, namespace: NamespaceId, chain_root: BlockKey | None = None) -> Root:
-        """Returns the namespace's root, made if need be; it is removed with its last child.
+        """Returns the root of `namespace`; makes one if there is none.
 
-        The first `chain_root` that is given is the key before its first blocks.
+        A root is removed with its last child. The first `chain_root` that is passed becomes the key
+        before the namespace's first blocks.
         """
         root = self.roots.get(namespace)
         if root is None:
@@ -65,17 +66,18 @@ class RadixTree:
             waiting.extend(segment.children.values())
 
     def clear(self) -> None:
-        """Removes everything."""
+        """Removes all segments and roots, and empties the key index."""
         self.roots.clear()
         if self.index is not None:
             self.index = KeyIndex((), self.tokens_per_block)
 
-    # ---------------------------------------------------------------- queries: these change nothing
+    # ---------------------------------------------------------------- queries, which change nothing
 
     def walk(self, segment: Segment, tokens: TokenBytes, stop: int) -> tuple[Segment, int]:
-        """Follows whole blocks of `tokens` from the end of `segment`, up to `stop` blocks.
+        """Follows whole blocks of `tokens` from the end of `segment` down to block `stop`.
 
-        Returns the deepest segment reached and the blocks that matched, from the root on.
+        Returns the deepest segment reached, and the number of matching blocks from the root on.
+        `tokens` are those of the whole path.
         """
         stride = self.stride
         at = segment.end
@@ -102,7 +104,10 @@ class RadixTree:
         return child, at + (self._common(tokens, at, child.tokens, count) if count > 1 else 1)
 
     def followers(self, segment: Segment, at: int, prefix: TokenBytes) -> Iterator[Segment]:
-        """Yields segments with a block after the first `at` of this path that has this `prefix`."""
+        """Yields the segments whose block number `at` on this path begins with `prefix`.
+
+        That is `segment` itself, or children of `segment` if it ends before the block.
+        """
         if at < segment.end:
             if segment.tokens.startswith(prefix, (at - segment.start) * self.stride):
                 yield segment
@@ -110,7 +115,7 @@ class RadixTree:
             yield from segment.children.begun_by(bytes(prefix))
 
     def _common(self, tokens: TokenBytes, at: int, other: bytearray, count: int) -> int:
-        # Whole blocks that `tokens` from block `at` on and the first `count` of `other` share.
+        # The whole blocks that `tokens` from block `at` on share with the first `count` of `other`.
         size = count * self.tokens_per_block
         left = np.frombuffer(tokens, np.int32, size, at * self.stride)
         differs = left != np.frombuffer(other, np.int32, size)
@@ -122,9 +127,10 @@ class RadixTree:
     def insert(
         self, parent: Segment, tokens: bytearray, num_blocks: int, chain: KeyChain | None = None
     ) -> Segment:
-        """Adds a segment after `parent`, which has no child that begins with the same block.
+        """Adds a segment of `num_blocks` blocks after `parent` and returns it.
 
-        The segment is in no pool yet. Keys that `chain` knows are not hashed again.
+        `parent` must have no child that begins with the same block. The segment is in no pool yet.
+        Keys that `chain` has are not hashed again.
         """
         segment = Segment(parent, parent.end, parent.end + num_blocks, tokens, self._num_pools)
         parent.add_child(bytes(tokens[: self.stride]), segment)
@@ -135,14 +141,17 @@ class RadixTree:
     def lengthen(
         self, segment: Segment, tokens: bytearray, num_blocks: int, chain: KeyChain | None = None
     ) -> None:
-        """Adds blocks at the end of `segment`, which has no children."""
+        """Adds `num_blocks` blocks with `tokens` at the end of `segment`, which has no children."""
         segment.tokens += tokens
         segment.end += num_blocks
         if self.index is not None and chain is not None:
             self.index.take(segment, chain)
 
     def shorten(self, segment: Segment, num_blocks: int) -> None:
-        """Removes the last blocks of a longer, childless segment. No pool may have them."""
+        """Removes the last `num_blocks` blocks of a longer segment without children.
+
+        No pool may have these blocks.
+        """
         segment.end -= num_blocks
         keep = segment.end - segment.start
         del segment.tokens[keep * self.stride :], segment.keys[keep * KEY_NBYTES :]
@@ -160,7 +169,7 @@ class RadixTree:
         """
         count = at - segment.start
         cut = count * self.stride
-        # The lower part is mostly short: the upper one keeps the memory, the lower one is copied.
+        # The lower part is mostly short, so it is copied, and the upper one keeps the memory.
         upper = Segment(segment.parent, segment.start, at, segment.tokens, 0)
         upper.pools = list(segment.pools)  # replaced by the pools' own parts, below
         upper.keys = segment.keys
@@ -178,11 +187,11 @@ class RadixTree:
         return upper
 
     def join(self, upper: Segment, *, same_holders: bool = False) -> None:
-        """Undoes a `split`: joins `upper` and the one segment that follows it, if possible.
+        """Joins `upper` and its only child if possible, as the reverse of `split`.
 
         They are joined if they have no holder, or the caller knows that they have the same holders,
-        none of which ends between them. Every pool must have them in the same state. They must be
-        short, as joining copies both. The lower object stays.
+        none of which ends between them. Every pool must have them in the same state. Together they
+        must be short (64 blocks), as both are copied. The child becomes the joined segment.
         """
         lower = next(iter(upper.children.values()), None)
         if lower is None or len(upper.children) > 1 or upper.parent is None:
@@ -204,19 +213,22 @@ class RadixTree:
             absorbed(upper)
 
     def last_blocks(self, segment: Segment, count: int) -> Segment:
-        """Splits `segment` so that it keeps its last `count` blocks; returns it."""
+        """Splits `segment` so that it has only its last `count` blocks; returns `segment`."""
         if count < len(segment):
             self.split(segment, segment.end - count)
         return segment
 
     def descend(self, segment: Segment, tokens: TokenBytes, stop: int) -> Segment:
-        """Returns the segment that ends after `stop` blocks of `tokens`, made if need be."""
+        """Returns the segment below `segment` that ends after `stop` blocks of `tokens`.
+
+        Splits or adds a segment if there is none.
+        """
         if segment.end == stop:
             return segment
         return self.arrive(*self.walk(segment, tokens, stop), tokens, stop)
 
     def arrive(self, segment: Segment, at: int, tokens: TokenBytes, stop: int) -> Segment:
-        """Does what `descend` does, from the result of a `walk` to `stop`."""
+        """Completes `descend`: `segment` and `at` are the result of a `walk` to `stop`."""
         if at < segment.end:
             segment = self.split(segment, at)
         if at < stop:
@@ -225,7 +237,7 @@ class RadixTree:
         return segment
 
     def prune(self, segment: Segment) -> None:
-        """Removes `segment` and its ancestors as far as they have no children and no pool."""
+        """Removes `segment` if it has no children and is in no pool; then its ancestors alike."""
         while not segment.children and not segment.is_resident:
             parent = segment.parent
             if parent is None:
@@ -239,9 +251,9 @@ class RadixTree:
 
 
 def shared_tokens(left: bytes, right: bytes) -> int:
-    """Returns how many leading tokens are equal."""
+    """Returns how many leading tokens of `left` and `right`, native int32 bytes, are equal."""
     if left[:4] != right[:4]:
-        return 0  # mostly
+        return 0  # the usual case
     size = min(len(left), len(right))
     differing = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
     lowest = differing & -differing

@@ -12,10 +12,10 @@ from kvconnect.cache.tree.retention import DEFAULT_RETENTION, Retention
 __all__ = ["BlockIds", "Residence", "Span", "new_ids"]
 
 BlockIds: TypeAlias = "array[int]"
-"""C ints: four bytes an id, sliced, extended and cut at memcpy speed."""
+"""Block ids as C ints of four bytes, which are sliced, extended and cut at memcpy speed."""
 
 Span: TypeAlias = tuple[int, int]
-"""Block numbers of a path, from the first up to and without the second."""
+"""The block numbers of a path from the first number up to, and without, the second."""
 
 _NO_IDS: BlockIds = array("i")
 
@@ -30,16 +30,17 @@ class Residence:
     """The state of a segment's blocks in one pool.
 
     Attributes:
-        ids: one primary block per block of the segment; ``None``: not in primary.
-        host_ids: the same in secondary. With both, the host copy is valid, too.
-        references: sequences and pins that hold these blocks.
-        retention: priority and duration.
-        expires: when `retention` reverts to the default; ``inf``: never, or not released since it
-            was set.
-        stamp: moment of the last dereference or partial copy; block order breaks ties, later blocks
-            are older. Below zero: never released, in order of publishing.
-        primary_below: child segments with blocks in primary.
-        resident_below: child segments with blocks in primary or secondary.
+        ids: one primary block per block of the segment; ``None`` if not in primary.
+        host_ids: one secondary block per block of the segment; ``None`` if not in secondary. With
+            both, both copies are valid.
+        references: the number of sequences and pins that hold these blocks.
+        retention: the priority and its duration.
+        expires: when `retention` reverts to the default; ``inf`` if never, or if the blocks were
+            not released since `retention` was set.
+        stamp: the moment of the last release or partial copy. Of equal moments, later blocks are
+            older. Negative if never released, in order of publication.
+        primary_below: how many child segments are in primary.
+        resident_below: how many child segments are in primary or secondary.
     """
 
     ids: BlockIds | None = None
@@ -57,7 +58,7 @@ class Residence:
         return self.ids is not None or self.host_ids is not None
 
     def divide(self, count: int) -> Residence:
-        """Splits off the state of the first `count` blocks; this object keeps the rest."""
+        """Splits off the state of the first `count` blocks and returns it; the rest stays here."""
         upper = Residence()
         if self.ids is not None:
             upper.ids, self.ids = self.ids, self.ids[count:]
@@ -74,7 +75,7 @@ class Residence:
         return upper
 
     def goes_on_as(self, below: Residence) -> bool:
-        """Returns whether these blocks and those `below` are in the same state."""
+        """Returns whether these blocks and the following ones, `below`, are in the same state."""
         if not self.is_resident:
             return not below.is_resident
         return (
@@ -87,7 +88,7 @@ class Residence:
 
     def absorb(self, upper: Residence) -> None:
         """Adds the blocks of `upper`, which precede these and have the same state."""
-        self.stamp = upper.stamp  # the moments of blocks that are in neither tier may differ
+        self.stamp = upper.stamp  # they may differ for blocks that are in neither tier
         if self.ids is not None and upper.ids is not None:
             self.ids = upper.ids + self.ids
         if self.host_ids is not None and upper.host_ids is not None:

@@ -11,7 +11,7 @@ __all__ = ["DEFAULT_RETENTION", "Retention", "RetentionPlan", "RetentionRun"]
 
 
 class Retention(NamedTuple):
-    """The retention of a block: priority 0..100, and seconds (``None``: for ever)."""
+    """The retention of a block: a priority 0..100 for `duration` seconds, ``None`` for ever."""
 
     priority: int
     duration: float | None = None
@@ -24,8 +24,8 @@ class RetentionRun(NamedTuple):
     """The retention of blocks ``start..stop`` of a sequence.
 
     Attributes:
-        requested: the request set it; else it is the default.
-        inherited: it is that of the block which the first one was copied from, pool by pool.
+        requested: whether the request set the retention; if not, it is the default.
+        inherited: whether the blocks get, in each pool, the retention of the copied source block.
     """
 
     start: int
@@ -38,8 +38,8 @@ class RetentionRun(NamedTuple):
 class RetentionPlan:
     """The retention of every block of one sequence, by block number.
 
-    The range that holds a block's first token decides its retention. Blocks whose first token was
-    generated get the decode policy. Immutable but for `inherit` and `rewind`.
+    The requested range with a block's first token decides the block's retention. Blocks whose first
+    token was generated get the decode retention. Only `inherit` and `rewind` change the plan.
     """
 
     __slots__ = ("_decode", "_first_decoded", "_inherited", "_ranges")
@@ -65,7 +65,7 @@ class RetentionPlan:
                 self._ranges.append(RetentionRun(start, stop, retention, requested=True))
 
     def requested(self, start: int, stop: int) -> list[RetentionRun]:
-        """Returns the prompt blocks in ``start..stop`` whose retention the request sets."""
+        """Returns the runs of prompt blocks in ``start..stop`` whose retention the request sets."""
         found: list[RetentionRun] = []
         for run in self._ranges:
             low, high = max(run.start, start), min(run.stop, stop)
@@ -74,12 +74,12 @@ class RetentionPlan:
         return found
 
     def inherit(self, block: int) -> None:
-        """Gives `block`, a copy, the retention of its source, if the request sets none for it."""
+        """Makes `block`, a copy, inherit its source's retention, unless the request sets one."""
         if not self.requested(block, block + 1):
             self._inherited = block
 
     def rewind(self, num_blocks: int) -> None:
-        """Counts the tokens after so many blocks as generated, also where the prompt was."""
+        """Counts all tokens after the first `num_blocks` blocks as generated from now on."""
         self._first_decoded = min(self._first_decoded, num_blocks)
 
     def runs(self, start: int, stop: int) -> Iterator[RetentionRun]:

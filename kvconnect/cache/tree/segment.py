@@ -13,14 +13,16 @@ __all__ = ["Children", "Root", "Segment"]
 
 
 class Children(dict[bytes, "Segment"]):
-    """The segments that follow another one, each found by its whole first block.
+    """The child segments of a segment, by the token bytes of their whole first block.
 
-    They are sorted, too: the child that shares the longest prefix with some tokens is then beside
-    the position that the tokens would have, and all that share as much lie together.
+    The keys are also kept sorted. So the child with the longest common prefix with some tokens is a
+    neighbour of the position that the tokens would have. Children with an equally long common
+    prefix are neighbours of each other.
 
     Attributes:
-        order: the first blocks, made when first needed: most segments have one child at most.
-        recent: the first blocks, the last released in group 0 at the end; made when first needed.
+        order: the sorted keys; made when first needed, as most segments have one child at most.
+        recent: the keys by the last release in group 0, the latest at the end; made when first
+            needed.
     """
 
     __slots__ = ("order", "recent")
@@ -30,17 +32,21 @@ class Children(dict[bytes, "Segment"]):
         self.recent: dict[bytes, None] | None = None
 
     def begun_by(self, prefix: bytes) -> Iterator[Segment]:
-        """Yields the children whose first block begins with `prefix`, or equals it."""
+        """Yields the children whose key begins with `prefix`, in the order of the keys."""
         return map(self.__getitem__, self._sorted().begun_by(prefix) if self else ())
 
     def beside(self, low: bytes, high: bytes) -> tuple[bytes, bytes]:
-        """Returns the last first block before `low`, and the first one from `high` on, or empty."""
+        """Returns the last key less than `low`, and the first key not less than `high`.
+
+        A key that does not exist is empty.
+        """
         return self._sorted().beside(low, high) if self else (b"", b"")
 
     def latest(self, prefix: bytes, most: int) -> Iterator[Segment]:
-        """Yields those of the `most` last released children that begin with `prefix`, latest first.
+        """Yields children whose key begins with `prefix`, the last released first.
 
-        Children that were never released are among them at any position.
+        Only the `most` last entries of `recent` are searched. Children that were never released are
+        at any position there.
         """
         if self.recent is None:
             self.recent = dict.fromkeys(sorted(self, key=lambda key: self[key].pools[0].stamp))
@@ -49,7 +55,7 @@ class Children(dict[bytes, "Segment"]):
                 yield self[key]
 
     def let_go(self, key: bytes) -> None:
-        """Records that the child `key` was released, or used, just now; see `recent`."""
+        """Moves the child `key`, which was released or used just now, to the end of `recent`."""
         if self.recent is not None:
             del self.recent[key]
             self.recent[key] = None
@@ -77,25 +83,25 @@ class Children(dict[bytes, "Segment"]):
 
 
 _NO_CHILDREN = Children()
-"""The children of every segment that never had one, which are most."""
+"""The shared empty children of every segment that never had a child."""
 
 
 class Segment:
     """A run of consecutive blocks of one path that are in the same state, in every pool.
 
     A root has no blocks and no parent. A tail has one block of less than `tokens_per_block` tokens
-    and never children. All other segments hold whole blocks. A segment that no pool has blocks of
-    exists because a pool has some below it. Splitting keeps this object as the lower part: a
+    and never children. All other segments have whole blocks. A segment whose blocks are in no pool
+    exists only while a pool has blocks below it. A split keeps this object as the lower part, so a
     reference to the deepest segment of a path still refers to that path.
 
     Attributes:
         parent: the segment before the first block; ``None`` for a root.
         children: the segments after the last block; see `add_child`.
-        start: blocks before the first one.
-        end: blocks up to and including the last one.
-        tokens: of all blocks, as native int32 bytes.
+        start: the number of the first block on the path from the root.
+        end: the number of the last block plus one.
+        tokens: the tokens of all blocks as native int32 bytes.
         pools: the state in each pool group.
-        keys: chained keys of the leading blocks, as far as the key index knows them, 32 bytes each.
+        keys: the chained keys of leading blocks that the key index has hashed, 32 bytes each.
     """
 
     __slots__ = ("children", "end", "keys", "parent", "pools", "start", "tokens")
@@ -112,25 +118,28 @@ class Segment:
         self.keys = bytearray()
 
     def __len__(self) -> int:
-        """The number of blocks."""
+        """Returns the number of blocks."""
         return self.end - self.start
 
     @property
     def is_resident(self) -> bool:
-        """Returns whether any pool has its blocks."""
+        """Returns whether any pool has the blocks of this segment."""
         for state in self.pools:  # noqa: SIM110 - a generator costs several times as much
             if state.ids is not None or state.host_ids is not None:
                 return True
         return False
 
     def add_child(self, key: bytes, child: Segment) -> None:
-        """Adds `child`; `key` is its first block, and no other child begins with that."""
+        """Adds `child` under `key`, the tokens of its first block; `key` must be new."""
         if self.children is _NO_CHILDREN:
             self.children = Children()
         self.children.add(key, child)
 
     def path(self, first: int = 0) -> list[Segment]:
-        """Returns the segments from the one that begins with block `first` down to this one."""
+        """Returns the segments of the path from block `first` down to this one, in order.
+
+        A segment must begin at block `first`.
+        """
         path = []
         segment = self
         while segment.parent is not None and segment.start >= first:
@@ -144,8 +153,8 @@ class Root(Segment):
     """The root of the paths of a namespace: no blocks, no parent.
 
     Attributes:
-        namespace: its namespace.
-        chain_root: the key before the first block, once a sequence brought it.
+        namespace: the namespace of the paths.
+        chain_root: the key before the first block; ``None`` until a sequence comes with a chain.
     """
 
     __slots__ = ("chain_root", "namespace")

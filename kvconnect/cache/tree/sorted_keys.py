@@ -11,7 +11,7 @@ _CHUNK = 512
 
 
 class SortedKeys:
-    """A set of keys in order, in chunks: adding a key moves few others, however many there are."""
+    """A set of keys in ascending order. It is kept in chunks, so that `add` moves few keys."""
 
     __slots__ = ("_chunks", "_firsts")
 
@@ -50,7 +50,10 @@ class SortedKeys:
             del self._chunks[number], self._firsts[number]
 
     def beside(self, low: bytes, high: bytes) -> tuple[bytes, bytes]:
-        """Returns the last key before `low`, and the first one from `high` on; empty: none."""
+        """Returns the last key less than `low`, and the first key not less than `high`.
+
+        A key that does not exist is empty.
+        """
         if not self._chunks:
             return b"", b""
         number, at = self._locate(low)
@@ -65,13 +68,13 @@ class SortedKeys:
         return before, self._firsts[number + 1] if number + 1 < len(self._firsts) else b""
 
     def begun_by(self, prefix: bytes) -> Iterator[bytes]:
-        """Yields the keys that begin with `prefix`, or equal it."""
+        """Yields the keys that begin with `prefix`, in order."""
         if not self._chunks:
             return
         number, at = self._locate(prefix)
         while number < len(self._chunks):
             chunk = self._chunks[number]
-            for index in range(at, len(chunk)):  # a slice would touch all that is left of it
+            for index in range(at, len(chunk)):  # a slice would copy the rest of the chunk
                 if not chunk[index].startswith(prefix):
                     return
                 yield chunk[index]

@@ -34,7 +34,7 @@ logger = logging.getLogger("kvconnect")
 
 _MAX_WAITING_NBYTES = 4 * MAX_MESSAGE_NBYTES
 _MAX_WAITING_FRAMES = 16_384
-# Messages queued before `close` are still sent, if the peer reads them within this time.
+# Messages queued before `close` are still sent if the peer reads them within this time.
 _LAST_WORDS_S = 1.0
 # A peer that reads one piece of this size within the time limit is slow, not dead.
 _PIECE_NBYTES = 256 << 10
@@ -43,16 +43,16 @@ _PIECE_NBYTES = 256 << 10
 class Channel:
     """An open connection to a peer, made by `Listener` or `Peer`.
 
-    Two threads of the channel read, write and keep up the heartbeat, whatever the rest of the
-    process does. A peer that closes or dies is detected at once, a silent one after ``silence_s``.
-    Messages arrive in order, or the channel closes: none is skipped. After a close it is unknown
+    Two threads of the channel read, write and send the heartbeat, independent of the rest of the
+    process. A peer that closes or dies is detected at once, a silent one after ``silence_s``.
+    Messages arrive in order and none is skipped, or the channel closes. After a close it is unknown
     which of the last messages arrived.
 
     Attributes:
         peer: the peer's `Hello`.
         host: the peer's host, as of `host_of`; empty if this side connected.
-        round_trip_s: the time of the last heartbeat; ``None`` before the first.
-        used_at: when a lease was last granted to the peer or renewed; ``None`` if never.
+        round_trip_s: the seconds from the last heartbeat to its answer; ``None`` before the first.
+        used_at: the time (monotonic) of the last grant or renewal for the peer; ``None`` if never.
     """
 
     def __init__(self, wire: Wire, endpoint: Endpoint, peer: Hello, host: str = "") -> None:
@@ -90,7 +90,7 @@ class Channel:
             message is lost then. True does not mean that the message arrives.
 
         Raises:
-            ConfigurationError: it is too large.
+            ConfigurationError: `message` is larger than `MAX_MESSAGE_NBYTES`.
         """
         if isinstance(message, (Grant, GrantKeys)) or (
             isinstance(message, Renewed) and message.leases
@@ -103,7 +103,7 @@ class Channel:
         return False
 
     def close(self, reason: str = "closed here") -> None:
-        """Closes the channel after sending what is queued. Does not block; idempotent.
+        """Closes the channel after the queued messages were sent. Does not block; idempotent.
 
         `Disconnected` follows at once if the peer answers, else after ``silence_s``. No other event
         is delivered any more.
@@ -129,7 +129,7 @@ class Channel:
         """Delivers the peer's messages; blocks until the channel has ended. Called once.
 
         Raises:
-            RuntimeError: no thread can be had; nothing was delivered, the connection is closed.
+            RuntimeError: no thread can be started; nothing was delivered, the connection is closed.
         """
         writer = threading.Thread(target=self._write, name="kvconnect-control-write", daemon=True)
         try:
@@ -199,15 +199,15 @@ class Channel:
         try:
             while (data := self._queue.take(ping_at)) is not None:
                 now = time.monotonic()
-                if now >= ping_at:  # it is taken next, behind what others sent meanwhile
+                if now >= ping_at:  # the ping is sent next, behind messages queued meanwhile
                     ping_at = now + timing.heartbeat_s
                     self._pinged = (next(numbers), now)
                     self._queue.put(encode(Ping(number=self._pinged[0])))
                 for start in range(0, len(data), _PIECE_NBYTES):
-                    patience_s = timing.silence_s if self.is_open else _LAST_WORDS_S
+                    limit_s = timing.silence_s if self.is_open else _LAST_WORDS_S
                     piece = data[start : start + _PIECE_NBYTES]
-                    self._wire.write(piece, time.monotonic() + patience_s)
-            # The peer closes when it has read all; to close first could take that from it.
+                    self._wire.write(piece, time.monotonic() + limit_s)
+            # The peer closes when it has read all; closing first could destroy unread messages.
             self._wire.shut_writing()
         except WireTimeout:
             self._close_now("the peer does not take what is sent")

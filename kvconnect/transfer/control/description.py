@@ -20,14 +20,14 @@ PROTOCOL = 3
 
 
 class Compat(Record):
-    """The properties that must be equal on both sides, or blocks of the two mean different things.
+    """The properties that must be equal on both sides, so that blocks mean the same on both.
 
     Attributes:
         model: identifies configuration and weights, by their digest or by id and revision.
-        dtype: of keys and values in the pool.
-        num_layers, num_kv_heads, key_dim, value_dim: of the whole model, all ranks together.
-        block_format: version of how a block is laid out in memory.
-        transport: the name of the transport that blocks travel by.
+        dtype: the dtype of keys and values in the pool.
+        num_layers, num_kv_heads, key_dim, value_dim: the sizes of the model, all ranks together.
+        block_format: the version of a block's layout in memory.
+        transport: the name of the transport that reads the blocks.
     """
 
     model: Name
@@ -41,13 +41,13 @@ class Compat(Record):
 
 
 class PoolInfo(Record):
-    """The memory of a pool group on the sender's side, for reads from there.
+    """The memory of a pool group of the sender, which the receiver may read.
 
     Attributes:
         region: the number of the memory at the sender's transport.
         num_blocks: the number of blocks; block ids are below it.
-        num_layers, num_kv_heads, key_dim, value_dim, tokens_per_block, dtype, window, layers: of
-            this rank's blocks, as in `KvCacheLayout`.
+        num_layers, num_kv_heads, key_dim, value_dim, tokens_per_block, dtype, window, layers: the
+            layout of this rank's blocks, as in `KvCacheLayout`.
     """
 
     region: Number32
@@ -81,7 +81,7 @@ class PoolInfo(Record):
         """Returns the layout of the pool's blocks.
 
         Raises:
-            ConfigurationError: no such layout exists; the message names the field.
+            ConfigurationError: a field has a value that no layout can have; the message names it.
         """
         import torch
 

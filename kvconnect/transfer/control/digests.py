@@ -21,8 +21,8 @@ class FindDigest(Message):
     Attributes:
         seq: the answer repeats it.
         region: number of the memory at P's transport.
-        nbytes: of each piece.
-        offsets: of the pieces, in bytes.
+        nbytes: the size of each piece.
+        offsets: the offsets of the pieces in the memory, in bytes.
     """
 
     code: ClassVar[int] = 21
@@ -39,7 +39,7 @@ class FindDigest(Message):
 
 
 class FoundDigest(Message):
-    """Answers a `FindDigest` with the xxh3-64 of the pieces; ``None`` if P makes no digest."""
+    """Answers a `FindDigest` with the xxh3-64 of the pieces; ``None`` if P computes no digest."""
 
     code: ClassVar[int] = 22
 

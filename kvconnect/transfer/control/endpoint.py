@@ -18,10 +18,11 @@ class Timing:
 
     Attributes:
         heartbeat_s: the time between two heartbeats.
-        silence_s: a peer that gives none for so long is dead. The default leaves room for a peer
-            whose interpreter is busy for a while.
-        handshake_s: the whole opening of a connection, at most.
-        first_pause_s, last_pause_s: between attempts to connect; doubles from one to the other.
+        silence_s: a peer without a heartbeat for so long counts as dead. The default tolerates a
+            peer whose interpreter is busy for a while.
+        handshake_s: the longest time for the whole opening of a connection.
+        first_pause_s, last_pause_s: the first and the longest pause between attempts to connect;
+            each pause is double the one before.
     """
 
     heartbeat_s: float = 0.5

@@ -13,10 +13,10 @@ __all__ = ["Connected", "Deliver", "Disconnected", "Event", "Sender"]
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The channel is open. The first event of each channel.
+    """The first event of each channel: the channel is open.
 
     Attributes:
-        hello: what the peer said of itself.
+        hello: the peer's description of itself.
     """
 
     hello: Hello
@@ -24,10 +24,10 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """The channel is closed. The last event of each channel that was `Connected`.
+    """The last event of each channel that was `Connected`: the channel is closed.
 
     Attributes:
-        reason: for messages.
+        reason: why it closed, as text for logs and errors.
     """
 
     reason: str
@@ -51,5 +51,5 @@ class Sender(Protocol):
 
 
 Deliver: TypeAlias = Callable[[Sender, Event], None]
-"""Receives each event on the thread that reads the channel. Must not block: meanwhile the peer's
-heartbeat is not read. An exception closes the channel."""
+"""Receives each event on the thread that reads the channel. Must not block, since the peer's
+heartbeat is not read meanwhile. An exception closes the channel."""

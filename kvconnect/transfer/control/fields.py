@@ -31,7 +31,7 @@ _LETTERS = {"int32": ("i", 4), "uint64": ("Q", 8)}
 
 
 def unpacked(kind: Literal["int32", "uint64"]) -> BeforeValidator:
-    """Returns a validator that takes the bytes of an array of `kind` as its numbers."""
+    """Returns a validator that turns the little-endian bytes of an array of `kind` into a tuple."""
     letter, size = _LETTERS[kind]
 
     def numbers_of(value: object) -> object:
@@ -45,7 +45,7 @@ def unpacked(kind: Literal["int32", "uint64"]) -> BeforeValidator:
 
 
 def packed(kind: Literal["int32", "uint64"]) -> PlainSerializer:
-    """Returns the serializer to which `unpacked` is the validator."""
+    """Returns a serializer that turns a tuple into the bytes that `unpacked` accepts."""
     letter, _ = _LETTERS[kind]
     return PlainSerializer(lambda numbers: struct.pack(f"<{len(numbers)}{letter}", *numbers))
 

@@ -45,9 +45,9 @@ M = TypeVar("M", bound=Message)
 __all__ = ["OPENING_LIMIT", "check_compat", "shake_hands"]
 
 OPENING_LIMIT = 4096
-"""Bytes of a frame before the peer has proved itself."""
+"""The most bytes of a frame before the peer has proved that it knows the secret."""
 
-# Its largest field, the transport's, may have half of that.
+# The largest field of `Hello`, `local`, may have half of that.
 _HELLO_LIMIT = 2 << 20
 _MAGIC = b"kvconnect-ctl\n\0\xff"
 _OPENING = struct.Struct(f">{len(_MAGIC)}sHB32s")
@@ -66,9 +66,9 @@ def shake_hands(wire: Wire, endpoint: Endpoint, *, initiator: bool) -> Hello:
     Blocks for at most ``endpoint.timing.handshake_s``.
 
     Raises:
-        PeerRefused: the peer does not fit, or says that this process does not; names the field.
-        BadMessage: what is there does not speak this protocol.
-        WireClosed, WireTimeout: it went away, or was too slow.
+        PeerRefused: one side refuses the other; the message names the field that differs.
+        BadMessage: the other side does not speak this protocol.
+        WireClosed, WireTimeout: the connection ended, or the handshake took too long.
     """
     until = time.monotonic() + endpoint.timing.handshake_s
     try:
@@ -92,7 +92,7 @@ def check_compat(ours: Compat, theirs: Compat) -> None:
 
 
 class _ByPeer(PeerRefused):
-    """The peer refused, and has closed the connection."""
+    """The error of a connection that the peer refused and closed."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(field, f"the peer refuses, and says: {message}")
@@ -174,7 +174,10 @@ class _Handshake:
 
 
 def _refusal(error: PeerRefused, *, known: bool) -> Error:
-    """Returns the error for the peer. Without a proof it names no property of the model."""
+    """Returns the message that refuses the peer for `error`.
+
+    It names no property of the model unless `known`: the peer has proved the secret.
+    """
     if error.field in _OF_THE_MODEL and not known:
         return Error(kind="refused", field="compat", message=_DIFFERS)
     detail = str(error).removeprefix(f"{error.field}: ")[:1024]

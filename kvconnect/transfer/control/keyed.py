@@ -1,6 +1,6 @@
 """The messages of peers that read each other's blocks by key.
 
-A process that never imports this module refuses them as unknown.
+A process that never imports this module refuses these messages as unknown.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ MAX_TOKENS = 1 << 16
 """The most token ids in one message."""
 
 SAMPLE_EVERY = 16
-"""One of so many blocks, the first among them, has a digest with ``verify="sample"``."""
+"""With ``verify="sample"``, one of so many blocks has a digest, beginning with the first."""
 
 Verify: TypeAlias = Literal["full", "sample", "none"]
 """The blocks whose xxh3 a grant contains: all, every `SAMPLE_EVERY`-th, or none."""
 
 
 def digested(verify: Verify, blocks: int) -> range:
-    """Returns the indices of the `blocks` that have a digest."""
+    """Returns the indices of those of `blocks` blocks that have a digest."""
     step = {"full": 1, "sample": SAMPLE_EVERY}.get(verify)
     return range(0) if step is None else range(0, blocks, step)
 
@@ -100,7 +100,7 @@ class FoundKeys(Message):
 
 
 class ClaimKeys(Message):
-    """Claims the blocks of `keys` for D. Sent again, it makes another lease.
+    """Claims the blocks of `keys` for D. Each such message makes another lease.
 
     Attributes:
         seq: as in `Claim`.
@@ -123,9 +123,9 @@ class GrantKeys(Message):
 
     Attributes:
         region: number of their memory at the sender's transport.
-        unit: bytes of a unit of it; a block's last unit may be used in part.
+        unit: bytes of one unit of that memory; a block's last unit may be used in part.
         sizes: bytes of each block.
-        units: those of all blocks, one block's after the other's.
+        units: the units' numbers in the memory, one block's after the other's.
         digests: xxh3-64 of those blocks that `digested` names, in order.
     """
 
@@ -150,7 +150,10 @@ class GrantKeys(Message):
 
 
 class FindChildren(Message):
-    """Asks which blocks with tokens and with the parent `parent` the receiver has."""
+    """Asks for the blocks with known tokens that follow `parent`.
+
+    With ``None`` it asks for those that begin a prompt.
+    """
 
     code: ClassVar[int] = 36
 
@@ -162,9 +165,9 @@ class FoundChildren(Message):
     """Answers a `FindChildren`. If there are very many children, only the newest are named.
 
     Attributes:
-        keys: of each.
-        lengths: how many tokens each has.
-        tokens: of all of them, one block's after the other's, int32 little-endian.
+        keys: the key of each child.
+        lengths: the number of tokens of each child.
+        tokens: the token ids of all children, one block's after the other's, int32 little-endian.
     """
 
     code: ClassVar[int] = 37
@@ -184,7 +187,7 @@ class FoundChildren(Message):
 
 
 class ForgetKeys(Message):
-    """Asks the receiver to drop the blocks of `keys`, which are wrong or no longer wanted."""
+    """Asks the receiver to delete the blocks of `keys`, which are wrong or no longer wanted."""
 
     code: ClassVar[int] = 34
 
@@ -193,7 +196,7 @@ class ForgetKeys(Message):
 
 
 class ForgotKeys(Message):
-    """Answers a `ForgetKeys`."""
+    """Answers a `ForgetKeys`: the blocks are deleted."""
 
     code: ClassVar[int] = 35
 

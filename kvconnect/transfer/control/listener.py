@@ -24,16 +24,17 @@ logger = logging.getLogger("kvconnect")
 class Listener(Acceptor[Channel]):
     """Accepts peers. Each channel has two threads of its own.
 
-    A peer that connects again replaces its earlier channel. A channel is of use once a lease was
-    granted over it.
+    A peer that connects again replaces its earlier channel. For `least_useful`, a channel is used
+    when a lease is granted over it.
 
     Args:
         endpoint: the settings of all channels.
         host: where to listen; beyond loopback only with a secret.
-        port: 0: any that is free.
+        port: the port to listen on; 0 is any that is free.
 
     Raises:
-        ConfigurationError: no secret; the port is taken, the address not this machine's.
+        ConfigurationError: `host` is beyond loopback without a secret, the port is taken, or the
+            address is not this machine's.
     """
 
     def __init__(self, endpoint: Endpoint, host: str = "127.0.0.1", port: int = 0) -> None:

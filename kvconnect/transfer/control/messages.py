@@ -1,7 +1,7 @@
 """The messages of the control channel, and their bytes.
 
-A message is ``[code, {field: value}]`` in MessagePack. What comes in is checked whole before
-the caller sees it: codes, names, types, ranges, lengths.
+A message is ``[code, {field: value}]`` in MessagePack. A received message is checked completely
+before the caller gets it: codes, names, types, ranges, lengths.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ class LeaseId(Record):
 
 
 class Watermark(Record):
-    """The part of a request that is computed. The lesser of two was sent before the other.
+    """The part of a request that is computed. Of two watermarks, the lesser was sent first.
 
     Attributes:
         layers: how many leading layers hold the first `tokens` tokens.
-        tokens: of the request, up to the end of the chunk that is being computed.
-        before: tokens before that chunk, which all layers hold. What an earlier watermark said
-            stays true.
-        kept: the whole request is computed, and its blocks stay while the lease holds. Until then
-            they may go, and nothing that was read of the request counts.
+        tokens: the request's tokens up to the end of the chunk that is being computed.
+        before: the tokens before that chunk, which all layers hold. An earlier watermark stays
+            true.
+        kept: whether the whole request is computed, and its blocks stay while the lease holds. If
+            False, the blocks may still be reused, and bytes read of them are not valid yet.
     """
 
     layers: Number32
@@ -97,14 +97,14 @@ class Watermark(Record):
     kept: bool = False
 
     def __lt__(self, other: Watermark) -> bool:
-        """Orders by tokens before layers, unlike the fields."""
+        """Compares `tokens` first, then `layers`, `before` and `kept`."""
         return self._order() < other._order()
 
     def _order(self) -> tuple[int, int, int, bool]:
         return self.tokens, self.layers, self.before, self.kept
 
     def after(self, earlier: Watermark) -> Watermark:
-        """Returns this with the tokens `before` that follow from both.
+        """Returns a copy of this watermark whose `before` includes what `earlier` implies.
 
         Once a later chunk is computed, every layer holds the one before. For `tokens_of` only: a
         greater `before` hides a later ``kept`` in the order.
@@ -134,8 +134,8 @@ class Hello(Message):
     """The identity of the sender, and how its memory is read. Part of the opening only.
 
     Attributes:
-        compat: must be equal on both sides.
-        engine_id: of the instance, the same after a restart.
+        compat: the properties that must be equal on both sides.
+        engine_id: the name of the instance, the same after a restart.
         boot: 16 bytes, another for each start of the process.
         rank, tp_size: which part of the KV heads this process has.
         local: what the transport's `local` returned; opaque here.
@@ -173,7 +173,7 @@ class Error(Message):
 
 
 class Ping(Message):
-    """A sign of life, to be answered with a `Pong` of the same number."""
+    """A heartbeat, to be answered with a `Pong` of the same number."""
 
     code: ClassVar[int] = 4
 
@@ -201,7 +201,8 @@ class Claim(Message):
 
     Attributes:
         seq: grows with each `Claim` and `Renew` of a sender; the answer repeats it.
-        epoch: ``None`` names the newest; P waits a while for a request that is not published yet.
+        epoch: ``None`` means the newest lease. P then waits a while if the request is not
+            published yet.
         readers: the number of holders that will claim; P unpins the blocks when all have released.
     """
 
@@ -214,7 +215,7 @@ class Claim(Message):
 
 
 class Grant(Message, _OfLease):
-    """Answers a `Claim`: the blocks stay for `lease_s` seconds from when this was written."""
+    """Answers a `Claim`: the blocks stay for `lease_s` seconds from when this was sent."""
 
     code: ClassVar[int] = 12
 
@@ -244,7 +245,7 @@ class WatermarkOf(Message):
     """Reports to D that P has computed more of a request that D holds.
 
     Attributes:
-        first: for each pool group, the index in the request of the first of `blocks`; empty: no
+        first: for each pool group, the index in the request of the first of `blocks`; empty if no
             block is new.
         blocks: ids of the blocks that follow, for each pool group.
     """
@@ -300,10 +301,10 @@ class ReleasedOk(Message, _OfLease):
 
 
 class Abort(Message):
-    """The sender gives a request up.
+    """Ends a request for its sender.
 
-    From D: D no longer wants the blocks, and discards what it read. From P: P computes no more of
-    the request; granted blocks stay until the lease ends.
+    From D: D no longer wants the blocks, and discards the bytes that it read. From P: P computes no
+    more of the request; granted blocks stay until the lease ends.
     """
 
     code: ClassVar[int] = 20
@@ -329,10 +330,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Returns the message whose bytes are `data`, which may be anything.
+    """Returns the message whose bytes are `data`, which is not trusted.
 
     Raises:
-        BadMessage: it is not a message; names the wrong field, never the value.
+        BadMessage: `data` is not a message. The error names the wrong field, never its value.
     """
     try:
         said: object = msgpack.unpackb(

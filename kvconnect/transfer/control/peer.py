@@ -34,8 +34,9 @@ class Peer:
     Args:
         endpoint: the settings of the channel.
         host, port: where the peer's `Listener` is; beyond loopback only with a secret.
-        longest_pause_s: asked before each pause; ``None``: the peer is not needed any more, and
-            this has ended as with `close`. Must not block. The default is the endpoint's timing.
+        longest_pause_s: called before each pause; returns its limit in seconds. ``None`` ends the
+            attempts for good, as `close` does: the peer is not needed any more. Must not block. The
+            default is ``last_pause_s`` of the endpoint.
 
     Raises:
         ConfigurationError: there is no secret.
@@ -107,7 +108,10 @@ class Peer:
         self._hurried.set()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Closes the channel and connects no more. Blocks until that is done, or `timeout_s`."""
+        """Closes the channel and connects no more. Blocks until that is done, or `timeout_s`.
+
+        On the channel's own thread it does not block.
+        """
         with self._lock:
             self._closed.set()
             self._hurried.set()

@@ -14,8 +14,8 @@ class SendQueue:
     """A bounded queue from any number of threads to one. Only `take` blocks.
 
     Args:
-        max_nbytes: of all frames that wait; at least the largest frame.
-        max_frames: that wait.
+        max_nbytes: the most bytes of waiting frames; at least the largest frame.
+        max_frames: the most waiting frames.
         frame: makes the next frame of a payload; called by one thread at a time.
     """
 
@@ -27,7 +27,7 @@ class SendQueue:
         self._frame = frame
         self._changed = threading.Condition()
         self._closed = False
-        self._taken = False  # the caller of `take` sends what it got: nothing may overtake that
+        self._taken = False  # the caller of `take` sends its frames, which no other may overtake
 
     def put(self, payload: bytes) -> bool:
         """Appends `payload`; drops it and returns False if the queue is full or closed."""
@@ -41,8 +41,9 @@ class SendQueue:
 
         Args:
             payload: of one frame.
-            write: returns how many of its first bytes it took; must not block. Called on this
-                thread, one call at a time, and never while the caller of `take` sends.
+            write: sends the first bytes of its argument and returns their number; must not block.
+                Called on this thread, one call at a time, and never while the caller of `take`
+                sends.
 
         Returns:
             False if the queue is full or closed.
@@ -57,7 +58,7 @@ class SendQueue:
             return True
 
     def _put(self, payload: bytes) -> bool:
-        # A frame that is made must be sent: those that follow count on it.
+        # A frame that is made must be sent: the codes of later frames depend on it.
         fits = self._nbytes + len(payload) <= self._max_nbytes
         if self._closed or not fits or len(self._frames) >= self._max_frames:
             return False
@@ -72,11 +73,11 @@ class SendQueue:
     def take(self, until: float) -> bytes | None:
         """Returns all waiting frames, joined; blocks until there is one.
 
-        Call it only when everything that it returned before is sent.
+        The caller has sent everything that an earlier call returned.
 
         Returns:
-            Empty if there is none at `until`, on `time.monotonic`; ``None`` if the queue is closed
-            and all was taken.
+            The frames; empty if there is none at `until` (`time.monotonic`). ``None`` if the queue
+            is closed and empty.
         """
         with self._changed:
             self._taken = False

@@ -21,16 +21,16 @@ __all__ = ["Wire", "WireClosed", "WireTimeout", "frame"]
 _LENGTH = struct.Struct(">I")
 _SEAL_NBYTES = GUARD_NBYTES + CODE_NBYTES
 _READ_NBYTES = 64 << 10
-# The time between two readings of the clock, which show whether this process ran meanwhile.
+# The longest wait between two readings of the clock, which show whether this process ran meanwhile.
 _LOOK_S = 0.25
 
 
 class WireClosed(ConnectionError):
-    """The connection is closed, by either side."""
+    """The error that the connection was closed by either side."""
 
 
 class WireTimeout(TimeoutError):
-    """A frame was not received or sent completely in time."""
+    """The error that a frame was not received or sent completely in time."""
 
 
 def frame(payload: bytes) -> bytes:
@@ -68,7 +68,7 @@ class Wire:
         self.heard_at = time.monotonic()
 
     def seal(self, outgoing: Seal, incoming: Seal) -> None:
-        """Seals frames that are made, and opens those that are read, from now on."""
+        """Makes `frame` seal with `outgoing`, and `read` check with `incoming`, from now on."""
         self._outgoing, self._incoming = outgoing, incoming
 
     def frame(self, payload: bytes) -> bytes:
@@ -87,14 +87,14 @@ class Wire:
         """Returns the payload of the next frame; blocks until then.
 
         Args:
-            until: on `time.monotonic`. What came in by then is kept for the next call. Later by
-                as long as this process did not run while it waited.
+            until: the deadline, on `time.monotonic`. It is extended by the time that this process
+                did not run while it waited. Bytes received by then are kept for the next call.
 
         Raises:
-            WireTimeout: it is not whole at `until`.
+            WireTimeout: the frame is not complete at `until`.
             WireClosed: the connection has ended.
             BadMessage: the frame is longer than `limit`, or it is not the next one that the peer
-                sent, as it was. The connection is of no use any more.
+                sent, unchanged. The connection cannot be used any more.
         """
         while (payload := self._take()) is None:
             self._wait(select.POLLIN, until)
@@ -111,10 +111,13 @@ class Wire:
         return payload
 
     def write(self, data: bytes, until: float) -> None:
-        """Sends all of `data`, whole frames; blocks until the kernel has it.
+        """Sends all of `data`, whole frames; blocks until the kernel has accepted all.
 
         Raises:
-            WireTimeout, WireClosed: some of it may be sent. The connection is of no use any more.
+            WireTimeout: the kernel has not accepted all at `until`, extended as in `read`.
+            WireClosed: the connection has ended.
+
+        After either, some of `data` may be sent, and the connection cannot be used any more.
         """
         left = memoryview(data)
         while left:
@@ -184,8 +187,7 @@ class Wire:
             if poll.poll(left_s * 1000):
                 return
             now = time.monotonic()
-            # While this process was stopped, or got no time, the peer may have been, too: a machine
-            # that was paused for a while.
+            # If this process did not run, the peer may not have run either: the machine was paused.
             until += max(0.0, now - looked_at - left_s)
             if now >= until:
                 raise WireTimeout("nothing came" if event == select.POLLIN else "nothing was taken")

@@ -35,18 +35,18 @@ class HeldLease:
     Reads are valid if
 
     - the last read had ended before the end, or
-    - P answers a release that followed the last read with: the lease was never broken.
+    - P answers a release, sent after the last read, that the lease was never broken.
 
     All other reads are invalid. A decision is final. The transport, not the lease, fails a read
     from a process that has ended, also if another process took its place.
 
     Args:
-        request: as P calls it.
+        request: the name of the request at P.
         clock: see `lease_clock`.
 
     Attributes:
-        epoch: ``None`` until it is known.
-        lease_s: of the last grant, in seconds; 0 before the first.
+        epoch: the lease's epoch; ``None`` until it is known.
+        lease_s: the length of the last grant in seconds; 0 before the first.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class HeldLease:
 
     @property
     def outcome(self) -> Outcome:
-        """The validity of the bytes read, as far as it is decided."""
+        """The validity of the bytes read; ``OPEN`` until it is decided."""
         return self._outcome
 
     @property
@@ -126,7 +126,7 @@ class HeldLease:
         reads which ended meanwhile were in time.
 
         Returns:
-            False, and nothing changes, if none of that number was sent of late.
+            False, and nothing changes, if `seq` is none of the last claims and renewals sent.
         """
         with self._lock:
             at = self._sent.get(seq)
@@ -141,7 +141,7 @@ class HeldLease:
         """Records that the last read has ended and all its bytes are here. No other read begins.
 
         Raises:
-            UsageError: that was said before.
+            UsageError: the end was recorded before.
         """
         now = self._clock()
         with self._lock:
@@ -154,7 +154,7 @@ class HeldLease:
         """Records that a release with number `seq` is about to be sent.
 
         Raises:
-            UsageError: it has not: call `reads_ended` first, or `give_up`.
+            UsageError: the last read has not ended: call `reads_ended` first, or `give_up`.
         """
         with self._lock:
             if self._read_end is None:
@@ -184,7 +184,7 @@ class HeldLease:
             self._lost = self._lost or why
 
     def give_up(self) -> None:
-        """Makes an undecided lease invalid: the reader aborts or no longer waits."""
+        """Decides an undecided lease as invalid: the reader aborts or no longer waits."""
         with self._lock:
             self._fail()
 

@@ -18,7 +18,7 @@ Blocks: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A lease that no reader holds any more. Its blocks can be unpinned."""
+    """The record of a lease that no reader holds any more. Its blocks can be unpinned."""
 
     key: LeaseId
     nbytes: int
@@ -38,16 +38,16 @@ class Lease:
     """A lease. `LeaseTable` changes it with its lock held.
 
     Attributes:
-        key: its name.
-        tokens: of the prompt.
-        blocks: those known.
-        nbytes: of all blocks.
-        offered_until: when a reader that has not claimed is waited for no longer.
+        key: the name of the lease.
+        tokens: the number of tokens of the prompt.
+        blocks: the ids of the blocks that are known so far.
+        nbytes: the size of all blocks in bytes.
+        offered_until: the time until which readers that have not claimed may still claim.
         progress_at: when more of the request was last computed.
-        mark: how much is computed.
+        mark: how much of the request is computed.
         readers: the number of readers that are expected.
-        withdrawn: whether it is granted no more.
-        holders: until when each holder that claimed has it, or how that ended.
+        withdrawn: whether P refuses all further grants and renewals.
+        holders: for each holder that claimed, when its lease ends, or how it ended.
     """
 
     key: LeaseId
@@ -73,11 +73,11 @@ class Lease:
         return ends
 
     def has_room(self, holder: str) -> bool:
-        """Returns whether `holder` fits. The limit stops peers that claim under ever new names."""
+        """Returns whether `holder` can be added. The limit bounds peers that invent new names."""
         return holder in self.holders or len(self.holders) < _MAX_HOLDERS
 
     def settle(self, now: float) -> bool:
-        """Breaks holdings that are over at `now`; returns whether a reader is left."""
+        """Marks holders whose time is over at `now` as broken; returns whether a reader is left."""
         for holder, end in self.holders.items():
             if not isinstance(end, Holding) and end <= now:
                 self.holders[holder] = Holding.BROKEN

@@ -47,7 +47,7 @@ class LetGo:
             del self._requests[request]
 
     def pop(self, request: str) -> dict[str, int]:
-        """Removes `request` and returns its holders, each with the number of readers it gave."""
+        """Removes `request` and returns the `readers` of each of its holders."""
         holders = self._requests.pop(request, {})
         self._total -= len(holders)
         return holders

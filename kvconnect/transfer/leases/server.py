@@ -34,7 +34,7 @@ from kvconnect.transfer.leases.timer import Clock, Timer, lease_clock
 __all__ = ["LeaseServer", "Send"]
 
 Send: TypeAlias = Callable[[Message], bool]
-"""Sends to one holder; does not block; returns False if it cannot send."""
+"""Sends a message to one holder without blocking; returns False if it cannot be sent."""
 
 _MAX_WAITING = 1024
 
@@ -48,16 +48,17 @@ class _WaitingClaim:
 
 
 class LeaseServer:
-    """Grants, renews and ends leases, without a step of the engine. Thread-safe; nothing blocks.
+    """Grants, renews and ends leases, independent of the engine's steps.
 
-    `offer`, `advance` and `withdraw` are for the engine; `connected`, `disconnected` and `handle`
-    for the channels. `start` gives it a thread that ends leases in time.
+    Thread-safe; only `close` blocks. `offer`, `advance` and `withdraw` are for the engine;
+    `connected`, `disconnected` and `handle` for the channels. `start` starts a thread that ends
+    leases in time.
 
     Args:
-        unpin: gets the leases that ended, each once, or again if it raises; called by `reap`, so it
-            posts to the owner of the blocks. It must not block.
+        unpin: receives the leases that ended, each once, or again if it raised. It runs on the
+            thread of `reap`, so it passes them to the owner of the blocks. It must not block.
         max_lease_total, lease_s, max_idle_s: as in `LeaseTable`.
-        claim_wait_s: how long a claim waits for a request that is not published yet.
+        claim_wait_s: how long a claim waits for a request that is not published yet, in seconds.
         clock: see `lease_clock`.
 
     Attributes:
@@ -77,7 +78,8 @@ class LeaseServer:
         self._unpin = unpin
         self._claim_wait_s = claim_wait_s
         self._clock = clock
-        # Held while the table changes and messages about that are sent: both have one order.
+        # Held while the table changes and the messages about it are sent, so that holders get the
+        # messages in the order of the changes.
         self._lock = threading.Lock()
         self._senders: dict[str, Send] = {}
         self._waiting: dict[tuple[str, str], _WaitingClaim] = {}
@@ -97,11 +99,11 @@ class LeaseServer:
         self._timer = Timer("kvconnect-lease-reaper", self.reap, self._clock)
 
     def close(self, memory: object = None) -> None:
-        """Stops the thread. Blocks while `unpin` runs; the caller unpins what is still pinned.
+        """Stops the thread. Blocks while `unpin` runs; the caller unpins the remaining blocks.
 
         `memory` stays referenced until every granted lease has ended. A holder may have been frozen
         in the middle of a read, and treats bytes as valid that it reads before its lease ends. If
-        the holder maps this process's memory, it would read whatever the memory is used for then.
+        the holder maps this process's memory, it would read the content of a later use.
         """
         if self._timer is not None:
             self._timer.close()
@@ -115,10 +117,10 @@ class LeaseServer:
     # ------------------------------------------------------------------ for the engine
 
     def offer(self, request: str, *, tokens: int, nbytes: int, blocks: Blocks = ()) -> LeaseId:
-        """Calls `LeaseTable.offer` and answers the claims that wait for it.
+        """Calls `LeaseTable.offer`, and answers the claims that wait for `request`.
 
-        A holder that stopped waiting counts as a reader that is done. If there is no other reader,
-        the lease has ended.
+        A holder that stopped waiting counts as a reader that has aborted. If there is no other
+        reader, the lease has ended.
         """
         with self._lock:
             key = self.table.offer(request, tokens=tokens, nbytes=nbytes, blocks=blocks)
@@ -140,14 +142,14 @@ class LeaseServer:
     ) -> LeaseId:
         """Leases blocks, which the caller has pinned, to `holder` and sends it the grant.
 
-        The lease ends as every other: `unpin` gets it, with the returned name.
+        The lease ends as every other: `unpin` receives it, with the returned name.
 
         Args:
-            claim: what is answered.
-            holder: whose it is.
-            send: reaches `holder`.
+            claim: the message to answer.
+            holder: the name of the reader that sent `claim`.
+            send: sends to `holder`.
             grant: returns the answer, from the epoch and the seconds of the lease.
-            nbytes: of the blocks.
+            nbytes: the size of the blocks in bytes.
 
         Raises:
             OutOfBlocks: `max_lease_total` is reached; nothing was sent, the caller unpins.
@@ -159,7 +161,10 @@ class LeaseServer:
         return key
 
     def advance(self, key: LeaseId, mark: Watermark, blocks: Blocks = ()) -> bool:
-        """Calls `LeaseTable.advance` and informs the holders; False if the lease has ended."""
+        """Calls `LeaseTable.advance` and sends the holders a `WatermarkOf`.
+
+        Returns False if the lease has ended.
+        """
         with self._lock:
             first = self.table.num_blocks(key) or (0,) * len(blocks)
             holders = self.table.advance(key, mark, blocks)
@@ -171,17 +176,17 @@ class LeaseServer:
                     first=first if blocks else (),
                     blocks=blocks,
                 )
-                self._tell(holders, message)
+                self._send_to(holders, message)
         return holders is not None
 
     def withdraw(self, key: LeaseId, reason: str = "") -> None:
-        """Calls `LeaseTable.withdraw` and informs the holders."""
+        """Calls `LeaseTable.withdraw` and sends the holders an `Abort`."""
         with self._lock:
             holders = self.table.withdraw(key)
             message = Abort(request=key.request, epoch=key.epoch, reason=reason[:1024])
-            self._tell(holders, message)
+            self._send_to(holders, message)
 
-    def _tell(self, holders: Sequence[str], message: Message) -> None:
+    def _send_to(self, holders: Sequence[str], message: Message) -> None:
         for holder in holders:
             send = self._senders.get(holder)
             if send is not None:
@@ -195,7 +200,10 @@ class LeaseServer:
             self._senders[holder] = send
 
     def disconnected(self, holder: str, send: Send) -> None:
-        """Removes `send`. The leases of `holder` continue until they expire or it returns."""
+        """Removes `send` and the claims that wait for an answer through `send`.
+
+        The leases of `holder` continue until they expire; `holder` may connect again before.
+        """
         with self._lock:
             if self._senders.get(holder) == send:
                 del self._senders[holder]
@@ -203,7 +211,7 @@ class LeaseServer:
                 del self._waiting[name]
 
     def deliver(self, channel: Sender, event: Event) -> None:
-        """Handles an event of the channel to a holder; see `Deliver`."""
+        """Passes an event of a holder's channel to `connected`, `disconnected` or `handle`."""
         holder, send = channel.peer.holder, channel.send
         if isinstance(event, Connected):
             self.connected(holder, send)
@@ -215,8 +223,8 @@ class LeaseServer:
     def handle(self, message: Message, holder: str, send: Send) -> bool:
         """Answers `message` of `holder` through `send`; returns False if it is not about leases.
 
-        A message over a connection that another has replaced is late and ignored: the holder has
-        claimed again over the other connection, and reads.
+        A message over a connection that another one has replaced is late and ignored: the holder
+        has claimed again over the other connection, and reads.
         """
         with self._lock:
             if self._senders.get(holder, send) != send:
@@ -306,7 +314,7 @@ class LeaseServer:
         Only one thread at a time may call this.
 
         Returns:
-            When it is due next, on the clock; ``None``: not before something happens.
+            The time on the clock when `reap` is due next; ``None`` if nothing is due.
         """
         now = self._clock()
         with self._lock:

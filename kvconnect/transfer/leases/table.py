@@ -34,8 +34,8 @@ class Answer:
     """The reply of P to a claim or a renewal. Other fields are set only if `verdict` is ``OK``.
 
     Attributes:
-        lease_s: how long the blocks stay from now on.
-        tokens: of the prompt.
+        lease_s: how long the blocks stay from now on, in seconds.
+        tokens: the number of tokens of the prompt.
     """
 
     verdict: Verdict
@@ -49,18 +49,17 @@ class Answer:
 class LeaseTable:
     """The requests whose blocks peers may read, and until when. Thread-safe; nothing blocks.
 
-    A lease is broken the moment its time is over, whether or not `take_ended` was called since.
-    Under that epoch, a holder whose lease was broken gets no grant any more. The same holds for a
-    holder that has released. Blocks may be unpinned when `take_ended` returns their lease, never
-    before.
+    A lease is broken the moment its time is over, even before the next call of `take_ended`. A
+    holder whose lease was broken, or that has released, gets no further grant under that epoch.
+    Blocks may be unpinned when `take_ended` returns their lease, never before.
 
     Args:
         lease_s: seconds of a lease from when it is offered, claimed or renewed.
-        max_lease_total: bytes of all leases together, at most.
-        max_idle_s: seconds after a request's last progress that its leases are renewed for, at
-            most: a reader that renews for ever does not pin memory for ever.
+        max_lease_total: the most bytes of all leases together.
+        max_idle_s: no lease lasts longer than this many seconds after its request's last progress,
+            so that a reader that renews for ever does not pin memory for ever.
         clock: see `lease_clock`.
-        changed: called, without a lock held, when `next_end` may have come closer; must not block.
+        changed: called, without a lock held, when `next_end` may be earlier now; must not block.
 
     Raises:
         ConfigurationError: a number is not greater than 0.
@@ -88,7 +87,7 @@ class LeaseTable:
         self._clock = clock
         self._changed = changed
         self._lock = threading.Lock()
-        # Begins anywhere: what a peer holds of an earlier incarnation is unknown to this one.
+        # Random, so that the leases of an earlier incarnation are unknown to this one.
         self._next_epoch = secrets.randbits(62)
         self._live: dict[LeaseId, Lease] = {}
         # By name of the request, the newest last; more than one if it is computed several times.
@@ -112,7 +111,9 @@ class LeaseTable:
     # ------------------------------------------------------------------ what P's engine does
 
     def offer(self, request: str, *, tokens: int, nbytes: int, blocks: Blocks = ()) -> LeaseId:
-        """Lets peers claim blocks of `request`, which the caller has pinned.
+        """Makes blocks of `request`, which the caller has pinned, claimable for `lease_s`.
+
+        Returns the name of the new lease.
 
         Raises:
             OutOfBlocks: `max_lease_total` is reached; nothing changed, the caller unpins.
@@ -141,12 +142,13 @@ class LeaseTable:
         """Records that more of the request is computed; keeps it claimable for another `lease_s`.
 
         Args:
-            key: of the lease.
-            mark: how much; an earlier one than what is known changes nothing.
-            blocks: ids that follow those known, for each pool group; empty: none.
+            key: the name of the lease.
+            mark: how much is computed; ignored if it is less than the known mark.
+            blocks: the ids of further blocks, for each pool group; empty if there is none.
 
         Returns:
-            The holders; ``None`` if the lease has ended, so that P computes for itself only.
+            The holders that may still read; ``None`` if the lease has ended: no peer needs the
+            request any more.
         """
         now = self._clock()
         with self._lock:
@@ -165,7 +167,7 @@ class LeaseTable:
         """Stops grants and renewals of this lease. Granted blocks stay until their end.
 
         Returns:
-            The holders that should hear of it.
+            The holders that may still read, which the caller informs.
         """
         now = self._clock()
         with self._lock:
@@ -180,7 +182,7 @@ class LeaseTable:
         return holders
 
     def is_offered(self, request: str) -> bool | None:
-        """Returns whether a lease of `request` is left; ``None`` if none was offered of late."""
+        """Returns whether `request` has a live lease; ``None`` if it had none recently either."""
         now = self._clock()
         with self._lock:
             for key in tuple(self._offers.get(request, ())):
@@ -196,7 +198,7 @@ class LeaseTable:
     def take_ended(self, now: float | None = None) -> list[Ended]:
         """Returns leases that no reader holds at `now`, each exactly once.
 
-        Their memory no longer counts: the caller unpins all of them.
+        Their memory no longer counts as leased: the caller unpins all their blocks.
         """
         if now is None:
             now = self._clock()
@@ -236,13 +238,13 @@ class LeaseTable:
     def claim(
         self, request: str, holder: str, *, epoch: int | None = None, readers: int = 1
     ) -> Answer:
-        """Grants `holder` a lease on the blocks. A repeated claim gets a new lease on the same.
+        """Grants `holder` a lease on the blocks of `request`. A repeated claim extends the lease.
 
         Args:
-            request: as offered.
-            holder: one incarnation of one reader.
-            epoch: ``None``: of the newest offer that was not withdrawn.
-            readers: as in the message.
+            request: the name that was passed to `offer`.
+            holder: the name of one incarnation of one reader.
+            epoch: the epoch of the lease; ``None`` means the newest lease that is not withdrawn.
+            readers: the number of readers to wait for, as in `Claim`.
         """
         now = self._clock()
         with self._lock:
@@ -294,7 +296,7 @@ class LeaseTable:
     def abort(
         self, request: str, holder: str, epoch: int | None = None, *, readers: int = 1
     ) -> None:
-        """Ends the lease of `holder`, which discards what it read.
+        """Ends the lease of `holder`, which discards the bytes that it read.
 
         A holder that has not claimed counts as one of the readers, too; `readers` is as in `claim`.
         """

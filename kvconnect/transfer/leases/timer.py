@@ -18,10 +18,10 @@ _LONGEST_S = 1.0
 _AFTER_ERROR_S = 1.0
 
 Clock: TypeAlias = Callable[[], float]
-"""Seconds, never backwards, from any beginning."""
+"""Returns seconds since any fixed moment; never runs backwards."""
 
 MAX_DRIFT = 0.01
-"""By at most this fraction do clocks of two hosts run at different speed. NTP slews by 0.0005."""
+"""The largest difference in speed of two hosts' clocks, as a fraction. NTP slews by 0.0005."""
 
 
 def lease_clock() -> float:
@@ -37,11 +37,11 @@ class Timer:
     """Calls `work` when it is due and when `wake` was called, independent of an engine's step.
 
     Args:
-        name: of the thread.
-        work: returns when it is due next, on `clock`; ``None`` means at the next `wake`. An
-            exception is logged, and `work` is called again a second later: leases must end whatever
-            happens.
-        clock: of the times that `work` returns.
+        name: the name of the thread.
+        work: returns the time on `clock` when it is due next; ``None`` means at the next `wake`. An
+            exception is logged, and `work` is called again a second later: leases must end in any
+            case.
+        clock: the clock of the times that `work` returns.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ from kvconnect.transfer.regions import Region
 __all__ = ["Agent", "AgentError"]
 
 # Arriving data wakes the progress thread; this is its period without data. Once it polls, it
-# spins until all transfers under way are done, and its lock is in the way of the thread that polls
-# them: at 3 ms that costs up to half the speed where cores are few, and an idle agent 1 % of one.
+# spins until all transfers under way are done, and its lock blocks the thread that polls them. A
+# period of 3 ms costs up to half the speed where cores are few, and 1 % of a core when idle.
 _PROGRESS_DELAY_US = 100_000
 _ENGINE_CONFIG = (
     "TCP_USER_TIMEOUT=2s",
@@ -26,24 +26,25 @@ _ENGINE_CONFIG = (
     "TCP_RX_SEG_SIZE=256k",
     "CMA_TX_QUOTA=16",
 )
-"""Turn a partition into a disconnect within about 2 s; by default it leaves reads as they are. The
-segments, of 8 KiB by default, make reads over TCP half as fast again. Between local processes UCX
-checks its sockets after so many runs, not after each. The environment's settings come first.
+"""The settings of UCX. The first four turn a partition into a disconnect within about 2 s; by
+default reads never end. The segment sizes, 8 KiB by default, make reads over TCP 1.5 times as
+fast. With the last, UCX checks its sockets after 16 local copies, not after each. Settings of the
+environment take precedence.
 """
 
 
 class AgentError(Exception):
-    """A call that NIXL refused, or a transfer that failed."""
+    """The error of a call that NIXL refused, or of a transfer that failed."""
 
 
 class Agent:
-    """An agent with the UCX backend, and what is registered with it.
+    """A NIXL agent with the UCX backend, and the memory that is registered with it.
 
     Args:
-        bindings: of `library.load`.
-        name: never one that an agent had before: peers keep what they know by name.
+        bindings: the bindings that `library.load` returned.
+        name: a name that no agent had before: peers keep what they know of an agent by its name.
         device: the network device that UCX listens on and uses; ``all`` for all.
-        tls: the one transport that UCX is held to, or None.
+        tls: the only transport that UCX may use; ``None`` allows all.
 
     Raises:
         ConfigurationError: the backend cannot be made.
@@ -76,10 +77,10 @@ class Agent:
         self._registered: list[Any] = []
 
     def register(self, region: Region) -> None:
-        """Registers memory.
+        """Registers the memory of `region`, so that peers can read it and reads can write to it.
 
         Raises:
-            AgentError: UCX cannot.
+            AgentError: UCX cannot register the memory.
         """
         rows = np.array([[region.address, region.nbytes, region.device]], np.uint64)
         listed = self._nixl.nixlRegDList(self._kind(host=region.host), rows)
@@ -91,10 +92,10 @@ class Agent:
         return bytes(self._call(self._agent.getLocalMD))
 
     def add_peer(self, metadata: bytes) -> str:
-        """Connects; returns the peer agent's name.
+        """Connects to the agent whose `metadata` these are; returns its name.
 
         Raises:
-            AgentError: no agent answers there.
+            AgentError: no agent answers.
         """
         name = self._call(self._agent.loadRemoteMD, metadata)
         name = name.decode() if isinstance(name, bytes) else str(name)
@@ -102,7 +103,7 @@ class Agent:
         return name
 
     def reaches(self, name: str) -> bool:
-        """Returns whether the connection to a peer works, as far as it is known. Does not block.
+        """Returns whether no failure of the connection to a peer is known. Does not block.
 
         Sends the peer a notification, the only call that detects a failure: see
         `drop_notifications`.
@@ -154,7 +155,7 @@ class Agent:
         Between local processes it is done at once, since UCX copies in the call.
 
         Raises:
-            AgentError: it failed.
+            AgentError: the transfer failed.
         """
         return self._done(self._call(self._agent.postXferReq, transfer, b""))
 
@@ -162,17 +163,17 @@ class Agent:
         """Returns whether a transfer is done.
 
         Raises:
-            AgentError: it failed.
+            AgentError: the transfer failed.
         """
         return self._done(self._call(self._agent.getXferStatus, transfer))
 
     def release(self, transfer: int) -> None:
-        """Frees a transfer that is done or failed. Of one under way the bytes would still land."""
+        """Frees a transfer that is done or failed; one under way would continue to write."""
         with suppress(AgentError):
             self._call(self._agent.releaseXferReq, transfer)
 
     def destroy(self) -> None:
-        """Ends the agent and its transfers: no byte lands any more. It cannot be used again."""
+        """Ends the agent and its transfers: no byte lands any more. No method works afterwards."""
         for listed in self._registered:
             with suppress(AgentError):
                 self._call(self._agent.deregisterMem, listed, [self._ucx])

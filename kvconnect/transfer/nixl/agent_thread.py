@@ -26,9 +26,9 @@ _DROP_NOTIFICATIONS_S = 30.0
 
 
 class AgentThread:
-    """The owner of an `Agent`. It sleeps while no pull is under way, else polls with back-off.
+    """A thread that owns an `Agent`. While no pull runs it sleeps, else it polls with back-off.
 
-    Methods may be called from any thread. Functions that are passed to `call` run on this one.
+    Methods may be called from any thread. Functions that are passed to `call` run on this thread.
     """
 
     def __init__(self, *, quiescent: bool) -> None:
@@ -48,10 +48,10 @@ class AgentThread:
         self._thread.start()
 
     def call(self, function: Callable[[], _T], timeout_s: float | None = None) -> _T:
-        """Runs `function` on the thread and returns what it returns; blocks.
+        """Runs `function` on the thread and returns its result or raises its error; blocks.
 
         Raises:
-            TimeoutError: not done within `timeout_s`; it still will be.
+            TimeoutError: `function` has not ended within `timeout_s`; it still runs to its end.
         """
         future: Future[_T] = Future()
 
@@ -65,10 +65,10 @@ class AgentThread:
         return future.result(timeout_s)
 
     def create(self, make: Callable[[], Agent]) -> None:
-        """Makes the agent; blocks.
+        """Makes the agent by calling `make` on the thread; blocks.
 
         Raises:
-            ConfigurationError: of `make`; there is none then.
+            ConfigurationError: `make` raised it; there is no agent then.
         """
 
         def create() -> None:
@@ -78,13 +78,20 @@ class AgentThread:
 
     @property
     def agent(self) -> Agent:
-        """The agent, for functions given to `call`."""
+        """The agent, for functions passed to `call`.
+
+        Raises:
+            PullFailed: there is no agent.
+        """
         if self._agent is None:
             raise PullFailed("closed", "the transport is closed or being built anew")
         return self._agent
 
     def submit(self, pull: NixlPull, peer: str, prepare: Callable[[Agent], None]) -> None:
-        """Reads `pull` from the agent `peer` after the thread called `prepare`. Never blocks."""
+        """Makes the thread call `prepare` and then read `pull` from the agent `peer`. Never blocks.
+
+        If `prepare` fails, `pull` fails, and nothing of it is read.
+        """
         part = PullPart(pull, peer, self.wake)
         pull.join(part)
 
@@ -103,10 +110,10 @@ class AgentThread:
         self._put(begin)
 
     def assist(self, pull: NixlPull, peer: str, metadata: bytes) -> None:
-        """Reads a part of another agent's pull, if the agent `peer` is reached. Never blocks.
+        """Reads a part of another agent's pull, if the agent `peer` can be reached. Never blocks.
 
-        Reads only transfers that no agent has begun by then. An error before the first transfer of
-        this part does not affect the other agent.
+        The part has only transfers that no agent has begun by then. An error before its first
+        transfer does not affect the other agent.
         """
 
         def begin() -> None:
@@ -130,13 +137,14 @@ class AgentThread:
     def disconnect(
         self, peer: str, error: PullFailed, *, then: Literal["forget", "keep", "use"]
     ) -> None:
-        """Fails pulls from the agent `peer`. Never blocks.
+        """Fails the pulls from the agent `peer`. Never blocks.
 
         Args:
-            peer: its name.
-            error: of the pulls.
-            then: "forget" it when they are terminal, if it has ended; "keep" its connection for the
-                next `reach`, since UCX closes none to an agent that lives; "use": it is reached.
+            peer: the name of the agent.
+            error: the error of the pulls.
+            then: "forget" removes an agent that has ended, once the pulls are terminal. "keep"
+                keeps the connection for the next `reach`: UCX closes none to a running agent. "use"
+                leaves the connection in use.
         """
 
         def disconnect() -> None:
@@ -151,7 +159,7 @@ class AgentThread:
         self._put(disconnect)
 
     def destroy(self, error: PullFailed) -> None:
-        """Ends the agent and its part of every pull; those that are not done fail with `error`."""
+        """Ends the agent and its parts of pulls; unfinished pulls fail with `error`. Blocks."""
 
         def destroy() -> None:
             agent, self._agent = self._agent, None
@@ -172,12 +180,12 @@ class AgentThread:
     def reach(self, peer: str, metadata: bytes) -> None:
         """Connects to the agent `peer`, again if a pull from it failed or its metadata changed.
 
-        Unused other agents that have ended meanwhile are forgotten. For functions passed to `call`.
+        Unused other agents that have ended meanwhile are removed. For functions passed to `call`.
 
         Raises:
-            PeerUnreachable: reads from it are under way, so that it cannot be connected again; or
-                `metadata` are of another agent.
-            AgentError: it does not answer.
+            PeerUnreachable: the agent cannot be connected again since reads from it are under way,
+                or `metadata` are of another agent.
+            AgentError: the agent does not answer.
         """
         agent, sound = self.agent, peer not in self._broken and peer not in self._leaving
         if sound and self._known.get(peer) == metadata and self._still_reached(agent, peer):
@@ -203,7 +211,11 @@ class AgentThread:
         return True
 
     def _mend(self, peer: str) -> None:
-        """Connects again to a peer whose connection failed although the peer runs."""
+        """Connects again to a peer whose last pull failed, unless reads from it are under way.
+
+        Raises:
+            PullFailed: the peer does not answer.
+        """
         metadata = self._known.get(peer)
         if metadata is None or peer not in self._broken or self._under_way(peer):
             return
@@ -224,7 +236,7 @@ class AgentThread:
         return any(part.peer == peer for part in self._parts)
 
     def close(self) -> None:
-        """Ends the thread, after `destroy`."""
+        """Ends the thread; blocks until it has ended. To be called after `destroy`."""
         with self._lock:
             self._ended = True
             self._commands.put(None)
@@ -236,7 +248,7 @@ class AgentThread:
                 self._commands.put(command)
                 return
         if command is not None:
-            command()  # there is no agent: it only says so
+            command()  # there is no agent any more, so it only reports that
 
     def _run(self) -> None:
         wait_s = _SHORTEST_S
@@ -283,7 +295,7 @@ class AgentThread:
         for part in self._parts:
             try:
                 changed = part.advance(agent, quiescent=self._quiescent) or changed
-            except Exception as error:  # what of it is under way is not known any more
+            except Exception as error:  # it is not known which of its transfers are under way
                 part.pull.fail(PullFailed("peer", f"{part.peer}: {error!r}"))
                 raise
             if part.error is not None:

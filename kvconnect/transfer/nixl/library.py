@@ -1,4 +1,4 @@
-"""The import of the NIXL library, with an error that says what is missing."""
+"""The import of the NIXL library, and the capabilities of UCX on this machine."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _WITHOUT_RDMA = frozenset(("tcp", "cma", "sm", "shm", "self", "posix", "sysv", "
 _COPIED_BY_THE_KERNEL = frozenset(("all", "sm", "shm", "cma"))
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
-"""UCX prints on stdout and NIXL on stderr, for each read of a peer that has ended. They return the
-same as errors.
+"""The log levels that silence UCX and NIXL. Otherwise they print, on stdout and stderr, for each
+read of a peer that has ended. They return the same as errors.
 """
 
 
 def load() -> Any:
     """Returns NIXL's bindings.
 
-    Its ``nixl_agent`` is not used: it cannot set the progress thread's delay, and with a delay of 0
-    an idle agent uses a whole core. NIXL and UCX print nothing unless the environment sets their
-    log level or they were loaded before.
+    NIXL's ``nixl_agent`` is not used: it cannot set the progress thread's delay, and with a delay
+    of 0 an idle agent uses a whole core. Sets the log levels of UCX and NIXL in the environment to
+    silence them, unless they are set there. That has no effect on a library that is loaded already.
 
     Raises:
-        MissingExtra: it is not installed.
-        ConfigurationError: it is, and cannot be imported; says why.
+        MissingExtra: NIXL is not installed.
+        ConfigurationError: NIXL is installed and cannot be imported; the message says why.
     """
     for name, level in _QUIET.items():
         os.environ.setdefault(name, level)
@@ -47,8 +47,8 @@ def rdma_possible(tls: str | None, device: str) -> bool:
     """Returns whether UCX may move bytes by a network card's own writes.
 
     Args:
-        tls: the transports that UCX is held to; None: what ``UCX_TLS`` says, or all.
-        device: the network device that it is held to.
+        tls: the transports that UCX is limited to; None means those of ``UCX_TLS``, or all.
+        device: the network device that UCX is limited to.
     """
     if device == "lo":
         return False
@@ -59,13 +59,13 @@ def rdma_possible(tls: str | None, device: str) -> bool:
 
 
 def shares_memory(tls: str | None, device: str) -> bool:
-    """Returns whether UCX reads from peers only by copies of the kernel, if at all.
+    """Returns whether UCX is limited to this machine and may read by copies of the kernel.
 
     A core of this process makes those copies.
 
     Args:
         tls: as in `rdma_possible`.
-        device: as there; only what is held to this machine counts.
+        device: as in `rdma_possible`; only ``lo`` is limited to this machine.
     """
     if device != "lo":
         return False

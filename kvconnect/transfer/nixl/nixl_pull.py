@@ -16,8 +16,8 @@ from kvconnect.transfer.pull import Pull
 
 __all__ = ["NixlPull", "PullPart"]
 
-# NIXL's progress thread keeps the one that polls out for tens of milliseconds: with four, all were
-# done by then, and a link of 8 Gbit/s ran dry.
+# The transfers of a part under way. NIXL's progress thread blocks the polling thread for tens of
+# milliseconds. With four transfers, all were done by then, and a link of 8 Gbit/s stood idle.
 _WINDOW = 16
 
 
@@ -28,7 +28,7 @@ class NixlPull(Pull):
     still write. A failed part stops the others. The first part joins before `add`.
 
     Attributes:
-        stopped: no further transfer begins.
+        stopped: whether the pull is stopped, so that no further transfer begins.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -40,7 +40,7 @@ class NixlPull(Pull):
         self._error: PullFailed | None = None
 
     def join(self, part: PullPart) -> bool:
-        """Adds `part`, which may take transfers from now on; False if the pull has ended."""
+        """Adds `part`, which may call `take` from now on; returns False if the pull has ended."""
         with self._lock:
             if self._parts and not self._open:
                 return False
@@ -54,7 +54,7 @@ class NixlPull(Pull):
         return len(self._transfers)
 
     def take(self) -> Transfer | None:
-        """Returns the next transfer, for one part only; ``None`` at the end or if stopped."""
+        """Removes and returns the next transfer; ``None`` at the end or if the pull is stopped."""
         if self.stopped:
             return None
         try:
@@ -107,8 +107,8 @@ class PullPart:
 
         Args:
             agent: the agent that reads the part.
-            quiescent: no byte of a failed transfer lands any more. If False, its handle is kept,
-                and the part does not end until `cut_off`.
+            quiescent: whether no byte of a failed transfer lands any more. If False, a failed
+                transfer's handle is kept, and the part does not end until `cut_off`.
         """
         changed = self._check(agent, quiescent=quiescent)
         while len(self._active) < _WINDOW and (transfer := self.pull.take()) is not None:
@@ -137,7 +137,10 @@ class PullPart:
             self.pull.part_ended()
 
     def cut_off(self, agent: Agent, error: PullFailed) -> None:
-        """Frees all handles. The caller destroys the agent and then calls `end`."""
+        """Fails the part with `error` and frees all handles.
+
+        The caller destroys the agent and then calls `end`.
+        """
         self._fail_with(error)
         for transfer in (*self._active, *self._stuck):
             agent.release(transfer)

@@ -25,8 +25,8 @@ class Base:
     """The beginning of a region.
 
     Attributes:
-        address: of its first byte, in its process or on its device.
-        device: number of its device.
+        address: the address of its first byte, in its process or on its device.
+        device: the number of its device.
         host: whether the region is in memory of the CPU.
     """
 
@@ -37,7 +37,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """The runs that one transfer reads, pairwise equal.
+    """The runs that one transfer reads. Each remote run is as long as its local run.
 
     Attributes:
         local, remote: the runs of this side's memory and of the peer's.
@@ -51,7 +51,10 @@ class Transfer:
 
 
 def transfers(local: Runs, near: Base, remote: Runs, far: Base) -> Iterator[Transfer]:
-    """Cuts pairwise equal runs of the regions `near` and `far` into transfers, in their order."""
+    """Cuts runs of the regions `near` and `far`, in pairs of equal length, into transfers.
+
+    Yields the transfers in the order of the runs, each smaller than 16 MiB.
+    """
     if not len(local):
         return
     if int(local["nbytes"].sum()) <= _TRANSFER_NBYTES:

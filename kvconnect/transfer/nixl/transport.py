@@ -85,16 +85,15 @@ class NixlTransport(Transport):
 
     UCX listens on every device that it uses and authenticates no peer. Any process that reaches
     these devices may read the memory of this process. So UCX is limited to loopback, and with it to
-    this machine, unless `device` says otherwise. Name a device there that only trusted machines
-    reach.
+    this machine, unless `device` names another one. Name a device that only trusted machines reach.
 
     Args:
         identity: this transport's name, the same after a restart; random if not given.
-        device: the network device as UCX names it: ``lo``, ``eth1``, ``mlx5_0:1``; ``all``: those
-            of ``UCX_NET_DEVICES``, or all there are.
-        tls: one of UCX's transports, to use no other: ``tcp``, ``cma``; several are set for the
-            whole process in ``UCX_TLS``.
-        connect_timeout_s: for `connect`.
+        device: the network device as UCX names it: ``lo``, ``eth1``, ``mlx5_0:1``. ``all`` means
+            those of ``UCX_NET_DEVICES``, or every device.
+        tls: the only transport that UCX may use: ``tcp``, ``cma``. To allow several, set
+            ``UCX_TLS`` for the whole process.
+        connect_timeout_s: the longest time of `connect`.
     """
 
     name: ClassVar[str] = "nixl"
@@ -121,15 +120,15 @@ class NixlTransport(Transport):
         self._connect_s = connect_timeout_s
         self.quiescent_after_error = not rdma_possible(tls, device)
         self._regions = Regions()
-        self._changing = threading.Lock()  # held by whatever blocks
+        self._changing = threading.Lock()  # held by each method that blocks
         self._lock = threading.Lock()  # of the two below; never held while something blocks
         self._peers: dict[str, NixlPeer] = {}
         self._joining: str | None = None
-        """The agent that is being made known."""
+        """The name of the agent that `connect` is connecting to."""
         self._thread: AgentThread | None = None
-        """Of the agent that peers know."""
+        """The thread of the agent that peers know."""
         self._second: AgentThread | None = None
-        """Of one that reads beside it; none where that is of no use."""
+        """The thread of a second agent that shares large pulls; ``None`` where it does not help."""
         self._deadlines: Deadlines | None = None
         self._local = b""
 
@@ -138,7 +137,7 @@ class NixlTransport(Transport):
 
         Raises:
             MissingExtra: nixl is not installed.
-            ConfigurationError: it is of no use here.
+            ConfigurationError: nixl is not usable on this machine.
         """
         with self._changing:
             if self._thread is not None:
@@ -174,7 +173,7 @@ class NixlTransport(Transport):
         return number
 
     def local(self) -> bytes:
-        """Implements `Transport.local`."""
+        """Returns the bytes that a peer passes to `connect`, as `Transport.local` describes."""
         if self._thread is None:
             raise UsageError("the transport is not open")
         return self._local
@@ -219,7 +218,7 @@ class NixlTransport(Transport):
             return peer
 
     def disconnect(self, peer: PeerHandle) -> None:
-        """Implements `Transport.disconnect`."""
+        """Fails the pulls from `peer` and forgets the peer. Idempotent; does not block."""
         known = self._known(peer)
         with self._lock:
             connected, known.connected = known.connected, False
@@ -230,12 +229,12 @@ class NixlTransport(Transport):
             self._disconnect(
                 known.place.agent,
                 _disconnected(known.identity),
-                # The one that comes reads from it.
+                # The handle that `connect` is making reads from this agent.
                 then="use" if known.place.agent == self._joining else "keep",
             )
 
     def pull(self, peer: PeerHandle, reads: Reads, *, deadline_s: float) -> Pull:
-        """Implements `Transport.pull`."""
+        """Begins to read, as `Transport.pull` describes. Does not block."""
         known, thread, deadlines = self._known(peer), self._thread, self._deadlines
         if thread is None or deadlines is None:
             raise UsageError("the transport is not open")
@@ -260,7 +259,7 @@ class NixlTransport(Transport):
             self._create(self._thread)
 
     def close(self) -> None:
-        """Implements `Transport.close`."""
+        """Ends every pull, all connections and threads. Idempotent; blocks."""
         with self._changing:
             if self._thread is not None:
                 self._destroy(PullFailed("closed", "the transport was closed"))

@@ -49,7 +49,10 @@ def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
 def answer(
     connection: socket.socket, secret: SharedSecret | None, incarnation: bytes, deadline: float
 ) -> Seals | None:
-    """Proves the source to a reader; ``None`` if the reader may not read. Blocks until `deadline`.
+    """Makes the source's side of the handshake. Blocks until `deadline` (monotonic) at most.
+
+    Returns:
+        The seals of the connection; ``None`` if the reader is refused.
 
     Raises:
         OSError: the connection broke, or was too slow (TimeoutError).
@@ -74,10 +77,12 @@ def answer(
 def greet(
     connection: socket.socket, secret: SharedSecret | None, incarnation: bytes, deadline: float
 ) -> Seals:
-    """Proves the reader to a source. Blocks until `deadline` at most.
+    """Makes the reader's side of the handshake and returns the seals of the connection.
+
+    Blocks until `deadline` (monotonic) at most.
 
     Raises:
-        PeerUnreachable: what answers is no source, another incarnation, or has another secret.
+        PeerUnreachable: the other side is no source, another incarnation, or has another secret.
         OSError: the connection broke, or was too slow (TimeoutError).
     """
     greeting = _GREETING.unpack(receive_exactly(connection, _GREETING.size, deadline))

@@ -52,10 +52,10 @@ class TcpPeer(PeerHandle):
         self._closed = False
 
     def connect(self) -> None:
-        """Makes the first connection; blocks.
+        """Makes the first connection and starts the lanes; blocks for at most `connect_s`.
 
         Raises:
-            PeerUnreachable: it cannot be made.
+            PeerUnreachable: the connection cannot be made.
         """
         first = self._connected()
         for index in range(self._lanes):
@@ -69,7 +69,10 @@ class TcpPeer(PeerHandle):
             thread.start()
 
     def take(self, pull: TcpPull, shares: list[Share]) -> None:
-        """Reads `shares` of `pull`, or fails it if the peer is disconnected."""
+        """Queues `shares` of `pull` for the lanes. Does not block.
+
+        Fails `pull` if the peer is disconnected.
+        """
         with self._lock:
             pull.expect(shares)
             if not self._closed:
@@ -81,7 +84,7 @@ class TcpPeer(PeerHandle):
             pull.fail(PullFailed("peer", f"{self.identity} is disconnected"))
 
     def stop(self, error: PullFailed) -> None:
-        """Fails all pulls and makes the lanes end; does not wait for their end (see `join`)."""
+        """Fails all pulls with `error` and makes the lanes end. Does not block; see `join`."""
         with self._lock:
             closed, self._closed = self._closed, True
             pulls = list(self._pulls)
@@ -139,7 +142,7 @@ class TcpPeer(PeerHandle):
             stream.connection.close()
 
     def _read_share(self, stream: Stream | None, share: Share) -> Stream | None:
-        """Reads `share`; returns the connection for the next one, if it can be used again."""
+        """Reads `share`; returns the connection for the next share, or None if it is closed."""
         if share.pull.stopped:
             return stream
         used = stream is not None
@@ -188,4 +191,7 @@ class TcpPeer(PeerHandle):
 
 
 class _Stale(OSError):
-    """A connection broke before the answer: of one that was idle, the source may have closed it."""
+    """The error that the connection broke before the answer.
+
+    The source may have closed an idle connection.
+    """

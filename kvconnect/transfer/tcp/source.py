@@ -28,7 +28,7 @@ class _Reader:
 
     Attributes:
         host: see `host_of`.
-        used_at: when it last got the bytes that it asked for; ``None`` if never.
+        used_at: the time (monotonic) of its last request that was served; ``None`` if none was.
     """
 
     stream: Stream
@@ -36,7 +36,7 @@ class _Reader:
     used_at: float | None = None
 
     def cut(self, reason: str) -> None:
-        """Ends the connection, and what its thread waits for."""
+        """Shuts the connection down, which ends the calls of its thread that block."""
         shut(self.stream.connection)
 
     close = cut
@@ -46,16 +46,16 @@ class Source(Acceptor[_Reader]):
     """Serves reads of `regions`. `close` blocks until no thread reads registered memory.
 
     A handshake takes at most `_HANDSHAKE_S`. A reader that reads none of its requested bytes for
-    `_STALL_S` is disconnected. A reader is of use once it got bytes that it asked for.
+    `_STALL_S` is disconnected. For `least_useful`, a reader is used when a request is served.
 
     Args:
-        regions: may grow meanwhile.
-        secret: that readers prove; ``None``: none.
-        incarnation: of the transport, which readers name.
+        regions: the memory that readers may read; may grow later.
+        secret: the secret that readers must prove; ``None`` if there is none.
+        incarnation: the transport's incarnation; readers that expect another one are refused.
         host, port: see `Acceptor`.
 
     Raises:
-        ConfigurationError: it cannot listen there, for example because the port is taken.
+        ConfigurationError: the port is taken, or the address is not this machine's.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Source(Acceptor[_Reader]):
         super().__init__("tcp", host, port)
 
     def _open(self, sock: socket.socket, host: str) -> _Reader | None:
-        with suppress(OSError):  # whatever the reader does ends its connection, nothing else
+        with suppress(OSError):  # a reader's fault ends its connection, nothing else
             prepare(sock)
             deadline = time.monotonic() + _HANDSHAKE_S
             seals = answer(sock, self._secret, self._incarnation, deadline)

@@ -31,19 +31,22 @@ PIECE_NBYTES = 256 << 10
 """Bytes under one checksum: few enough to stay in a core's second cache."""
 
 _BATCH = 8
-"""Pieces that are sent or received at once. Each system call may wake the other side up."""
+"""The pieces of one system call: each call may wake up the other side."""
 
 
 class Disconnected(OSError):
-    """The other side closed the connection."""
+    """The error that the other side closed the connection."""
 
 
 class Corrupt(OSError):
-    """Bytes arrived that are not those that were sent. The connection is of no use any more."""
+    """The error that received bytes are not those that were sent.
+
+    The connection cannot be used any more.
+    """
 
 
 def prepare(connection: socket.socket) -> None:
-    """Sets what all connections have: no delay of small requests, and a partition found in 3 s."""
+    """Sets `connection` to send small requests at once and to detect a partition within 3 s."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -52,7 +55,13 @@ def prepare(connection: socket.socket) -> None:
 
 
 def block_until(connection: socket.socket, option: int, seconds: float) -> None:
-    """Makes the socket block, in the kernel and for `seconds` without progress (0: for ever)."""
+    """Makes calls of `connection` block in the kernel for up to `seconds` without progress.
+
+    Args:
+        connection: the socket to change.
+        option: ``SO_SNDTIMEO`` for sending, ``SO_RCVTIMEO`` for receiving.
+        seconds: the limit; 0 for none.
+    """
     connection.settimeout(None)
     whole, fraction = divmod(seconds, 1)
     timeval = struct.pack("@ll", int(whole), int(fraction * 1_000_000))
@@ -60,10 +69,10 @@ def block_until(connection: socket.socket, option: int, seconds: float) -> None:
 
 
 def receive_exactly(connection: socket.socket, nbytes: int, deadline: float | None = None) -> bytes:
-    """Returns the next `nbytes`; blocks, until `deadline` (of `time.monotonic`) if there is one.
+    """Returns the next `nbytes`; blocks until `deadline` (of `time.monotonic`) or without limit.
 
     Raises:
-        Disconnected: the connection ended before.
+        Disconnected: the connection ended before all bytes were received.
         TimeoutError: the deadline passed.
     """
     data = bytearray(nbytes)
@@ -95,14 +104,14 @@ class Stream:
         self._sums = memoryview(bytearray(_SUM.size * _BATCH))
 
     def send(self, region: Region, runs: Runs, seed: int) -> None:
-        """Sends the bytes of `runs`, as they are when their piece is copied.
+        """Sends the bytes of `runs` in `region`, as they are when their piece is copied; blocks.
 
         Their owner may write to them at any time. So each piece is copied, and the copy is hashed
         and sent.
 
         Raises:
             OSError: the connection broke or its timeout passed without progress; some, all or none
-                was sent.
+                of the bytes were sent.
         """
         buffer = self._staging()
         staged = buffer.numpy().data
@@ -122,10 +131,10 @@ class Stream:
             self.connection.sendall(staged[:end])
 
     def receive(self, region: Region, runs: Runs, seed: int) -> None:
-        """Fills `runs` with what comes.
+        """Receives bytes and writes them to `runs` of `region`; blocks.
 
         Raises:
-            Corrupt: other bytes came than those that were sent.
+            Corrupt: the received bytes are not those that were sent.
             OSError: the connection broke or was shut down.
 
         After either, some, all or none of the bytes have changed, and none changes any more.
@@ -147,7 +156,7 @@ class Stream:
                     _scatter(self._staging()[at * PIECE_NBYTES :], region, piece)
 
     def _staged(self, at: int, piece: Runs) -> memoryview:
-        """Returns where a piece of a device's memory arrives, the one at `at` in its batch."""
+        """Returns the part of the buffer that receives `piece`, number `at` of its batch."""
         begin = at * PIECE_NBYTES
         return self._staging().numpy().data[begin : begin + int(piece["nbytes"].sum())]
 
@@ -177,7 +186,7 @@ def _batches(runs: Runs) -> Iterator[list[tuple[int, Runs]]]:
 
 
 def _checksum(parts: list[memoryview], seed: int, number: int) -> int:
-    """Returns the xxh3-64 of `parts`, the piece of that number."""
+    """Returns the xxh3-64 of `parts`, which make the piece `number`, with its own seed."""
     seed = (seed + number) % (1 << 64)
     if len(parts) == 1:
         return xxhash.xxh3_64_intdigest(parts[0], seed)
@@ -203,7 +212,7 @@ def _scatter(buffer: Tensor, region: Region, piece: Runs) -> None:
 
 
 def _left(vectors: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Returns what is left of `vectors` after their first `nbytes`."""
+    """Returns `vectors` without their first `nbytes`."""
     for index, vector in enumerate(vectors):
         if nbytes < len(vector):
             return [vector[nbytes:], *vectors[index + 1 :]]

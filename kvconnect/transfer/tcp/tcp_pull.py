@@ -1,4 +1,4 @@
-"""A pull over TCP: the shares of it that lanes take, and how they are stopped."""
+"""A pull over TCP, and its shares, each of which one lane reads."""
 
 from __future__ import annotations
 
@@ -49,13 +49,16 @@ class TcpPull(Pull):
         self._error: PullFailed | None = None
 
     def expect(self, shares: list[Share]) -> None:
-        """Takes `shares`, before any lane gets one."""
+        """Sets the shares of the pull, before a lane gets one; finishes a pull without shares."""
         self._waiting = set(shares)
         if not shares:
             self.finish()
 
     def begin(self, share: Share, connection: socket.socket) -> bool:
-        """Returns whether the lane may read `share` from `connection`, and must call `end`."""
+        """Marks `share` as running over `connection`; returns False if the pull is stopped.
+
+        In both cases, the lane calls `end` later.
+        """
         with self._shares_lock:
             if self._stopped:
                 return False
@@ -76,7 +79,7 @@ class TcpPull(Pull):
 
     @property
     def stopped(self) -> bool:
-        """Returns whether shares are to end as soon as they can."""
+        """Returns whether the pull is stopped: no share begins, and running ones end soon."""
         return self._stopped
 
     def _stop(self) -> None:
@@ -96,7 +99,10 @@ class TcpPull(Pull):
 
 
 def split(pull: TcpPull, reads: Reads, most: int) -> list[Share]:
-    """Returns up to `most` shares of about equal size."""
+    """Cuts `reads` into up to `most` shares of `pull` of about equal size.
+
+    Several shares have at least 8 MiB each. Without bytes to read there is none.
+    """
     total = reads.total_nbytes
     number = max(1, min(most, total // _SHARE_NBYTES))
     remote = runs(reads.remote_offsets, reads.nbytes)

@@ -34,8 +34,8 @@ class TcpTransport(Transport):
         port: 0 takes a free one, which it keeps over `rebuild`.
         advertise: address that peers connect to, if it is not `host`.
         secret: shared by all peers; authenticates connections, encrypts nothing.
-        connections: to each peer at most; one does for pulls below 16 MiB.
-        connect_timeout_s: for a connection and its handshake.
+        connections: the most connections to each peer, 1 to 64; pulls below 16 MiB use one.
+        connect_timeout_s: the longest time for a connection and its handshake.
     """
 
     name: ClassVar[str] = "tcp"
@@ -63,7 +63,7 @@ class TcpTransport(Transport):
         self._connect_s = connect_timeout_s
         self._secret = secret
         self._regions = Regions()
-        self._changing = threading.Lock()  # held by whatever opens, ends or rebuilds
+        self._changing = threading.Lock()  # held by `open`, `rebuild` and `close`
         self._lock = threading.Lock()
         self._peers: dict[str, TcpPeer] = {}
         self._former: list[TcpPeer] = []  # disconnected, whose lanes may still run
@@ -72,7 +72,7 @@ class TcpTransport(Transport):
         self._incarnation = ""
 
     def open(self) -> None:
-        """Listens; see `Transport.open`."""
+        """Starts to listen, as `Transport.open` describes."""
         with self._changing:
             if self._deadlines is not None:
                 raise UsageError("the transport is open")
@@ -84,7 +84,7 @@ class TcpTransport(Transport):
         return self._regions.add(memory)
 
     def local(self) -> bytes:
-        """Implements `Transport.local`."""
+        """Returns the bytes that a peer passes to `connect`, as `Transport.local` describes."""
         if self._source is None:
             raise UsageError("the transport is not open")
         return encode(
@@ -123,7 +123,7 @@ class TcpTransport(Transport):
         return peer
 
     def disconnect(self, peer: PeerHandle) -> None:
-        """Implements `Transport.disconnect`."""
+        """Fails the pulls from `peer` and forgets the peer. Idempotent; does not block."""
         known = self._known(peer)
         with self._lock:
             if self._peers.get(known.identity) is known:
@@ -132,7 +132,7 @@ class TcpTransport(Transport):
         known.stop(PullFailed("peer", f"{known.identity} was disconnected"))
 
     def pull(self, peer: PeerHandle, reads: Reads, *, deadline_s: float) -> Pull:
-        """Implements `Transport.pull`."""
+        """Begins to read, as `Transport.pull` describes. Does not block."""
         known, deadlines = self._known(peer), self._deadlines
         if deadlines is None:
             raise UsageError("the transport is not open")
@@ -150,8 +150,8 @@ class TcpTransport(Transport):
         """Ends all reads and listens on the same port again, as `Transport.rebuild` describes.
 
         Raises:
-            ConfigurationError: it cannot listen, for example since the port is taken meanwhile. No
-                read works until a later `rebuild` succeeds.
+            ConfigurationError: it cannot listen, for example because another process has taken the
+                port. No read works until a later `rebuild` succeeds.
         """
         with self._changing:
             if self._deadlines is None:
@@ -160,7 +160,7 @@ class TcpTransport(Transport):
             self._listen()
 
     def close(self) -> None:
-        """Implements `Transport.close`."""
+        """Ends every pull, all connections and threads. Idempotent; blocks."""
         with self._changing:
             if self._source is not None:
                 self._end(PullFailed("closed", "the transport was closed"))

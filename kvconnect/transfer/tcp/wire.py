@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 MAX_RUNS = 1 << 16
-"""Of one request: 1 MiB of runs is the most that a source holds for one connection."""
+"""The most runs of one request. A source holds at most 1 MiB of runs for one connection."""
 
 _MAX_NBYTES = 1 << 46
 _MAGIC = 0x4B565453
@@ -42,9 +42,9 @@ SERVED, OUTSIDE = range(2)
 
 
 class Malformed(OSError):
-    """The bytes are no message of this protocol, or not the next one as it was sent.
+    """The error that bytes are no message of this protocol, or not the next one unchanged.
 
-    The connection is of no use any more.
+    The connection cannot be used any more.
     """
 
 
@@ -53,10 +53,10 @@ class Request:
     """A request, as both sides know it.
 
     Attributes:
-        region: of the source.
-        runs: of that region.
-        nbytes: of all runs.
-        seed: of the checksums of the bytes that answer it.
+        region: the number of a region of the source.
+        runs: the runs of that region to read.
+        nbytes: the bytes of all runs.
+        seed: the seed of the checksums of the bytes that answer the request.
     """
 
     region: int
@@ -68,7 +68,7 @@ class Request:
 def send_request(
     connection: socket.socket, seal: Seal, region: int, runs: Runs, *, epoch: int
 ) -> Request:
-    """Asks for up to `MAX_RUNS` runs, under a lease of that `epoch`."""
+    """Sends a request for up to `MAX_RUNS` runs under the lease `epoch`, and returns it."""
     total = int(runs["nbytes"].sum())
     head = _REQUEST.pack(_MAGIC, region, len(runs), total, epoch)
     body = runs.tobytes()
@@ -101,16 +101,16 @@ def receive_request(connection: socket.socket, seal: Seal) -> Request:
 
 
 def send_answer(connection: socket.socket, seal: Seal, status: int, nbytes: int) -> None:
-    """Sends the status and the number of bytes that follow."""
+    """Sends an answer: its status and the number of bytes that follow."""
     answer = _ANSWER.pack(_MAGIC, status, nbytes)
     connection.sendall(answer + seal.code(answer))
 
 
 def receive_answer(connection: socket.socket, seal: Seal, expected: int) -> int:
-    """Returns the status; with `SERVED` the `expected` bytes follow.
+    """Receives an answer and returns its status; with `SERVED`, `expected` bytes follow. Blocks.
 
     Raises:
-        Malformed: it is no answer, or another number of bytes would follow.
+        Malformed: the bytes are no answer, or another number of bytes would follow.
         Disconnected: the source closed the connection.
     """
     answer, code = _coded(connection, _ANSWER.size)
