@@ -306,6 +306,8 @@ class KvCacheConnectorConfig(Settings):
         load_timeout_s: deadline of a load; after it the tokens are computed. A running load whose
             store freezes waits at most this long. It waits less if the store gives up sooner (Redis
             after its ``timeout``, 5 s), or finds its server gone, which takes some 15 s.
+        overlap_loads: compute the beginning of a prompt while its end is loaded. Models with
+            windows or several pools wait for their loads in any case.
         save_timeout_s: deadline of a save, and of draining at close.
         min_load_tokens: load only if at least so many tokens come from the store.
         save_on: save blocks when they are ``full``, or when their request ends (``finish``).
@@ -336,6 +338,7 @@ class KvCacheConnectorConfig(Settings):
     namespace: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     lookup_timeout_ms: Annotated[float, Field(ge=0)] = 20.0
     load_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    overlap_loads: bool = False
     save_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     min_load_tokens: Annotated[int, Field(ge=0)] = 0
     save_on: Literal["full", "finish"] = "full"

@@ -53,6 +53,12 @@ class LlmRequest:
         num_scheduled_tokens: tokens that this step computes.
         num_external_tokens: leading tokens that a load of this step will have made valid; counts
             from 0 and is at least `num_computed_tokens` while a load is pending, else 0.
+        load_end: the end of the tokens that a load brings from their last one on, while the tokens
+            before them are computed; 0: there is no such load.
+        loaded_from: the tokens from here to `load_end` are valid on the device, on every rank. When
+            the computed tokens reach it, those up to `load_end` are valid, too.
+        load_times: when its load came how far: positions, and seconds since the load's start. The
+            engine empties the list.
         draft_tokens: proposed tokens to verify in this step.
         kv_transfer_params: free-form data that travels with a request between instances.
         reused_device_tokens, reused_store_tokens, computed_tokens: what its prompt cost so far.
@@ -93,6 +99,9 @@ class LlmRequest:
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.num_external_tokens = 0
+        self.load_end = 0
+        self.loaded_from = 0
+        self.load_times: list[tuple[int, float]] = []
         self.draft_tokens = _NO_TOKENS
         self.arrived_at = time.perf_counter()
         self.reused_device_tokens = 0
@@ -217,6 +226,8 @@ class ExternalMatch:
         position: tokens of the device match that are kept, a block boundary.
         num_tokens: beyond it; 0: nothing.
         is_async: in the background.
+        overlaps: in the background and from the last token on; the tokens before are computed
+            meanwhile.
         deferred: possible once other loads have ended: ask again in a later step. An admission
             that does not wait computes instead.
     """
@@ -224,6 +235,7 @@ class ExternalMatch:
     position: int = 0
     num_tokens: int = 0
     is_async: bool = False
+    overlaps: bool = False
     deferred: bool = False
 
     @property

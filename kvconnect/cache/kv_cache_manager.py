@@ -67,6 +67,7 @@ class KVCacheManager(BaseKVCacheManager):
     raises_for_requests: ClassVar[bool] = False
     supports_connector: ClassVar[bool] = True
     supports_window_pools: ClassVar[bool] = True
+    overlaps_loads: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -296,8 +297,10 @@ class KVCacheManager(BaseKVCacheManager):
         matched = allocation.matched_tokens
         request.reused_device_tokens = request.num_computed_tokens = matched
         request.reused_host_tokens = min(self._copier.onboarded_tokens - onboarded, matched)
-        request.num_external_tokens = external.end if external.num_tokens else 0
         loading = external.num_tokens > 0 and external.is_async
+        overlaps = loading and external.overlaps
+        request.num_external_tokens = external.end if external.num_tokens and not overlaps else 0
+        request.load_end = request.loaded_from = external.end if overlaps else 0
         request.state = RequestState.LOADING if loading else RequestState.CONTEXT
         if self._matcher is not None:
             groups = range(len(self.layouts))

@@ -71,7 +71,9 @@ class BaseKVCacheManager(BaseResourceManager):
     The methods from `set_external_matcher` on serve connectors. A manager without them has
     ``supports_connector = False``, and the engine then refuses to attach a connector. A manager
     without pools for sliding windows (``supports_window_pools = False``) gets one layout for all
-    layers; windows are then masks only.
+    layers; windows are then masks only. A manager that sets a request's ``load_end`` and
+    ``loaded_from`` for a match that `overlaps` declares ``overlaps_loads = True``. Requests of
+    another manager wait for their loads.
 
     An error of `needed_blocks` for a waiting request ends that request and no other. So does an
     error of `prepare_resources` for a batch of one request that is to be admitted. (If a batch of
@@ -84,6 +86,7 @@ class BaseKVCacheManager(BaseResourceManager):
     raises_for_requests: ClassVar[bool] = True
     supports_connector: ClassVar[bool] = False
     supports_window_pools: ClassVar[bool] = False
+    overlaps_loads: ClassVar[bool] = False
 
     @abstractmethod
     def get_batch_cache_indices(self, requests: Sequence[LlmRequest]) -> Mapping[int, list[int]]:

@@ -66,6 +66,18 @@ class KvCacheConnectorScheduler(ABC):
         and the connector may not load any of its blocks.
         """
 
+    def load_overlaps(self, request: LlmRequest) -> bool:
+        """Returns whether the load that was just offered may overlap with computing (*ours*).
+
+        Asked after `get_num_new_matched_tokens` answered with a load in the background. If True,
+        the load fills the blocks from the last one to the first, and the engine may compute the
+        tokens before them meanwhile. From then on the request may be in `new_requests` and
+        `cached_requests` although its load runs. Before a step computes, no worker may write to a
+        block with tokens before ``computed_position + num_scheduled_tokens`` any more. The load has
+        ended when all other blocks are there. Workers report `get_load_progress`.
+        """
+        return False
+
     @abstractmethod
     def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
         """Returns whether the blocks of `request`, which ended or was aborted, are to be kept.

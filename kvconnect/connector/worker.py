@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -112,6 +112,24 @@ class KvCacheConnectorWorker(ABC):
         loads of the step itself; and after `get_finished`.
         """
         return []
+
+    def get_load_progress(self) -> Mapping[int, int]:
+        """Returns how far loads that overlap with computing have come (*ours*).
+
+        Called after each `get_failed`; must not block. Maps a request's id to a position: every
+        token from there to the end of the load is in the blocks. A position never grows. The last
+        one comes with the id in `get_finished` or `get_failed`, or before.
+        """
+        return {}
+
+    def get_load_times(self) -> Mapping[int, Sequence[tuple[int, float]]]:
+        """Returns when loads of `get_load_progress` came how far, since the last call (*ours*).
+
+        Pairs of a position and the seconds from the load's start, in order. The engine predicts
+        loads by them. By default those of which it hears while it computes seem slower than they
+        are.
+        """
+        return {}
 
     def build_worker_meta(self) -> object | None:
         """Returns this rank's data for the scheduler's `update_from_workers`; picklable (*ours*).

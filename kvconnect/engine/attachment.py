@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
@@ -12,7 +12,7 @@ from kvconnect.connector.ranks.communicator import Communicator, SingleProcess
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.errors import ConfigurationError
-from kvconnect.request import LlmRequest, ScheduledBatch
+from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 from kvconnect.text import shown
 
 __all__ = ["Attachment", "Connector", "NoConnector", "config_of"]
@@ -32,6 +32,9 @@ class NoConnector:
 
     def on_new_request(self, request: LlmRequest) -> None:
         """Does nothing."""
+
+    def set_worth(self, is_worth: Callable[[LlmRequest, ExternalMatch], bool]) -> None:
+        """Does nothing: there are no loads."""
 
     def take_errors(self) -> dict[int, Exception]:
         """Returns none."""

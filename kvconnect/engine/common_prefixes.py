@@ -25,8 +25,9 @@ class CommonPrefixes:
     """The prompts that one step computes, by their beginning.
 
     A request is held back only for one that computes in this very step, and whose chunk ends where
-    their prompts differ. So it waits only for their common tokens, never for anything that may not
-    come. While held back, it has no blocks.
+    their prompts differ, or for one whose load overlaps with computing and is not more than twice
+    as long as their common tokens. So it never waits for anything that may not come. While held
+    back, it has no blocks.
 
     Args:
         kv: publishes what a step computed, and predicts what a request could reuse then.
@@ -40,7 +41,7 @@ class CommonPrefixes:
         self._ends: dict[int, int] = {}
 
     def add(self, requests: Iterable[LlmRequest]) -> None:
-        """Adds `requests`, which compute tokens of their prompts in this step."""
+        """Adds `requests`, which compute or load tokens of their prompts in this step."""
         if not self._enabled:
             return
         for request in requests:
@@ -64,7 +65,7 @@ class CommonPrefixes:
         end, first = 0, None
         for other in others:
             common = _common_blocks(request, other)
-            if common > max(end, other.num_computed_tokens):
+            if common > max(end, other.num_computed_tokens) and 2 * common >= other.load_end:
                 end, first = common, other
         if first is None:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -64,6 +65,7 @@ class Engine:
         self._connector = connector
         self._scheduler = scheduler
         scheduler.send_back = self._send_back
+        connector.set_worth(scheduler.beside_loads.is_worth)
         self._layers = layers
         self._followers = followers or NoFollowers()
         self._num_groups = 1 + max(layer.group for layer in layers)
@@ -96,6 +98,7 @@ class Engine:
             self._live.recount_blocks()  # those of requests that were aborted are free
             return failed or self._unblock()
         # forward: each layer waits for its loads, writes K/V, attends, hands it on for saving
+        started = time.perf_counter()
         logits = self._forward(plan)
         # agree: whatever failed to load gets nothing from this step
         failed_loads = self._connector.agree() if scheduled else {}
@@ -103,6 +106,7 @@ class Engine:
         prefilled = self._advance(batch, failed_loads)
         # sample: append tokens, publish what they filled, stream them, finish
         runs = self._sample(plan, batch, logits)
+        self._scheduler.beside_loads.note_step(plan, started, self._model.device)
         self._kv.update_resources(batch)
         for run in runs:
             self._emit(run)
@@ -156,7 +160,8 @@ class Engine:
 
     def wait_seconds(self) -> float | None:
         """Returns how long to sleep after a step without effect; ``None``: until there is news."""
-        waits = (self._connector.wait_seconds(), self._followers.longest_wait_s)
+        look = self._scheduler.beside_loads.wait_seconds()
+        waits = (self._connector.wait_seconds(), self._followers.longest_wait_s, look)
         return min((wait for wait in waits if wait is not None), default=None)
 
     def shutdown(self, *, failed: bool = False) -> None:
@@ -225,7 +230,7 @@ class Engine:
                 request.reused_store_tokens += (
                     request.num_external_tokens - request.num_computed_tokens
                 )
-            if request.state is RequestState.CONTEXT:
+            if request.state is not RequestState.GENERATION:
                 request.computed_tokens += request.num_scheduled_tokens
             # Drafts count once they are verified.
             known = request.num_scheduled_tokens - len(request.draft_tokens)
@@ -234,6 +239,8 @@ class Engine:
                 end -= 1
                 prefilled.append(self._live[request.request_id])
             request.num_computed_tokens, request.num_external_tokens = end, 0
+            if request.state is RequestState.CONTEXT:
+                self._join_load(request)
         for request_id, valid in failed_loads.items():
             if live := self._live.get(request_id):
                 self._note_loaded(live.request, valid)
@@ -315,8 +322,14 @@ class Engine:
         """Resumes loaded requests, queues those without blocks again, and releases saved ones."""
         for request_id, valid in outcome.loaded.items():
             if request := self._scheduler.loading.get(request_id):
-                self._note_loaded(request, valid)
+                loaded_from = outcome.loaded_from.get(request_id)
+                request.loaded_from = loaded_from or 0
                 self._scheduler.resume(request)
+                if loaded_from is None:
+                    self._note_loaded(request, valid)
+                else:
+                    self._join_load(request)
+                    self._kv.update_resources(ScheduledBatch([request]))  # others wait for them
         for request_id in outcome.saved:
             if request := self._scheduler.saving.pop(request_id, None):
                 request.state = RequestState.FINISHED
@@ -341,6 +354,12 @@ class Engine:
         """Notes that a load ended with `valid` leading tokens present."""
         request.reused_store_tokens += max(0, valid - request.num_computed_tokens)
         request.num_computed_tokens, request.num_external_tokens = valid, 0
+        request.load_end = request.loaded_from = 0
+
+    def _join_load(self, request: LlmRequest) -> None:
+        """Adds what a load brought to the computed tokens of `request`, if these reach it."""
+        if request.load_end and request.num_computed_tokens >= request.loaded_from:
+            self._note_loaded(request, request.load_end)
 
     def _send_back(self, request: LlmRequest) -> None:
         """Preempts: computed blocks stay in the cache until others need them."""

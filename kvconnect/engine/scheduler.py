@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias, get_args
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
+from kvconnect.engine.beside_loads import BesideLoads
 from kvconnect.engine.common_prefixes import CommonPrefixes
 from kvconnect.engine.model.sequence_step import first_scheduled_token
 from kvconnect.engine.sampling.drafts import NO_DRAFTS, NgramDrafter, NgramSpeculation
@@ -36,6 +37,8 @@ class Scheduler:
     longer than a whole step (a preempted one with all that it generated) is divided all the same.
     A prompt that does not fit beside the running ones waits, and no other overtakes it.
 
+    A request whose load overlaps with computing gets tokens of the budget that no other one takes.
+
     With `share_prefixes` prompts that begin alike compute their common part once: the first ends a
     chunk there, and the others wait for it.
 
@@ -44,6 +47,7 @@ class Scheduler:
         running: their prompt is computed, or they generate; in order of admission.
         loading: a load in the background fills their blocks; by request id.
         saving: finished, their blocks are kept until they are saved; by request id.
+        beside_loads: the pace of steps and loads, and what is computed beside the latter.
         send_back: preempts a request; the engine sets its own, which notifies the connector.
 
     Raises:
@@ -80,6 +84,7 @@ class Scheduler:
         self._divide_prompts = divide_prompts
         self._guaranteed = policy == "guaranteed_no_evict"
         self._drafter = None if speculation is None else NgramDrafter(speculation)
+        self.beside_loads = BesideLoads(max_num_tokens)
         self.waiting: deque[LlmRequest] = deque()
         self.running: list[LlmRequest] = []
         self.loading: dict[int, LlmRequest] = {}
@@ -109,11 +114,15 @@ class Scheduler:
         if len(batch.context_requests) == len(context):
             self._admit(batch, prefixes)
         self._share_budget(batch, prefixes)
+        for request in self.beside_loads.add_chunks(batch, self.loading.values()):
+            self.resume(request)
+            request.load_end = request.loaded_from = 0
         return batch
 
     def resume(self, request: LlmRequest) -> None:
         """Resumes `request`, whose load ended: the rest of its prompt can be computed."""
         del self.loading[request.request_id]
+        self.beside_loads.end(request)
         request.state = RequestState.CONTEXT
         self.running.append(request)
 
@@ -134,6 +143,7 @@ class Scheduler:
             self.waiting.remove(request)
         elif request.state is RequestState.LOADING:
             del self.loading[request.request_id]
+            self.beside_loads.end(request)
         else:
             self.running.remove(request)
 
@@ -143,13 +153,21 @@ class Scheduler:
         request.state = RequestState.QUEUED
         request.num_computed_tokens = 0
         request.num_external_tokens = 0
+        request.load_end = request.loaded_from = 0
         request.num_scheduled_tokens = 0
         request.draft_tokens = NO_DRAFTS
         self.waiting.appendleft(request)
 
     def last_admitted(self) -> LlmRequest | None:
-        """Returns the request to preempt for room; ``None``: only one runs, and must end."""
-        return self.running[-1] if len(self.running) > 1 else None
+        """Returns the request to preempt for room; ``None``: only one runs, and must end.
+
+        Beside a single one that runs, that is one that computes beside its load. Otherwise the
+        running one would wait for a store.
+        """
+        if len(self.running) > 1:
+            return self.running[-1]
+        beside = [one for one in self.loading.values() if one.load_end]
+        return beside[-1] if self.running and beside else None
 
     def one_too_many(self) -> LlmRequest | None:
         """Returns the last admitted running request, if a given guarantee does not hold any more.
@@ -212,7 +230,7 @@ class Scheduler:
         seats, tokens = self._room(batch)
         if self.waiting and seats > 0 and tokens > 0:
             # All of these end their prompts in this step: the budget has room for more.
-            prefixes.add(batch.context_requests)
+            prefixes.add([*batch.context_requests, *filter(_brings_prefix, self.loading.values())])
             if self._guaranteed:
                 self._take_in_candidates(batch, prefixes)
             else:
@@ -238,7 +256,7 @@ class Scheduler:
             passed = len(batch.deferred_requests)
             chosen, held = self._candidates(prefixes, *self._room(batch))
             refused = self._take_in([one for one in chosen if one not in held], batch)
-            prefixes.discard(one for one in chosen if one.state is not RequestState.CONTEXT)
+            prefixes.discard(one for one in chosen if not _brings_prefix(one))
             back = held + refused
             self.waiting.extendleft(one for one in reversed(chosen) if one in back)
 
@@ -293,8 +311,9 @@ class Scheduler:
             refused = self._take_in([request], batch)
             if request.state is not RequestState.QUEUED:
                 seats -= 1
-            if request.state is RequestState.CONTEXT:
+            if _brings_prefix(request):
                 prefixes.add([request])
+            if request.state is RequestState.CONTEXT:
                 tokens -= _remaining(request)
         self.waiting.extendleft(reversed(held + refused))
 
@@ -373,9 +392,16 @@ class Scheduler:
         for request in batch.context_requests:
             behind -= 1
             start = first_scheduled_token(request)
-            wanted = prefixes.end(request, start) - start
-            request.num_scheduled_tokens = min(wanted, budget - behind)
+            end = prefixes.end(request, start)
+            if request.load_end:
+                end = min(end, request.loaded_from)  # then those up to `load_end` are there
+            request.num_scheduled_tokens = min(end - start, budget - behind)
             budget -= request.num_scheduled_tokens
+
+
+def _brings_prefix(request: LlmRequest) -> bool:
+    """Returns whether `request` computes its prompt now, or loads it beside computing."""
+    return request.state is RequestState.CONTEXT or request.load_end > 0
 
 
 def _remaining(request: LlmRequest) -> int:

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
-from enum import StrEnum
 from math import inf, isfinite
 from typing import NamedTuple
 
 from kvconnect.errors import ConfigurationError
+from kvconnect.overlap import Decision, FirstToken, meeting
 
-__all__ = ["Decision", "ExternalHit", "FirstToken", "LoadRates"]
-
-
-class Decision(StrEnum):
-    """The fastest way to the first token."""
-
-    COMPUTE = "compute"
-    LOAD = "load"
-    BOTH = "both"
+__all__ = ["ExternalHit", "LoadRates"]
 
 
 class ExternalHit(NamedTuple):
@@ -31,22 +22,6 @@ class ExternalHit(NamedTuple):
 
     tokens: int
     rest: int
-
-
-class FirstToken(NamedTuple):
-    """The seconds to the first token of a prompt that is alone on the engine.
-
-    Attributes:
-        computed_s: nothing is loaded.
-        loaded_s: nothing of the store's part is computed.
-        both_s: the least of these two and of a load that meets the computing.
-        decision: the way that takes `both_s`. Of equal ones, the one that moves least.
-    """
-
-    computed_s: float
-    loaded_s: float
-    both_s: float
-    decision: Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +63,7 @@ class LoadRates:
             raise ConfigurationError(f"step_tokens: {self.step_tokens} must be at least 1")
 
     def first_token(self, hit: ExternalHit) -> FirstToken:
-        """Returns the seconds to the first token after `hit`."""
+        """Returns the seconds after `hit`. Of equal ways, the one that moves least is chosen."""
         blocks = -(-hit.tokens // self.tokens_per_block)
         rest_s = self.compute_s(hit.rest)
         computed_s = self.compute_s(hit.tokens + hit.rest)
@@ -117,17 +92,10 @@ class LoadRates:
         if blocks < 2:
             return inf
 
-        def computed_s(count: int) -> float:
-            return self.compute_s(count * self.tokens_per_block)
-
-        def is_late(count: int) -> bool:
-            return computed_s(count) >= self.load_s(blocks - count)
-
-        # More computed blocks are later and leave fewer to load: the best count is where the two
-        # cross, or one before.
-        crossing = 1 + bisect_left(range(1, blocks), x=True, key=is_late)
-        return min(
-            max(computed_s(count), self.load_s(blocks - count))
-            for count in (crossing - 1, crossing)
-            if 0 < count < blocks
+        # The load brings one block at least.
+        _, seconds = meeting(
+            blocks - 1,
+            lambda count: self.compute_s(count * self.tokens_per_block),
+            lambda count: self.load_s(blocks - count),
         )
+        return seconds

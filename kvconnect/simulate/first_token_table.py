@@ -10,7 +10,8 @@ from typing import Self
 
 import numpy as np
 
-from kvconnect.simulate.first_token import Decision, ExternalHit, LoadRates
+from kvconnect.overlap import Decision
+from kvconnect.simulate.first_token import ExternalHit, LoadRates
 
 __all__ = ["FirstTokens", "Times", "first_token_rows"]
 

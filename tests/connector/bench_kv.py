@@ -82,7 +82,9 @@ class GroupKv(BaseKVCacheManager):
         match = self.matcher.match_external(request, matched) if self.matcher else None
         taken = match is not None and match.num_tokens > 0
         request.num_computed_tokens = self.max_matched(match.position) if taken else matched
-        request.num_external_tokens = match.end if taken else 0
+        overlaps = taken and match.overlaps
+        request.num_external_tokens = match.end if taken and not overlaps else 0
+        request.load_end = request.loaded_from = match.end if overlaps else 0
         start = max(request.num_computed_tokens, request.num_external_tokens)
         self.held[request.request_id] = []
         for group, one in enumerate(self.layouts):

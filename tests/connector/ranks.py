@@ -75,6 +75,8 @@ class Rank:
 class Pair:
     """Ranks with a store each, mostly two: an engine on the first, which the others follow."""
 
+    engine = BenchEngine
+
     def __init__(self, stores: list[DictStore], *settings: dict[str, Any], **common: Any) -> None:
         self.stores = stores
         size = len(stores)
@@ -85,7 +87,7 @@ class Pair:
             llm_args(stores[rank], shard=Shard(rank, size), **(common | own))
             for rank, own in enumerate(settings or [{}] * size)
         ]
-        self.leader = BenchEngine(args[0], communicator=Rank(meeting, 0))
+        self.leader = self.engine(args[0], communicator=Rank(meeting, 0))
         self.leader._ids = itertools.count()
         self.others = [BenchRank(args[rank], Rank(meeting, rank)) for rank in range(1, size)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvconnect.config import KvCacheConnectorConfig
@@ -32,6 +32,7 @@ class Script:
             loaded,
         )
         self.failures: list[TransferFailure] = []
+        self.progress: object = {}
         self.scheduler: Recorder | None = None
         self.worker: RecordingWorker | None = None
 
@@ -71,11 +72,13 @@ def fail(request: LlmRequest, valid: int, *, ended: bool = True) -> TransferFail
     return TransferFailure(request.request_id, Direction.LOAD, valid, "planted", ended)
 
 
-def config(worker: str = "RecordingWorker", **settings: object) -> KvCacheConnectorConfig:
+def config(
+    worker: str = "RecordingWorker", scheduler: str = "Recorder", **settings: object
+) -> KvCacheConnectorConfig:
     """The configuration that names this connector."""
     return KvCacheConnectorConfig(
         connector_module="recording",
-        connector_scheduler_class="Recorder",
+        connector_scheduler_class=scheduler,
         connector_worker_class=worker,
         **settings,
     )
@@ -126,6 +129,14 @@ class Recorder(KvCacheConnectorScheduler):
         self.script.note("scheduler.shutdown")
 
 
+class OverlappingRecorder(Recorder):
+    """Its loads in the background bring the last block first."""
+
+    def load_overlaps(self, request: LlmRequest) -> bool:
+        self.script.note("load_overlaps", request.request_id)
+        return True
+
+
 class RecordingWorker(KvCacheConnectorWorker):
     def __init__(self, llm_args: LlmArgs) -> None:
         super().__init__(llm_args)
@@ -164,6 +175,9 @@ class RecordingWorker(KvCacheConnectorWorker):
     def get_failed(self) -> list[TransferFailure]:
         failures, self.script.failures = self.script.failures, []
         return failures
+
+    def get_load_progress(self) -> Mapping[int, int]:
+        return self.script.progress  # type: ignore[return-value]
 
     def cancel(self, request_id: int) -> None:
         self.script.note("cancel", request_id)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from bench_engine import LAYOUT, T, reference
+from overlap_engine import OverlapEngine, OverlapPair
 from ranks import Pair
 from stores import DictStore
 
@@ -22,12 +23,12 @@ class Weather:
     Everything follows from `seed`, but for what the stores' threads are in time for.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, pair: type[Pair]) -> None:
         self.random = random.Random(seed)
         enumerable = self.random.random() < 0.5
         size = self.random.choice([1, 2, 3])
         self.stores = [DictStore(enumerable=enumerable) for _ in range(size)]
-        self.pair = Pair(
+        self.pair = pair(
             self.stores,
             save_on=self.random.choice(["full", "finish"]),
             staging_bytes=SLOT * self.random.choice([4, 8, 1000]),
@@ -53,8 +54,10 @@ class Weather:
             self.ended_early.add(request_id)
 
     def preempt(self) -> None:
-        if running := self.pair.leader.running:
-            self.pair.preempt(self.random.choice(running).request_id)
+        leader = self.pair.leader
+        loading = leader.loading.values() if isinstance(leader, OverlapEngine) else ()
+        if held := [*leader.running, *loading]:
+            self.pair.preempt(self.random.choice(held).request_id)
 
     def rewind(self) -> None:
         """Some tokens back, from where it goes on with others, as far as its blocks reach."""
@@ -105,8 +108,9 @@ class Weather:
 @pytest.mark.parametrize(
     "seed", [*range(3), *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8)]]
 )
-def test_no_token_is_wrong_and_nothing_is_left(seed: int) -> None:
-    weather = Weather(seed)
+@pytest.mark.parametrize("kind", [Pair, OverlapPair])
+def test_no_token_is_wrong_and_nothing_is_left(seed: int, kind: type[Pair]) -> None:
+    weather = Weather(seed, kind)
     with weather.pair as pair:
         for _ in range(120):
             weather.random.choice(weather.events)()

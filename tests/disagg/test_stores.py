@@ -8,7 +8,8 @@ PROMPT = prompt_of(100)
 
 
 def store(directory):
-    return {"connector": {"url": f"disk://{directory}?capacity=32MiB", "lookup_timeout_ms": 60_000}}
+    url = f"disk://{directory}?capacity=32MiB"
+    return {"connector": {"url": url, "lookup_timeout_ms": 60_000, "overlap_loads": False}}
 
 
 def test_what_was_fetched_is_saved_by_the_reader(open_one, answer_of, tmp_path):

@@ -23,9 +23,17 @@ def open_llm(
     dtype: str = "float64",
     max_tokens: int = 2048,
 ) -> LLM:
-    """An engine with room for a few prompts; patient with its store on a busy machine."""
+    """An engine with room for a few prompts; patient with its store on a busy machine.
+
+    It computes nothing that the store has.
+    """
     cache = KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=max_tokens)
-    patience = {"lookup_timeout_ms": 60_000, "load_timeout_s": 60, "save_timeout_s": 60}
+    patience = {
+        "lookup_timeout_ms": 60_000,
+        "load_timeout_s": 60,
+        "save_timeout_s": 60,
+        "overlap_loads": False,
+    }
     if isinstance(store, str):
         store = KvCacheConnectorConfig(url=store, **patience)
     elif isinstance(store, Backend):

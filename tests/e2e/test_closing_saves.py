@@ -61,7 +61,12 @@ def test_every_block_of_running_requests_is_saved(
     said = [[*p, *h.result(0).output_token_ids] for p, h in zip(prompts, handles, strict=True)]
     with open_llm(model) as llm:
         expected = [output.output_token_ids for output in llm.generate(said, SHORT)]
-    settings = {"lookup_timeout_ms": 60_000, "load_timeout_s": 60, "save_timeout_s": 60}
+    settings = {
+        "lookup_timeout_ms": 60_000,
+        "load_timeout_s": 60,
+        "save_timeout_s": 60,
+        "overlap_loads": False,
+    }
     with open_llm(model, KvCacheConnectorConfig(backend=store, **settings)) as llm:
         for tokens, answer in zip(said, expected, strict=True):
             again = llm.generate([tokens], SHORT)[0]

@@ -14,7 +14,10 @@ from kvconnect.errors import ConfigurationError
 
 def connector(directory: Path, namespace: str | None) -> KvCacheConnectorConfig:
     return KvCacheConnectorConfig(
-        url=disk_url(directory), namespace=namespace, lookup_timeout_ms=60_000
+        url=disk_url(directory),
+        namespace=namespace,
+        lookup_timeout_ms=60_000,
+        overlap_loads=False,
     )
 
 

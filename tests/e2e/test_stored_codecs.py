@@ -27,6 +27,7 @@ def connector(directory: Path, codec: str | None, key_file: Path | None = None):
         codec=codec,
         key_file=None if key_file is None else str(key_file),
         lookup_timeout_ms=60_000,
+        overlap_loads=False,
     )
 
 

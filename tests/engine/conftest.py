@@ -97,8 +97,11 @@ def open_llm(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     def open_one(model: Path, *, max_tokens: int = 1024, tokens_per_block: int = T, **more) -> LLM:
         config = KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=max_tokens)
         if isinstance(url := more.get("connector"), str):
-            # A machine that tests is busy: a lookup that is late would be a miss.
-            more["connector"] = KvCacheConnectorConfig(url=url, lookup_timeout_ms=60_000)
+            # A machine that tests is busy: a lookup that is late would be a miss, and what is
+            # computed beside a load would not count as loaded.
+            more["connector"] = KvCacheConnectorConfig(
+                url=url, lookup_timeout_ms=60_000, overlap_loads=False
+            )
         opened.append(LLM(model, **{"kv_cache": config, "dtype": "float64"} | more))
         return opened[-1]
 

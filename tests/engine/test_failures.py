@@ -149,7 +149,9 @@ def failed_engine(model, *, closed: bool) -> LLM:
 FORGETFUL = """
 import sys
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
-store = KvCacheConnectorConfig(url=sys.argv[2], lookup_timeout_ms=60_000)
+store = KvCacheConnectorConfig(
+    url=sys.argv[2], lookup_timeout_ms=60_000, overlap_loads=False
+)
 llm = LLM(sys.argv[1], kv_cache=KvCacheConfig(max_tokens=256), connector=store)
 print(llm.generate([7] * 100, SamplingParams(max_tokens=2))[0].reused_store_tokens)
 """

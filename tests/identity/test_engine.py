@@ -44,7 +44,7 @@ def answer(directory: Path, store: Path, *, computes: str = "float64", **cache: 
     """The first output for `PROMPT`, of an engine of its own on `store`."""
     config = KvCacheConfig(**{"max_tokens": 512, "tokens_per_block": 16} | cache)
     connector = KvCacheConnectorConfig(
-        url=f"disk://{store}?capacity=64MiB", lookup_timeout_ms=60_000
+        url=f"disk://{store}?capacity=64MiB", lookup_timeout_ms=60_000, overlap_loads=False
     )
     with LLM(directory, kv_cache=config, connector=connector, dtype=computes, device="cpu") as llm:
         return llm.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))[0]

@@ -38,7 +38,10 @@ def loaded(model_of: Callable[[str], Path]) -> Callable[[str], PreTrainedModel]:
 
 def config(directory: Path, namespace: str | None = "shared") -> KvCacheConnectorConfig:
     return KvCacheConnectorConfig(
-        url=f"disk://{directory}/kv?capacity=64MiB", namespace=namespace, lookup_timeout_ms=60_000
+        url=f"disk://{directory}/kv?capacity=64MiB",
+        namespace=namespace,
+        lookup_timeout_ms=60_000,
+        overlap_loads=False,
     )
 
 

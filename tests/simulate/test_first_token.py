@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.simulate.first_token import Decision, ExternalHit, LoadRates
+from kvconnect.overlap import Decision
+from kvconnect.simulate.first_token import ExternalHit, LoadRates
 from kvconnect.simulate.first_token_table import FirstTokens, first_token_rows
 from kvconnect.simulate.machine import Machine
 from kvconnect.simulate.simulator import Simulator

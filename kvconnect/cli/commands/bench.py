@@ -16,7 +16,8 @@ from kvconnect.errors import ConfigurationError
 __all__ = ["add_model_options", "add_options", "add_run"]
 
 _OF_A_CHECKOUT = (
-    *("engine", "serve", "transfer", "engines", "identity", "blocks", "dead", "kernels"),
+    *("engine", "serve", "transfer", "engines", "identity", "blocks", "dead"),
+    *("crossover", "kernels"),
 )
 
 

@@ -47,6 +47,11 @@ def add_cache_options(
         default=lookup_timeout_ms,
         metavar="MS",
     )
+    group.add_argument(
+        "--overlap-loads",
+        action="store_true",
+        help="compute the beginning of a prompt while its end is loaded",
+    )
     group.add_argument("--dtype", default="auto", metavar="D", help="of model and cache")
     add_number(group, "--tokens-per-block", "a power of two", default=32, metavar="T")
     add_number(group, "--kv-cache-tokens", "at most so many tokens fit the cache")
@@ -131,7 +136,10 @@ def connector_of(
     from kvconnect.connector.io.identity import check_store
 
     config = KvCacheConnectorConfig(
-        url=arguments.store, lookup_timeout_ms=arguments.lookup_timeout_ms, transfer=transfer
+        url=arguments.store,
+        lookup_timeout_ms=arguments.lookup_timeout_ms,
+        overlap_loads=arguments.overlap_loads,
+        transfer=transfer,
     )
     check_store(config)
     return config

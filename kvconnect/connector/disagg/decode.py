@@ -84,6 +84,11 @@ class DecodeBook:
         fetch.promised = True
         return num_tokens
 
+    def fetches(self, request: LlmRequest) -> bool:
+        """Returns whether the tokens that were promised to `request` come from a peer."""
+        fetch = self._fetches.get(request.request_id)
+        return fetch is not None and fetch.promised
+
     def admitted(self, request: LlmRequest) -> None:
         """Drops the claims of `request` unless the runtime loads the promised tokens now."""
         fetch = self._fetches.get(request.request_id)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -21,6 +23,9 @@ __all__ = ["Load", "Loads"]
 # copies after the last call overlap with no read.
 _SHORT_SHARE = 4
 _SHORT_IN_FLIGHT = 4
+# A load that overlaps with computing is split into so many pieces, if calls that small still hide
+# the time that an answer takes.
+_FINE_PIECES = 16
 # Between two checks whether the store is still available.
 _LOOK_S = 0.25
 # A load that gets no block for this long starts probes of the store, each this long after the last
@@ -38,6 +43,7 @@ class Load:
         closed: no more copies into the pool start: the load was cancelled, failed or ran out of
             time. May be set on any thread, even while the loop is stuck. A copy that is running, of
             64 blocks at most, continues to its end.
+        ended: set before `done` is called.
         failure: set once the load has ended; ``None``: every block is in the pool, or the load was
             cancelled.
     """
@@ -47,9 +53,16 @@ class Load:
         self.copied = bytearray(len(order.blocks))
         self.closed = False
         self.cancelled = False
+        self.ended = False
+        self._times: list[tuple[int, float]] = []
+        self._noted = 0
+        self._started = time.monotonic()
+        self.arrived: Callable[[], None] | None = None
         self.reason = ""
         self.failure: TransferFailure | None = None
-        self.stop = len(order.blocks)  # blocks from here on are not needed
+        self.wanted = len(order.blocks)  # leading blocks to bring: the later ones are computed
+        self.stop = len(order.blocks)  # blocks from here on are not read
+        self.placing = threading.Lock()  # held while blocks are copied into the pool
         self.next = 0
         self.reading = 0  # calls to the store under way
         self.copying = 0  # pieces that have arrived and are not in the pool yet
@@ -67,10 +80,69 @@ class Load:
         self.reason = self.reason or reason
         self.news.set()
 
+    def raise_floor(self, num_tokens: int, tokens_per_block: int) -> None:
+        """Keeps the load from writing to blocks with tokens before `num_tokens` from now on.
+
+        Blocks until a copy that is running has ended, of 64 blocks at most. On the engine's thread.
+        """
+        last = -(-self.order.end // tokens_per_block)
+        wanted = max(0, last - -(-num_tokens // tokens_per_block))
+        if wanted < self.wanted:
+            with self.placing:
+                self.wanted = wanted
+
+    @property
+    def complete(self) -> bool:
+        """Returns whether every block that is wanted is in the pool."""
+        return self.num_valid_blocks() >= self.wanted
+
+    def note_time(self) -> None:
+        """Notes how many leading blocks are in the pool now, if these are more than before."""
+        with self.placing:
+            num_blocks = self.num_valid_blocks()
+            if num_blocks > self._noted:
+                self._noted = num_blocks
+                self._times.append((num_blocks, time.monotonic() - self._started))
+
+    def take_times(self) -> list[tuple[int, float]]:
+        """Returns numbers of blocks, with seconds, that were noted since the last call."""
+        with self.placing:
+            taken, self._times = self._times, []
+        return taken
+
     def num_valid_blocks(self) -> int:
         """Returns the number of leading blocks that are in the pool."""
         missing = self.copied.find(0)
         return len(self.copied) if missing < 0 else missing
+
+
+class _Calls:
+    """The time that calls to a store take: until an answer comes, and for each block.
+
+    Attributes:
+        answer_s: seconds of a call for one block, on average; 0.0: unknown.
+        block_s: seconds for each block beyond that, in calls at once; 0.0: unknown.
+    """
+
+    def __init__(self) -> None:
+        self.answer_s = 0.0
+        self.block_s = 0.0
+
+    def record(self, num_blocks: int, seconds: float) -> None:
+        """Adds a call that brought `num_blocks`."""
+        if num_blocks == 1:
+            self.answer_s = 0.7 * (self.answer_s or seconds) + 0.3 * seconds
+        elif num_blocks and self.answer_s:
+            block_s = max(0.0, seconds - self.answer_s) / (num_blocks - 1)
+            self.block_s = 0.7 * (self.block_s or block_s) + 0.3 * block_s
+
+    def hiding(self, most: int) -> int:
+        """Returns the blocks, up to `most`, of calls whose answers come while others are read."""
+        if not self.answer_s:
+            return 1
+        if not self.block_s:
+            return most
+        return min(most, 1 + int(1.5 * self.answer_s / self.block_s))
 
 
 class Loads:
@@ -85,6 +157,9 @@ class Loads:
     the pool. A store that answers after its deadline writes into staging slots, which stay reserved
     until then, and never into the pool. So every failure here has `writes_ended`.
 
+    A load that overlaps with computing brings its blocks from the last one on, piece by piece, and
+    ends when the computed tokens reach them. A piece that lacks a block is of no use.
+
     Args:
         access: whose.
         timeout_s: deadline of a load.
@@ -98,16 +173,62 @@ class Loads:
         self._timeout_s = timeout_s
         self.tokens_per_block = access.store.llm_args.tokens_per_block
         self._running: set[Load] = set()
+        self._overlapping: dict[int, Load] = {}  # with computing; until `progress` said their end
+        self._calls = _Calls()
         self._reads: set[asyncio.Task[None]] = set()
         self._probing: asyncio.Task[None] | None = None
         access.staging.on_free(self._slots_freed)
 
-    def start(self, order: LoadBlocks, done: Callable[[Load], None]) -> Load:
-        """Starts a load, on any thread; `done` is called on the loop once the load has ended."""
+    def start(
+        self,
+        order: LoadBlocks,
+        done: Callable[[Load], None],
+        arrived: Callable[[], None] | None = None,
+    ) -> Load:
+        """Starts a load, on any thread; `done` is called on the loop once the load has ended.
+
+        `arrived` is called on the loop whenever blocks of a load that overlaps with computing have
+        come into the pool.
+        """
         load = Load(order)
+        if order.overlaps:
+            load.arrived = arrived
+            self._overlapping[order.request_id] = load
         self._running.add(load)
         self._access.store.io.submit(self._run(load, done))
         return load
+
+    def raise_floor(self, request_id: int, num_tokens: int) -> None:
+        """Keeps the load of `request_id`, if one runs, from writing before `num_tokens`.
+
+        See `Load.raise_floor`.
+        """
+        if (load := self._overlapping.get(request_id)) is not None:
+            load.raise_floor(num_tokens, self.tokens_per_block)
+            self._access.store.io.call_soon(load.news.set)
+
+    def times(self) -> dict[int, list[tuple[int, float]]]:
+        """Returns when loads beside computing came how far, in tokens, since the last call."""
+        return {
+            request_id: [
+                (load.order.loaded_from(num_blocks, self.tokens_per_block), seconds)
+                for num_blocks, seconds in load.take_times()
+            ]
+            for request_id, load in self._overlapping.items()
+        }
+
+    def progress(self) -> dict[int, int]:
+        """Returns the first token in the pool, up to the end, of each load beside computing.
+
+        The last time of a load is the first call after it has ended.
+        """
+        came_to = {}
+        for request_id, load in list(self._overlapping.items()):
+            if load.ended:
+                del self._overlapping[request_id]
+            num_blocks = load.num_valid_blocks()
+            came_to[request_id] = load.order.loaded_from(num_blocks, self.tokens_per_block)
+        return came_to
 
     def cancel(self, request_id: int | None = None) -> None:
         """Cancels the load of `request_id`, or every load; each ends soon. On any thread."""
@@ -135,20 +256,24 @@ class Loads:
         finally:
             self._running.discard(load)
         num_blocks = load.num_valid_blocks()
-        count("connector.load.blocks", blocks=num_blocks, missing=len(order.blocks) - num_blocks)
-        if num_blocks < len(order.blocks) and not load.cancelled:
-            valid = order.num_valid(num_blocks, self.tokens_per_block)
+        missing = max(0, load.wanted - num_blocks)
+        count("connector.load.blocks", blocks=num_blocks, missing=missing)
+        if num_blocks < load.wanted and not load.cancelled:
+            valid = order.start
+            if not order.overlaps:
+                valid = order.num_valid(num_blocks, self.tokens_per_block)
             load.failure = TransferFailure(order.request_id, Direction.LOAD, valid, load.reason)
+        load.ended = True
         done(load)
 
     async def _fetch(self, load: Load, deadline: float) -> None:
         """Returns when every block is in the pool, or no more blocks will be."""
         loop = asyncio.get_running_loop()
         heard = loop.time()
-        while not load.closed:
+        while not (load.closed or load.complete):
             load.news.clear()
             self._start_reads(load)
-            if not load.reading and load.next >= load.stop:
+            if not load.reading and load.next >= min(load.stop, load.wanted):
                 break
             try:
                 async with asyncio.timeout_at(min(deadline, loop.time() + _LOOK_S)):
@@ -176,16 +301,18 @@ class Loads:
         await asyncio.sleep(_STALL_S)
 
     def _start_reads(self, load: Load) -> None:
+        stop = min(load.stop, load.wanted)
         # Pieces that arrived are copied while the next ones come. A short load makes smaller calls.
         piece, at_once = self._access.call_blocks, LOADS_IN_FLIGHT
-        if load.stop <= 2 * piece * at_once:
+        if stop <= 2 * piece * at_once:
             piece, at_once = max(1, piece // _SHORT_SHARE), _SHORT_IN_FLIGHT
         while (
-            load.next < load.stop
+            load.next < stop
             and load.reading < at_once
             and load.reading + load.copying < 2 * at_once
         ):
-            slots = self._access.staging.take(Direction.LOAD, min(piece, load.stop - load.next))
+            size = self._fine(load, piece) if load.order.overlaps else piece
+            slots = self._access.staging.take(Direction.LOAD, min(size, stop - load.next))
             if not slots:
                 return
             read = asyncio.get_running_loop().create_task(self._read(load, load.next, slots))
@@ -193,6 +320,13 @@ class Loads:
             read.add_done_callback(self._reads.discard)
             load.next += len(slots)
             load.reading += 1
+
+    def _fine(self, load: Load, most: int) -> int:
+        """Returns the blocks of the next call of a load that overlaps with computing."""
+        num_blocks = len(load.order.blocks)
+        if not load.next and num_blocks > _FINE_PIECES:
+            return 1  # tells how long an answer takes
+        return min(most, max(-(-num_blocks // _FINE_PIECES), self._calls.hiding(most)))
 
     async def _read(self, load: Load, first: int, slots: Sequence[Slot]) -> None:
         """Reads one piece from the store into `slots`, then copies it to the pool."""
@@ -202,19 +336,26 @@ class Loads:
             self._access.slot_for(slot, block.group)
             for slot, block in zip(slots, blocks, strict=True)
         ]
+        step = -1 if order.overlaps else 1  # stores read the blocks of a prompt in order
         fetched = Fetched(0)
+        started = asyncio.get_running_loop().time()
         try:
             try:
-                fetched = await self._access.fetch(blocks, slots)
+                fetched = await self._access.fetch(blocks[::step], slots[::step])
             finally:
                 load.reading -= 1
                 load.copying += 1
                 load.news.set()
-            if fetched.filled < len(slots):
-                load.fail(first + fetched.filled, fetched.reason)
-            if fetched.filled and not load.closed:
-                arrived = slots[: fetched.filled]
+            filled = fetched.filled
+            self._calls.record(filled, asyncio.get_running_loop().time() - started)
+            if filled < len(slots):
+                filled = 0 if order.overlaps else filled
+                load.fail(first + filled, fetched.reason)
+            if filled and not load.closed:
+                arrived = slots[:filled]
                 await self._access.store.copying.run(lambda: self._copy_now(load, first, arrived))
+                if load.arrived is not None:
+                    load.arrived()
         except KvConnectError as error:
             load.fail(first, str(error))
         finally:
@@ -227,10 +368,17 @@ class Loads:
         copied = 0
         blocks = load.order.blocks[first : first + len(slots)]
         for batch in copy_batches(blocks):
-            if load.closed:
-                break
-            ids = [block.block_id for block in blocks[batch]]
-            self._access.copiers[blocks[batch.start].group].copy_in(slots[batch], ids)
-            copied = batch.stop
+            with load.placing:
+                part = slice(batch.start, min(batch.stop, load.wanted - first))
+                if load.closed or part.stop <= part.start:
+                    break
+                ids = [block.block_id for block in blocks[part]]
+                group = blocks[part.start].group
+                self._access.copiers[group].copy_in(slots[part], ids)
+                if load.order.overlaps:
+                    self._access.wait_for_copies_in({group})
+            copied = part.stop
         self._access.wait_for_copies_in({block.group for block in blocks})
         load.copied[first : first + copied] = b"\1" * copied
+        if load.order.overlaps:
+            load.note_time()

@@ -40,6 +40,8 @@ class LoadBlocks:
         start: leading tokens that are valid already, a multiple of tokens_per_block.
         end: leading tokens that are valid when all of `blocks` are there; perhaps inside the last.
         blocks: what to fetch, group by group, each in order of its tokens.
+        overlaps: `blocks` go from the last one to the first, and the tokens before them are
+            computed meanwhile.
         divisible: without its last blocks it still makes the tokens before them valid. False with
             windows or several pools: one missing block makes all of it useless.
     """
@@ -49,6 +51,12 @@ class LoadBlocks:
     end: int
     blocks: tuple[BlockLoad, ...]
     divisible: bool = True
+    overlaps: bool = False
+
+    def loaded_from(self, num_blocks: int, tokens_per_block: int) -> int:
+        """Returns the first of the tokens up to `end` that are there after `num_blocks` blocks."""
+        last = -(-self.end // tokens_per_block)
+        return min(self.end, (last - num_blocks) * tokens_per_block)
 
     def num_valid(self, num_blocks: int, tokens_per_block: int) -> int:
         """Returns the leading valid tokens of the request after `num_blocks` blocks are loaded."""

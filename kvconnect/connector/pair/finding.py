@@ -32,6 +32,7 @@ class _Prompt:
         hit: the answer, once it was read.
         promised: tokens ``start..end`` that the store has for this admission, until their load is
             ordered.
+        overlaps: their load is to bring the last block first.
         asked_at: when an answer to `lookup` was first asked for, by an engine that asks again.
     """
 
@@ -39,6 +40,7 @@ class _Prompt:
     lookup: Reply[Hit]
     hit: Hit | None = None
     promised: tuple[int, int] | None = None
+    overlaps: bool = False
     asked_at: float | None = None
 
 
@@ -120,6 +122,17 @@ class StoreFinding:
                 return lookup
         return self._promise(prompt, request, num_computed_tokens)
 
+    def overlaps(self, request: LlmRequest) -> bool:
+        """Returns whether the load that was offered to `request` can overlap with computing.
+
+        If so, its order will bring the last block first.
+        """
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or prompt.promised is None or self._windows != (None,):
+            return False
+        prompt.overlaps = True
+        return True
+
     def hit(self, request: LlmRequest) -> Hit | None:
         """Returns the store's answer; empty if it failed, ``None`` if it is late. Never waits."""
         prompt = self._prompts.get(request.request_id)
@@ -141,7 +154,7 @@ class StoreFinding:
         return request.num_tokens - 1 - num_computed_tokens >= self._min_tokens
 
     def _promise(self, prompt: _Prompt, request: LlmRequest, num_computed_tokens: int) -> int:
-        prompt.promised = None
+        prompt.promised, prompt.overlaps = None, False
         if not self._could_load(request, num_computed_tokens):
             return 0
         hit = self.hit(request)
@@ -196,7 +209,9 @@ class StoreFinding:
         blocks = tuple(self._blocks_to_load(data, prompt.hit, start, end))
         # Without windows, in one pool, a load serves as far as it comes.
         divisible = self._windows == (None,)
-        return LoadBlocks(data.request_id, start, end, blocks, divisible)
+        if prompt.overlaps:
+            blocks = blocks[::-1]
+        return LoadBlocks(data.request_id, start, end, blocks, divisible, prompt.overlaps)
 
     def _blocks_to_load(
         self, data: RequestData, hit: Hit, start: int, end: int

@@ -35,6 +35,8 @@ class OffloadMeta:
 
     Attributes:
         loads: to be started, from the store.
+        floors: of requests that compute beside their load, the tokens before which no worker may
+            write from now on.
         saves: blocks that this step fills.
         ended: requests whose last blocks are to be staged.
         forgotten: requests whose orders of earlier steps are dropped.
@@ -52,6 +54,7 @@ class OffloadMeta:
     publish: tuple[PublishOrder, ...] = ()
     shared: tuple[EndOrder, ...] = ()
     lost: tuple[int, ...] = ()
+    floors: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     Lookups start when a request arrives. At admission, all requests of one step together wait at
     most ``lookup_timeout_ms`` for answers: a late answer is a miss, and may serve a later
     admission. After that no request waits until the store answers in time again.
-    Loads run in the background.
+    Loads run in the background. In an engine that can compute meanwhile, a load from the store
+    brings the last block of a prompt first.
 
     A block is ordered into the store in the step that fills it; with ``save_on="finish"`` the
     workers stage it at its request's end, or when that is preempted. A block that is dropped or
@@ -76,6 +77,9 @@ class OffloadScheduler(KvCacheConnectorScheduler):
                 )
                 opened.callback(self._finding.close)
             self._opened = opened.pop_all()
+        self._overlapping: dict[
+            int, int
+        ] = {}  # requests that may compute beside their load: its end
         self._sources = [one for one in (self._fetched, self._finding) if one is not None]
 
     def _open_transfer(self, opened: ExitStack) -> None:
@@ -121,6 +125,11 @@ class OffloadScheduler(KvCacheConnectorScheduler):
                 return num_tokens, True
         return 0, False
 
+    def load_overlaps(self, request: LlmRequest) -> bool:
+        """Returns True for loads from the store, in one pool without windows."""
+        fetched = self._fetched is not None and self._fetched.fetches(request)
+        return not fetched and self._finding is not None and self._finding.overlaps(request)
+
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
         """Drops the reported blocks: all are new, and the step's report will list them."""
         self._plans[request.request_id].forget_blocks()
@@ -135,6 +144,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
 
     def load_failed(self, request: LlmRequest, num_valid_tokens: int) -> None:
         """Marks the blocks that were not loaded as missing: they are computed, and saved anew."""
+        self._overlapping.pop(request.request_id, None)
         for source in self._sources:
             source.failed(request)
         self._plans[request.request_id].note_missing(num_valid_tokens // self._tokens_per_block)
@@ -155,8 +165,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         """
         if self._published is not None:
             self._published.reset(request)
-        for source in self._sources:
-            source.drop(request)
+        self._drop(request)
         self._begin(request)
 
     def request_aborted(self, request: LlmRequest) -> None:
@@ -167,8 +176,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
             self._learn(plan)
             if plan.num_blocks == 0:
                 del self._plans[request.request_id]
-        for source in self._sources:
-            source.drop(request)
+        self._drop(request)
 
     def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
         """Returns True if blocks are still to be saved, or may be needed by a reader.
@@ -183,12 +191,16 @@ class OffloadScheduler(KvCacheConnectorScheduler):
                 self._published.aborted(request)  # its blocks are not kept
             raise
         finally:
-            for source in self._sources:
-                source.drop(request)
+            self._drop(request)
         shared = None if self._published is None else self._published.finished(request)
         if shared is not None:
             self._shared.append(shared)
         return saves or shared is not None
+
+    def _drop(self, request: LlmRequest) -> None:
+        self._overlapping.pop(request.request_id, None)
+        for source in self._sources:
+            source.drop(request)
 
     def _saves_rest(self, plan: SavePlan, block_ids: list[int]) -> bool:
         """Returns whether blocks of an ended request are to be saved, and orders that."""
@@ -234,12 +246,18 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         if self._finding is not None:
             self._finding.budget.start_step()
             loads += filter(None, map(self._finding.order, scheduler_output.loading_requests))
+        self._overlapping.update((one.request_id, one.end) for one in loads if one.overlaps)
+        floors: dict[int, int] = {}
         for data in scheduler_output.new_requests:
             self._plans[data.request_id].forget_blocks()
             self._order_save(data, saves)
+            self._raise_floor(data, floors)
         for data in scheduler_output.cached_requests:
             self._order_save(data, saves)
+            self._raise_floor(data, floors)
         meta = self._meta(loads, saves)
+        if floors:
+            meta = replace(meta or OffloadMeta(), floors=floors)
         if self._published is None or self._fetched is None:
             return meta
         publish = tuple(self._published.orders(scheduler_output))
@@ -296,6 +314,16 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         if order is not None:
             saves.append(order)
             plan.num_held += len(order.blocks) if self._config.save_on == "finish" else 0
+
+    def _raise_floor(self, data: RequestData, floors: dict[int, int]) -> None:
+        """Adds to `floors` that no load may write before the tokens that this step computes."""
+        end = self._overlapping.get(data.request_id)
+        if end is None:
+            return
+        computed = data.computed_position + data.num_scheduled_tokens
+        floors[data.request_id] = computed
+        if computed > end:
+            del self._overlapping[data.request_id]  # its load has ended, or may write no more
 
     def _learn(self, plan: SavePlan, late: Hit | None = None) -> None:
         """Records which blocks the store has; `late` stands for an answer that has not come."""

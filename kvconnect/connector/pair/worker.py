@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -80,6 +80,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._wakeup: Callable[[], None] = _silent
         self._ended: deque[tuple[int, TransferFailure | None]] = deque()
         self._failed: list[TransferFailure] = []
+        self._load_times: dict[int, list[tuple[int, float]]] = {}
         self._leaving: dict[int, _Leaving] = {}
         self._saved: list[int] = []
         self._missing: dict[int, int] = {}
@@ -176,13 +177,15 @@ class OffloadWorker(KvCacheConnectorWorker):
             for copier in self._access.copiers:
                 copier.order_copies_in(cuda_stream(stream))
         for order in meta.loads:
-            self._loads.start(order, self._load_ended)
+            self._loads.start(order, self._load_ended, self._wakeup)
+        for request_id, num_tokens in meta.floors.items():
+            self._loads.raise_floor(request_id, num_tokens)
         if self._node is not None:
             for fetch in meta.fetches:
                 self._node.fetch(fetch, self._told)
 
     def wait_for_layer_load(self, layer_idx: int, stream: ForwardStream) -> None:
-        """Does nothing: no request computes before its load has ended."""
+        """Does nothing: no request computes from tokens that are still being loaded."""
 
     def cancel(self, request_id: int) -> None:
         """Cancels the load of a request; `get_finished` returns its id once no more writes come."""
@@ -306,6 +309,17 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._stage_leaving()
         failed, self._failed = self._failed, []
         return failed
+
+    def get_load_progress(self) -> Mapping[int, int]:
+        """Returns the first token in the pool, up to the end, of each load beside computing."""
+        if self._open_store is None:
+            return {}
+        self._load_times = self._loads.times()
+        return self._loads.progress()
+
+    def get_load_times(self) -> Mapping[int, Sequence[tuple[int, float]]]:
+        """Returns when each load beside computing came how far."""
+        return self._load_times
 
     def build_worker_meta(self) -> WorkerMeta | None:
         """Returns the blocks that were not stored, and whether ended requests wait for room."""

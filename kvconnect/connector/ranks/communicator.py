@@ -139,6 +139,9 @@ class Report:
         step: its number.
         saved, loaded: requests whose transfer the worker returned.
         failures: transfers that will not finish on this rank.
+        progress: of loads that overlap with computing: request, and the first of the tokens that
+            are in its blocks up to the load's end.
+        load_times: when each load came how far: request, and positions with seconds.
         worker_meta: for the scheduler, from `build_worker_meta`.
         request_errors: errors of this rank's worker for single requests; none on the leader.
     """
@@ -147,6 +150,8 @@ class Report:
     saved: tuple[int, ...] = ()
     loaded: tuple[int, ...] = ()
     failures: tuple[TransferFailure, ...] = ()
+    progress: tuple[tuple[int, int], ...] = ()
+    load_times: tuple[tuple[int, tuple[tuple[int, float], ...]], ...] = ()
     worker_meta: object = None
     request_errors: tuple[RequestError, ...] = ()
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.errors import ConnectorContractError
 
-__all__ = ["checked_failures", "checked_finished", "checked_keep", "checked_match"]
+__all__ = [
+    "checked_failures",
+    "checked_finished",
+    "checked_keep",
+    "checked_match",
+    "checked_progress",
+]
 
 
 def _name(owner: object) -> str:
@@ -100,6 +106,20 @@ def checked_failures(owner: object, answer: object) -> list[TransferFailure]:
                     f"{method} answered {failure!r}; {field} must be {wanted}, not {value!r}"
                 )
     return list(answer)
+
+
+def checked_progress(owner: object, answer: object) -> tuple[tuple[int, int], ...]:
+    """Returns the answer of `get_load_progress`, checked: pairs of a request and a position.
+
+    Raises:
+        ConnectorContractError: not a mapping of request ids to positions.
+    """
+    if isinstance(answer, Mapping) and all(_is_int(one) for pair in answer.items() for one in pair):
+        return tuple(answer.items())
+    raise ConnectorContractError(
+        f"{_name(owner)}.get_load_progress answered {answer!r}; a mapping of request ids to "
+        "positions is needed"
+    )
 
 
 def _are_ids(value: object) -> bool:

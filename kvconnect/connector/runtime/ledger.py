@@ -34,6 +34,9 @@ class StepOutcome:
     Attributes:
         loaded: request id to its number of leading valid tokens: loads that succeeded in the
             background.
+        loaded_from: those of `loaded` that overlapped with computing, whether they succeeded or
+            not: the tokens from there to the load's end are valid. The tokens before are valid as
+            far as they were computed.
         failed: the same for loads that did not, synchronous ones too: nothing past that position
             may be sampled, committed, published or streamed.
         requeue: those of `failed` that cannot continue with their blocks: these may still get
@@ -43,6 +46,7 @@ class StepOutcome:
     """
 
     loaded: dict[int, int] = field(default_factory=dict)
+    loaded_from: dict[int, int] = field(default_factory=dict)
     failed: dict[int, int] = field(default_factory=dict)
     requeue: set[int] = field(default_factory=set)
     saved: list[int] = field(default_factory=list)
@@ -67,6 +71,9 @@ class TransferLedger:
     position the request gets fresh blocks, or it goes back to the queue. It always goes back if a
     load is not `divisible` (with windows or several pools): windows hold only the blocks that the
     load's end needs.
+
+    A load that overlaps with computing ends for its request once every worker has ended it, however
+    far it came. What it brought up to its end is valid, and the tokens before are computed.
     """
 
     def __init__(
@@ -95,10 +102,12 @@ class TransferLedger:
         self._tokens_per_block = tokens_per_block
         self._divisible = divisible
 
-    def start_load(self, request_id: int, start: int, end: int, *, is_async: bool) -> None:
+    def start_load(
+        self, request_id: int, start: int, end: int, *, is_async: bool, overlaps: bool = False
+    ) -> None:
         """Starts a load now that makes the tokens ``start..end`` of a request valid."""
         deadline = time.monotonic() + self._config.load_timeout_s if is_async else None
-        self.loads.start(request_id, deadline, start, end)
+        self.loads.start(request_id, deadline, start, end, overlaps=overlaps)
 
     def loading_records(self) -> list[RequestRecord]:
         """Returns the requests with a load in the background."""
@@ -141,6 +150,15 @@ class TransferLedger:
         self._hold(load, self._kv.pin(request), self._num_held(request))
         self._orders.cancel(request, self._ranks)
 
+    def overtake(self, record: RequestRecord) -> None:
+        """Cancels the load of `record`, if it overlaps with computing and is not needed any more.
+
+        The step computes all of its tokens: its metadata keeps every worker from writing to them.
+        """
+        load = self.loads.get(record.request.request_id)
+        if load is not None and load.progress is not None:
+            self.cancel_load(record)
+
     def check(self, reports: Sequence[Report]) -> None:
         """Returns if the workers' answers in `reports`, by rank, keep the contract.
 
@@ -152,6 +170,8 @@ class TransferLedger:
             self._check_returned(rank, self.loads, report.loaded)
             for failure in report.failures:
                 self._check_failure(failure)
+            for request_id, position in report.progress:
+                self._check_progress(rank, request_id, position)
 
     def settle(
         self, reports: Sequence[Report], load_failed: LoadFailed, outcome: StepOutcome, now: float
@@ -212,6 +232,20 @@ class TransferLedger:
                 f"at {transfer.end}"
             )
 
+    def _check_progress(self, rank: int, request_id: int, position: int) -> None:
+        reported = (
+            f"{self._worker_name}.get_load_progress reported {position} for request {request_id}"
+        )
+        load = self.loads.get(request_id)
+        if load is None or load.progress is None:
+            if load is not None or not self.quarantine.expects(Direction.LOAD, request_id):
+                raise ConnectorContractError(f"{reported}, which has no load beside its computing")
+        elif not load.start <= position <= load.progress.get(rank, load.end):
+            raise ConnectorContractError(
+                f"{reported}; the load from {load.start} to {load.end} has come to "
+                f"{load.progress.get(rank, load.end)}"
+            )
+
     # ------------------------------------------------------------------ what all ranks reported
 
     def _transfers(self, direction: Direction) -> Transfers:
@@ -222,6 +256,15 @@ class TransferLedger:
             self._done(rank, Direction.LOAD, request_id)
         for request_id in report.saved:
             self._done(rank, Direction.SAVE, request_id)
+        for request_id, position in report.progress:
+            load = self.loads.get(request_id)
+            if load is not None and load.progress is not None:
+                load.progress[rank] = position
+                if (record := self._records.get(request_id)) is not None:
+                    record.request.loaded_from = load.loaded_from(len(self._ranks))
+        for request_id, times in report.load_times:
+            if rank == 0 and (record := self._records.get(request_id)) is not None:
+                record.request.load_times += times
         self._enter_failures(rank, report.failures)
 
     def _enter_failures(self, rank: int, failures: tuple[TransferFailure, ...]) -> None:
@@ -255,7 +298,9 @@ class TransferLedger:
     def _settle_load(
         self, load: Transfer, now: float, outcome: StepOutcome, load_failed: LoadFailed
     ) -> None:
-        if load.failed:
+        if load.progress is not None and load.failed_ranks <= load.done_ranks:
+            self._settle_overlapping(load, now, outcome, load_failed)
+        elif load.failed:
             self._fail_load(load, outcome, load_failed)
         elif load.done_ranks >= self._ranks:
             self.loads.finish(load, TransferState.COMPLETED)
@@ -264,11 +309,37 @@ class TransferLedger:
         elif load.is_late(now):
             self._fail_load(load, outcome, load_failed)
 
+    def _settle_overlapping(
+        self, load: Transfer, now: float, outcome: StepOutcome, load_failed: LoadFailed
+    ) -> None:
+        if load.done_ranks < self._ranks:
+            if load.is_late(now):
+                self._fail_load(load, outcome, load_failed)
+            return
+        request_id = load.request_id
+        loaded_from = load.loaded_from(len(self._ranks))
+        self.loads.finish(load, TransferState.FAILED if load.failed else TransferState.COMPLETED)
+        outcome.loaded[request_id] = load.end
+        outcome.loaded_from[request_id] = loaded_from
+        if load.failed:
+            warn_once(
+                "connector.load.failed",
+                f"request {request_id}: load failed ({load.reason}); the tokens before "
+                f"{loaded_from} are computed instead",
+            )
+            self.quarantine.note_ended(Direction.LOAD, request_id)
+            if (record := self._records.get(request_id)) is not None:
+                load_failed(record, load.start, BlockFate.KEPT)
+
     def _fail_load(self, load: Transfer, outcome: StepOutcome, load_failed: LoadFailed) -> None:
         request_id = load.request_id
         # A rank that has not reported may have no valid tokens.
         heard = load.done_ranks | load.failed_ranks >= self._ranks
         num_valid = load.num_valid if heard and self._divisible else load.start
+        record = self._records.get(request_id)
+        if load.progress is not None and record is not None:
+            # No worker writes before the computed tokens.
+            num_valid = max(load.start, record.request.num_computed_tokens)
         # The request's own failure says more than the deadline.
         state = TransferState.FAILED if load.failed else TransferState.TIMED_OUT
         self.loads.finish(load, state)
@@ -278,7 +349,6 @@ class TransferLedger:
             f"{load.end - num_valid} tokens are computed instead",
         )
         fate = BlockFate.KEPT if self._divisible else BlockFate.LOST
-        record = self._records.get(request_id)
         if load.done_ranks >= self._ranks:
             self.quarantine.note_ended(Direction.LOAD, request_id)
         elif record is not None:

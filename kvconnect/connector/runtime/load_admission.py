@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
@@ -13,7 +14,7 @@ from kvconnect.connector.runtime.ledger import TransferLedger
 from kvconnect.connector.runtime.reporting import RequestRecord
 from kvconnect.connector.runtime.request_errors import RequestErrors
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
-from kvconnect.request import ExternalMatch
+from kvconnect.request import ExternalMatch, LlmRequest
 
 __all__ = ["LoadAdmission"]
 
@@ -28,6 +29,9 @@ class LoadAdmission:
     Loading requests and blocks in quarantine take at most ``max_loading_fraction`` of the pool. A
     match beyond that waits for blocks of loads in flight, for ``load_timeout_s`` at most, and is
     dropped then. A load that is larger than the whole limit starts when no such blocks are held.
+
+    Attributes:
+        is_worth: asked by the engine whether to start the load of a match; set by the engine.
     """
 
     def __init__(
@@ -46,6 +50,8 @@ class LoadAdmission:
         self._longest_wait_s = config.load_timeout_s
         self._tokens_per_block = tokens_per_block
         self._divisible = divisible
+        self._overlaps = config.overlap_loads and divisible and kv.overlaps_loads
+        self.is_worth: Callable[[LlmRequest, ExternalMatch], bool] = lambda _request, _match: True
         self._admitted: list[RequestRecord] = []  # those of this step among them have a match
         self._dropped: list[int] = []
 
@@ -67,7 +73,7 @@ class LoadAdmission:
         offer = self._offer(scheduler, record, position)
         # An offer that had to wait began where the device match ended then.
         reaches = offer.position <= position and offer.end > num_device_tokens
-        if reaches and self._may_load(record):
+        if reaches and self._may_load(record) and self.is_worth(request, offer):
             room = not offer.is_async or self._room(record)
             if room is None:
                 return replace(offer, num_tokens=0, deferred=True)
@@ -97,14 +103,15 @@ class LoadAdmission:
     ) -> ExternalMatch:
         if record.offer is None:
             request = record.request
-            num_tokens, is_async = 0, False
+            num_tokens, is_async, overlaps = 0, False, False
             if request not in self._errors:
                 with self._errors.kept(request):
                     answer = scheduler.get_num_new_matched_tokens(request, position)
                     num_tokens, is_async = checked_match(scheduler, answer)
+                    overlaps = self._overlaps and is_async and scheduler.load_overlaps(request)
             # The last token is always computed: its logits are needed.
             num_tokens = max(0, min(num_tokens, request.num_tokens - 1 - position))
-            record.offer = ExternalMatch(position, num_tokens, is_async)
+            record.offer = ExternalMatch(position, num_tokens, is_async, overlaps)
         return record.offer
 
     def _may_load(self, record: RequestRecord) -> bool:

@@ -136,6 +136,10 @@ class KvCacheConnectorManager:
         """Returns the tokens to load beyond the device match; see `LoadAdmission.match`."""
         return self._loads.match(self._scheduler, self._record(request), num_device_tokens)
 
+    def set_worth(self, is_worth: Callable[[LlmRequest, ExternalMatch], bool]) -> None:
+        """Sets `is_worth`, which tells whether to start the load of a match."""
+        self._loads.is_worth = is_worth
+
     def blocks_allocated(
         self, request: LlmRequest, block_ids: list[int], by_group: Sequence[list[int]] = ()
     ) -> None:
@@ -219,6 +223,9 @@ class KvCacheConnectorManager:
             for request in requests
             if self._start_load(request)
         ]
+        for request in batch.context_requests:
+            if not request.load_end:
+                self._ledger.overtake(self._record(request))
         output = self._reporter.report(batch, self._records, loading)
         with self._rank.telling:
             metadata = self._scheduler.build_connector_meta(output)
@@ -326,7 +333,13 @@ class KvCacheConnectorManager:
         # With windows a match may be cut to before the position that was asked for.
         start = min(match.position, request.num_computed_tokens)
         start -= start % self._tokens_per_block
-        self._ledger.start_load(request.request_id, start, match.end, is_async=match.is_async)
+        self._ledger.start_load(
+            request.request_id,
+            start,
+            match.end,
+            is_async=match.is_async,
+            overlaps=match.overlaps,
+        )
         return match.is_async
 
     def _begin(

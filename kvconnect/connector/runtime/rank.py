@@ -18,7 +18,11 @@ from kvconnect.connector.ranks.communicator import (
     ResetRequest,
     agreed,
 )
-from kvconnect.connector.runtime.answers import checked_failures, checked_finished
+from kvconnect.connector.runtime.answers import (
+    checked_failures,
+    checked_finished,
+    checked_progress,
+)
 from kvconnect.connector.stream import CpuStream, ForwardStream
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.errors import RankDivergence, UsageError
@@ -200,6 +204,10 @@ class RankDriver:
         return Report(
             step.step,
             failures=tuple(failures),
+            progress=checked_progress(self._worker, self._worker.get_load_progress()),
+            load_times=tuple(
+                (one, tuple(times)) for one, times in self._worker.get_load_times().items()
+            ),
             worker_meta=self._worker.build_worker_meta() if with_meta else None,
             request_errors=tuple(RequestError(*one) for one in errors.items()),
         )

@@ -33,6 +33,8 @@ class Transfer:
             is over with its step.
         start, end: the tokens that a load makes valid.
         num_valid: the smallest number of leading tokens that a rank called valid.
+        progress: of a load that overlaps with computing, by rank: the tokens from there to `end`
+            are in the blocks; ``None``: it is another transfer.
         done_ranks: ranks whose worker touches the blocks no more.
         failed_ranks: ranks that reported failure.
         reason: the first one, for the log.
@@ -47,6 +49,7 @@ class Transfer:
     done_ranks: set[int] = field(default_factory=set)
     failed_ranks: set[int] = field(default_factory=set)
     reason: str = ""
+    progress: dict[int, int] | None = None
     state: TransferState = TransferState.ACTIVE
 
     @property
@@ -58,6 +61,11 @@ class Transfer:
     def failed(self) -> bool:
         """Returns whether a rank reported failure."""
         return bool(self.failed_ranks)
+
+    def loaded_from(self, num_ranks: int) -> int:
+        """Returns the first of the tokens up to `end` that are in the blocks of every rank."""
+        progress = self.progress or {}
+        return max(progress.get(rank, self.end) for rank in range(num_ranks))
 
     def is_late(self, now: float) -> bool:
         """Returns True if its deadline has passed."""
@@ -96,12 +104,26 @@ class Transfers:
         return self._active.get(request_id)
 
     def start(
-        self, request_id: int, deadline: float | None, start: int = 0, end: int = 0
+        self,
+        request_id: int,
+        deadline: float | None,
+        start: int = 0,
+        end: int = 0,
+        *,
+        overlaps: bool = False,
     ) -> Transfer:
         """Adds an active transfer; a request has at most one of each direction at a time."""
         if request_id in self._active:
             raise AssertionError(f"request {request_id} has an active {self.direction.value}")
-        transfer = Transfer(request_id, self.direction, deadline, start, end, num_valid=end)
+        transfer = Transfer(
+            request_id,
+            self.direction,
+            deadline,
+            start,
+            end,
+            num_valid=end,
+            progress={} if overlaps else None,
+        )
         self._active[request_id] = transfer
         return transfer
 

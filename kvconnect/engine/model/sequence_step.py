@@ -85,6 +85,6 @@ def _sequence(request: LlmRequest, tables: tuple[BlockTable, ...]) -> SequenceSt
         start,
         tokens=np.concatenate([known, drafts]) if len(drafts) else known,
         num_wanted=(len(known) if whole else 1) + len(drafts),
-        is_prompt=request.state is RequestState.CONTEXT,
+        is_prompt=request.state is not RequestState.GENERATION,
         tables=tables,
     )

@@ -20,7 +20,7 @@ from kvconnect.cli.command import (
 )
 from kvconnect.cli.commands.bench import add_model_options, add_run
 from kvconnect.errors import ConfigurationError
-from kvconnect_bench.options import engines, identity, serve, transfer
+from kvconnect_bench.options import crossover, engines, identity, serve, transfer
 from kvconnect_bench.peer_python import add_peer_python
 
 __all__ = ["add_benchmarks"]
@@ -173,6 +173,11 @@ _BENCHMARKS = {
         _add_dead,
         _measure_dead,
         "what a store that dies costs requests, and how soon it is used again",
+    ),
+    "crossover": (
+        crossover.add_options,
+        crossover.measure,
+        "prompts from stores slower and faster than the model: computed, loaded, from both ends",
     ),
     "kernels": (
         _add_kernels,

@@ -1,0 +1,194 @@
+"""Decides how many tokens of a request are computed beside its load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from kvconnect.engine.model.sequence_step import SequenceStep
+from kvconnect.overlap import Chunk, LoadingPrompt, next_chunk, should_start
+from kvconnect.pace import LoadPace, RunningLoad, StepPace
+from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
+from kvconnect.trace import count
+
+__all__ = ["BesideLoads"]
+
+
+_WORTH = 0.25
+"""The share of a load's time that computing beside it must save: both use memory and processors."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A load that its request computes beside.
+
+    Attributes:
+        load: its progress, in tokens.
+        started: when it started, on the monotonic clock.
+        start: the computed tokens at that time.
+        predicted_s: when it was first predicted to meet what is computed, in seconds since its
+            start.
+        alone: computing beside it would hardly save time.
+    """
+
+    load: RunningLoad
+    started: float
+    start: int
+    predicted_s: float | None = None
+    alone: bool = False
+
+
+class BesideLoads:
+    """The pace of the engine's steps and of its loads, and the chunks that follow from them.
+
+    Belongs to the engine's thread. Loads that do not overlap with computing are not in it.
+
+    Args:
+        max_num_tokens: of a step.
+    """
+
+    def __init__(self, max_num_tokens: int) -> None:
+        self._max_num_tokens = max_num_tokens
+        self._steps = StepPace()
+        self._loads = LoadPace()
+        self._running: dict[int, _Running] = {}
+        self._look_again: float | None = None
+
+    def is_worth(self, request: LlmRequest, match: ExternalMatch) -> bool:
+        """Returns whether to start the load of `match`: whether it may bring a block in time."""
+        if not match.overlaps:
+            return True
+        prompt = _prompt(request, position=match.position, loaded_from=match.end, end=match.end)
+        if should_start(prompt, self._steps, self._loads, max_tokens=self._max_num_tokens):
+            return True
+        count("engine.load", labels=(("decision", "compute"),))
+        return False
+
+    def add_chunks(self, batch: ScheduledBatch, loading: Iterable[LlmRequest]) -> list[LlmRequest]:
+        """Adds chunks of `loading` requests to `batch`, within the budget that it leaves.
+
+        Loads of ``batch.loading_requests`` start with the step, and get a chunk in the next one.
+        Returns requests that need their load no more: it has brought nothing, and is computed.
+        """
+        overtaken = []
+        budget = self._max_num_tokens - sum(one.num_scheduled_tokens for one in batch.requests)
+        alone = not batch.requests
+        self._look_again = None
+        for request in loading:
+            if not request.load_end:
+                continue
+            if request.request_id not in self._running:
+                self._begin(request)
+            elif num_tokens := self.chunk(request, budget, alone=alone):
+                request.num_scheduled_tokens = num_tokens
+                batch.context_requests.append(request)
+                budget -= num_tokens
+                if request.num_computed_tokens + num_tokens > request.load_end:
+                    overtaken.append(request)
+        return overtaken
+
+    def _begin(self, request: LlmRequest) -> None:
+        start = request.num_computed_tokens
+        load = RunningLoad(self._loads, request.load_end - start)
+        self._running[request.request_id] = _Running(load, time.monotonic(), start)
+
+    def chunk(self, request: LlmRequest, budget: int, *, alone: bool) -> int:
+        """Returns how many tokens of `request` to compute in the next step, in whole blocks.
+
+        At most `budget` tokens, and none that the load has brought. They go beyond the load if it
+        has brought nothing.
+
+        Args:
+            request: its load runs.
+            budget: the step's tokens that no other request takes.
+            alone: the step computes none that do not load.
+        """
+        running = self._running[request.request_id]
+        seconds = self._hear(request, running)
+        chunk = next_chunk(
+            _prompt(
+                request,
+                position=request.num_computed_tokens,
+                loaded_from=request.loaded_from,
+                end=request.load_end,
+            ),
+            self._steps,
+            running.load,
+            seconds=seconds,
+            max_tokens=budget,
+            alone=alone,
+        )
+        self._note(request, running, chunk, seconds)
+        if running.alone and (left := running.load.overdue_after() - seconds) > 0:
+            self._look_after(left)
+            return 0
+        return chunk.tokens
+
+    def end(self, request: LlmRequest) -> None:
+        """Removes the load of `request`, which ended or has no request any more."""
+        running = self._running.pop(request.request_id, None)
+        if running is None:
+            return
+        seconds = self._hear(request, running)
+        running.load.end(seconds)
+        computed = request.num_computed_tokens > running.start
+        decision = "both" if computed and running.load.amount else "load"
+        if computed and not running.load.amount:
+            decision = "compute"
+        count("engine.load", labels=(("decision", decision),))
+        if running.predicted_s is not None:
+            count("engine.load.predicted", seconds=running.predicted_s, took=seconds)
+
+    def _hear(self, request: LlmRequest, running: _Running) -> float:
+        """Adds how far the load came; returns the seconds since its start."""
+        for loaded_from, seconds in request.load_times:
+            running.load.progress(request.load_end - loaded_from, seconds)
+        request.load_times.clear()
+        seconds = time.monotonic() - running.started
+        running.load.progress(request.load_end - request.loaded_from, seconds)
+        return seconds
+
+    def note_step(self, plan: Iterable[SequenceStep], started: float, device: torch.device) -> None:
+        """Adds a step that computed `plan` on `device`; it began at `started` (``perf_counter``).
+
+        Waits for the device if a load runs beside it.
+        """
+        if device.type == "cuda" and self._running:
+            torch.cuda.current_stream(device).synchronize()
+        tokens, context = 0, 0.0
+        for one in plan:
+            tokens += len(one.tokens)
+            context += len(one.tokens) * (one.start + one.end) / 2
+        self._steps.record(tokens, context, time.perf_counter() - started)
+
+    def wait_seconds(self) -> float | None:
+        """Returns the seconds until a silent load is to be looked at again; ``None``: none is."""
+        return None if self._look_again is None else max(0.0, self._look_again - time.monotonic())
+
+    def _note(self, request: LlmRequest, running: _Running, chunk: Chunk, seconds: float) -> None:
+        if running.predicted_s is None and chunk.predicted is not None:
+            end = self._steps.seconds_for_prompt(
+                request.load_end, request.num_tokens, self._max_num_tokens
+            )
+            running.predicted_s = max(seconds, seconds + chunk.predicted.both_s - (end or 0.0))
+            saved_s = chunk.predicted.loaded_s - chunk.predicted.both_s
+            running.alone = saved_s < _WORTH * chunk.predicted.loaded_s
+        if chunk.look_again_after is not None:
+            self._look_after(chunk.look_again_after)
+
+    def _look_after(self, seconds: float) -> None:
+        again = time.monotonic() + seconds
+        self._look_again = again if self._look_again is None else min(self._look_again, again)
+
+
+def _prompt(request: LlmRequest, *, position: int, loaded_from: int, end: int) -> LoadingPrompt:
+    return LoadingPrompt(
+        position=position,
+        loaded_from=loaded_from,
+        match_end=end,
+        prompt_end=request.num_tokens,
+        tokens_per_block=request.key_chain.tokens_per_block,
+    )

@@ -1,0 +1,256 @@
+"""Decides what to compute beside a load, so that a hit is never slower than computing.
+
+A load fills a prompt's blocks from the end of the match towards its beginning, computing fills them
+from the beginning on. The two meet where the later of them is earliest. The functions are pure, but
+for the counter of `LoadPace.explores`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvconnect.pace import LoadPace, RunningLoad, StepPace
+
+__all__ = [
+    "Chunk",
+    "Decision",
+    "FirstToken",
+    "LoadingPrompt",
+    "load_is_faster",
+    "meeting",
+    "next_chunk",
+    "predict_alone",
+    "should_start",
+]
+
+_SILENT_S = 0.005
+"""The silence of an unmeasured load after which an unmeasured model computes its first block."""
+_LOADED_SOON_S = 0.05
+"""The predicted rest of a load beside which an unmeasured model computes nothing."""
+_SOONEST_S = 0.001
+"""The shortest time after which to look again at a silent load."""
+_LOOK = 0.1
+"""Beside other requests, the share of a load's rest after which to look again."""
+
+
+class Decision(StrEnum):
+    """The fastest way to the first token."""
+
+    COMPUTE = "compute"
+    LOAD = "load"
+    BOTH = "both"
+
+
+class FirstToken(NamedTuple):
+    """The predicted seconds to the first token of a prompt that is alone on the engine.
+
+    Attributes:
+        computed_s: nothing is loaded.
+        loaded_s: nothing of the store's part is computed.
+        both_s: the least of these two and of a load that meets the computing, where that is open.
+        decision: the way that takes `both_s`.
+    """
+
+    computed_s: float
+    loaded_s: float
+    both_s: float
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingPrompt:
+    """A prompt of which a store has a part; in tokens.
+
+    Attributes:
+        position: the computed tokens.
+        loaded_from: the first token from which on all are loaded, to `match_end`. A multiple of
+            `tokens_per_block`, unless it is `match_end`: then nothing is loaded.
+        match_end: the end of the store's part.
+        prompt_end: the end of the prompt; tokens from `match_end` on are computed in any case.
+        tokens_per_block: at least 1.
+    """
+
+    position: int
+    loaded_from: int
+    match_end: int
+    prompt_end: int
+    tokens_per_block: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Returns the number of blocks that are neither computed nor loaded to their end."""
+        first = self.position // self.tokens_per_block
+        return -(-self.loaded_from // self.tokens_per_block) - first
+
+    def end_of(self, num_blocks: int) -> int:
+        """Returns the position once `num_blocks` more blocks are computed."""
+        last = self.position // self.tokens_per_block + num_blocks
+        return min(last * self.tokens_per_block, self.loaded_from)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of a loading prompt to compute in the next step.
+
+    Attributes:
+        tokens: 0: none. The chunk ends at the end of a block, at ``loaded_from``, or behind the
+            match: then the load is not needed any more.
+        look_again_after: seconds after which to ask again, or as soon as the load brings news;
+            ``None``: after the step. Never ``None`` while the load alone goes on.
+        predicted: seconds from now, to compare with the real ones; ``None``: model or load are
+            unmeasured.
+    """
+
+    tokens: int
+    look_again_after: float | None = None
+    predicted: FirstToken | None = None
+
+
+def meeting(
+    num_blocks: int, computed_s: Callable[[int], float], loaded_s: Callable[[int], float]
+) -> tuple[int, float]:
+    """Returns how many blocks to compute, at least one, and the seconds until all are there.
+
+    Args:
+        num_blocks: blocks that may be computed, at least 1.
+        computed_s: the seconds until so many are computed; grows.
+        loaded_s: the seconds until all others are loaded; falls.
+    """
+    # The best number is where the two cross, or one before.
+    crossing = 1 + bisect_left(
+        range(1, num_blocks + 1), x=True, key=lambda count: computed_s(count) >= loaded_s(count)
+    )
+    seconds, count = min(
+        (max(computed_s(count), loaded_s(count)), count)
+        for count in (crossing - 1, crossing)
+        if 0 < count <= num_blocks
+    )
+    return count, seconds
+
+
+def next_chunk(
+    prompt: LoadingPrompt,
+    model: StepPace,
+    load: RunningLoad,
+    *,
+    seconds: float,
+    max_tokens: int,
+    alone: bool = True,
+) -> Chunk:
+    """Returns what to compute of `prompt` in the next step, beside its load.
+
+    The chunk leads to the predicted meeting, or is the first of several to it. It is one block at
+    least; nothing if that takes longer than the load's predicted rest. Steps grow by a factor of
+    four at most beyond the largest that was measured.
+
+    Args:
+        prompt: its state.
+        model: the pace of the engine's steps.
+        load: its load, in tokens, with all its news.
+        seconds: since the load's start.
+        max_tokens: the step's tokens that no other request wants.
+        alone: no other request runs. Beside others nothing is computed, unless the load's predicted
+            rest is longer than computing all: then the prompt is one that no store has.
+    """
+    first, left = prompt.end_of(1) - prompt.position, prompt.loaded_from - prompt.position
+    if not 0 < first <= max_tokens:
+        return Chunk(0)
+    rest_s = load.rest(left, seconds)
+    limit = min(max_tokens, model.reach)
+    if limit < first:
+        block_s = _LOADED_SOON_S if load.is_measured else _SILENT_S
+        if rest_s < block_s:
+            return Chunk(0, max(_SOONEST_S, load.silence_for(block_s, left, seconds)))
+        return Chunk(first)
+    predicted, end = _predict(prompt, model, load, seconds, limit)
+    shown = predicted if load.is_measured else None
+    if predicted.decision is Decision.LOAD:
+        block_s = _seconds(model, prompt.position, prompt.position + first, limit)
+        return Chunk(0, max(_SOONEST_S, load.silence_for(block_s, left, seconds)), shown)
+    if not alone and predicted.loaded_s <= predicted.computed_s:
+        return Chunk(0, max(_SOONEST_S, _LOOK * rest_s), shown)
+    if end > prompt.position + limit:
+        end = prompt.position + limit
+        if end < prompt.match_end:
+            end -= end % prompt.tokens_per_block
+    return Chunk(end - prompt.position, None, shown)
+
+
+def _predict(
+    prompt: LoadingPrompt, model: StepPace, load: RunningLoad, seconds: float, limit: int
+) -> tuple[FirstToken, int]:
+    """Returns the seconds from now to the first token, and up to where to compute by then."""
+
+    def computed_s(count: int) -> float:
+        return _seconds(model, prompt.position, prompt.end_of(count), limit)
+
+    def rest_s(count: int) -> float:
+        return load.rest(prompt.loaded_from - prompt.end_of(count), seconds)
+
+    # What follows the match is a step of its own, unless nothing is loaded.
+    tail_s = _seconds(model, prompt.match_end, prompt.prompt_end, limit)
+    count, met_s = meeting(prompt.num_blocks, computed_s, rest_s)
+    both_s = met_s + tail_s
+    loaded_s = load.rest(prompt.loaded_from - prompt.position, seconds) + tail_s
+    alone_s = computed_s(prompt.num_blocks) + tail_s
+    if prompt.loaded_from == prompt.match_end:
+        alone_s = _seconds(model, prompt.position, prompt.prompt_end, limit)
+        if alone_s < min(both_s, loaded_s):
+            found = FirstToken(alone_s, loaded_s, alone_s, Decision.COMPUTE)
+            return found, prompt.prompt_end
+    # A load without prediction takes equally long whatever is computed: then computing goes on.
+    if loaded_s < both_s:
+        return FirstToken(alone_s, loaded_s, loaded_s, Decision.LOAD), prompt.position
+    return FirstToken(alone_s, loaded_s, both_s, Decision.BOTH), prompt.end_of(count)
+
+
+def _seconds(model: StepPace, start: int, end: int, chunk: int) -> float:
+    """Returns `StepPace.seconds_for_prompt` of a model that is measured."""
+    return model.seconds_for_prompt(start, end, chunk) or 0.0
+
+
+def should_start(
+    prompt: LoadingPrompt, model: StepPace, pace: LoadPace, *, max_tokens: int
+) -> bool:
+    """Returns whether a load of `prompt` is predicted to bring a block before all is computed.
+
+    One in a hundred others is started too, so that a store that became fast is noticed; and all
+    while model or store are unmeasured. `pace` is in tokens.
+    """
+    limit = min(max_tokens, model.reach)
+    first_s = pace.predict(prompt.tokens_per_block)
+    if first_s is None or limit < prompt.tokens_per_block:
+        return True
+    computed_s = _seconds(model, prompt.position, prompt.prompt_end, limit)
+    return first_s < computed_s or pace.explores()
+
+
+def load_is_faster(predicted: FirstToken | None, pace: LoadPace) -> bool:
+    """Returns whether to load by `predict_alone`, for engines that park a request meanwhile.
+
+    One in a hundred loads that are predicted to be slower is started too; and all that are not
+    predicted.
+    """
+    return predicted is None or predicted.decision is Decision.LOAD or pace.explores()
+
+
+def predict_alone(
+    prompt: LoadingPrompt, model: StepPace, pace: LoadPace, *, amount: float, max_tokens: int
+) -> FirstToken | None:
+    """Returns the seconds of `prompt` if all is loaded or all computed; ``None``: unmeasured.
+
+    `amount` is that of the load, in the unit of `pace`; a step has `max_tokens` at most.
+    """
+    limit = min(max_tokens, model.reach)
+    loaded_s = pace.predict(amount)
+    if loaded_s is None or limit < prompt.tokens_per_block:
+        return None
+    loaded_s += _seconds(model, prompt.match_end, prompt.prompt_end, limit)
+    computed_s = _seconds(model, prompt.position, prompt.prompt_end, limit)
+    if loaded_s < computed_s:
+        return FirstToken(computed_s, loaded_s, loaded_s, Decision.LOAD)
+    return FirstToken(computed_s, loaded_s, computed_s, Decision.COMPUTE)

@@ -1,0 +1,1 @@
+"""Measures hits at stores of every speed: ``kvconnect bench crossover``."""

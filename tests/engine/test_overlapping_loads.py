@@ -1,0 +1,670 @@
+"""Prompts whose end is loaded while their beginning is computed: the tokens are the same."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from late_store import LateStore
+from observed import check_idle, tokens
+
+from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, RequestOutput, SamplingParams
+from kvconnect.backends.guard.breaker import Breaker
+from kvconnect.connector.io.load import Loads
+from kvconnect.engine.beside_loads import BesideLoads
+from kvconnect.engine.sampling.drafts import NgramSpeculation
+from kvconnect.request import LlmRequest, RequestState
+
+T = 8
+GREEDY = SamplingParams(max_tokens=12)
+
+
+def words(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+PROMPT = words(12 * T + 5, 0)
+FEW_SHARED = [*PROMPT[: 3 * T], *words(5 * T, 1)]
+MANY_SHARED = [*PROMPT[: 8 * T + 3], *words(20, 2)]
+PROMPTS = [PROMPT, FEW_SHARED, MANY_SHARED, words(40, 3), words(9 * T, 4)]
+TAILS = {
+    "in a block": (12 * T + 5, True),
+    "at its end": (12 * T + 5, False),
+    "in the last": (12 * T, True),
+}
+"""Where a match ends: the length of the prompt, and whether the store has its tail."""
+
+
+# ---------------------------------------------------------------------- what decides
+
+
+def whole_blocks(request: LlmRequest, budget: int) -> int:
+    """All that the budget has room for, in whole blocks, up to what is loaded."""
+    left = request.loaded_from - request.num_computed_tokens
+    return max(0, left if left <= budget else budget - budget % T)
+
+
+def nothing(_request: LlmRequest, _budget: int) -> int:
+    return 0
+
+
+class Beside:
+    """Decides what is computed beside loads, as a test says."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.decide: Callable[[LlmRequest, int], int] = whole_blocks
+        self.asked = 0
+        patch.setattr(BesideLoads, "is_worth", lambda *_: True)
+        patch.setattr(
+            BesideLoads, "chunk", lambda _, request, budget, **__: self._chunk(request, budget)
+        )
+
+    def _chunk(self, request: LlmRequest, budget: int) -> int:
+        self.asked += 1
+        return self.decide(request, budget)
+
+
+class Arrivals:
+    """What has come into the pool of the loads that run."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._news = threading.Condition()
+        copy_now = Loads._copy_now
+
+        def copy_and_notify(*args: object) -> None:
+            copy_now(*args)
+            with self._news:
+                self._news.notify_all()
+
+        patch.setattr(Loads, "_copy_now", copy_and_notify)
+
+    def after(self, llm: LLM, num_blocks: int) -> Callable[[LlmRequest, int], int]:
+        """Decides to compute once the last `num_blocks` are there, and the engine knows it."""
+
+        def decide(request: LlmRequest, budget: int) -> int:
+            load = loads(llm)._overlapping.get(request.request_id)
+            if load is None:
+                return 0  # it has ended, which the engine is about to see
+            with self._news:
+                assert self._news.wait_for(lambda: load.num_valid_blocks() >= num_blocks, 60)
+            if request.loaded_from > load.order.loaded_from(num_blocks, T):
+                llm._thread._inbox.ring()
+                return 0
+            return whole_blocks(request, budget)
+
+        return decide
+
+
+@pytest.fixture
+def beside(monkeypatch) -> Beside:
+    return Beside(monkeypatch)
+
+
+@pytest.fixture
+def arrivals(monkeypatch) -> Arrivals:
+    return Arrivals(monkeypatch)
+
+
+# ---------------------------------------------------------------------- engines and their store
+
+
+def worker(llm: LLM):
+    return llm._engine._connector._worker
+
+
+def loads(llm: LLM) -> Loads:
+    return worker(llm)._loads
+
+
+def connector(store: LateStore) -> KvCacheConnectorConfig:
+    # What waits for a load's deadline hangs.
+    return KvCacheConnectorConfig(
+        backend=store, lookup_timeout_ms=60_000, load_timeout_s=600, overlap_loads=True
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(llama: Path) -> LateStore:
+    """A store that has every prompt of PROMPTS, and the tail of each."""
+    store = LateStore()
+    cache = KvCacheConfig(tokens_per_block=T, max_tokens=1024)
+    with LLM(llama, kv_cache=cache, dtype="float64", connector=connector(store)) as llm:
+        for prompt in PROMPTS:
+            llm.generate(prompt, SamplingParams(max_tokens=1))
+    return store
+
+
+@pytest.fixture
+def store(saved: LateStore) -> Iterator[LateStore]:
+    store = LateStore()
+    store.become(saved)
+    store.frozen = True
+    yield store
+    store.release()
+
+
+@pytest.fixture
+def open_late(open_llm, llama, store) -> Callable[..., LLM]:
+    """Opens engines that read `store` block by block, three blocks in a step."""
+
+    def open_one(model: Path = llama, **how: object) -> LLM:
+        how = {"max_num_tokens": 3 * T + 5, "tokens_per_block": T} | how
+        llm = open_llm(model, connector=connector(store), **how)
+        worker(llm)._access.call_blocks = 1
+        return llm
+
+    return open_one
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def check_nothing_is_left(llm: LLM, store: LateStore) -> None:
+    """Once the store has answered, no request has left a block, a slot or a record."""
+    store.release()
+    staging = worker(llm)._access.staging
+    until(lambda: staging.num_free == staging.num_slots)
+    until(llm.reset_prefix_cache)
+    check_idle(llm)
+    until(lambda: not loads(llm)._overlapping)
+    connector = llm._engine._connector
+    assert not connector._scheduler._overlapping
+    assert not connector._scheduler._plans
+    assert not connector._records
+    assert not connector._ledger.quarantine
+    assert not llm._scheduler.beside_loads._running
+
+
+def check(output: RequestOutput, expected: list[int], reused: int | None = None) -> None:
+    """It has these tokens; `reused` of its prompt's came from the store, the rest was computed."""
+    assert list(output.output_token_ids) == expected
+    if reused is not None:
+        assert output.reused_store_tokens == reused
+    others = output.reused_store_tokens + output.reused_device_tokens
+    assert output.computed_tokens == output.prompt_tokens - others
+
+
+# ---------------------------------------------------------------------- where they meet
+
+
+@pytest.mark.parametrize("where", TAILS)
+def test_at_every_block(where, store, open_late, beside, arrivals, reference, llama):
+    length, has_tail = TAILS[where]
+    prompt = PROMPT[:length]
+    (expected,) = reference(llama, [prompt], 12)
+    keys = store.keys_of(PROMPT)
+    end = length - 1 if has_tail else 12 * T
+    if not has_tail:
+        del store.frames[keys.pop()]
+    keys = keys[: -(-end // T)]
+    llm = open_late()
+    for came in range(len(keys) + 1):
+        store.held = set(keys[: len(keys) - came])
+        beside.decide = arrivals.after(llm, came)
+        output = llm.generate(prompt, GREEDY)[0]
+        check(output, expected, reused=end - min(end, (len(keys) - came) * T))
+        check_nothing_is_left(llm, store)
+    assert beside.asked > 13
+
+
+def test_while_blocks_come_as_it_computes(store, open_late, beside, arrivals, reference, llama):
+    """One block comes for every two that are computed."""
+    keys = store.keys_of(PROMPT)
+    llm = open_late(max_num_tokens=2 * T)
+    store.held = set(keys)
+
+    def decide(request: LlmRequest, budget: int) -> int:
+        came = request.num_computed_tokens // (2 * T)
+        store.release(keys[len(keys) - came :])
+        return arrivals.after(llm, came)(request, budget)
+
+    beside.decide = decide
+    output = llm.generate(PROMPT, GREEDY)[0]
+    # After eight blocks, four have come: 9 to 12. One more is computed.
+    check(output, *reference(llama, [PROMPT], 12), reused=len(PROMPT) - 1 - 9 * T)
+    check_nothing_is_left(llm, store)
+
+
+def test_behind_what_the_device_has(store, open_late, beside, arrivals, reference, llama):
+    llm = open_late()
+    beside.decide = nothing
+    llm.generate(PROMPT[: 3 * T + 3], SamplingParams(max_tokens=1))
+    keys = store.keys_of(PROMPT)
+    store.held = set(keys[:8])
+    beside.decide = arrivals.after(llm, 5)
+    output = llm.generate(PROMPT, GREEDY)[0]
+    check(output, *reference(llama, [PROMPT], 12), reused=len(PROMPT) - 1 - 8 * T)
+    assert output.reused_device_tokens == 3 * T
+    check_nothing_is_left(llm, store)
+
+
+HOW = {
+    "drafts": {"speculative": NgramSpeculation(num_draft_tokens=5, min_ngram_size=1)},
+    "undivided": {"enable_chunked_prefill": False, "max_num_tokens": 16 * T},
+    "one block a step": {"max_num_tokens": T},
+    "preempting": {"scheduling": "max_utilization", "max_tokens": 18 * T},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_however_it_is_served(how, store, open_late, beside, arrivals, reference, llama):
+    prompt = [*PROMPT[: 12 * T], *PROMPT[:5]]  # drafts find something
+    (expected,) = reference(llama, [prompt], 12)
+    llm = open_late(**HOW[how])
+    for came in (0, 5, 12):
+        store.held = set(store.keys_of(PROMPT)[: 12 - came])
+        beside.decide = arrivals.after(llm, came)
+        check(llm.generate(prompt, GREEDY)[0], expected, reused=came * T)
+        check_nothing_is_left(llm, store)
+
+
+@pytest.mark.parametrize("arch", ["deepseek_v3", "gpt_neox"])
+def test_other_attention(arch, store, open_late, beside, arrivals, reference, model_of):
+    """Keys and values of different sizes, and rotation of a part of them."""
+    store.frames.clear()
+    store.after.clear()
+    store.frozen = False
+    llm = open_late(model_of(arch))
+    llm.generate(PROMPT, SamplingParams(max_tokens=1))
+    until(lambda: len(store.keys_of(PROMPT)) == 13)  # the tail is saved at the end
+    store.frozen = True
+    for came in (0, 6, 13):
+        until(llm.reset_prefix_cache)
+        store.held = set(store.keys_of(PROMPT)[: 13 - came])
+        beside.decide = arrivals.after(llm, came)
+        end = len(PROMPT) - 1
+        output = llm.generate(PROMPT, GREEDY)[0]
+        check(
+            output, *reference(model_of(arch), [PROMPT], 12), reused=end - min(end, (13 - came) * T)
+        )
+        check_nothing_is_left(llm, store)
+
+
+@pytest.mark.parametrize("came", [0, 5, 13])
+def test_a_prompt_without_an_answer(came, store, open_late, beside, arrivals, reference, llama):
+    llm = open_late()
+    store.held = set(store.keys_of(PROMPT)[: 13 - came])
+    beside.decide = arrivals.after(llm, came)
+    output = llm.generate(PROMPT, SamplingParams(max_tokens=0))[0]
+    check(output, [], reused=len(PROMPT) - 1 - min(len(PROMPT) - 1, (13 - came) * T))
+    store.frames.clear()
+    output = llm.generate(PROMPT, GREEDY)[0]
+    check(output, *reference(llama, [PROMPT], 12), reused=0)
+    assert output.computed_tokens == 1
+    check_nothing_is_left(llm, store)
+
+
+# ---------------------------------------------------------------------- stores that fail
+
+
+@pytest.mark.parametrize("how", ["lost", "broken", "failing"])
+def test_what_is_behind_a_missing_block_is_used(
+    how, saved, store, open_late, beside, reference, llama
+):
+    """What lies before it is computed, and saved anew."""
+    (expected,) = reference(llama, [PROMPT], 12)
+    keys = store.keys_of(PROMPT)
+    store.frozen = False
+    llm = open_late()
+    for number, key in enumerate(keys):
+        store.become(saved)
+        frame = store.frames[key].clone()
+        setattr(store, how, {key})
+        beside.decide = nothing
+        output = llm.generate(PROMPT, GREEDY)[0]
+        end = len(PROMPT) - 1
+        check(output, expected, reused=end - min(end, (number + 1) * T))
+        check_nothing_is_left(llm, store)
+        if how == "lost" and number < 12:
+            until(lambda key=key: key in store.frames)
+            assert torch.equal(store.frames[key], frame)
+
+
+@pytest.mark.parametrize("how", ["lost", "broken", "failing"])
+def test_a_missing_block_is_found_while_it_computes(
+    how, saved, store, open_late, beside, reference, llama
+):
+    (expected,) = reference(llama, [PROMPT], 12)
+    llm = open_late()
+    for key in store.keys_of(PROMPT):
+        store.become(saved)
+        setattr(store, how, {key})
+        check(llm.generate(PROMPT, GREEDY)[0], expected)
+        check_nothing_is_left(llm, store)
+    assert beside.asked > 0
+
+
+def test_a_store_that_hangs_is_not_waited_for_and_writes_nothing_later(
+    store, open_late, beside, reference, llama
+):
+    llm = open_late()
+    store.held = set(store.keys_of(PROMPT))
+
+    def decide(request: LlmRequest, budget: int) -> int:
+        assert store.waits.wait(60)
+        return whole_blocks(request, budget)
+
+    beside.decide = decide
+    output = llm.generate(PROMPT, GREEDY)[0]
+    check(output, *reference(llama, [PROMPT], 12), reused=0)
+    until(llm.reset_prefix_cache)
+    check_idle(llm)
+    staging = worker(llm)._access.staging
+    assert staging.num_free < staging.num_slots
+    pool = llm._kv.pool_tensor()
+    pool.fill_(12.5)
+    store.release()
+    until(lambda: staging.num_free == staging.num_slots)
+    assert (pool == 12.5).all()
+    check_nothing_is_left(llm, store)
+
+
+# ---------------------------------------------------------------------- requests that end early
+
+
+def stop_at(num_tokens: int, reached: threading.Event) -> Callable[[LlmRequest, int], int]:
+    """Decides to compute so many tokens, block by block, and then nothing."""
+
+    def decide(request: LlmRequest, _budget: int) -> int:
+        if request.num_computed_tokens < num_tokens:
+            return T
+        reached.set()
+        return 0
+
+    return decide
+
+
+@pytest.mark.parametrize("computed", [0, 2, 7])
+def test_aborted(computed, store, open_late, beside, reference, llama):
+    llm = open_late()
+    keys = store.keys_of(PROMPT)
+    store.held = set(keys[:9])
+    reached = threading.Event()
+    beside.decide = stop_at(computed * T, reached)
+    handle = llm.submit(PROMPT, GREEDY)
+    assert reached.wait(60)
+    handle.abort()
+    assert handle.result(timeout=60).finish_reason == "abort"
+    until(lambda: llm.stats().free_blocks == llm.stats().max_blocks)
+    store.release()
+    beside.decide = whole_blocks
+    again = llm.generate(PROMPT, GREEDY)[0]
+    check(again, *reference(llama, [PROMPT], 12))
+    assert again.reused_device_tokens == computed * T  # and none of what was loaded
+    check_nothing_is_left(llm, store)
+
+
+def send_back_once(llm: LLM, when: Callable[[LlmRequest], bool]) -> list[LlmRequest]:
+    """Preempts a request right after the first step after which `when` holds for it."""
+    engine, sent = llm._engine, []
+    step = engine.step
+
+    def step_and_send_back() -> bool:
+        worked = step()
+        scheduler = engine._scheduler
+        for request in [*scheduler.running, *scheduler.loading.values()]:
+            if not sent and when(request):
+                sent.append(request)
+                engine._send_back(request)
+                return True
+        return worked
+
+    engine.step = step_and_send_back
+    return sent
+
+
+@pytest.mark.parametrize("store_is", ["there", "gone"])
+@pytest.mark.parametrize("state", [RequestState.LOADING, RequestState.CONTEXT])
+def test_preempted(state, store_is, store, open_late, beside, reference, llama):
+    """While it loads, and after a load that brought only the end."""
+    keys = store.keys_of(PROMPT)
+    llm = open_late(max_num_tokens=T)
+    store.failing = {keys[8]}
+    if state is RequestState.LOADING:
+        store.held = set(keys)
+    beside.decide = whole_blocks if state is RequestState.LOADING else nothing
+
+    def is_due(request: LlmRequest) -> bool:
+        if request.state is not state or request.num_computed_tokens != 3 * T:
+            return False
+        assert request.load_end == len(PROMPT) - 1
+        assert request.loaded_from == (9 * T if state is RequestState.CONTEXT else request.load_end)
+        store.failing = set()
+        store.release()
+        if store_is == "gone":
+            store.frames.clear()
+        return True
+
+    sent = send_back_once(llm, is_due)
+    output = llm.generate(PROMPT, GREEDY)[0]
+    assert len(sent) == output.preemptions == 1
+    assert list(output.output_token_ids) == reference(llama, [PROMPT], 12)[0]
+    if store_is == "gone":
+        assert output.reused_store_tokens == 0
+    check_nothing_is_left(llm, store)
+
+
+def test_a_running_request_takes_the_blocks_of_one_whose_store_hangs(
+    store, open_late, beside, reference, llama
+):
+    """The one that loads cannot go on without them either, but it came last."""
+    llm = open_late(scheduling="max_utilization", max_tokens=17 * T)
+    long = SamplingParams(max_tokens=6 * T, ignore_eos=True)
+    beside.decide = nothing
+    store.held = set(store.keys_of(PROMPT))
+    running = llm.submit(words(2 * T, 9), long)
+    next(running.stream())
+    loading = llm.submit(PROMPT, GREEDY)
+    assert len(running.result(timeout=60).output_token_ids) == 6 * T
+    beside.decide = whole_blocks
+    llm._thread._inbox.ring()
+    assert list(loading.result(60).output_token_ids) == reference(llama, [PROMPT], 12)[0]
+    check_nothing_is_left(llm, store)
+
+
+# ---------------------------------------------------------------------- several requests
+
+
+@pytest.mark.parametrize("other", [FEW_SHARED, MANY_SHARED])
+def test_one_that_begins_alike_while_the_first_loads(
+    other, store, open_late, beside, reference, llama
+):
+    llm = open_late()
+    keys = store.keys_of(PROMPT)
+    store.held = {*keys[:6], *store.keys_of(other)[4:]}
+    reached = threading.Event()
+    beside.decide = stop_at(4 * T, reached)
+    first = llm.submit(PROMPT, GREEDY)
+    assert reached.wait(60)
+    second = llm.submit(other, GREEDY)
+    beside.decide = whole_blocks
+    outputs = [first.result(60), second.result(60)]
+    for output, expected in zip(outputs, reference(llama, [PROMPT, other], 12), strict=True):
+        check(output, expected)
+    # It reuses what the first computed or loaded.
+    assert outputs[1].reused_device_tokens >= min(4 * T, len(other) // T * T) - T
+    check_nothing_is_left(llm, store)
+
+
+def test_all_at_once(store, open_late, beside, reference, llama):
+    llm = open_late()
+    for _ in range(3):
+        store.held = set(random.Random(1).sample(sorted(store.frames), len(store.frames) // 2))
+        outputs = llm.generate(PROMPTS, GREEDY)
+        for output, expected in zip(outputs, reference(llama, PROMPTS, 12), strict=True):
+            check(output, expected)
+        check_nothing_is_left(llm, store)
+
+
+# ---------------------------------------------------------------------- what does not overlap
+
+
+@pytest.mark.parametrize("arch", ["mistral", "mixed"])
+def test_windows_and_several_pools_wait_for_their_loads(
+    arch, open_llm, beside, reference, model_of, mixed, prompts
+):
+    model = mixed if arch == "mixed" else model_of(arch)
+    store = LateStore()
+    llm = open_llm(model, connector=connector(store), max_num_tokens=48)
+    for _ in range(2):
+        outputs = llm.generate(prompts, GREEDY)
+        assert tokens(outputs) == reference(model, prompts, 12)
+        worker(llm)._queue.flush(60)
+        until(llm.reset_prefix_cache)
+    assert outputs[0].reused_store_tokens > 0
+    assert beside.asked == 0
+
+
+def test_switched_off(open_llm, llama, store, beside, reference):
+    config = KvCacheConnectorConfig(backend=store, lookup_timeout_ms=60_000, overlap_loads=False)
+    llm = open_llm(llama, tokens_per_block=T, connector=config)
+    check(llm.generate(PROMPT, GREEDY)[0], *reference(llama, [PROMPT], 12), reused=len(PROMPT) - 1)
+    assert beside.asked == 0
+
+
+# ---------------------------------------------------------------------- two ranks
+
+
+def test_ranks_go_on_from_what_the_slowest_has(model_of, reference, beside, tmp_path, monkeypatch):
+    """See `uneven_ranks`."""
+    url = f"disk://{tmp_path}/store?capacity=64MiB"
+    how = {
+        "tensor_parallel_size": 2,
+        "kv_cache": KvCacheConfig(tokens_per_block=T, max_tokens=60 * T),
+        "dtype": "float64",
+        "device": "cpu",
+        "max_num_tokens": 3 * T,
+    }
+    model = model_of("llama")
+    asked = [PROMPT, words(9 * T + 2, 5)]
+    with LLM(model, connector=KvCacheConnectorConfig(url=url), **how) as llm:
+        assert tokens(llm.generate(asked, GREEDY)) == reference(model, asked, 12)
+    monkeypatch.setenv("UNEVEN_STORE", url)
+    uneven = KvCacheConnectorConfig(
+        lookup_timeout_ms=60_000,
+        overlap_loads=True,
+        connector_module="uneven_ranks",
+        connector_scheduler_class="Scheduler",
+        connector_worker_class="Worker",
+    )
+    with LLM(model, connector=uneven, **how) as llm:
+        beside.decide = lambda request, budget: min(T, whole_blocks(request, budget))
+        first, second = (llm.generate(prompt, GREEDY)[0] for prompt in asked)
+        check(first, reference(model, asked, 12)[0])
+        # The second rank got its blocks while the first six were computed, or seven.
+        assert 4 * T <= first.reused_store_tokens < 8 * T
+        check(second, reference(model, asked, 12)[1])
+        assert second.reused_store_tokens < 9 * T + 1  # one block of the second rank did not come
+        assert beside.asked > 0
+        until(llm.reset_prefix_cache)
+        check_idle(llm)
+
+
+# ---------------------------------------------------------------------- anything at any time
+
+
+STORMY = {
+    "roomy": {"max_num_tokens": 5 * T},
+    "crowded": {
+        "max_num_tokens": 2 * T,
+        "scheduling": "max_utilization",
+        "speculative": NgramSpeculation(num_draft_tokens=3, min_ngram_size=1),
+    },
+}
+
+
+class Storm:
+    """An engine and a store; what happens to them follows from a seed, but for what is in time."""
+
+    def __init__(self, llm: LLM, store: LateStore, beside: Beside) -> None:
+        self.llm, self.store = llm, store
+        self.random = random.Random(0)
+        self.disturbed: set[int] = set()
+        self.is_over = True
+        beside.decide = self.decide
+        worker(llm)._access.call_blocks = 1
+        self._step, llm._engine.step = llm._engine.step, self.step
+
+    def decide(self, request: LlmRequest, budget: int) -> int:
+        most = whole_blocks(request, budget)
+        if most and self.random.random() < 0.5:
+            return self.random.choice([most, min(most, T)])
+        self.llm._thread._inbox.ring()
+        return 0
+
+    def step(self) -> bool:
+        worked = self._step()
+        engine, scheduler = self.llm._engine, self.llm._scheduler
+        held = [*scheduler.running, *scheduler.loading.values()]
+        if held and not self.is_over:
+            match self.random.randrange(30):
+                case 0:
+                    chosen = self.random.choice(held)
+                    self.disturbed.add(chosen.request_id)
+                    engine._send_back(chosen)
+                case 1:
+                    chosen = self.random.choice([*held, *scheduler.waiting])
+                    self.disturbed.add(chosen.request_id)
+                    engine.abort(chosen.request_id)
+                case 2:
+                    self.store.release()
+                case 3:
+                    frames = list(self.store.frames)
+                    self.store.held = self.store.held | set(self.random.sample(frames, 5))
+            return True
+        return worked
+
+    def run(self, seed: int, saved: LateStore, expected: dict[int, list[int]]) -> None:
+        self.random.seed(seed)
+        self.store.become(saved)
+        kinds = [set[bytes]() for _ in range(8)]
+        for key in self.store.frames:
+            self.random.choice(kinds).add(key)
+        self.store.held, self.store.lost, self.store.broken, self.store.failing, *_ = kinds
+        chosen = [self.random.randrange(len(PROMPTS)) for _ in range(self.random.randrange(1, 5))]
+        self.disturbed.clear()
+        self.is_over = False
+        params = [SamplingParams(max_tokens=self.random.choice([0, 1, 12])) for _ in chosen]
+        handles = [
+            self.llm.submit(PROMPTS[which], one) for which, one in zip(chosen, params, strict=True)
+        ]
+        outputs = [handle.result(timeout=60) for handle in handles]
+        self.is_over = True
+        for which, one, output in zip(chosen, params, outputs, strict=True):
+            wanted = expected[which][: one.max_tokens]
+            got = list(output.output_token_ids)
+            assert got == (wanted if output.finish_reason != "abort" else wanted[: len(got)])
+            if output.request_id not in self.disturbed and not output.preemptions:
+                check(output, wanted)
+        check_nothing_is_left(self.llm, self.store)
+
+
+@pytest.fixture(scope="module", params=STORMY)
+def storm(request, llama: Path) -> Iterator[Storm]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Breaker, "open", lambda *_: None)  # the store is asked all the time
+        beside, store = Beside(patch), LateStore()
+        cache = KvCacheConfig(tokens_per_block=T, max_tokens=34 * T)
+        how = {"kv_cache": cache, "dtype": "float64", "connector": connector(store)}
+        with LLM(llama, **how, **STORMY[request.param]) as llm:
+            yield Storm(llm, store, beside)
+            store.release()
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_whatever_happens_no_token_is_wrong_and_nothing_is_left(
+    seed, storm, saved, reference, llama
+):
+    expected = dict(enumerate(reference(llama, PROMPTS, 12)))
+    for number in range(1000 if seed else 8):
+        storm.run(1000 * seed + number, saved, expected)
