@@ -7,6 +7,7 @@ from itertools import product
 from typing import TypeAlias
 
 from kvconnect.digest.doubts import Doubt
+from kvconnect.overlap import Decision
 from kvconnect.prometheus.snapshot import Metric, Sample, Snapshot
 
 __all__ = ["METRICS"]
@@ -179,6 +180,23 @@ METRICS: tuple[Metric, ...] = (
         "kvconnect_late_lookups_total",
         "Admissions that did not wait longer for the store's answer.",
         _totals({(): "connector.lookup.late"}),
+    ),
+    Metric(
+        "kvconnect_load_decisions_total",
+        "Prompts that a store had a part of, by how they got it: load, compute (the load was not "
+        "started, or brought nothing in time), or both at once.",
+        _by_label("engine.load", "decision", [decision.value for decision in Decision]),
+        ("decision",),
+    ),
+    Metric(
+        "kvconnect_load_predicted_seconds_total",
+        "Time that loads were predicted to take, or both at once; only of those with a prediction.",
+        _totals({(): "engine.load.predicted.seconds"}),
+    ),
+    Metric(
+        "kvconnect_load_seconds_total",
+        "Time that these took.",
+        _totals({(): "engine.load.predicted.took"}),
     ),
     Metric(
         "kvconnect_transfers_total",

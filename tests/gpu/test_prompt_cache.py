@@ -22,7 +22,9 @@ def test_cold_and_restored(arch, dtype, device, model_of, tmp_path):
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12}
     right = model.generate(ids, **given)
     for attempt in ("cold", "restored"):
-        with PromptCache(model, f"disk:{tmp_path}/kv", tokens_per_block=16) as cache:
+        with PromptCache(
+            model, f"disk:{tmp_path}/kv", tokens_per_block=16, load_decisions=False
+        ) as cache:
             past = cache.prefill({"input_ids": ids})
             out = model.generate(ids, past_key_values=past, **given)
             assert past.not_cached == ""

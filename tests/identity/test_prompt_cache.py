@@ -73,7 +73,7 @@ def given(ids: Tensor) -> dict[str, Tensor]:
 
 def opened(model: PreTrainedModel, store: str, **more: object) -> PromptCache:
     config = {"url": store, "staging_bytes": 8 << 20, "lookup_timeout_ms": 60_000}
-    return PromptCache(model, config, tokens_per_block=T, **more)
+    return PromptCache(model, config, tokens_per_block=T, load_decisions=False, **more)
 
 
 def generate(model: PreTrainedModel, ids: Tensor, **more: object) -> list[list[int]]:

@@ -170,7 +170,7 @@ class PromptCacheTry:
 
     def _open(self, model: PreTrainedModel) -> PromptCache:
         config = {"backend": self._store, "staging_bytes": 1 << 20, "lookup_timeout_ms": 60_000}
-        return PromptCache(model, config, tokens_per_block=T)
+        return PromptCache(model, config, tokens_per_block=T, load_decisions=False)
 
     def _use(self, model: PreTrainedModel) -> None:
         with suppress(UnsupportedModel), self._open(model) as cache:

@@ -78,6 +78,7 @@ class Stored:
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stored]:
     def configure(**more: object) -> None:
         settings = {"url": f"disk://{tmp_path}/kv?capacity=64MiB", "lookup_timeout_ms": 60_000}
+        settings["load_decisions"] = False
         monkeypatch.setenv("KVCONNECT_CONFIG", json.dumps(settings | more))
 
     forget_classes()

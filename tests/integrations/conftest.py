@@ -102,7 +102,12 @@ def open_engine(store: FaultyBackend) -> Iterator[Callable[..., Any]]:
     made: list[StandIn] = []
 
     def make(
-        roles: Any = BACKGROUND, *, num_blocks: int = 40, chunk: int = 100, **config: Any
+        roles: Any = BACKGROUND,
+        *,
+        num_blocks: int = 40,
+        chunk: int = 100,
+        choice: Any = None,
+        **config: Any,
     ) -> StandIn:
         settings = {"lookup_timeout_ms": 60_000, "load_timeout_s": 60.0} | config
         args = LlmArgs(
@@ -114,7 +119,7 @@ def open_engine(store: FaultyBackend) -> Iterator[Callable[..., Any]]:
             layouts=(LAYOUT,),
             model_digest=b"d" * 32,
         )
-        made.append(StandIn(args, roles, num_blocks=num_blocks, chunk=chunk))
+        made.append(StandIn(args, roles, num_blocks=num_blocks, chunk=chunk, choice=choice))
         return made[-1]
 
     yield make
@@ -152,6 +157,7 @@ def configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     def configure(**more: object) -> None:
         url = f"disk://{tmp_path}/kv?capacity=64MiB"
         settings = {"url": url, "lookup_timeout_ms": 60_000, "staging_bytes": 1 << 20}
+        settings["load_decisions"] = False
         monkeypatch.setenv("KVCONNECT_CONFIG", json.dumps(settings | more))
 
     return configure

@@ -17,7 +17,7 @@ def main(model: str, url: str, end: str) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     ids = torch.randint(1, 250, (1, 400), generator=torch.Generator().manual_seed(5))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    prompts = PromptCache(loaded, url, tokens_per_block=16)
+    prompts = PromptCache(loaded, url, tokens_per_block=16, load_decisions=False)
     past = prompts.prefill(inputs)
     tokens = loaded.generate(
         **inputs, past_key_values=past, max_new_tokens=12, do_sample=False, eos_token_id=None

@@ -116,6 +116,7 @@ def storage_config(model, url, *, is_mla=False, make=SimpleNamespace, **more):
         "url": url,
         "lookup_timeout_ms": 60_000,
         "staging_bytes": 1 << 20,
+        "load_decisions": False,
     }
     ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1}
     ranks |= {name: more.pop(name) for name in list(more) if name in ranks}

@@ -134,6 +134,12 @@ class Server:
             def attach(self, make: Callable[[], Any]) -> Any:
                 return make()
 
+            def run_batch(self, batch: Any) -> str:
+                return f"results of {len(batch.reqs)}"
+
+            def process_batch_result(self, batch: Any, result: str) -> None:
+                """Waits for the device."""
+
         self.WeightUpdater = WeightUpdater
         self.SchedulerWeightUpdaterManager = SchedulerWeightUpdaterManager
         self.Scheduler = Scheduler
@@ -141,34 +147,40 @@ class Server:
 
 class HookType(enum.Enum):
     BEFORE = "before"
+    AFTER = "after"
 
 
 class Hooks:
     """SGLang's ``HookRegistry``: a method is wrapped once."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[str, Callable[..., Any]]] = []
+        self._waiting: list[tuple[str, Callable[..., Any], HookType]] = []
         self.patched: set[str] = set()
 
     def register(self, target: str, hook: Callable[..., Any], kind: HookType) -> None:
-        assert kind is HookType.BEFORE
-        self._waiting.append((target, hook))
+        self._waiting.append((target, hook, kind))
 
     def apply_hooks(self) -> None:
-        for target, hook in self._waiting:
+        for target, hook, kind in self._waiting:
             if target in self.patched:
                 continue
             path, cls, name = target.rsplit(".", 2)
             owner = getattr(sys.modules[path], cls)
-            setattr(owner, name, _wrapped(getattr(owner, name), hook))
+            setattr(owner, name, _wrapped(getattr(owner, name), hook, kind))
             self.patched.add(target)
         self._waiting.clear()
 
 
-def _wrapped(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(
+    original: Callable[..., Any], hook: Callable[..., Any], kind: HookType
+) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        hook(*args, **kwargs)
-        return original(*args, **kwargs)
+        if kind is HookType.BEFORE:
+            assert hook(*args, **kwargs) is None  # or these are arguments
+            return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        assert hook(result, *args, **kwargs) is None  # or this is the result
+        return result
 
     return wrapper
 

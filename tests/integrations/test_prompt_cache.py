@@ -68,7 +68,8 @@ def opened(model: PreTrainedModel, store: str | Backend, **more: object) -> Prom
     """Patient with its store on a busy machine, and a memory for few blocks."""
     config = {"staging_bytes": 8 << 20, "lookup_timeout_ms": 60_000, "load_timeout_s": 60} | more
     where = "url" if isinstance(store, str) else "backend"
-    return PromptCache(model, {where: store, **config}, tokens_per_block=T)
+    settings = {where: store, **config}
+    return PromptCache(model, settings, tokens_per_block=T, load_decisions=False)
 
 
 def prompt(length: int, seed: int = 1) -> Tensor:
@@ -637,8 +638,8 @@ def test_the_next_prompt_that_begins_alike_waits_for_the_one_before_it(llama64, 
 def test_a_good_check_holds_for_the_interval(llama64, store, interval, checks):
     """Also for what is loaded; what is saved waits for a check of its own."""
     config = {"url": store, "lookup_timeout_ms": 60_000}
-    made = PromptCache(llama64, config, tokens_per_block=T, canary_interval=interval)
-    with made as prompts:
+    made = {"tokens_per_block": T, "canary_interval": interval, "load_decisions": False}
+    with PromptCache(llama64, config, **made) as prompts:
         runs = canaries(prompts)
         answer(llama64, prompts, given(prompt(40)))
         assert prompts.flush()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kvconnect.connector.data import LlmArgs
+from kvconnect.integrations.core.load_choice import LoadChoice
 from kvconnect.integrations.core.memory import planes_of
 from kvconnect.integrations.vllm.messages import WorkerReport
 from kvconnect.integrations.vllm.naming import Roles
@@ -87,9 +88,16 @@ class StandIn:
     """An engine of one step at a time, without a prefix cache of its own."""
 
     def __init__(
-        self, args: LlmArgs, roles: Roles = BACKGROUND, *, num_blocks: int = 40, chunk: int = 100
+        self,
+        args: LlmArgs,
+        roles: Roles = BACKGROUND,
+        *,
+        num_blocks: int = 40,
+        chunk: int = 100,
+        choice: LoadChoice | None = None,
     ) -> None:
-        self.scheduler = SchedulerHalf(args, "engine=test", roles)
+        self.choice = choice or LoadChoice(tokens_per_block=T, max_tokens=chunk, decides=False)
+        self.scheduler = SchedulerHalf(args, "engine=test", roles, self.choice)
         self.worker = WorkerHalf(args)
         self.model = Model()
         # Heads before tokens, keys and values in one row, as vLLM's on a GPU.

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvconnect import trace as trace_module
 from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import ConfigurationError, MissingExtra
+from kvconnect.overlap import Decision
 from kvconnect.prometheus import METRICS, Collector, serve, snapshot
 from kvconnect.trace import Metrics, count, trace
 
@@ -107,6 +108,7 @@ def test_the_documented_ratios_divide_series_of_the_same_labels():
 
 
 REQUEST = {"prompt_tokens": 100, "device_tokens": 10, "host_tokens": 20, "store_tokens": 5}
+LOAD = {"seconds": 3, "took": 4}
 FAULTS = ("failure", "timeout", "refused", "bad_frame", "other_codec")
 PULLS = ("peer", "corrupt", "refused", "deadline", "abandoned", "closed")
 LEASES = (
@@ -123,6 +125,8 @@ LEASES = (
         ("engine.request", REQUEST, "hit_tokens_total", {"tier": "device"}, 10),
         ("engine.request", REQUEST, "hit_tokens_total", {"tier": "host"}, 20),
         ("engine.request", REQUEST, "hit_tokens_total", {"tier": "store"}, 5),
+        ("engine.load.predicted", LOAD, "load_predicted_seconds_total", {}, 3),
+        ("engine.load.predicted", LOAD, "load_seconds_total", {}, 4),
         ("store.nixl.granted", {"blocks": 3}, "nixl_blocks_total", {"event": "granted"}, 3),
         ("store.nixl.fetched", {"blocks": 2}, "nixl_blocks_total", {"event": "fetched"}, 2),
         ("store.nixl.fetched", {"bytes": 100}, "nixl_bytes_total", {}, 100),
@@ -179,6 +183,13 @@ def test_uncached_requests_are_counted_by_reason(metrics: Metrics):
     note_doubt(Doubt.WEIGHTS_CHANGED, "another")
     reasons = {one: value("kvconnect_uncached_requests_total", reason=one.value) for one in Doubt}
     assert {one: total for one, total in reasons.items() if total} == {Doubt.WEIGHTS_CHANGED: 2}
+
+
+def test_loads_are_counted_by_decision(metrics: Metrics):
+    for decision in ("load", "compute", "both", "load"):
+        count("engine.load", labels=(("decision", decision),))
+    told = {one: value("kvconnect_load_decisions_total", decision=one) for one in Decision}
+    assert told == {"load": 2, "compute": 1, "both": 1}
 
 
 def test_calls_bytes_and_seconds_are_told_by_store_and_operation(metrics: Metrics):

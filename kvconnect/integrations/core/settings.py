@@ -51,10 +51,13 @@ class OwnSettings(MetricsSettings):
             ``org/name@commit``.
         producer_timeout_s: how long a request waits for blocks that another engine announced, and
             that are not in the store yet.
+        load_decisions: compute a prompt if its load is predicted to take longer; False: load
+            whatever the store has.
     """
 
     model_revision: str | None = None
     producer_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
+    load_decisions: bool = False
 
 
 @dataclass(frozen=True, slots=True)

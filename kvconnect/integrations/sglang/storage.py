@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.integrations.core.arguments import make_arguments
+from kvconnect.integrations.core.load_choice import LoadChoice, PlannedLoad
 from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.core.models import digest_of_model
 from kvconnect.integrations.core.requests import extra_key_of
@@ -27,6 +29,7 @@ from kvconnect.integrations.sglang.page_stats import PageStats
 from kvconnect.integrations.sglang.served import refuse_unserved
 from kvconnect.integrations.sglang.server import Server
 from kvconnect.integrations.sglang.settings import ENGINE, rank_of, storage_settings
+from kvconnect.integrations.sglang.steps import steps
 from kvconnect.integrations.sglang.weights import WeightGuard
 from kvconnect.keys import BlockKey, Namespace, root_key
 from kvconnect.shards import whole_layouts
@@ -54,7 +57,9 @@ class KvConnectStorage(_Base):
 
     Keys are made of SGLang's page hashes (a chain over tokens, salt and extra key), the model's
     content, dtype, shape and this rank's share of the heads. A fault of the store raises nothing:
-    pages that are not loaded are computed, and pages that are not stored are missing later.
+    pages that are not loaded are computed, and pages that are not stored are missing later. Pages
+    whose load is predicted to take longer than computing them are reported as missing, unless no
+    request waits for loads (``--hicache-storage-prefetch-policy best_effort``).
 
     Args:
         storage_config: SGLang's ``HiCacheStorageConfig``; ``extra_config`` holds the settings.
@@ -112,7 +117,21 @@ class KvConnectStorage(_Base):
             undo.callback(tell_metrics(ENGINE, self._settings.own))
             self._access = StoreAccess(args, [self._pool.planes])
             self._attached = undo.pop_all()
+        self._explored: tuple[str, PlannedLoad] | None = None
+        self._choice = steps.choice = self._make_choice(layout.tokens_per_block)
+        steps.hook()
         close_at_exit(self)
+
+    def _make_choice(self, tokens_per_page: int) -> LoadChoice:
+        server = self._server
+        chunk = server.setting("chunked_prefill_size")
+        waits = server.setting("hicache_storage_prefetch_policy") != "best_effort"
+        return LoadChoice(
+            tokens_per_block=tokens_per_page,
+            max_tokens=chunk if isinstance(chunk, int) and chunk > 0 else sys.maxsize,
+            num_ahead=0 if server.is_set("disable_overlap_schedule") else 1,
+            decides=self._settings.own.load_decisions and waits,
+        )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Accepts the pool of keys and values, which is known already; refuses other pools.
@@ -129,6 +148,8 @@ class KvConnectStorage(_Base):
     def close(self) -> None:
         """Writes what is staged within ``save_timeout_s``, and closes the store. Idempotent."""
         if self._access is not None:
+            if steps.choice is self._choice:
+                steps.choice = None
             self._access.close()
             self._access = None
             self._attached.close()
@@ -136,11 +157,25 @@ class KvConnectStorage(_Base):
     # ------------------------------------------------------------------ pages
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """Returns how many leading pages all ranks have stored; a late answer counts as 0."""
-        access = self._usable()
-        if access is None:
+        """Returns how many leading pages all ranks have stored and are to be loaded.
+
+        A late answer counts as 0.
+        """
+        found = self._num_stored(keys)
+        if not found:
             return 0
-        return access.lookup(self._keys(keys))
+        size = self._choice.tokens_per_block
+        start = len(getattr(extra_info, "prefix_keys", None) or ()) * size
+        planned = self._choice.choose(start, start + found * size, start + len(keys) * size + 1)
+        if planned is None:
+            return 0
+        if planned.explores:
+            self._explored = (keys[0], planned)
+        return found
+
+    def _num_stored(self, keys: Sequence[str]) -> int:
+        access = self._usable()
+        return 0 if access is None else access.lookup(self._keys(keys))
 
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: Tensor, extra_info: Any = None
@@ -152,8 +187,16 @@ class KvConnectStorage(_Base):
         access = self._usable()
         if access is None:
             return [False] * len(keys)
+        if not keys:
+            return []
+        size = self._choice.tokens_per_block
+        explored = self._explored
+        whole = explored[1] if explored is not None and explored[0] == keys[0] else None
+        load = self._choice.part(len(keys) * size, whole)
         begun = time.perf_counter()
+        self._choice.start(load)
         loaded = access.load(self._keys(keys), self._pool.pages(host_indices))
+        self._choice.end(load, loaded * size)
         self._stats.add_load(loaded, time.perf_counter() - begun)
         count("engine.loaded", blocks=loaded)
         return [number < loaded for number in range(len(keys))]
@@ -198,7 +241,7 @@ class KvConnectStorage(_Base):
 
     def exists(self, key: str) -> bool:
         """Returns True if the page is stored."""
-        return self.batch_exists([key]) == 1
+        return self._num_stored([key]) == 1
 
     def clear(self) -> None:
         """Does nothing: pages stay valid as long as the model is the same.

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["RELEASES", "WRITES", "Updates", "updates"]
+__all__ = ["REGISTRY", "RELEASES", "WRITES", "Updates", "updates"]
 
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater"
-_REGISTRY = "sglang.srt.plugins.hook_registry"
+REGISTRY = "sglang.srt.plugins.hook_registry"
+"""The module of SGLang's hooks for plug-ins."""
 
 WRITES = (
     *("begin_weight_update", "update_weights_from_disk", "load_weights_from_distributed"),
@@ -52,7 +53,7 @@ class Updates:
             is_starting: the server has not replaced weights yet.
         """
         try:
-            registry = import_module(_REGISTRY)
+            registry = import_module(REGISTRY)
             updater = import_module(_RUNNER).WeightUpdater
             manager = import_module(_SCHEDULER).SchedulerWeightUpdaterManager
         except (ImportError, AttributeError):

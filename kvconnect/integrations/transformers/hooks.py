@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from kvconnect.integrations.transformers.pass_times import PassTimes
 from kvconnect.integrations.transformers.stored_cache import StoredCache
 
 __all__ = ["PassHooks"]
@@ -23,11 +24,15 @@ class PassHooks:
     Args:
         model: is hooked as a whole; passes of its parts are not seen.
         live: its caches.
+        times: measures the passes.
     """
 
-    def __init__(self, model: nn.Module, live: weakref.WeakSet[StoredCache]) -> None:
+    def __init__(
+        self, model: nn.Module, live: weakref.WeakSet[StoredCache], times: PassTimes
+    ) -> None:
         self._model = model
         self._live = live
+        self._times = times
         self._names = tuple(inspect.signature(model.forward).parameters)  # of positional arguments
         self._handles = (
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -65,6 +70,8 @@ class PassHooks:
             args, named = (), given | cut
             given = named
         cache.forward_begins(given)
+        if (ids := given.get("input_ids")) is not None:
+            self._times.begin(cache, ids.shape[0], ids.shape[1])
         return args, named
 
     def _after(
@@ -73,6 +80,7 @@ class PassHooks:
         cache = self._by_name(args, named).get("past_key_values")
         if isinstance(cache, StoredCache) and cache in self._live:
             cache.forward_ended(succeeded=output is not None)
+            self._times.end(cache, succeeded=output is not None)
 
     def _by_name(self, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
         return dict(zip(self._names, args, strict=False)) | named

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import weakref
@@ -22,6 +23,7 @@ from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.engine.attachment import Connector, config_of
 from kvconnect.errors import ConfigurationError, UsageError
+from kvconnect.integrations.core.load_choice import LoadChoice
 from kvconnect.integrations.transformers.cache_effects import refuse_effects_of_cache
 from kvconnect.integrations.transformers.cached_row import CachedRow
 from kvconnect.integrations.transformers.ended_caches import EndedCaches
@@ -29,6 +31,7 @@ from kvconnect.integrations.transformers.geometry import ModelGeometry
 from kvconnect.integrations.transformers.guard import ModelGuard
 from kvconnect.integrations.transformers.hooks import PassHooks
 from kvconnect.integrations.transformers.identity import identify
+from kvconnect.integrations.transformers.pass_times import PassTimes
 from kvconnect.integrations.transformers.restoring import restore
 from kvconnect.integrations.transformers.rows import PromptRow, prompt_rows
 from kvconnect.integrations.transformers.saving import SavingTo
@@ -77,6 +80,8 @@ class PromptCache:
             prefill checks.
         held_bytes: memory of caches that have ended and wait for a check; beyond it they are
             dropped. By default an eighth of the device's memory.
+        load_decisions: compute a prompt if its load is predicted to take longer; False: load
+            whatever the store has.
 
     Raises:
         ConfigurationError: a setting is wrong, or the store cannot be opened. Nothing is left
@@ -94,6 +99,7 @@ class PromptCache:
         model_revision: str | None = None,
         canary_interval: float = 0.0,
         held_bytes: int | None = None,
+        load_decisions: bool = False,
     ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise ConfigurationError(
@@ -135,7 +141,10 @@ class PromptCache:
         self._lock = threading.Lock()  # of the two below, which several threads change
         self._live: weakref.WeakSet[StoredCache] = weakref.WeakSet()
         self._closed = False
-        self._hooks = PassHooks(model, self._live)
+        self._choice = LoadChoice(
+            tokens_per_block=tokens_per_block, max_tokens=sys.maxsize, decides=load_decisions
+        )
+        self._hooks = PassHooks(model, self._live, PassTimes(self._choice, geometry.device))
         metrics.engine = _ENGINE
         _open.add(self)
         close_at_exit(self)
@@ -153,7 +162,8 @@ class PromptCache:
         Checks the model, which computes 16 tokens. Blocks up to ``lookup_timeout_ms`` for the
         lookup and ``load_timeout_s`` for the load. Blocks up to ``lookup_timeout_ms`` more while a
         prompt that begins alike is saved. A fault of the store costs time, nothing else. At least
-        the last token is left to compute.
+        the last token is left to compute; everything, if that is predicted to be faster than the
+        load.
 
         Args:
             inputs: what ``generate()`` is called with: ``input_ids`` ``[batch, tokens]``, padded on
@@ -193,6 +203,7 @@ class PromptCache:
             rows,
             device=self._geometry.device,
             min_tokens=self._config.min_load_tokens,
+            choice=self._choice,
         )
         cache = StoredCache(self._saving, rows, restored)
         for prompt, loaded in zip(prompts, cache.loaded_tokens, strict=True):

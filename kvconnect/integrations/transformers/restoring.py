@@ -11,6 +11,7 @@ import torch
 from kvconnect.connector.io.blocking import StoreAccess
 from kvconnect.connector.io.lookup import Hit, blocks_needed
 from kvconnect.connector.io.orders import BlockLoad
+from kvconnect.integrations.core.load_choice import LoadChoice
 from kvconnect.integrations.transformers.cached_row import CachedRow
 from kvconnect.integrations.transformers.tensors import LayerTensors, as_blocks, new_layers
 from kvconnect.layout import KvCacheLayout
@@ -39,8 +40,11 @@ def restore(
     *,
     device: torch.device,
     min_tokens: int,
+    choice: LoadChoice,
 ) -> Restored:
     """Looks `rows` up and loads what all of them have. Blocks as the store's calls do.
+
+    Loads nothing if computing is predicted to be faster.
 
     transformers keeps one length for all rows of a batch. So only tokens up to which every row is
     stored, or padded, are loaded.
@@ -51,6 +55,7 @@ def restore(
         rows: the rows, which record what the store has of them.
         device: of the tensors.
         min_tokens: load only if some row gets at least so many.
+        choice: whether to load or to compute.
     """
     hits = store.find([row.query(store.heads, shared=store.shared) for row in rows])
     for row, hit in zip(rows, hits, strict=True):
@@ -59,6 +64,15 @@ def restore(
     ends = [max(0, num_tokens - row.offset) for row in rows]
     if max(ends) < max(1, min_tokens):
         return Restored()
+    load = choice.choose(
+        0,
+        max(1, sum(ends) // len(rows)),
+        sum(len(row.tokens) for row in rows) // len(rows),
+        num_rows=len(rows),
+    )
+    if load is None:
+        return Restored()
+    choice.start(load)
     size = layouts[0].tokens_per_block
     whole = [-(-end // size) * size for end in ends]
     has_windows = any(layout.window is not None for layout in layouts)
@@ -81,12 +95,15 @@ def restore(
                 order += _loads(hit, group, layout, ends[number], first)
             orders.append(order)
         loaded = store.load_all(orders)
-    reached = num_tokens
+    reached, num_loaded = num_tokens, 0
     for row, end, order, count in zip(rows, ends, orders, loaded, strict=True):
+        valid = end
         if count < len(order):
             valid = min(end, count * size) if divisible else 0
             row.note_missing(valid)
             reached = min(reached, row.offset + valid)
+        num_loaded += valid
+    choice.end(load, min(num_loaded, load.num_tokens))
     # A window was loaded for the end that was planned, and for no other.
     if reached < num_tokens and has_windows:
         return Restored()

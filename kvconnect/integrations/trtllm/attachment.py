@@ -17,6 +17,7 @@ from kvconnect.connector.stream import ForwardStream, cuda_stream
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 from kvconnect.integrations.core.arguments import make_arguments
+from kvconnect.integrations.core.load_choice import LoadChoice, PlannedLoad
 from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.core.models import digest_of_model, directory_of
 from kvconnect.integrations.core.requests import RequestMaker, extra_key_of
@@ -39,6 +40,8 @@ __all__ = ["Attachment"]
 # After a load that took at least half of its time limit and failed, none is tried for this many
 # times its duration: the engine stands still during a load.
 _PAUSE = 10
+# Of a step, where TensorRT-LLM does not say it; its default.
+_MAX_TOKENS = 8192
 
 
 class Attachment:
@@ -50,6 +53,10 @@ class Attachment:
 
     Belongs to TensorRT-LLM's executor thread, which waits for each lookup (``lookup_timeout_ms``)
     and each load (``load_timeout_s``, by default 2 s).
+
+    Attributes:
+        choice: whether to fetch or to compute.
+        dropped: the first block of each request that there was no room to save.
     """
 
     _made: ClassVar[dict[int, Attachment]] = {}
@@ -86,6 +93,15 @@ class Attachment:
         self._fetched: dict[int, PagedKv] = {}
         self._paused_until = 0.0
         self.dropped: dict[int, int] = {}
+        # TensorRT-LLM then starts a step before it takes the results of the one before.
+        self._overlaps_steps = not getattr(llm_args, "disable_overlap_scheduler", True)
+        self._has_begun_step = False
+        self.choice = LoadChoice(
+            tokens_per_block=int(llm_args.kv_cache_config.tokens_per_block),
+            max_tokens=getattr(llm_args, "max_num_tokens", None) or _MAX_TOKENS,
+            num_ahead=int(self._overlaps_steps),
+            decides=self.settings.own.load_decisions,
+        )
 
     # ------------------------------------------------------------------ start and end
 
@@ -143,8 +159,26 @@ class Attachment:
         """Returns how many leading blocks of these chained `keys` the store has."""
         return 0 if self._access is None else self._access.lookup(keys)
 
-    def fetch(self, request_id: int, keys: Sequence[BlockKey]) -> int:
-        """Loads blocks into host memory for `request_id`; returns how many leading ones it has."""
+    def begin_step(self, tokens: int, tokens_times_context: float) -> None:
+        """Records the start of a step; see `LoadChoice`."""
+        self._has_begun_step = True
+        self.choice.begin_step(tokens, tokens_times_context)
+
+    def end_turn(self) -> None:
+        """Records that a turn of the executor's loop ends, and with it a step, if one has ended."""
+        still_runs = self._overlaps_steps and self._has_begun_step
+        self._has_begun_step = False
+        if self.choice.num_running > still_runs:
+            self.choice.end_step()
+
+    def fetch(self, request_id: int, keys: Sequence[BlockKey], load: PlannedLoad) -> int:
+        """Loads blocks into host memory for `request_id`; returns how many leading ones it has.
+
+        Args:
+            request_id: the request; what was fetched for it before is freed.
+            keys: of the blocks; those that there is no room for are left out.
+            load: the choice to load them.
+        """
         self.forget(request_id)
         access = self._access
         held = sum(memory.num_blocks for memory in self._fetched.values())
@@ -153,10 +187,14 @@ class Attachment:
         if access is None or not keys or time.monotonic() < self._paused_until:
             return 0
         started = time.monotonic()
+        size = self._layout.tokens_per_block
+        load.num_tokens = min(load.num_tokens, len(keys) * size)
+        self.choice.start(load)
         memory = self._host_blocks(len(keys))
         with access.attached[0].attached(memory) as first:
             blocks = [BlockLoad(key, first + number) for number, key in enumerate(keys)]
             loaded = access.load_all([blocks])[0]
+        self.choice.end(load, loaded * size)
         took = time.monotonic() - started
         if loaded < len(keys) and took >= self.settings.connector.load_timeout_s / 2:
             self._paused_until = time.monotonic() + _PAUSE * took

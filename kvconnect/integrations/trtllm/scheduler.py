@@ -48,6 +48,7 @@ class KvConnectScheduler(_Base):
         """Returns the tokens of whole blocks beyond `num_computed_tokens` that are fetched now.
 
         Never includes the last token. Blocks up to ``lookup_timeout_ms`` and ``load_timeout_s``.
+        Returns 0 if computing them is predicted to be faster.
         """
         maker = self._attachment.maker
         self._forget_loads(request)
@@ -68,7 +69,11 @@ class KvConnectScheduler(_Base):
         least = max(1, self._attachment.settings.connector.min_load_tokens)
         if num_computed_tokens % size or wanted < least:
             return 0, False
-        fetched = self._attachment.fetch(request.request_id, keys[first:stop])
+        end = known.request.num_tokens
+        load = self._attachment.choice.choose(num_computed_tokens, stop * size, end)
+        if load is None:
+            return 0, False
+        fetched = self._attachment.fetch(request.request_id, keys[first:stop], load)
         if fetched < stop - first:
             known.plan.note_missing(first + fetched)
         if fetched * size < least:
@@ -130,7 +135,16 @@ class KvConnectScheduler(_Base):
         orders = [self._order_of_new(data) for data in scheduler_output.new_requests]
         orders += [self._order_of_cached(data) for data in scheduler_output.cached_requests]
         saves = tuple(order for order in orders if order is not None)
+        self._begin_step(scheduler_output)
         return StepOrders(loads, saves) if loads or saves else None
+
+    def _begin_step(self, output: Any) -> None:
+        tokens, context = 0, 0.0
+        for data in (*output.new_requests, *output.cached_requests):
+            start, scheduled = data.computed_position, data.num_scheduled_tokens
+            tokens += scheduled
+            context += scheduled * (start + scheduled / 2)
+        self._attachment.begin_step(tokens, context)
 
     def _order_of_new(self, data: Any) -> SaveOrder | None:
         known = self._reported_anew(data)

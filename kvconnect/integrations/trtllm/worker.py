@@ -81,7 +81,11 @@ class KvConnectWorker(_Base):
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Returns all given requests: no request has transfers in the background."""
+        """Returns all given requests: no request has transfers in the background.
+
+        TensorRT-LLM calls this once in each turn of its loop, after the results of a step.
+        """
+        self._attachment.end_turn()
         return list(finished_gen_req_ids), list(started_loading_req_ids)
 
     def shutdown(self) -> None:

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvconnect.connector.data import LlmArgs
 from kvconnect.errors import ConfigurationError, UsageError
 from kvconnect.integrations.core.arguments import SharedArguments, make_arguments
+from kvconnect.integrations.core.load_choice import LoadChoice
 from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.core.requests import extra_key_of
 from kvconnect.integrations.core.settings import EngineSettings
@@ -97,7 +98,8 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
                 _warn_of_policy(transfer)
                 extra_key = extra_key_of(settings, variant)
                 roles = _roles(settings, vllm_config)
-                self._scheduler = half = SchedulerHalf(self._args, extra_key, roles)
+                choice = _choice(settings, vllm_config.scheduler_config, self._args)
+                self._scheduler = half = SchedulerHalf(self._args, extra_key, roles, choice)
                 if (executor := executor_of_caller()) is not None:
                     calls = WeightCalls(executor, half.weights_changed, reports_unknown=False)
                     undo.callback(calls.close)
@@ -309,6 +311,16 @@ def _roles(settings: EngineSettings, vllm_config: Any) -> Roles:
         base_is_apart=base_is_apart(vllm_config),
         features_are_own=getattr(vllm_config, "ec_transfer_config", None) is None,
         producer_timeout_s=settings.own.producer_timeout_s,
+    )
+
+
+def _choice(settings: EngineSettings, scheduler_config: Any, args: LlmArgs) -> LoadChoice:
+    return LoadChoice(
+        tokens_per_block=args.tokens_per_block,
+        max_tokens=scheduler_config.max_num_batched_tokens,
+        # vLLM schedules the next step meanwhile.
+        num_ahead=1 if getattr(scheduler_config, "async_scheduling", False) else 0,
+        decides=settings.own.load_decisions,
     )
 
 

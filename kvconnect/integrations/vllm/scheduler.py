@@ -9,11 +9,12 @@ from typing import Any
 from kvconnect.connector.data import LlmArgs
 from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.core.load_choice import LoadChoice
 from kvconnect.integrations.core.offload import EngineScheduler
 from kvconnect.integrations.core.requests import PRIORITY
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
 from kvconnect.integrations.vllm.naming import RequestNames, Roles
-from kvconnect.integrations.vllm.steps import StepReader, held_blocks
+from kvconnect.integrations.vllm.steps import StepReader, held_blocks, num_computed
 from kvconnect.integrations.vllm.tracked import Tracked
 from kvconnect.integrations.vllm.weights import WeightNames
 from kvconnect.tokens import LateTokens
@@ -39,10 +40,14 @@ class SchedulerHalf:
         llm_args: of the pair.
         extra_key: see `kvconnect.integrations.core.requests.extra_key_of`.
         roles: what is allowed.
+        choice: whether to load or to compute.
     """
 
-    def __init__(self, llm_args: LlmArgs, extra_key: str | None, roles: Roles) -> None:
+    def __init__(
+        self, llm_args: LlmArgs, extra_key: str | None, roles: Roles, choice: LoadChoice
+    ) -> None:
         self._roles = roles
+        self._choice = choice
         self._size = llm_args.tokens_per_block
         self._holds = llm_args.kv_connector_config.save_on == "finish"
         # Below the lowest priority of `EngineSettings.without_saves`, a consumer's.
@@ -79,7 +84,6 @@ class SchedulerHalf:
         if tracked.preemptions != request.num_preemptions:
             self._reset(tracked)
         tracked.grow()
-        tracked.offered_at = num_computed_tokens
         found, is_async = self._scheduler.ask_num_new_matched_tokens(llm, num_computed_tokens)
         if not self._roles.loads:
             # Waited for all the same: only what the store lacks is saved, and a request of one
@@ -87,7 +91,19 @@ class SchedulerHalf:
             return None if found is None else 0, False
         if found is not None and self._is_to_come(tracked, num_computed_tokens + found):
             return None, False
+        if found is not None and not self._is_worth(tracked, num_computed_tokens, found):
+            return 0, False
         return found, is_async
+
+    def _is_worth(self, tracked: Tracked, start: int, found: int) -> bool:
+        """Returns whether to load the `found` tokens from `start` on; chooses once for the same."""
+        if (tracked.offered_at, tracked.found) != (start, found):
+            tracked.offered_at, tracked.found = start, found
+            tracked.load = None
+            if found:
+                prompt_end = tracked.request.num_tokens
+                tracked.load = self._choice.choose(start, start + found, prompt_end)
+        return tracked.load is not None
 
     def _is_to_come(self, tracked: Tracked, end: int) -> bool:
         """Returns whether a producer announced more than `end` tokens, which may soon be stored."""
@@ -147,7 +163,7 @@ class SchedulerHalf:
     def _reset(self, tracked: Tracked) -> None:
         """Resets a preempted request, whose blocks are gone and which is scheduled again."""
         tracked.preemptions = tracked.request.num_preemptions
-        tracked.computed = tracked.num_full = 0
+        tracked.computed = tracked.num_full = tracked.found = 0
         self._scheduler.request_reset(tracked.started)
 
     # ------------------------------------------------------------------ one step
@@ -169,9 +185,16 @@ class SchedulerHalf:
             tracked.loading = True
             tracked.computed = tracked.offered_at + num_external_tokens
             self._starting.append((tracked, blocks.get_block_ids()))
+            if tracked.load is not None:
+                self._choice.start(tracked.load)
 
     def build_connector_meta(self, output: Any) -> StepMeta:
         """Returns the workers' instructions for the step of vLLM's ``SchedulerOutput``."""
+        meta = self._build_meta(output)
+        self._choice.begin_step(*num_computed(output))
+        return meta
+
+    def _build_meta(self, output: Any) -> StepMeta:
         is_idle = output.total_num_scheduled_tokens == 0
         if is_idle:
             self._scheduler.wait_for_answer(_IDLE_S)
@@ -220,7 +243,8 @@ class SchedulerHalf:
         return tuple(found)
 
     def update_connector_output(self, output: Any) -> None:
-        """Reads the workers' reports of the last step."""
+        """Reads the workers' reports of the oldest step that has not ended, which ends now."""
+        self._choice.end_step()
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._scheduler.update_from_workers(report.ranks)
@@ -233,6 +257,8 @@ class SchedulerHalf:
         for name in output.finished_recving or ():
             if (tracked := self._tracked.get(name)) is not None:
                 tracked.loading = False
+                if tracked.load is not None:
+                    self._choice.end(tracked.load, max(0, tracked.computed - tracked.offered_at))
         change = report.change if isinstance(report, WorkerReport) else None
         if change is not None and self._weights.is_news(change):
             self._take_change(change.how, can_begin=self._weights.can_begin(change))
@@ -343,7 +369,7 @@ class SchedulerHalf:
                 self._tracked.pop(tracked.request.request_id)
             else:
                 tracked.preemptions = tracked.request.num_preemptions
-                tracked.computed = tracked.num_full = 0
+                tracked.computed = tracked.num_full = tracked.found = 0
                 self._has_started(tracked)
 
     def shutdown(self) -> None:

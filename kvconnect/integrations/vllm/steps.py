@@ -8,7 +8,7 @@ from typing import Any
 from kvconnect.connector.data import RequestData, SchedulerOutput
 from kvconnect.integrations.vllm.tracked import Tracked
 
-__all__ = ["StepReader", "held_blocks"]
+__all__ = ["StepReader", "held_blocks", "num_computed"]
 
 _NULL_BLOCK = 0  # vLLM's place holder, where a window holds no block
 
@@ -18,6 +18,17 @@ def held_blocks(block_ids: Sequence[int]) -> list[int]:
     if _NULL_BLOCK not in block_ids:
         return list(block_ids)
     return [-1 if one == _NULL_BLOCK else one for one in block_ids]
+
+
+def num_computed(output: Any) -> tuple[int, float]:
+    """Returns the tokens that the step of `output` computes, and the sum of their contexts."""
+    cached = output.scheduled_cached_reqs
+    starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    starts.update((one.req_id, one.num_computed_tokens) for one in output.scheduled_new_reqs)
+    context = 0.0
+    for name, tokens in output.num_scheduled_tokens.items():
+        context += tokens * (starts.get(name, 0) + tokens / 2)
+    return output.total_num_scheduled_tokens, context
 
 
 class StepReader:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvconnect.digest.doubts import Doubt
 from kvconnect.errors import UsageError
+from kvconnect.integrations.core.load_choice import PlannedLoad
 from kvconnect.integrations.core.requests import PromptContent
 from kvconnect.request import LlmRequest
 from kvconnect.tokens import LateTokens, as_token_array
@@ -31,6 +32,8 @@ class Tracked:
         contents: its pictures, sounds and videos, or why they have no name.
         preemptions: those of `request` that the pair knows of.
         offered_at: its local tokens when it was asked for last.
+        found: the stored tokens beyond these, when it was last chosen whether to load them.
+        load: the choice; ``None``: they are computed.
         loading: a load in the background is under way.
         computed: leading tokens that have KV after the last step it was in.
         num_full: the number of these full blocks that the pair knows.
@@ -47,6 +50,8 @@ class Tracked:
     contents: Future[list[PromptContent] | Doubt] | None = None
     preemptions: int = 0
     offered_at: int = 0
+    found: int = 0
+    load: PlannedLoad | None = None
     loading: bool = False
     computed: int = 0
     num_full: int = 0

@@ -55,7 +55,12 @@ def connector(url: str, **extra: Any) -> dict[str, Any]:
         "kv_connector_module_path": "kvconnect.integrations.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"url": url, "lookup_timeout_ms": 60_000, **extra},
+        "kv_connector_extra_config": {
+            "url": url,
+            "lookup_timeout_ms": 60_000,
+            "load_decisions": False,
+            **extra,
+        },
         **own,
     }
 
