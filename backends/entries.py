@@ -6,13 +6,16 @@ import base64
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvconnect.backend import Child, StoredBlock, StoredEntry
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.tokens import TokenArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "BlockMetadata",
@@ -62,6 +65,19 @@ class BlockMetadata:
             self.namespace,
             self.model,
             self.group,
+        )
+
+    def block(self, key: BlockKey, data: Tensor) -> StoredBlock:
+        """Returns the block with its frame `data`, for saving it."""
+        return StoredBlock(
+            key=key,
+            data=data,
+            parent=self.parent,
+            tokens=self.tokens,
+            priority=self.priority,
+            namespace=self.namespace,
+            model=self.model,
+            group=self.group,
         )
 
     def to_bytes(self) -> bytes:

@@ -211,6 +211,15 @@ class StoreUrl:
             raise ConfigurationError(f"{name}={text}: a whole number such as {default} is needed")
         return int(text)
 
+    def fraction(self, name: str, default: float) -> float:
+        """Returns parameter `name`, from 0 to 1; `default` if it is not given."""
+        text = self.query.get(name, f"{default:g}")
+        if not re.fullmatch(r"[01]|[01]?\.\d{1,9}", text, re.ASCII) or float(text) > 1:
+            raise ConfigurationError(
+                f"{name}={text_without_passwords(text)}: a number from 0 to 1 is needed, as 0.5"
+            )
+        return float(text)
+
     def choice(self, name: str, *choices: str) -> str:
         """Returns parameter `name`, one of `choices`; the first of them if it is not given."""
         text = self.query.get(name, choices[0])

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvconnect.engine.request.output import EngineStats, RequestOutput, StreamChunk
     from kvconnect.keys import BlockKey
     from kvconnect.layout import KvCacheLayout
+    from kvconnect.operations.prompt_store import PromptStore
     from kvconnect.request import LlmRequest, SamplingParams
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "KvConnectError",
     "LlmRequest",
     "PrefillConnector",
+    "PromptStore",
     "RequestOutput",
     "SamplingParams",
     "SchedulerOutput",
@@ -88,6 +90,7 @@ _MODULES = {
     "KvCacheRetentionConfig": "config",
     "LlmRequest": "request",
     "PrefillConnector": "connector.disagg.connectors",
+    "PromptStore": "operations.prompt_store",
     "RequestOutput": "engine.request.output",
     "SamplingParams": "request",
     "SchedulerOutput": "connector.data",

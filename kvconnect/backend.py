@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvconnect.errors import ConfigurationError
 from kvconnect.frame import FrameChecksum
 from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "DEFAULT_PIN_FRACTION",
     "DEFAULT_RETENTION_PRIORITY",
     "MAX_CHILDREN",
     "Access",
@@ -34,6 +36,9 @@ __all__ = [
 
 DEFAULT_RETENTION_PRIORITY = 35
 """The priority of blocks that were given none (TensorRT-LLM's default)."""
+
+DEFAULT_PIN_FRACTION = 0.5
+"""The share of a bounded store's capacity that pinned blocks may take, if none is configured."""
 
 MAX_CHILDREN = 256
 """The most blocks that `Backend.children` lists."""
@@ -87,6 +92,8 @@ class StoredEntry:
         created_at, used_at: Unix seconds.
         parent, tokens, namespace, model, group: as in the `StoredBlock` that was saved, where the
             store keeps them.
+        pinned_until: Unix seconds until which the block is pinned; 0: it is not, ``inf``: until it
+            is unpinned.
     """
 
     key: BlockKey
@@ -99,6 +106,7 @@ class StoredEntry:
     namespace: bytes = b""
     model: bytes = b""
     group: int = 0
+    pinned_until: float = 0.0
 
     def block(self, data: Tensor) -> StoredBlock:
         """Makes a `StoredBlock` of this entry and `data`, for saving it to another store."""
@@ -124,6 +132,7 @@ class Capabilities:
         durable: blocks that `save` reported as stored are there after the process was killed and
             the store opened anew.
         shared: several processes may have the store open at once and see each other's blocks.
+        pins: `pin` keeps blocks from being dropped.
         expires: blocks older than a configured time are not found (``ttl=`` in its URL).
         max_value_bytes: longest value it takes, in bytes; ``None``: any that fits its capacity.
         variable_length: `load` takes buffers longer than the value and fills their beginning, so
@@ -138,6 +147,7 @@ class Capabilities:
     durable: bool = False
     shared: bool = False
     expires: bool = False
+    pins: bool = False
     max_value_bytes: int | None = None
     variable_length: bool = False
     checks_frames: bool = False
@@ -254,8 +264,32 @@ class Backend(ABC):
         """
         return [None] * len(keys)
 
+    async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
+        """Pins `keys`: the store drops them neither for room nor for their age.
+
+        The blocks of all pins together take no more than a share of the capacity. `keys` are pinned
+        in their order, until the share is used up; an absent key takes none of it. `delete` deletes
+        pinned blocks, too. A durable store keeps pins when it is closed, and when the process is
+        killed.
+
+        Args:
+            keys: parents before children.
+            until: Unix seconds at which the pins end, in place of an earlier pin's; ``inf``: when
+                they are unpinned; ``None``: now, and `keys` are no longer pinned.
+
+        Returns:
+            For each of `keys` whether it is pinned now; with ``None``, whether it was.
+
+        Raises:
+            ConfigurationError: this store has no pins (default).
+        """
+        raise ConfigurationError(f"{type(self).__name__}: this store cannot pin blocks")
+
     async def stats(self) -> Mapping[str, float]:
-        """Returns numbers about the store: at least ``blocks`` and ``bytes`` where known."""
+        """Returns numbers about the store: at least ``blocks`` and ``bytes`` where known.
+
+        With the capability ``pins`` also ``pinned_blocks`` and ``pinned_bytes``.
+        """
         return {}
 
     def parts(self) -> Mapping[str, Backend]:

@@ -36,10 +36,11 @@ _COLUMNS = {
         "namespace": _BYTES,
         "pool_group": _NUMBER,
         "model": _BYTES,
+        "pinned": _NUMBER,
     },
 }
-# An older version's blocks have no model.
-_OPTIONAL = {("blocks", "model")}
+# An older version's blocks have neither.
+_OPTIONAL = {("blocks", "model"), ("blocks", "pinned")}
 _WRONG = {
     _NUMBER: "typeof({0}) <> 'integer'",
     _TEXT: "typeof({0}) <> 'text'",

@@ -132,6 +132,8 @@ class DiskDirectory(Lifetime):
         self.capacity = given or default_capacity(self.path, self.files.nbytes())
         self.writer = IndexWriter(settings, self.files, capacity=self.capacity, at=self.at)
         self.writer.clean(shrink=given is not None)
+        with suppress(OSError):  # an engine opens it all the same, and the next drop tries again
+            self.writer.erase()
         remove_probes(self.path)
         db = connect(self.path, settings.durability, log_nbytes(self.capacity))
         self._read(IndexReader(db, settings.ttl))
@@ -210,11 +212,27 @@ class DiskDirectory(Lifetime):
             self.writer.touch(used)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Deletes `keys`; in a read-only directory hides them for as long as this is open."""
+        """Deletes `keys`; in a read-only directory hides them for as long as this is open.
+
+        In maintenance their bytes are overwritten, too.
+        """
         if self.writer is None:
             self._hidden.update(keys)
+        elif self.settings.access == "maintain":
+            self.writer.erase(keys)
         else:
             self.writer.delete(keys)
+
+    def pin(self, keys: Sequence[BlockKey], until: float | None) -> list[bool]:
+        """Pins or unpins `keys`; see `Backend.pin`.
+
+        Raises:
+            BackendUnavailable: the directory cannot be written to.
+        """
+        if self.writer is None:
+            raise BackendUnavailable(f"disk store {self.path}: cannot be written to")
+        share = self.settings.pin_fraction * (self.settings.capacity or self.capacity)
+        return self.writer.pin(keys, until, int(share))
 
     def children(self, key: BlockKey | None) -> list[Child]:
         """Returns the stored blocks with tokens whose parent is `key`."""
@@ -246,7 +264,7 @@ class DiskDirectory(Lifetime):
         try:
             self.flush()
             if self.settings.access == "maintain" and self.writer is not None:
-                self.writer.drop_empty()
+                self.writer.tidy()
         except (OSError, IndexDamaged) as error:
             logger.debug("disk store %s: not tidied up at close: %s", self.path, error)
         finally:

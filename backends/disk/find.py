@@ -7,18 +7,20 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, TypeVar
 
 from kvconnect.backend import MAX_CHILDREN, Child, StoredEntry
 from kvconnect.backends.disk.damage import whole_numbers
 from kvconnect.backends.disk.errors import IndexDamaged, index_errors
 from kvconnect.backends.disk.files.direct_io import Location
-from kvconnect.backends.disk.format import has_model_column
+from kvconnect.backends.disk.format import has_column
 from kvconnect.backends.entries import tokens_from_bytes
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.tokens import TokenArray
 
 __all__ = [
+    "FOREVER",
     "READABLE",
     "IndexReader",
     "Located",
@@ -26,17 +28,19 @@ __all__ = [
     "marks",
     "microseconds",
     "oldest_valid",
+    "valid",
 ]
 
 T = TypeVar("T")
 
 _VALUES_PER_QUERY = 512
 _ROWS_PER_PAGE = 1024
+# The blocks `b` that have not expired; its values are those of `valid`.
+_VALID = "(b.created >= ? OR b.pinned > ?)"
 # The blocks `b` that can be read: a damaged row must not lead outside of its segment `s`.
 READABLE = (
     " FROM blocks AS b JOIN segments AS s ON s.id = b.segment WHERE b.slot >= 0"
-    " AND b.slot < s.slots AND b.length >= 0 AND b.length <= s.size AND b.created >= ?"
-    " AND b.key IN "
+    f" AND b.slot < s.slots AND b.length >= 0 AND b.length <= s.size AND {_VALID} AND b.key IN "
 )
 # All blocks in one row: for each further row a thread frees the interpreter and waits for it.
 # `quote` shows a number as it is and nothing else so.
@@ -44,6 +48,10 @@ _FIND = (
     "SELECT group_concat(hex(b.key) || ' ' || quote(b.id) || ' ' || quote(b.segment) || ' ' ||"
     " quote(b.slot) || ' ' || quote(s.size) || ' ' || quote(b.length))" + READABLE
 )
+
+
+FOREVER = 1 << 62
+"""The end of a pin that lasts until the block is unpinned, in the unit of the index."""
 
 
 def microseconds() -> int:
@@ -63,6 +71,11 @@ class Located:
 def oldest_valid(ttl: float | None) -> int:
     """Returns the earliest time of storing that has not expired yet."""
     return -(1 << 62) if ttl is None else microseconds() - int(ttl * 1e6)
+
+
+def valid(ttl: float | None) -> tuple[int, int]:
+    """Returns the values of a query for blocks that have not expired: pinned ones never do."""
+    return oldest_valid(ttl), microseconds()
 
 
 def in_parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -92,20 +105,21 @@ class IndexReader:
         self._lock = threading.Lock()
         try:
             with index_errors():
-                model = "model" if has_model_column(db) else "x''"
+                model = "b.model" if has_column(db, "model") else "x''"
+                self._has_pins = has_column(db, "pinned")
         except BaseException:
             db.close()
             raise
         self._entry_columns = (
-            "id, key, length, priority, created, used, parent, tokens, namespace, pool_group,"
-            f" {model}"
+            "b.id, b.key, b.length, b.priority, b.created, b.used, b.parent, b.tokens, b.namespace,"
+            f" b.pool_group, {model}, b.pinned"
         )
 
     def find(self, keys: Sequence[BlockKey]) -> list[Located]:
         """Returns the leading ones of `keys` that are stored."""
         found: list[Located] = []
         for part in in_parts(keys):
-            ((rows,),) = self._rows(_FIND + marks(part), (oldest_valid(self._ttl), *part))
+            ((rows,),) = self._rows(_FIND + marks(part), (*valid(self._ttl), *part))
             by_key = dict(map(_located, rows.split(","))) if rows else {}
             for key in part:
                 if key not in by_key:
@@ -129,9 +143,10 @@ class IndexReader:
     def children(self, key: BlockKey | None) -> list[Child]:
         """Returns the blocks with tokens whose parent is `key`, the last `MAX_CHILDREN` of them."""
         rows = self._rows(
-            "SELECT key, tokens FROM blocks"
-            " WHERE parent IS ? AND tokens IS NOT NULL AND created >= ? ORDER BY id DESC LIMIT ?",
-            (key, oldest_valid(self._ttl), MAX_CHILDREN),
+            "SELECT b.key, b.tokens FROM blocks AS b"  # noqa: S608 - of constants
+            " WHERE b.parent IS ? AND b.tokens IS NOT NULL"
+            f" AND {_VALID} ORDER BY b.id DESC LIMIT ?",
+            (key, *valid(self._ttl), MAX_CHILDREN),
         )
         children = ((child, _tokens(tokens)) for child, tokens in rows)
         return [Child(BlockKey(child), tokens) for child, tokens in children if tokens is not None]
@@ -142,9 +157,9 @@ class IndexReader:
         At the end there are no entries, and the id is `after`.
         """
         rows = self._rows(
-            f"SELECT {self._entry_columns} FROM blocks"  # noqa: S608 - names of columns
-            " WHERE id > ? AND created >= ? ORDER BY id LIMIT ?",
-            (after, oldest_valid(self._ttl), _ROWS_PER_PAGE),
+            f"SELECT {self._entry_columns} FROM blocks AS b"  # noqa: S608 - names of columns
+            f" WHERE b.id > ? AND {_VALID} ORDER BY b.id LIMIT ?",
+            (after, *valid(self._ttl), _ROWS_PER_PAGE),
         )
         entries = [_entry(*row[1:]) for row in rows]
         return (rows[-1][0] if rows else after), [entry for entry in entries if entry is not None]
@@ -154,9 +169,9 @@ class IndexReader:
         entries: dict[BlockKey, StoredEntry | None] = {}
         for part in in_parts(keys):
             rows = self._rows(
-                f"SELECT {self._entry_columns} FROM blocks"  # noqa: S608 - the same
-                " WHERE created >= ? AND key IN " + marks(part),
-                (oldest_valid(self._ttl), *part),
+                f"SELECT {self._entry_columns} FROM blocks AS b"  # noqa: S608 - the same
+                f" WHERE {_VALID} AND b.key IN " + marks(part),
+                (*valid(self._ttl), *part),
             )
             entries.update((row[1], _entry(*row[1:])) for row in rows)
         return [entries.get(key) for key in keys]
@@ -167,7 +182,18 @@ class IndexReader:
         ((blocks, nbytes),) = whole_numbers(self._rows(count, ()))
         total = "SELECT coalesce(sum(size * slots), 0) FROM segments"
         ((files,),) = whole_numbers(self._rows(total, ()))
-        return {"blocks": blocks, "bytes": nbytes, "file_bytes": files}
+        pinned = (
+            "SELECT count(*), coalesce(sum(b.size), 0) FROM blocks AS b"
+            " WHERE b.pinned > 0 AND b.pinned > ?"
+        )
+        ((pins, pinned_nbytes),) = whole_numbers(self._rows(pinned, (microseconds(),)))
+        return {
+            "blocks": blocks,
+            "bytes": nbytes,
+            "file_bytes": files,
+            "pinned_blocks": pins,
+            "pinned_bytes": pinned_nbytes,
+        }
 
     def close(self) -> None:
         """Closes the connection."""
@@ -175,6 +201,8 @@ class IndexReader:
             self._db.close()
 
     def _rows(self, query: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
+        if not self._has_pins:
+            query = query.replace("b.pinned", "0")
         with self._lock, index_errors():
             return self._db.execute(query, values).fetchall()
 
@@ -195,8 +223,8 @@ def _located(shown: str) -> tuple[bytes, Located]:
 
 def _entry(key: Any, *columns: Any) -> StoredEntry | None:
     """Returns the entry of a row; ``None`` if the row is damaged, which must not end a listing."""
-    length, priority, created, used, parent, tokens, namespace, group, model = columns
-    numbers = (length, priority, created, used, group)
+    length, priority, created, used, parent, tokens, namespace, group, model, pinned = columns
+    numbers = (length, priority, created, used, group, pinned)
     if not _is_key(key) or not all(isinstance(number, int) for number in numbers):
         return None
     return StoredEntry(
@@ -210,6 +238,7 @@ def _entry(key: Any, *columns: Any) -> StoredEntry | None:
         namespace=namespace if isinstance(namespace, bytes) else b"",
         model=model if isinstance(model, bytes) else b"",
         group=group,
+        pinned_until=inf if pinned >= FOREVER else pinned / 1e6 if pinned > microseconds() else 0.0,
     )
 
 

@@ -30,7 +30,7 @@ __all__ = [
     "connect",
     "connect_read_only",
     "empty_index",
-    "has_model_column",
+    "has_column",
     "index_nbytes",
     "log_file_nbytes",
     "log_nbytes",
@@ -69,12 +69,24 @@ CREATE TABLE blocks(
     tokens BLOB,                -- int32, little endian
     namespace BLOB NOT NULL,
     pool_group INTEGER NOT NULL,
-    model BLOB NOT NULL DEFAULT x''
+    model BLOB NOT NULL DEFAULT x'',
+    pinned INTEGER NOT NULL DEFAULT 0       -- until then it is not dropped; Unix time likewise
 ) STRICT;
-CREATE INDEX blocks_by_use ON blocks(size, priority, used);
 CREATE INDEX blocks_by_segment ON blocks(segment, used);
 CREATE INDEX blocks_by_parent ON blocks(parent);
 """
+# Those of pins. In indexes of older versions the first one has the name, and no `pinned`: then it
+# is made anew. Eviction, which goes through it, does not come across pinned blocks.
+_PIN_INDEXES = (
+    "DROP INDEX IF EXISTS blocks_by_use",
+    "CREATE INDEX blocks_by_use ON blocks(size, pinned, priority, used)",
+    "CREATE INDEX IF NOT EXISTS blocks_pinned ON blocks(pinned, segment, size) WHERE pinned > 0",
+)
+# Those that indexes of older versions lack.
+_LATER_COLUMNS = {
+    "model": "BLOB NOT NULL DEFAULT x''",
+    "pinned": "INTEGER NOT NULL DEFAULT 0",
+}
 # Tables that refuse values of another type. An index that an older SQLite has made goes on without.
 _HAS_STRICT = (3, 37, 0)
 # The first data file of an index has one of so many numbers, so that none of another index, there
@@ -131,6 +143,7 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
         db.execute(f"PRAGMA wal_autocheckpoint={log // _PAGE}")
         db.execute(f"PRAGMA journal_size_limit={log}")
         db.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
+        db.execute("PRAGMA secure_delete=ON")  # tokens of deleted blocks do not stay in the file
         if _version(db) == 0:
             db.execute("BEGIN IMMEDIATE")
             if _version(db) == 0:
@@ -142,7 +155,7 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
             db.execute("COMMIT")
         _expect_version(db)
         expect_schema(db)
-        _add_model_column(db)
+        _add_columns(db)
     return db
 
 
@@ -197,9 +210,9 @@ def empty_index() -> sqlite3.Connection:
     return db
 
 
-def has_model_column(db: sqlite3.Connection) -> bool:
-    """Returns whether blocks have a model: not if only an older version wrote to the index."""
-    return any(name == "model" for _, name, *_ in db.execute("PRAGMA table_info(blocks)"))
+def has_column(db: sqlite3.Connection, column: str) -> bool:
+    """Returns whether blocks have a `column`: not if only an older version wrote to the index."""
+    return any(name == column for _, name, *_ in db.execute("PRAGMA table_info(blocks)"))
 
 
 def _make_schema(db: sqlite3.Connection) -> None:
@@ -207,6 +220,8 @@ def _make_schema(db: sqlite3.Connection) -> None:
     if sqlite3.sqlite_version_info < _HAS_STRICT:
         schema = schema.replace("ROWID, STRICT", "ROWID").replace(") STRICT", ")")
     for statement in schema.rstrip().split(";\n"):
+        db.execute(statement)
+    for statement in _PIN_INDEXES:
         db.execute(statement)
     db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
 
@@ -226,13 +241,16 @@ def _start_log(db: sqlite3.Connection) -> None:
             return
 
 
-def _add_model_column(db: sqlite3.Connection) -> None:
-    # No new schema version: an older kvconnect still uses such an index, and leaves it empty.
-    if has_model_column(db):
+def _add_columns(db: sqlite3.Connection) -> None:
+    # No new schema version: an older kvconnect still uses such an index, and leaves them empty.
+    if all(has_column(db, column) for column in _LATER_COLUMNS):
         return
     db.execute("BEGIN IMMEDIATE")
-    if not has_model_column(db):
-        db.execute("ALTER TABLE blocks ADD COLUMN model BLOB NOT NULL DEFAULT x''")
+    for column, definition in _LATER_COLUMNS.items():
+        if not has_column(db, column):
+            db.execute(f"ALTER TABLE blocks ADD COLUMN {column} {definition}")
+    for statement in _PIN_INDEXES:
+        db.execute(statement)
     db.execute("COMMIT")
 
 
@@ -282,12 +300,15 @@ class IndexLog:
         self._limit = nbytes
 
     def bound(self) -> None:
-        """Cuts a log that is too long; blocks for that. Call it after each transaction.
+        """Cuts a log that is too long; see `cut`. Call it after each transaction."""
+        if log_file_nbytes(self._directory) > 2 * self._limit:
+            self.cut()
+
+    def cut(self) -> None:
+        """Moves the log into the database and empties its file; blocks for that.
 
         Never raises for a log that cannot be cut: the next call tries again.
         """
-        if log_file_nbytes(self._directory) <= 2 * self._limit:
-            return
         (busy_ms,) = self._db.execute("PRAGMA busy_timeout").fetchone()
         self._db.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
         try:

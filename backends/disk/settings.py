@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvconnect.backend import Access
+from kvconnect.backend import DEFAULT_PIN_FRACTION, Access
 
 __all__ = ["DiskSettings", "Durability"]
 
@@ -21,5 +21,6 @@ class DiskSettings:
     capacity: int | None = None
     durability: Durability = "process"
     ttl: float | None = None
+    pin_fraction: float = DEFAULT_PIN_FRACTION
     frame_sizes: frozenset[int] = frozenset()
     access: Access = "store"

@@ -142,26 +142,64 @@ class SlotAllocator:
         self._db.executemany("INSERT OR IGNORE INTO free VALUES(?, ?)", locations)
 
     def release_stopped(self) -> int:
-        """Frees the slots that stopped owners have reserved; returns how many."""
-        holders = {owner for (owner,) in self._db.execute("SELECT DISTINCT owner FROM reserved")}
+        """Frees the slots that stopped owners have reserved to save to; returns how many."""
+        released = self._of_stopped("save > 0")
+        self.free(released)
+        return len(released)
+
+    def take_unerased(self) -> list[tuple[int, int]]:
+        """Ends the reservations of stopped owners that have not overwritten deleted blocks.
+
+        Returns the slots, as (segment, slot): neither free nor reserved.
+        """
+        return self._of_stopped("save < 0")
+
+    def _of_stopped(self, condition: str) -> list[tuple[int, int]]:
+        query = f"SELECT DISTINCT owner FROM reserved WHERE {condition}"  # noqa: S608 - of two
+        holders = {owner for (owner,) in self._db.execute(query)}
         stopped = holders - (owners(self._directory) if holders else set())
-        released = 0
-        for owner in stopped:
-            self._db.execute(
-                "INSERT OR IGNORE INTO free SELECT segment, slot FROM reserved WHERE owner=?",
-                (owner,),
-            )
-            released += self._db.execute("DELETE FROM reserved WHERE owner=?", (owner,)).rowcount
-        return released
+        query = f"DELETE FROM reserved WHERE owner=? AND {condition} RETURNING segment, slot"  # noqa: S608
+        return [slot for owner in stopped for slot in self._db.execute(query, (owner,)).fetchall()]
 
     def drop_expired(self, before: int, limit: int) -> None:
         """Drops those of the `limit` oldest blocks that were stored before `before`."""
         rows = self._db.execute(
-            "DELETE FROM blocks WHERE id IN (SELECT id FROM blocks ORDER BY id LIMIT ?)"
+            "DELETE FROM blocks WHERE id IN"
+            " (SELECT id FROM blocks WHERE pinned=0 ORDER BY id LIMIT ?)"
             " AND created < ? RETURNING segment, slot",
             (limit, before),
         ).fetchall()
         self.free(rows)
+
+    def pin(self, keys: Sequence[BlockKey], until: int, most: int) -> set[BlockKey]:
+        """Pins those of the stored `keys` that fit: all pinned blocks take `most` bytes at most.
+
+        Nothing after the first that does not fit is pinned. Returns the pinned ones.
+        """
+        query = "SELECT coalesce(sum(size), 0) FROM blocks WHERE pinned > 0"
+        rows: list[tuple[int]] = self._db.execute(query).fetchall()
+        ((taken,),) = whole_numbers(rows)
+        pinned: set[BlockKey] = set()
+        for key in keys:
+            row = self._db.execute("SELECT size, pinned FROM blocks WHERE key=?", (key,)).fetchone()
+            if row is None:
+                continue
+            size, before = whole_numbers([row])[0]
+            taken += 0 if before else size
+            if not before and taken > most:
+                break
+            self._db.execute("UPDATE blocks SET pinned=? WHERE key=?", (until, key))
+            pinned.add(key)
+        return pinned
+
+    def unpin(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Ends the pins of `keys`; returns those that were pinned."""
+        query = "UPDATE blocks SET pinned=0 WHERE key=? AND pinned > 0"
+        return {key for key in keys if self._db.execute(query, (key,)).rowcount}
+
+    def end_pins(self, now: int) -> None:
+        """Ends the pins that last until `now` at most."""
+        self._db.execute("UPDATE blocks SET pinned=0 WHERE pinned > 0 AND pinned <= ?", (now,))
 
     def drop_segment(self, segment: int, size: int) -> None:
         """Drops a data file and all blocks in it.
@@ -185,9 +223,13 @@ class SlotAllocator:
         return rows
 
     def shrink(self) -> None:
-        """Drops whole data files, least recently used first, until the capacity suffices."""
+        """Drops whole data files, least recently used first, until the capacity suffices.
+
+        Those with pinned blocks are last.
+        """
         while self.nbytes() > self._budget():
-            coldest = self._coldest()
+            # The capacity counts more than pins, where it was made so small.
+            coldest = self._coldest() or self._coldest(pinned=True)
             if coldest is None:
                 break
             self.drop_segment(coldest.id, coldest.size)
@@ -290,7 +332,7 @@ class SlotAllocator:
         rows = self._db.execute(
             "SELECT id, key, segment, slot, parent, used,"
             " (SELECT count(*) FROM blocks WHERE parent = b.key)"
-            " FROM blocks AS b WHERE size=? ORDER BY priority, used",
+            " FROM blocks AS b WHERE size=? AND pinned=0 ORDER BY priority, used",
             (size,),
         )
         victims: list[_Victim] = []
@@ -327,13 +369,18 @@ class SlotAllocator:
         ]
         self._db.executemany("UPDATE blocks SET used=max(used, ?) WHERE key=?", ends)
 
-    def _coldest(self, other_than: int = -1) -> _Segment | None:
-        """Returns the least recently used segment that no process writes to."""
+    def _coldest(self, other_than: int = -1, *, pinned: bool = False) -> _Segment | None:
+        """Returns the least recently used segment that no process writes to.
+
+        Without `pinned` one that holds no pinned block.
+        """
         row = self._db.execute(
             "SELECT id, size, (SELECT max(used) FROM blocks WHERE segment = s.id) AS newest"
             " FROM segments AS s WHERE size <> ? AND NOT EXISTS"
-            " (SELECT 1 FROM reserved WHERE segment = s.id) ORDER BY newest NULLS FIRST LIMIT 1",
-            (other_than,),
+            " (SELECT 1 FROM reserved WHERE segment = s.id)"
+            " AND (? OR s.id NOT IN (SELECT segment FROM blocks WHERE pinned > 0))"
+            " ORDER BY newest NULLS FIRST LIMIT 1",
+            (other_than, pinned),
         ).fetchone()
         if row is None:
             return None

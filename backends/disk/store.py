@@ -9,7 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock, StoredEntry
+from kvconnect.backend import (
+    DEFAULT_PIN_FRACTION,
+    Access,
+    Backend,
+    Capabilities,
+    Child,
+    StoredBlock,
+    StoredEntry,
+)
 from kvconnect.backends.disk.client import DiskClient, not_open
 from kvconnect.backends.disk.directory import DiskDirectory, ignore
 from kvconnect.backends.disk.load import load
@@ -31,7 +39,7 @@ T = TypeVar("T")
 
 def from_url(url: StoreUrl) -> DiskBackend:
     """Parses ``disk:///var/cache/kv?capacity=200GiB&durability=power&ttl=7d`` or ``disk:kv``."""
-    url.allow("capacity", "durability", "ttl")
+    url.allow("capacity", "durability", "pin_fraction", "ttl")
     if url.location:
         shown = str(replace(url, query={})).partition("//")[2]
         raise ConfigurationError(
@@ -46,6 +54,7 @@ def from_url(url: StoreUrl) -> DiskBackend:
         capacity=url.size("capacity"),
         durability="power" if power else "process",
         ttl=url.duration("ttl"),
+        pin_fraction=url.fraction("pin_fraction", DEFAULT_PIN_FRACTION),
     )
 
 
@@ -63,6 +72,7 @@ class DiskBackend(Backend):
             is less.
         durability: the event that stored blocks survive: the ``process`` killed, or ``power`` lost.
         ttl: seconds after which a block is dropped, used or not; ``None``: never.
+        pin_fraction: the share of `capacity` that pinned blocks may take, 0 to 1.
     """
 
     capabilities = Capabilities(
@@ -70,6 +80,7 @@ class DiskBackend(Backend):
         durable=True,
         shared=True,
         expires=True,
+        pins=True,
         variable_length=True,
         hashes_loads=True,
         seals_saves=True,
@@ -82,10 +93,13 @@ class DiskBackend(Backend):
         capacity: int | None = None,
         durability: Durability = "process",
         ttl: float | None = None,
+        pin_fraction: float = DEFAULT_PIN_FRACTION,
     ) -> None:
         if capacity is not None and capacity < 1:
             raise ConfigurationError(f"capacity={capacity}: must be at least one byte")
-        self._settings = DiskSettings(Path(path).absolute(), capacity, durability, ttl)
+        self._settings = DiskSettings(
+            Path(path).absolute(), capacity, durability, ttl, pin_fraction
+        )
         self._client: DiskClient | None = None  # while it is open
         self.at: Callable[[str], None] = ignore
         """The function called at each named point of a save; tests end the process there."""
@@ -196,8 +210,21 @@ class DiskBackend(Backend):
         """Returns the entry that `scan` would yield for each of `keys`."""
         return await self._run("index", lambda directory: directory.reader.describe(keys))
 
+    async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
+        """Pins or unpins `keys`, for all processes and across restarts; see `Backend.pin`.
+
+        Opened for maintenance without a capacity, it takes the share of the default capacity.
+
+        Raises:
+            BackendUnavailable: the directory cannot be written to.
+        """
+        return await self._run("saves", lambda directory: directory.pin(keys, until))
+
     async def stats(self) -> Mapping[str, float]:
-        """Returns ``blocks``, ``bytes`` (in slots), ``file_bytes``, ``capacity``, ``read_only``."""
+        """Returns ``blocks``, ``bytes`` (in slots), ``file_bytes``, ``capacity``, ``read_only``.
+
+        And ``pinned_blocks`` and ``pinned_bytes``.
+        """
         return await self._run("index", lambda directory: directory.stats())
 
     async def _run(self, lane: str, work: Callable[[DiskDirectory], T]) -> T:

@@ -14,11 +14,20 @@ from kvconnect.backends.disk.errors import IndexConnectionLost, IndexDamaged, in
 from kvconnect.backends.disk.files.direct_io import Location
 from kvconnect.backends.disk.files.owner import Owner, owners
 from kvconnect.backends.disk.files.segments import SegmentFiles
-from kvconnect.backends.disk.find import READABLE, in_parts, marks, microseconds, oldest_valid
+from kvconnect.backends.disk.find import (
+    FOREVER,
+    READABLE,
+    in_parts,
+    marks,
+    microseconds,
+    oldest_valid,
+    valid,
+)
 from kvconnect.backends.disk.format import IndexLog, connect, log_nbytes, make_index
 from kvconnect.backends.disk.path import identity, log_identity
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.slots import SlotAllocator, slot_size
+from kvconnect.backends.disk.use_clock import SANE, UseClock
 from kvconnect.backends.entries import tokens_to_bytes
 from kvconnect.keys import BlockKey
 
@@ -33,8 +42,6 @@ _INSERT = (
     " parent, tokens, namespace, pool_group, model)"
     " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
-# Microseconds of the year 4253: a later stamp is damage, and nothing follows it.
-_SANE = 1 << 56
 
 
 @dataclass(slots=True)
@@ -104,7 +111,7 @@ class IndexWriter:
                 expect_sound(self._db)
             with self._transaction():
                 self._owner = Owner(directory)
-                newest = self._db.execute("SELECT max(used) FROM blocks WHERE used<?", (_SANE,))
+                newest = self._db.execute("SELECT max(used) FROM blocks WHERE used<?", (SANE,))
                 self.use_clock = UseClock(newest.fetchone()[0] or 0)
                 newest.close()
         except BaseException:
@@ -120,6 +127,7 @@ class IndexWriter:
                 if not self._files.intact(segment, size, slots):
                     self._slots.drop_segment(segment, size)
             self._files.remove_strays({segment for segment, *_ in self._segments()})
+            self._slots.end_pins(microseconds())
             self._drop_expired(_EXPIRED_AT_OPEN)
             if shrink:
                 self._slots.shrink()
@@ -135,6 +143,7 @@ class IndexWriter:
             self._log.check()
         with self._transaction():
             self._files.keep_only({segment for segment, *_ in self._segments()})
+            self._slots.end_pins(microseconds())
             self._drop_expired(_EXPIRED_PER_SAVE)
             present = self._present([block.key for block in blocks])
             stamps = ((now - at, block.key) for at, block in enumerate(blocks))
@@ -174,9 +183,49 @@ class IndexWriter:
         damaged: each of them would be overwritten when the other is saved.
         """
         with self._transaction():
-            freed = self._forget(keys)
-            if freed and not self._rowless(freed[:1]):
-                raise IndexDamaged("two blocks are in one slot")
+            self._slots.free(self._alone(self._deleted(keys)))
+
+    def erase(self, keys: Sequence[BlockKey] = ()) -> None:
+        """Deletes `keys` like `delete`, and overwrites their slots with zeros before they are free.
+
+        Until then the slots are reserved. Those that a killed process left reserved so are
+        overwritten, too.
+
+        Raises:
+            OSError: a slot could not be overwritten; the blocks are deleted, their slots reserved.
+        """
+        with self._transaction():
+            sizes = {segment: (size, slots) for segment, size, slots in self._segments()}
+            left = [*self._alone(self._deleted(keys)), *self._slots.take_unerased()]
+            empty = {segment for segment, _ in self._slots.empty_segments()}
+            for segment in empty & {segment for segment, _ in left}:
+                self._slots.drop_segment(segment, sizes[segment][0])
+            found = [
+                Location(segment, slot, sizes[segment][0])
+                for segment, slot in whole_numbers(left)
+                if segment in sizes and segment not in empty and 0 <= slot < sizes[segment][1]
+            ]
+            self._saves += 1
+            erasure = -self._saves  # told from a save by its sign
+            self._slots.reserve(self._owner.name, erasure, found)
+        if not found:
+            return
+        self._at("erasing")
+        self._files.zero(found)
+        with self._transaction():
+            self._slots.free(self._slots.end_reservation(self._owner.name, erasure))
+
+    def pin(self, keys: Sequence[BlockKey], until: float | None, most: int) -> list[bool]:
+        """Pins or unpins `keys`; all pinned blocks take `most` bytes at most; see `Backend.pin`."""
+        with self._transaction():
+            self._slots.end_pins(microseconds())
+            if until is None:
+                changed = self._slots.unpin(keys)
+            else:
+                end = FOREVER if until * 1e6 >= FOREVER else int(until * 1e6)
+                stored = self._present(keys)
+                changed = self._slots.pin([key for key in keys if key in stored], end, most)
+        return [key in changed for key in keys]
 
     def check(self) -> None:
         """Checks for damage as at opening, after an error that damage may have caused.
@@ -202,11 +251,16 @@ class IndexWriter:
                 [(stamp, block) for block, stamp in used.items()],
             )
 
-    def drop_empty(self) -> None:
-        """Removes the data files that hold no block, and that no process is about to write to."""
+    def tidy(self) -> None:
+        """Removes the data files that hold no block, and what the index's log says of old ones.
+
+        Files that a process is about to write to stay.
+        """
         with self._transaction():
             for segment, size in self._slots.empty_segments():
                 self._slots.drop_segment(segment, size)
+        with self._lock:
+            self._log.cut()
 
     def drop_lost(self, segment: int) -> None:
         """Drops the blocks of `segment` if its file really is gone or cut short."""
@@ -228,11 +282,11 @@ class IndexWriter:
         return whole_numbers(rows)
 
     def _present(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        query, oldest = "SELECT b.key" + READABLE, oldest_valid(self._settings.ttl)
+        query, values = "SELECT b.key" + READABLE, valid(self._settings.ttl)
         return {
             key
             for part in in_parts(keys)
-            for (key,) in self._db.execute(query + marks(part), (oldest, *part)).fetchall()
+            for (key,) in self._db.execute(query + marks(part), (*values, *part)).fetchall()
         }
 
     def _take(self, blocks: Sequence[StoredBlock], present: Collection[BlockKey]) -> Reservation:
@@ -244,7 +298,7 @@ class IndexWriter:
                 size = slot_size(block.data.numel(), self._settings.frame_sizes)
                 by_size.setdefault(size, []).append(block.key)
         # Rows that have expired, or are unusable, would prevent the new ones.
-        self._forget(list(new))
+        self._slots.free(self._deleted(list(new)))
         keep = {block.key for block in blocks} | {block.parent for block in blocks}
         self._saves += 1
         located: list[tuple[int, StoredBlock, Location]] = []
@@ -270,14 +324,18 @@ class IndexWriter:
         if self._settings.ttl is not None:
             self._slots.drop_expired(oldest_valid(self._settings.ttl), limit)
 
-    def _forget(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
-        """Deletes the rows of `keys`; returns the slots that are free now."""
-        freed: list[tuple[int, int]] = []
+    def _deleted(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
+        """Deletes the rows of `keys`; returns the slots, which are neither free nor reserved."""
+        slots: list[tuple[int, int]] = []
         for part in in_parts(keys):
             query = "DELETE FROM blocks WHERE key IN " + marks(part)  # noqa: S608 - question marks
-            freed += self._db.execute(query + " RETURNING segment, slot", part).fetchall()
-        self._slots.free(freed)
-        return freed
+            slots += self._db.execute(query + " RETURNING segment, slot", part).fetchall()
+        return slots
+
+    def _alone(self, slots: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        if slots and not self._rowless(slots[:1]):
+            raise IndexDamaged("two blocks are in one slot")
+        return slots
 
     def _expect_our_index(self) -> None:
         # Data files are found by name, too, and would be another index's by now.
@@ -323,24 +381,3 @@ def _row(
         block.group,
         block.model,
     )
-
-
-class UseClock:
-    """A clock of use: each stamp is newer than all before it.
-
-    A stamp is the Unix time in microseconds. Where that is not newer than the stamps before, since
-    the clock went back, stamps continue from those at the monotonic clock's rate.
-
-    Args:
-        newest: the newest stamp of the index below `_SANE`; 0: there is none.
-    """
-
-    def __init__(self, newest: int) -> None:
-        self._began_ns = time.monotonic_ns()
-        self._base = newest + 1
-
-    def now(self) -> int:
-        """Returns the stamp for a use now."""
-        elapsed = (time.monotonic_ns() - self._began_ns) // 1000
-        self._base = max(self._base, microseconds() - elapsed)
-        return self._base + elapsed

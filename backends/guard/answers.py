@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Never
 
 import numpy as np
@@ -14,7 +15,13 @@ from kvconnect.backend import Child, StoredEntry
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import KEY_NBYTES
 
-__all__ = ["checked_children", "checked_entries", "checked_entry", "checked_numbers"]
+__all__ = [
+    "checked_children",
+    "checked_entries",
+    "checked_entry",
+    "checked_numbers",
+    "checked_pins",
+]
 
 
 def checked_children(answer: object, name: str) -> Sequence[Child]:
@@ -48,6 +55,7 @@ def checked_entry(answer: object, name: str, operation: str = "scan") -> StoredE
         and _is_number(answer.used_at)
         and (answer.tokens is None or _is_tokens(answer.tokens))
         and all(_is_bytes(value) for value in (answer.namespace, answer.model))
+        and (answer.pinned_until == inf or _is_number(answer.pinned_until))
     ):
         _refuse(answer, name, operation)
     return answer
@@ -64,6 +72,21 @@ def checked_entries(answer: object, count: int, name: str) -> Sequence[StoredEnt
     for entry in answer:
         if entry is not None:
             checked_entry(entry, name, "describe")
+    return answer
+
+
+def checked_pins(answer: object, count: int, name: str) -> Sequence[bool]:
+    """Returns `answer`, which `pin` of a backend gave for `count` keys, after a check.
+
+    Raises:
+        BackendUnavailable: `answer` has another length, or an element is not a ``bool``.
+    """
+    if (
+        not isinstance(answer, Sequence)
+        or len(answer) != count
+        or not all(isinstance(one, bool) for one in answer)
+    ):
+        _refuse(answer, name, f"pin of {count} blocks")
     return answer
 
 

@@ -19,7 +19,7 @@ from kvconnect.errors import BadFrame, ConfigurationError, MissingExtra, OtherCo
 from kvconnect.keys import BlockKey
 from kvconnect.tokens import TokenArray
 
-__all__ = ["Cipher"]
+__all__ = ["Cipher", "read_key_file"]
 
 _KEY_NBYTES = 32
 _KEY_FILE_MOST = 4096
@@ -29,6 +29,25 @@ _TAG_NBYTES = 16
 # Each call holds Python's lock: the event loop must run between them.
 _CHUNK = 256 << 10
 _SALT = b"kvconnect aes-256-gcm"
+
+
+def read_key_file(path: str) -> bytes:
+    """Returns the secret in a key file: its content without trailing ends of line.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or does not have 32 to 4,096 bytes.
+    """
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            master = file.read(_KEY_FILE_MOST + 1).rstrip(b"\r\n")
+    except OSError as error:
+        raise ConfigurationError(f"key_file={path}: cannot be read: {error.strerror}") from error
+    if not _KEY_NBYTES <= len(master) <= _KEY_FILE_MOST:
+        raise ConfigurationError(
+            f"key_file={path}: {len(master)} bytes; a key has {_KEY_NBYTES} random bytes or "
+            f"more, as from: openssl rand -hex {_KEY_NBYTES}"
+        )
+    return master
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +63,7 @@ class Cipher:
 
     @classmethod
     def from_file(cls, path: str) -> Self:
-        """Reads the master key: the file's content without trailing ends of line, 32 bytes or more.
+        """Reads the master key; see `read_key_file`.
 
         Raises:
             ConfigurationError: the file cannot be read, or is too short or too long for a key.
@@ -54,19 +73,7 @@ class Cipher:
             import cryptography.hazmat.primitives.ciphers  # noqa: F401
         except ImportError as error:
             raise MissingExtra("codec=aes-gcm", "codecs") from error
-        try:
-            with Path(path).expanduser().open("rb") as file:
-                master = file.read(_KEY_FILE_MOST + 1).rstrip(b"\r\n")
-        except OSError as error:
-            raise ConfigurationError(
-                f"key_file={path}: cannot be read: {error.strerror}"
-            ) from error
-        if not _KEY_NBYTES <= len(master) <= _KEY_FILE_MOST:
-            raise ConfigurationError(
-                f"key_file={path}: {len(master)} bytes; a key has {_KEY_NBYTES} random bytes or "
-                f"more, as from: openssl rand -hex {_KEY_NBYTES}"
-            )
-        extracted = hmac.digest(_SALT, master, "sha256")
+        extracted = hmac.digest(_SALT, read_key_file(path), "sha256")
         return cls(_expand(extracted, b"id")[:_ID_NBYTES], extracted)
 
     # ------------------------------------------------------------------ payloads

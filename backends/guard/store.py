@@ -17,6 +17,7 @@ from kvconnect.backends.guard.answers import (
     checked_entries,
     checked_entry,
     checked_numbers,
+    checked_pins,
 )
 from kvconnect.backends.guard.breaker import BreakerState
 from kvconnect.backends.guard.calls import Call, Calls, counted, mapped, unopened
@@ -272,6 +273,15 @@ class GuardedBackend(Backend):
         self._opened()
         return await self._calls.run("describe", lambda _: self._describe(keys))
 
+    async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
+        """Pins or unpins `keys`, within the deadline; returns for each whether it is, or was.
+
+        Raises:
+            ConfigurationError: `inner` has no pins.
+        """
+        self._opened()
+        return await self._calls.run("pin", lambda _: self._pin(keys, until))
+
     async def stats(self) -> Mapping[str, float]:
         """Returns numbers about the store, and about the calls to it.
 
@@ -359,6 +369,9 @@ class GuardedBackend(Backend):
 
     async def _describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
         return checked_entries(await self.inner.describe(keys), len(keys), self.name)
+
+    async def _pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
+        return checked_pins(await self.inner.pin(keys, until), len(keys), self.name)
 
     async def _stats(self) -> Mapping[str, float]:
         return checked_numbers(await self.inner.stats(), self.name)

@@ -167,6 +167,17 @@ class HostBlocks:
         with self._lock:
             self.index.delete(keys)
 
+    def pin(self, keys: Sequence[BlockKey], until: float | None, most: int) -> list[bool]:
+        """Pins or unpins `keys`; all pinned blocks take `most` bytes at most; see `Backend.pin`."""
+        with self._lock:
+            return self.index.pin(keys, until, most // self.region.unit)
+
+    def pinned(self) -> tuple[int, int]:
+        """Returns the number and the bytes of pinned blocks."""
+        with self._lock:
+            pinned = self.index.pinned()
+        return len(pinned), sum(len(block.units) for block in pinned) * self.region.unit
+
     def children(self, key: BlockKey | None) -> list[Child]:
         """Returns the blocks with tokens whose parent is `key`."""
         with self._lock:

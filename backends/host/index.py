@@ -20,6 +20,7 @@ class MemoryBlock:
     """A block of a region.
 
     `used` counts operations, not seconds. While `holds` is above zero a copy runs on its units.
+    `pinned_until` is in Unix seconds.
     """
 
     key: BlockKey
@@ -32,19 +33,27 @@ class MemoryBlock:
     holds: int = 0
     queued: bool = False
     dropped: bool = False
+    pinned_until: float = 0.0
 
     def entry(self) -> StoredEntry:
         """Returns the entry of the block for `Backend.scan`."""
-        return self.metadata.entry(
+        entry = self.metadata.entry(
             self.key, self.nbytes, created_at=self.created_at, used_at=self.used_at
         )
+        return replace(entry, pinned_until=self.pinned_until) if self.pinned else entry
+
+    @property
+    def pinned(self) -> bool:
+        """Returns whether it is pinned now."""
+        return self.pinned_until > time.time()
 
 
 class MemoryIndex:
     """The blocks by key, by parent and by order of eviction. Not thread-safe.
 
     Only leaves, blocks without stored children, are dropped: lowest priority first, then least
-    recently used. So a chain is dropped from its end, and using a block keeps its ancestors.
+    recently used. So a chain is dropped from its end, and using a block keeps its ancestors. Pinned
+    leaves are no candidates until their pins end.
     """
 
     def __init__(self, num_units: int) -> None:
@@ -58,6 +67,8 @@ class MemoryIndex:
         self._leaves: list[tuple[int, int, int, MemoryBlock]] = []
         self._pushes = 0
         self._clock = 0
+        self._pinned: dict[BlockKey, MemoryBlock] = {}
+        self._ends: list[tuple[float, int, MemoryBlock]] = []  # of pins, the first one first
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -151,6 +162,46 @@ class MemoryIndex:
             if block is not None:
                 self._drop(block)
 
+    def pinned(self) -> list[MemoryBlock]:
+        """Returns the blocks that are pinned now."""
+        self._end_pins()
+        return list(self._pinned.values())
+
+    def pin(self, keys: Sequence[BlockKey], until: float | None, most_units: int) -> list[bool]:
+        """Pins `keys` so that all pinned blocks take `most_units` at most; see `Backend.pin`."""
+        left = most_units - sum(len(block.units) for block in self.pinned())
+        answers = []
+        for key in keys:
+            block = self._blocks.get(key)
+            was = key in self._pinned
+            if block is None or (until is not None and not was and len(block.units) > left):
+                answers.append(False)
+                left = left if block is None else 0  # no child of what is not pinned
+                continue
+            if until is None:
+                self._unpin(block)
+            else:
+                left -= 0 if was else len(block.units)
+                self._pinned[key] = block
+                block.pinned_until = until
+                self._pushes += 1
+                heapq.heappush(self._ends, (until, self._pushes, block))
+            answers.append(was or until is not None)
+        return answers
+
+    def _unpin(self, block: MemoryBlock) -> None:
+        block.pinned_until = 0.0
+        if self._pinned.pop(block.key, None) is not None:
+            self._queue(block)
+
+    def _end_pins(self) -> None:
+        """Makes blocks candidates again whose pins have ended."""
+        now = time.time()
+        while self._ends and self._ends[0][0] <= now:
+            until, _, block = heapq.heappop(self._ends)
+            if until == block.pinned_until and not block.dropped:  # the end of its last pin
+                self._unpin(block)
+
     def children(self, key: BlockKey | None) -> list[Child]:
         """Returns those with tokens of the last `MAX_CHILDREN` blocks after `key`, last first."""
         newest = islice(reversed(self._children.get(key, {})), MAX_CHILDREN)
@@ -158,7 +209,7 @@ class MemoryIndex:
         return [Child(child, tokens) for child, tokens in known if tokens is not None]
 
     def _queue(self, block: MemoryBlock) -> None:
-        if block.queued or block.key in self._children:
+        if block.queued or block.key in self._children or block.key in self._pinned:
             return
         block.queued = True
         self._pushes += 1
@@ -169,12 +220,13 @@ class MemoryIndex:
             heapq.heapify(self._leaves)
 
     def _oldest_leaf(self, now: int) -> MemoryBlock | None:
+        self._end_pins()
         kept = []
         victim = None
         while self._leaves and victim is None:
             _, used, _, block = heapq.heappop(self._leaves)
             block.queued = False
-            if block.dropped or block.key in self._children:
+            if block.dropped or block.key in self._children or block.key in self._pinned:
                 continue
             if block.used != used:
                 self._queue(block)
@@ -189,6 +241,7 @@ class MemoryIndex:
     def _drop(self, block: MemoryBlock) -> None:
         block.dropped = True
         del self._blocks[block.key]
+        self._pinned.pop(block.key, None)
         above = block.metadata.parent
         siblings = self._children[above]
         del siblings[block.key]

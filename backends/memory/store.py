@@ -6,7 +6,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 from torch import Tensor
 
-from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock, StoredEntry
+from kvconnect.backend import (
+    DEFAULT_PIN_FRACTION,
+    Access,
+    Backend,
+    Capabilities,
+    Child,
+    StoredBlock,
+    StoredEntry,
+)
 from kvconnect.backends.host.blocks import HostBlocks, unit_nbytes
 from kvconnect.backends.host.region import MemoryRegion
 from kvconnect.backends.lanes import Lane
@@ -22,11 +30,15 @@ DEFAULT_CAPACITY = 1 << 30
 
 
 def from_url(url: StoreUrl) -> MemoryBackend:
-    """Parses ``memory:?capacity=4GiB``."""
-    url.allow("capacity")
+    """Parses ``memory:?capacity=4GiB&pin_fraction=0.5``."""
+    url.allow("capacity", "pin_fraction")
     if url.location or url.path:
         raise ConfigurationError(f"{url}: has no place; write memory: or memory:?capacity=4GiB")
-    return MemoryBackend(url.size("capacity") or DEFAULT_CAPACITY, short_values=bool(url.codec))
+    return MemoryBackend(
+        url.size("capacity") or DEFAULT_CAPACITY,
+        short_values=bool(url.codec),
+        pin_fraction=url.fraction("pin_fraction", DEFAULT_PIN_FRACTION),
+    )
 
 
 class MemoryBackend(Backend):
@@ -40,17 +52,30 @@ class MemoryBackend(Backend):
             other memory as it is used).
         short_values: values will be shorter than the layouts say, because they are compressed; then
             memory is allocated in smaller units.
+        pin_fraction: the share of `capacity` that pinned blocks may take, 0 to 1.
     """
 
     capabilities = Capabilities(
-        enumerable=True, inline=True, variable_length=True, hashes_loads=True, seals_saves=True
+        enumerable=True,
+        inline=True,
+        pins=True,
+        variable_length=True,
+        hashes_loads=True,
+        seals_saves=True,
     )
 
-    def __init__(self, capacity: int = DEFAULT_CAPACITY, *, short_values: bool = False) -> None:
+    def __init__(
+        self,
+        capacity: int = DEFAULT_CAPACITY,
+        *,
+        short_values: bool = False,
+        pin_fraction: float = DEFAULT_PIN_FRACTION,
+    ) -> None:
         if capacity < 1:
             raise ConfigurationError(f"capacity={capacity}: must be at least one byte")
         self.capacity = capacity
         self._short_values = short_values
+        self._pin_fraction = pin_fraction
         self._blocks: HostBlocks | None = None
         self._copying: Lane | None = None
 
@@ -114,10 +139,21 @@ class MemoryBackend(Backend):
         """Returns the entry that `scan` would yield for each of `keys`."""
         return self._opened().describe(keys)
 
+    async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
+        """Pins or unpins `keys`; see `Backend.pin`."""
+        return self._opened().pin(keys, until, int(self._pin_fraction * self.capacity))
+
     async def stats(self) -> Mapping[str, float]:
-        """Returns ``blocks``, ``bytes`` taken by them, and ``capacity``."""
+        """Returns numbers of blocks and of pinned ones, bytes taken by them, and ``capacity``."""
         blocks = self._opened()
-        return {"blocks": len(blocks), "bytes": blocks.nbytes, "capacity": self.capacity}
+        pinned, pinned_nbytes = blocks.pinned()
+        return {
+            "blocks": len(blocks),
+            "bytes": blocks.nbytes,
+            "capacity": self.capacity,
+            "pinned_blocks": pinned,
+            "pinned_bytes": pinned_nbytes,
+        }
 
     def _opened(self) -> HostBlocks:
         if self._blocks is None:

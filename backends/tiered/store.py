@@ -176,19 +176,42 @@ class TieredBackend(Backend):
         """Returns the entry of each of `keys` in the first tier that has one."""
         return await self._finder.describe(keys)
 
+    async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
+        """Pins or unpins `keys` in every tier that has pins and answers; see `Backend.pin`.
+
+        Each tier pins within the share of its own capacity. A key is pinned if any tier pins it.
+
+        Raises:
+            ConfigurationError: no tier has pins.
+            BackendUnavailable: no tier that has pins answers.
+        """
+        self._opened()
+        pinning = [tier for tier in self.tiers if tier.guard.capabilities.pins]
+        if not pinning:
+            return await super().pin(keys, until)
+        calls = (tier.answer(tier.guard.pin(keys, until), None) for tier in pinning if tier.alive)
+        answers = [answer for answer in await asyncio.gather(*calls) if answer is not None]
+        if not answers:
+            raise BackendUnavailable("tiered store: no tier with pins answers")
+        return [any(of_key) for of_key in zip(*answers, strict=True)]
+
     async def stats(self) -> dict[str, float]:
         """Returns each tier's numbers as ``<tier>.<name>``, and the greatest of some.
 
-        These are ``blocks`` and ``bytes``, of the fullest tier. Each tier also has
+        These are ``blocks`` and ``bytes``, and those of pinned blocks if a tier has pins. Each tier
+        also has
         ``<tier>.alive``, and ``<tier>.waiting``: blocks to be written in the background.
         """
-        numbers: dict[str, float] = {"blocks": 0, "bytes": 0}
+        greatest = ["blocks", "bytes"]
+        if any(tier.guard.capabilities.pins for tier in self.tiers):
+            greatest += ["pinned_blocks", "pinned_bytes"]
+        numbers: dict[str, float] = dict.fromkeys(greatest, 0)
         for tier in self.tiers:
             own = await tier.answer(tier.guard.stats(), {}) if tier.alive else {}
             numbers |= {f"{tier.name}.{name}": value for name, value in own.items()}
             numbers[f"{tier.name}.alive"] = tier.alive
             numbers[f"{tier.name}.waiting"] = len(tier.backlog)
-            for name in ("blocks", "bytes"):
+            for name in greatest:
                 numbers[name] = max(numbers[name], own.get(name, 0))
         return numbers
 
@@ -238,6 +261,7 @@ def _capabilities_of(own: Capabilities, tiers: Sequence[Tier]) -> Capabilities:
         enumerable=all(one.enumerable for one in every),
         inline=all(one.inline for one in every),
         expires=all(one.expires for one in every),
+        pins=any(one.pins for one in every),
         variable_length=all(one.variable_length for one in every),
         durable=all(one.durable for one in deciding),
         shared=all(one.shared for one in deciding),

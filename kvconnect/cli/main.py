@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from keyword import iskeyword
 from typing import Any, NoReturn
 
 from kvconnect import __version__
@@ -30,6 +31,11 @@ COMMANDS = {
     "stats": "sum up what is in a store",
     "verify": "read every block of a store and check it",
     "prune": "delete blocks of a store by age, use, size, model or salt",
+    "drop": "delete prompts, or all that a tenant has, from every tier of a store",
+    "pin": "keep prompts in a store, for a time or until they are unpinned",
+    "unpin": "let a store drop prompts again that were pinned",
+    "export": "write prompts, or all that is in a store, to one file",
+    "import": "save the blocks of an exported file to a store",
     "copy": "copy the blocks of a store to another",
     "simulate": "find out from a trace of requests how much cache is worth having",
     "make-trace": "write a synthetic trace for simulate: system prompts, chats, agents",
@@ -162,7 +168,7 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
     for name, about in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=about)
         if only in {name, None}:
-            module = name.replace("-", "_")
+            module = name.replace("-", "_") + "_" * iskeyword(name)
             command: Command = import_module(f"kvconnect.cli.commands.{module}")
             command.add_options(subparser)
     return parser

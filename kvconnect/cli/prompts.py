@@ -62,9 +62,9 @@ class GivenPrompt:
         return llm.submit(prompt, self.sampling, cache_salt=self.cache_salt, retention=retention)
 
 
-def add_prompt_options(group: argparse._ArgumentGroup) -> None:
-    """Adds the options of prompts."""
-    prompts = group.add_mutually_exclusive_group(required=True)
+def add_prompt_options(group: argparse._ArgumentGroup, *, required: bool = True) -> None:
+    """Adds the options of prompts, of which one is `required`."""
+    prompts = group.add_mutually_exclusive_group(required=required)
     prompts.add_argument(
         "--prompt", nargs="+", action="extend", metavar="TEXT", help="one prompt or several"
     )

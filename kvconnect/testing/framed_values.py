@@ -68,15 +68,28 @@ class FramedValues(Backend):
     async def scan(self) -> AsyncIterator[StoredEntry]:
         """Yields the entries of `inner`, each loaded to learn the length of its value."""
         async for entry in self.inner.scan():
-            data = torch.empty(entry.nbytes, dtype=torch.uint8)
-            if await self.inner.load([entry.key], [data]):
-                nbytes = _value_nbytes(data, entry.key)
-                if nbytes is not None:
-                    yield replace(entry, nbytes=nbytes)
+            if (found := await self._of_value(entry)) is not None:
+                yield found
+
+    async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
+        """Returns what `scan` would yield for each of `keys`."""
+        entries = await self.inner.describe(keys)
+        return [None if one is None else await self._of_value(one) for one in entries]
+
+    async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
+        """Calls `inner`."""
+        return await self.inner.pin(keys, until)
 
     async def stats(self) -> Mapping[str, float]:
         """Calls `inner`."""
         return await self.inner.stats()
+
+    async def _of_value(self, entry: StoredEntry) -> StoredEntry | None:
+        data = torch.empty(entry.nbytes, dtype=torch.uint8)
+        if not await self.inner.load([entry.key], [data]):
+            return None
+        nbytes = _value_nbytes(data, entry.key)
+        return None if nbytes is None else replace(entry, nbytes=nbytes)
 
 
 def _value_nbytes(data: Tensor, key: BlockKey) -> int | None:

@@ -280,11 +280,11 @@ async def test_use_is_written_down_in_time_also_after_a_second_open(make_disk, k
 
 
 def test_open_that_fails_closes_its_connections_at_once(settings, monkeypatch, lanes):
-    def fails(db):
+    def fails(db, column):
         raise sqlite3.OperationalError("disk I/O error")
 
     DiskDirectory(settings, lanes).close()
-    monkeypatch.setattr(disk_index, "has_model_column", fails)
+    monkeypatch.setattr(disk_index, "has_column", fails)
     with pytest.raises(Exception, match="I/O error") as raised:
         DiskDirectory(settings, lanes)
     assert open_files(settings.path) == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,3 +55,15 @@ def bench(kvconnect):
         return {figure["name"]: figure for figure in json.loads(out)["figures"]}, err
 
     return run
+
+
+@pytest.fixture
+def elsewhere():
+    """Runs coroutines on a loop in another thread, as a running engine does."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(60)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

@@ -13,7 +13,7 @@ from kvconnect import frame
 from kvconnect.backend import StoredBlock
 from kvconnect.backends import open_backend
 from kvconnect.frame import FrameHeader
-from kvconnect.keys import BlockKey
+from kvconnect.keys import BlockKey, Namespace
 
 PAYLOAD = 12000
 NBYTES = frame.frame_nbytes(PAYLOAD)
@@ -97,3 +97,19 @@ def damage(directory, one: StoredBlock) -> None:
                 file.write(bytes([content[at + 5000] ^ 1]))
             return
     raise AssertionError
+
+
+def prompt_chain(
+    tokens, *, size=4, namespace=Namespace(), model=b"m" * 32, group=0, shard=0
+) -> list[StoredBlock]:
+    """The blocks of a prompt as an engine saves them, its tail included."""
+    tokens = np.asarray(tokens, np.int32)
+    where = (model, namespace.encode(), group, shard)
+    parent, chained = ("root", where), []
+    for start in range(0, len(tokens), size):
+        own = tokens[start : start + size]
+        name = ("prompt", where, tokens[: start + size].tobytes())
+        one = block(name, parent, tokens=own, namespace=namespace.tag(), model=model, group=group)
+        chained.append(one)
+        parent = name
+    return chained

@@ -12,8 +12,8 @@ import pytest
 import kvconnect as package
 from kvconnect.cli.commands import generate
 from kvconnect.cli.main import COMMANDS, main
-from kvconnect.cli.progress import Progress
 from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.operations.progress import Progress
 
 
 def test_help_names_every_command_and_shows_how_to_begin(kvconnect):

@@ -12,9 +12,9 @@ import pytest
 from stored_blocks import NBYTES, block, chain, damage, entries, fill, frames
 
 from kvconnect.backends.disk.store import DiskBackend
-from kvconnect.cli import frame_reader
 from kvconnect.cli.commands import copy
-from kvconnect.cli.progress import Progress
+from kvconnect.operations import frame_reader
+from kvconnect.operations.progress import Progress
 
 
 @pytest.fixture

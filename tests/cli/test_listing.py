@@ -11,8 +11,8 @@ import pytest
 from stored_blocks import NBYTES, chain, entries, fill
 
 from kvconnect.backends.disk.store import DiskBackend
-from kvconnect.cli import frame_reader, listing
-from kvconnect.cli.progress import Progress
+from kvconnect.operations import frame_reader, listing
+from kvconnect.operations.progress import Progress
 
 COMMANDS = {
     "ls": ["ls"],
@@ -65,7 +65,7 @@ def test_while_a_listing_brings_nothing_a_line_says_that_it_goes_on(
     kvconnect, url, monkeypatch, command
 ):
     fill(url, chain("a", 5))
-    monkeypatch.setattr("kvconnect.cli.progress._SECONDS_BETWEEN_LINES", 0.05)
+    monkeypatch.setattr("kvconnect.operations.progress._SECONDS_BETWEEN_LINES", 0.05)
     scan, advance, told = DiskBackend.scan, Progress.advance, asyncio.Event()
 
     async def hesitating(self):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -19,8 +17,8 @@ from kvconnect.backend import Capabilities
 from kvconnect.backends import open_backend
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.url import StoreUrl
-from kvconnect.cli import frame_reader
 from kvconnect.keys import Namespace
+from kvconnect.operations import frame_reader
 
 
 @pytest.fixture
@@ -352,18 +350,6 @@ def test_prune_with_a_size_deletes_only_among_what_is_selected(kvconnect, url):
     kvconnect("prune", url, "--group", "2", "--to-size", str(6 * NBYTES))
     expected = {key_of(("a", n)) for n in range(4)} | {key_of(("b", n)) for n in range(2)}
     assert entries(url).keys() == expected
-
-
-@pytest.fixture
-def elsewhere():
-    """Runs coroutines on a loop in another thread, as a running engine does."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(60)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
 
 
 def test_a_running_engine_is_not_harmed_by_any_command(kvconnect, url, tmp_path, elsewhere):

@@ -20,7 +20,7 @@ import sys
 import threading
 import kvconnect.backends.disk.path as path
 import kvconnect.backends.main_loop as main_loop
-import kvconnect.cli.visit as visit
+import kvconnect.operations.visit as visit
 from kvconnect.cli.main import main
 
 def stuck(*_):

@@ -19,6 +19,7 @@ ROOMS = (
     "kvconnect/connector/**/*.py",
     *("kvconnect/transfer/**/*.py", "kvconnect/integrations/**/*.py"),
     *("kvconnect/bench/**/*.py", "tests/benchmarks/**/*.py"),
+    "kvconnect/operations/**/*.py",
 )
 """All rooms. Examples show theirs as the text of ``--help``."""
 

@@ -15,7 +15,8 @@ VOCABULARY = (
     " trace request sampling_params prometheus user_cache fit pace overlap"
 )
 LAYERS = (
-    *("cli", "server", "bench simulate", "integrations", "testing", "engine", "connector"),
+    *("cli", "server", "bench simulate", "operations", "integrations", "testing", "engine"),
+    "connector",
     *("backends", "transfer", "cache", "kernels", VOCABULARY),
 )
 """From the top down; packages of one row do not import each other, but for the vocabulary."""
@@ -84,6 +85,10 @@ DOORS = {
         "integrations.vllm.weights integrations.vllm.weight_calls connector backends kernels"
     ),
     "engine.sampling": "",
+    "operations": (
+        "backends.entries backends.guard backends.main_loop backends.registry backends.url digest"
+        " engine.checkpoint.hub_cache engine.request"
+    ),
     "server": "engine.llm engine.request server.http server.openai",
     "server.http": "server.admission server.errors server.settings",
     "server.openai": "engine.llm engine.request",

@@ -203,8 +203,9 @@ def run_kvconnect(words: list[str], block: Block) -> None:
     ranks = getattr(parsed, "tensor_parallel_size", None) or 1
     if words[0] in PARSED or ranks > 1:
         return
-    # Where nothing was to be deleted, `prune` says so.
-    assert main(words) in ((0, 3) if words[0] == "prune" else (0,)), (block.page, words)
+    # Where nothing was to be deleted, these say so.
+    fine = (0, 3) if words[0] in {"prune", "drop"} else (0,)
+    assert main(words) in fine, (block.page, words)
 
 
 @pytest.mark.parametrize("block", written_in(*SHELLS))

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,7 +21,7 @@ from kvconnect.backend import Backend, Capabilities
 from kvconnect.backends import GuardedBackend
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.memory.store import MemoryBackend
-from kvconnect.errors import BackendTimeout
+from kvconnect.errors import BackendTimeout, BackendUnavailable
 from kvconnect.testing.subject import Address, Subject, Usage, open_while
 from kvconnect.testing.subjects import DiskSubject, MemorySubject
 
@@ -325,6 +326,59 @@ class FirstInFirstOut(DictBackend):
             while sum(map(len, self.values.values())) > self.capacity:
                 del self.values[next(iter(self.values))]
         return len(blocks)
+
+
+# ---------------------------------------------------------------------------------------- pins
+
+
+class PinsUnsaid(MemoryBackend):
+    capabilities = replace(MemoryBackend.capabilities, pins=False)
+
+
+class PinsWhatIsAbsent(MemoryBackend):
+    async def pin(self, keys, until):
+        await super().pin(keys, until)
+        return [True] * len(keys)
+
+
+class PinsInWords(MemoryBackend):
+    async def pin(self, keys, until):
+        return [entry is not None for entry in await self.describe(keys)]
+
+
+class PinsForEver(MemoryBackend):
+    async def pin(self, keys, until):
+        return await super().pin(keys, None if until is None else inf)
+
+
+class PinsAll(MemoryBackend):
+    def __init__(self, capacity):
+        super().__init__(capacity, pin_fraction=1.0)
+
+
+class ExpiresWhilePinned(DiskSubject):
+    class Store(DiskBackend):
+        async def lookup(self, keys):
+            entries = await self.describe(keys)
+            old = time.time() - 60
+            return next(
+                (n for n, one in enumerate(entries) if one is None or one.created_at < old),
+                len(keys),
+            )
+
+    def make_expiring(self, ttl_s):
+        return self.Store(self.directory, capacity=1 << 30, ttl=ttl_s)
+
+
+class PinsUntilItCloses(DiskSubject):
+    class Store(DiskBackend):
+        async def close(self):
+            with contextlib.suppress(BackendUnavailable):
+                await self.pin([entry.key async for entry in self.scan()], None)
+            await super().close()
+
+    def make_backend(self):
+        return self.Store(self.directory, capacity=1 << 30)
 
 
 # ---------------------------------------------------------------------------------------- keys

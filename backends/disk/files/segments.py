@@ -41,6 +41,7 @@ _NAME = re.compile(r"segment-(\d+)-(\d+)\.slots")
 # The parts moved at a time: enough to keep the disk busy. With more parts, the calls would all end
 # at once, and the disk would be idle during their commits and checksums.
 _AT_ONCE = 3
+_ZEROS_NBYTES = 1 << 20
 
 
 class _File(Lifetime):
@@ -173,6 +174,24 @@ class SegmentFiles:
         self._writes.run(
             [partial(self._write, part) for part in parts(locations, buffers, checksums)]
         )
+
+    def zero(self, locations: Sequence[Location]) -> None:
+        """Overwrites whole slots with zeros, on the medium, too; skips those of lost files.
+
+        Raises:
+            OSError: any of the slots may have been overwritten in part.
+        """
+        size = max(location.size for location in locations)
+        zeros = scratch(min(size, _ZEROS_NBYTES))
+        written = []
+        for location in locations:
+            with suppress(SegmentLost), self._using(location) as fd:
+                for start in range(0, location.size, len(zeros)):
+                    piece = zeros[: min(len(zeros), location.size - start)]
+                    write_at(fd, [piece], location.offset + start)
+                written.append(location)
+        with suppress(SegmentLost):
+            self.sync(written)
 
     def sync(self, locations: Collection[Location]) -> None:
         """Blocks until what was written to `locations` survives a power failure."""

@@ -11,8 +11,8 @@ from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl
 from kvconnect.bench.checkout import from_checkout
 from kvconnect.cli.command import add_number, require_at_least_one
-from kvconnect.cli.progress import Progress
 from kvconnect.errors import ConfigurationError
+from kvconnect.operations.progress import Progress
 
 if TYPE_CHECKING:
     from kvconnect.testing.subject import Subject

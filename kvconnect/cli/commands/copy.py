@@ -15,14 +15,15 @@ from kvconnect.backend import StoredEntry
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size
-from kvconnect.cli.listing import each_block
 from kvconnect.cli.options.selection import Selection
-from kvconnect.cli.progress import Progress
-from kvconnect.cli.visit import add_url, listed, visiting
+from kvconnect.cli.visit import add_url
 from kvconnect.errors import BackendUnavailable, BadFrame, ConfigurationError
+from kvconnect.operations.listing import each_block
+from kvconnect.operations.progress import Progress
+from kvconnect.operations.visit import listed, visiting
 
 if TYPE_CHECKING:
-    from kvconnect.cli.frame_reader import ReadFrame
+    from kvconnect.operations.frame_reader import ReadFrame
 
 __all__ = ["add_options", "parents_first", "run"]
 
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 async def _copy(arguments: argparse.Namespace, selection: Selection, done: _Copied) -> None:
-    from kvconnect.cli.frame_reader import read_frames
+    from kvconnect.operations.frame_reader import read_frames
 
     async with (
         visiting(arguments.source, "read") as source,

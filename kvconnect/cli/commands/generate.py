@@ -184,7 +184,7 @@ def _metrics(arguments: argparse.Namespace) -> AbstractContextManager[object]:
 def _answers(
     llm: LLM, prompts: list[GivenPrompt], retention: KvCacheRetentionConfig | None
 ) -> Iterator[tuple[GivenPrompt, RequestOutput]]:
-    from kvconnect.cli.progress import Progress
+    from kvconnect.operations.progress import Progress
 
     lengths = [prompt.sampling.n * prompt.sampling.max_tokens for prompt in prompts]
     handles = [prompt.submit(llm, retention) for prompt in prompts]

@@ -7,17 +7,19 @@ import heapq
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from math import inf
 from typing import Any
 
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import format_size
 from kvconnect.cli.command import add_number, require_at_least_one
-from kvconnect.cli.listing import each_block
 from kvconnect.cli.options.selection import Selection
-from kvconnect.cli.progress import Progress
-from kvconnect.cli.visit import add_url, listed, visiting
+from kvconnect.cli.visit import add_url
 from kvconnect.keys import KEY_NBYTES, salt_of
+from kvconnect.operations.listing import each_block
+from kvconnect.operations.progress import Progress
+from kvconnect.operations.visit import listed, visiting
 
 __all__ = ["add_options", "as_json", "run"]
 
@@ -29,7 +31,11 @@ _SORT: dict[str, Callable[[StoredEntry], Any]] = {
     "key": lambda entry: entry.key,
 }
 _UNITS = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
-_ROW = "{:<16}  {:>10}  {:>5}  {:>5}  {:>4}  {:>6}  {:>5}  {:<8}  {:<8}"
+_COLUMNS = (
+    *("KEY", "BYTES", "AGE", "USED", "PRIO", "PINNED", "TOKENS", "GROUP", "MODEL"),
+    "SPACE",
+)
+_ROW = "{:<16}  {:>10}  {:>5}  {:>5}  {:>4}  {:>6}  {:>6}  {:>5}  {:<8}  {:<8}"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -62,8 +68,7 @@ async def _list(arguments: argparse.Namespace, selection: Selection) -> None:
     async with visiting(arguments.url, "read") as store:
         listed(arguments.url, store)
         if not arguments.json:
-            names = ("KEY", "BYTES", "AGE", "USED", "PRIO", "TOKENS", "GROUP", "MODEL", "SPACE")
-            print(_ROW.format(*names))
+            print(_ROW.format(*_COLUMNS))
         async with Progress("ls", 0, "blocks", lines=True) as progress:
             entries = each_block(store, progress)
             async for entry in _chosen(entries, selection, arguments.sort, arguments.limit):
@@ -101,6 +106,7 @@ def _print_row(entry: StoredEntry) -> None:
         _ago(now - entry.created_at),
         _ago(now - entry.used_at),
         entry.priority,
+        _pinned(entry, now),
         tokens,
         entry.group,
         entry.model.hex()[:8],
@@ -114,7 +120,10 @@ def _print_json(entry: StoredEntry) -> None:
 
 
 def as_json(entry: StoredEntry) -> dict[str, object]:
-    """Returns `entry` without its tokens, which are a prompt; ``salt`` is `salt_tag`, if known."""
+    """Returns `entry` without its tokens, which are a prompt; ``salt`` is `salt_tag`, if known.
+
+    A pin until it is unpinned has no ``pinned_until``.
+    """
     salt = salt_of(entry.namespace)
     return {
         "key": entry.key.hex(),
@@ -122,6 +131,8 @@ def as_json(entry: StoredEntry) -> dict[str, object]:
         "created_at": entry.created_at,
         "used_at": entry.used_at,
         "priority": entry.priority,
+        "pinned": entry.pinned_until > 0,
+        "pinned_until": entry.pinned_until if 0 < entry.pinned_until < inf else None,
         "parent": None if entry.parent is None else entry.parent.hex(),
         "num_tokens": None if entry.tokens is None else len(entry.tokens),
         "group": entry.group,
@@ -129,6 +140,12 @@ def as_json(entry: StoredEntry) -> dict[str, object]:
         "namespace": entry.namespace[:KEY_NBYTES].hex(),
         "salt": None if salt is None else salt.hex(),
     }
+
+
+def _pinned(entry: StoredEntry, now: float) -> str:
+    if entry.pinned_until == inf:
+        return "yes"
+    return _ago(entry.pinned_until - now) if entry.pinned_until else ""
 
 
 def _ago(seconds: float) -> str:

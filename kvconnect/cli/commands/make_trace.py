@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvconnect.cli.command import add_number, picked
-from kvconnect.cli.progress import Progress
 from kvconnect.errors import ConfigurationError
+from kvconnect.operations.progress import Progress
 
 __all__ = ["add_options", "run"]
 

@@ -14,12 +14,13 @@ from kvconnect.backend import Access, Backend, StoredEntry
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import format_size, parse_size
 from kvconnect.cli.command import NothingMatched
-from kvconnect.cli.listing import each_block
 from kvconnect.cli.options.selection import Selection
-from kvconnect.cli.progress import Progress
-from kvconnect.cli.visit import add_url, listed, visiting
+from kvconnect.cli.visit import add_url
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
+from kvconnect.operations.listing import each_block
+from kvconnect.operations.progress import Progress
+from kvconnect.operations.visit import listed, visiting
 
 __all__ = ["add_options", "run"]
 
@@ -31,7 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Delete the blocks that fit all that is given; with --to-size only as many of "
         "them as must go: lowest priority first, then longest unused, and always the end of a "
-        "prompt before its beginning. An engine that has the store open goes on."
+        "prompt before its beginning. Pinned blocks stay. An engine that has the store open goes "
+        "on."
     )
     add_url(parser)
     Selection.add_options(parser)
@@ -52,6 +54,7 @@ class _Pruned:
     kept: int = 0
     kept_bytes: int = 0
     unknown: int = 0
+    pinned: int = 0
 
 
 @dataclass(slots=True)
@@ -148,7 +151,9 @@ async def _prune(
             inventory = _Inventory()
             async with Progress(f"list {name}", 0, "blocks") as progress:
                 async for entry in each_block(part, progress):
-                    inventory.add(entry, chosen=selection.fits(entry))
+                    fits = selection.fits(entry)
+                    pruned.pinned += fits and entry.pinned_until > 0
+                    inventory.add(entry, chosen=fits and not entry.pinned_until)
                     pruned.unknown += selection.cannot_tell(entry)
             pruned.matched |= bool(inventory.chosen)
             pruned.kept += inventory.blocks
@@ -196,6 +201,11 @@ def _report(arguments: argparse.Namespace, pruned: _Pruned) -> None:
         f"{pruned.kept} blocks, {format_size(pruned.kept_bytes)}, stay",
         flush=True,
     )
+    if pruned.pinned:
+        print(
+            f"kvconnect: {pruned.pinned} pinned blocks stay; 'drop' deletes them, too",
+            file=sys.stderr,
+        )
     if pruned.unknown:
         print(
             f"kvconnect: of {pruned.unknown} blocks that stay it is not known whose they are: "

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from kvconnect.cli.command import add_number
 from kvconnect.cli.interrupt import note_interrupt
 from kvconnect.cli.machines import parse_machines
-from kvconnect.cli.progress import Progress
 from kvconnect.cli.store_rates import add_store_rates, parse_store_rates
 from kvconnect.errors import ConfigurationError
+from kvconnect.operations.progress import Progress
 
 if TYPE_CHECKING:
     from kvconnect.simulate.first_token import ExternalHit

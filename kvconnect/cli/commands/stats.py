@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size, parse_size
-from kvconnect.cli.listing import each_block
-from kvconnect.cli.progress import Progress
-from kvconnect.cli.visit import add_url, parts, visiting
+from kvconnect.cli.visit import add_url
+from kvconnect.operations.listing import each_block
+from kvconnect.operations.progress import Progress
+from kvconnect.operations.visit import parts, visiting
 
 __all__ = ["add_options", "run"]
 
 _SHOWN = 20
 _OWN = ("breaker_state", "running", "abandoned")
-_SIZES = ("bytes", "file_bytes", "capacity", "used_memory", "maxmemory")
+_SIZES = ("bytes", "file_bytes", "capacity", "pinned_bytes", "used_memory", "maxmemory")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

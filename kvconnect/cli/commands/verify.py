@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size
-from kvconnect.cli.listing import each_block
-from kvconnect.cli.progress import Progress
-from kvconnect.cli.visit import add_url, listed, parts, visiting
+from kvconnect.cli.visit import add_url
 from kvconnect.errors import BadFrame
+from kvconnect.operations.listing import each_block
+from kvconnect.operations.progress import Progress
+from kvconnect.operations.visit import listed, parts, visiting
 
 if TYPE_CHECKING:
-    from kvconnect.cli.frame_reader import ReadFrame
+    from kvconnect.operations.frame_reader import ReadFrame
 
 __all__ = ["add_options", "run"]
 
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 async def _verify(arguments: argparse.Namespace, findings: _Findings) -> None:
-    from kvconnect.cli.frame_reader import read_frames
+    from kvconnect.operations.frame_reader import read_frames
 
     async with visiting(arguments.url, "maintain" if arguments.delete else "read") as store:
         chosen = listed(arguments.url, store)

@@ -15,6 +15,7 @@ from kvconnect.testing.checks import faults as faults
 from kvconnect.testing.checks import expiry as expiry
 from kvconnect.testing.checks import resources as resources
 from kvconnect.testing.checks import eviction as eviction
+from kvconnect.testing.checks import pins as pins
 from kvconnect.testing.checks import crash as crash
 from kvconnect.testing.checks import network as network
 from kvconnect.testing.checks import model as model

@@ -9,20 +9,22 @@ from kvconnect.testing.check import check, demand
 from kvconnect.testing.checks.contract import expect_stored
 from kvconnect.testing.subject import Subject
 
+__all__ = ["press", "there"]
+
 _SLOTS = 64
 _CHAIN = 20
 
 
-async def _press(store: Backend, blocks: BlockMaker, count: int) -> None:
+async def press(store: Backend, blocks: BlockMaker, count: int, *name: object) -> None:
     """Saves so many blocks, each alone, so that it is the newest one."""
     for number in range(count):
-        key = blocks.key("press", number)
+        key = blocks.key("press", *name, number)
         saved = await store.save([blocks.block(key)])
         demand(saved == 1, f"a full store stored {saved} of 1 new block: it must make room")
         demand(await store.lookup([key]) == 1, "a full store does not find what it just stored")
 
 
-async def _there(store: Backend, keys: list[BlockKey], blocks: BlockMaker) -> list[bool]:
+async def there(store: Backend, keys: list[BlockKey], blocks: BlockMaker) -> list[bool]:
     """Returns for each of `keys` whether it can be loaded; makes no lookups, which would be use."""
     return [await store.load([key], blocks.buffers(1)) == 1 for key in keys]
 
@@ -34,8 +36,8 @@ async def chains_from_their_end(subject: Subject) -> None:
     keys = blocks.keys(count=_SLOTS // 2)
     async with subject.opened(subject.make_small(_SLOTS * blocks.frame_nbytes)) as store:
         await store.save(blocks.chain(keys))
-        await _press(store, blocks, _SLOTS - 16)
-        found = await _there(store, keys, blocks)
+        await press(store, blocks, _SLOTS - 16)
+        found = await there(store, keys, blocks)
         text = "".join("-x"[one] for one in found)
         demand(found == sorted(found, reverse=True), f"left of a chain, from its beginning: {text}")
 
@@ -49,8 +51,8 @@ async def use_counts_for_ancestors(subject: Subject) -> None:
         await store.save(blocks.chain(used))
         await store.save(blocks.chain(unused))
         await expect_stored(store, blocks, used)
-        await _press(store, blocks, _SLOTS - 2 * _CHAIN + 8)
-        left = [sum(await _there(store, keys, blocks)) for keys in (used, unused)]
+        await press(store, blocks, _SLOTS - 2 * _CHAIN + 8)
+        left = [sum(await there(store, keys, blocks)) for keys in (used, unused)]
         demand(
             left[0] == _CHAIN or left[0] > left[1],
             f"of a chain that was used {left[0]} of {_CHAIN} blocks are left, of an unused one "
@@ -66,7 +68,7 @@ async def dropped_is_not_found(subject: Subject) -> None:
     async with subject.opened(subject.make_small(_SLOTS * blocks.frame_nbytes)) as store:
         await store.save(blocks.chain(keys))
         demand(await store.lookup(keys) == _CHAIN, "a chain that was just stored is not found")
-        await _press(store, blocks, 3 * _SLOTS)
+        await press(store, blocks, 3 * _SLOTS)
         for key in keys:
             if await store.lookup([key]):
                 loaded = await store.load([key], blocks.buffers(1))

@@ -129,6 +129,14 @@ class FaultyBackend(Backend):
         """Calls `inner`."""
         return self.inner.scan()
 
+    async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
+        """Calls `inner`."""
+        return await self.inner.describe(keys)
+
+    async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
+        """Calls `inner`."""
+        return await self.inner.pin(keys, until)
+
     async def stats(self) -> Mapping[str, float]:
         """Calls `inner`."""
         return await self.inner.stats()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from kvconnect.backend import Backend, StoredEntry
-from kvconnect.cli.progress import Progress
 from kvconnect.errors import BackendUnavailable
+from kvconnect.operations.progress import Progress
 
 __all__ = ["each_block"]
 

@@ -1,0 +1,76 @@
+"""The command ``kvconnect import``: saves the blocks of an exported file to a store."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from kvconnect.backends.url import format_size
+from kvconnect.cli.visit import add_url
+from kvconnect.operations.prompt_store import PromptStore
+
+if TYPE_CHECKING:
+    from kvconnect.operations.import_ import Imported
+
+__all__ = ["add_options", "run"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``import``."""
+    parser.description = (
+        "Save the blocks of a file of 'kvconnect export' to a store, which is made if needed. "
+        "First the whole file is checked: one that was changed anywhere is refused before "
+        "anything is saved. What is there already is skipped, so the same command continues after "
+        "an interruption. An engine uses the blocks if it runs the same model with the same "
+        "settings of the cache, salt and adapter."
+    )
+    add_url(parser)
+    parser.add_argument("file", metavar="FILE", help="a file of 'kvconnect export'")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="refuse a file of another model: the model's directory, its name in the Hugging Face "
+        "cache, or the first digits of its digest",
+    )
+    parser.add_argument(
+        "--model-revision",
+        metavar="NAME",
+        help="what engines name the weights of MODEL, if they do (model_revision)",
+    )
+    parser.add_argument("--key-file", metavar="F", help="the key file that it was made with")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Saves the blocks, and prints the result, also after Ctrl-C.
+
+    Raises:
+        BadFrame: the file is damaged, cut short, changed, or made with another key.
+        ConfigurationError: it cannot be opened, or is of another model.
+    """
+    from kvconnect.operations.import_ import Imported
+
+    store = PromptStore(arguments.url, arguments.model, model_revision=arguments.model_revision)
+    done = Imported()
+    try:
+        store.import_(arguments.file, key_file=arguments.key_file, into=done)
+    finally:
+        if done.checked:
+            _report(arguments, done)
+
+
+def _report(arguments: argparse.Namespace, done: Imported) -> None:
+    if arguments.json:
+        numbers = asdict(done)
+        del numbers["checked"]
+        print(json.dumps(numbers), flush=True)
+        return
+    counted = f"imported {done.blocks} blocks, {format_size(done.bytes)}"
+    notes = [f"{done.present} were there already", f"the file has {done.tokens} tokens"]
+    if not done.complete:
+        notes.append("not complete: the same command goes on")
+    print("; ".join([counted, *notes]), flush=True)

@@ -1,0 +1,42 @@
+"""The command ``kvconnect unpin``: ends pins."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvconnect.cli.command import NothingMatched
+from kvconnect.cli.pinning import report_pins
+from kvconnect.cli.wanted import add_wanted, store_and_wanted
+
+__all__ = ["add_options", "run"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``unpin``."""
+    parser.description = (
+        "Unpin the blocks of prompts: the store may drop them again. A key unpins its own block "
+        "only: other prompts may need those before it."
+    )
+    add_wanted(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Unpins, and prints the result, also after Ctrl-C.
+
+    Raises:
+        ConfigurationError: no option names what to unpin, or the store has no pins.
+        NothingMatched: none of it was pinned.
+    """
+    from kvconnect.operations.pin import Pinned
+
+    store, which = store_and_wanted(arguments)
+    done = Pinned()
+    try:
+        store.unpin(into=done, **which)
+    finally:
+        if done.opened:
+            report_pins(arguments, done, "unpinned")
+    if not done.blocks:
+        raise NothingMatched("no pinned block matched")

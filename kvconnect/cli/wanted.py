@@ -1,0 +1,100 @@
+"""The options that name the prompts of a verb: text, chats, token ids, keys, a tenant, or all."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Protocol
+
+from kvconnect.cli.prompts import GivenPrompt, add_prompt_options, read_prompts
+from kvconnect.cli.visit import add_url
+from kvconnect.errors import ConfigurationError
+from kvconnect.keys import check_salt
+from kvconnect.operations.prompt_store import PromptStore, Which
+from kvconnect.tokens import TokenArray
+
+__all__ = ["add_wanted", "notes_of", "store_and_wanted"]
+
+
+def add_wanted(parser: argparse.ArgumentParser) -> None:
+    """Adds the store, the model, and the options that `store_and_wanted` reads."""
+    add_url(parser)
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="only blocks of this model: its directory, its name in the Hugging Face cache, or the "
+        "first digits of its digest; text and chats need the directory or the name",
+    )
+    parser.add_argument(
+        "--model-revision",
+        metavar="NAME",
+        help="what engines name the weights of MODEL, if they do (model_revision)",
+    )
+    group = parser.add_argument_group("which blocks")
+    add_prompt_options(group, required=False)
+    group.add_argument(
+        "--key",
+        nargs="+",
+        action="extend",
+        metavar="KEY",
+        help="of a block, or its first digits, as 'kvconnect ls' shows them",
+    )
+    group.add_argument(
+        "--salt",
+        metavar="TEXT",
+        help="of requests with this cache_salt; without a prompt all of them, under any model, "
+        "adapter and engine; of TensorRT-LLM, where it tells the number of a salt alone, id:NUMBER",
+    )
+    group.add_argument("--lora", metavar="ID", help="of requests with this adapter")
+    group.add_argument("--all", action="store_true", help="all blocks, of MODEL if it is given")
+
+
+def store_and_wanted(arguments: argparse.Namespace) -> tuple[PromptStore, Which]:
+    """Returns the store, and the blocks that `arguments` name.
+
+    Raises:
+        ConfigurationError: an option is wrong, or a prompt cannot be read.
+    """
+    check_salt(arguments.salt, "--salt")
+    store = PromptStore(arguments.url, arguments.model, model_revision=arguments.model_revision)
+    which: Which = {"lora": arguments.lora, "everything": arguments.all}
+    # Sampling parameters in a line of a file are of no use here, and no error.
+    given = argparse.Namespace(**vars(arguments), cache_salt=arguments.salt)
+    prompts = list(read_prompts(given, {}))
+    if prompts:
+        which["prompts"] = [_tokens(store, one) for one in prompts]
+        which["salt"] = [one.cache_salt for one in prompts]
+    else:
+        which["salt"] = arguments.salt
+    if arguments.key:
+        which["keys"] = arguments.key
+    if not (prompts or arguments.key or arguments.salt or arguments.lora or arguments.all):
+        raise ConfigurationError(
+            "nothing says which blocks; give --prompt, --prompt-file, --jsonl, --key, --salt, "
+            "--lora or --all"
+        )
+    return store, which
+
+
+class Found(Protocol):
+    """The fields that the results of all verbs have."""
+
+    missing: int
+    missing_keys: int
+    complete: bool
+
+
+def notes_of(done: Found) -> list[str]:
+    """Returns what the line that ends a verb says beside its counts."""
+    notes = [f"{done.missing} tokens of the prompts are not stored"] * bool(done.missing)
+    if done.missing_keys:
+        notes.append(f"no block has {done.missing_keys} of the keys")
+    if not done.complete:
+        notes.append("not complete: the same command goes on")
+    return notes
+
+
+def _tokens(store: PromptStore, prompt: GivenPrompt) -> TokenArray:
+    if prompt.form == "messages":
+        return store.chat_tokens(prompt.content)
+    return store.tokens(prompt.content)

@@ -1,0 +1,113 @@
+"""The verb ``drop``: deletes blocks from every part of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvconnect.backend import Backend
+from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.errors import BackendUnavailable
+from kvconnect.operations.choice import Chosen, ReadTokens, choose, token_reader
+from kvconnect.operations.progress import Progress
+from kvconnect.operations.visit import listed, parts, visiting
+from kvconnect.operations.wanted import Wanted
+
+__all__ = ["Dropped", "drop"]
+
+_KEYS_PER_DELETE = 256
+
+
+@dataclass(slots=True)
+class Dropped:
+    """The result of `drop`; after an error or an interruption, of what was done until then.
+
+    Attributes:
+        blocks: blocks deleted, those of each tier.
+        bytes: of their frames.
+        tokens: of the blocks of pool group 0, each counted in one tier only.
+        missing: tokens of the given prompts that were not stored.
+        missing_keys: given keys that no block had.
+        unknown: blocks that stay and may be the tenant's: the store does not know whose they are.
+        opened: whether the store could be opened.
+        complete: whether all was done.
+    """
+
+    blocks: int = 0
+    bytes: int = 0
+    tokens: int = 0
+    missing: int = 0
+    missing_keys: int = 0
+    unknown: int = 0
+    opened: bool = False
+    complete: bool = False
+
+
+async def drop(url: str, wanted: Wanted, done: Dropped, *, dry_run: bool = False) -> None:
+    """Deletes the `wanted` blocks of the store of `url`, the ends of prompts first.
+
+    Pinned blocks are deleted, too. Repeating it after an interruption deletes the rest. In a disk
+    store the bytes of deleted blocks are overwritten.
+
+    Args:
+        url: of the store.
+        wanted: the blocks.
+        done: the counts are added to it while blocks are deleted.
+        dry_run: only count.
+
+    Raises:
+        ConfigurationError: no part of the store can list its blocks.
+        BackendUnavailable: the store fails; or a part of it does not answer or cannot list its
+            blocks, after those of the other parts were deleted.
+    """
+    read = token_reader(url)
+    async with visiting(url, "read" if dry_run else "maintain") as store:
+        listing = listed(url, store)
+        done.opened = True
+        chosen = await choose(listing, wanted, read)
+        done.missing, done.missing_keys = chosen.missing, chosen.missing_keys
+        done.unknown = chosen.unknown
+        stores = parts(store)
+        await _delete(stores, chosen, read, done, dry_run=dry_run)
+        await _expect_all(store, stores)
+    done.complete = True
+
+
+async def _delete(
+    stores: Mapping[str, Backend], chosen: Chosen, read: ReadTokens, done: Dropped, *, dry_run: bool
+) -> None:
+    keys = chosen.keys[::-1]
+    async with Progress("drop", len(keys), "blocks") as progress:
+        for start in range(0, len(keys), _KEYS_PER_DELETE):
+            piece = keys[start : start + _KEYS_PER_DELETE]
+            tokens: dict[bytes, int] = {}
+            for store in stores.values():
+                entries = [one for one in await store.describe(piece) if one is not None]
+                if not dry_run:
+                    await store.delete(piece)
+                done.blocks += len(entries)
+                done.bytes += sum(entry.nbytes for entry in entries)
+                for entry in entries:
+                    if entry.group == 0 and (known := read(entry)) is not None:
+                        tokens[entry.key] = len(known)
+            done.tokens += sum(tokens.values())
+            progress.advance(len(piece))
+
+
+async def _expect_all(store: GuardedBackend, answering: Mapping[str, Backend]) -> None:
+    numbers = await store.stats()
+    silent = [
+        name.removesuffix(".alive")
+        for name, alive in numbers.items()
+        if name.endswith(".alive") and not alive
+    ]
+    if silent:
+        raise BackendUnavailable(
+            f"{', '.join(silent)}: does not answer; what is stored there stays: drop it again once "
+            "it answers"
+        )
+    unlisted = [name for name, part in answering.items() if not part.capabilities.enumerable]
+    if unlisted:
+        raise BackendUnavailable(
+            f"{', '.join(unlisted)}: cannot list its blocks; what is only there stays"
+        )

@@ -1,0 +1,110 @@
+"""The verbs ``pin`` and ``unpin``: keep blocks in a store, for a time or until unpinned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvconnect.backend import Backend
+from kvconnect.backends.url import StoreUrl
+from kvconnect.errors import ConfigurationError
+from kvconnect.keys import BlockKey
+from kvconnect.operations.choice import ReadTokens, choose, token_reader
+from kvconnect.operations.progress import Progress
+from kvconnect.operations.visit import listed, parts, visiting
+from kvconnect.operations.wanted import Wanted
+
+__all__ = ["Pinned", "pin"]
+
+_KEYS_PER_PIN = 256
+
+
+@dataclass(slots=True)
+class Pinned:
+    """The result of `pin`; after an error or an interruption, of what was done until then.
+
+    Attributes:
+        blocks: blocks that are pinned now, those of each tier; of ``unpin`` those that were.
+        bytes: of their frames.
+        tokens: of the blocks of pool group 0, each counted in one tier only.
+        refused: blocks that the share of pinned blocks has no room for.
+        missing: tokens of the given prompts that are not stored.
+        missing_keys: given keys that no block has.
+        unknown: blocks left out that may be the tenant's: the store does not know whose they are.
+        opened: whether the store could be opened.
+        complete: whether all was done.
+    """
+
+    blocks: int = 0
+    bytes: int = 0
+    tokens: int = 0
+    refused: int = 0
+    missing: int = 0
+    missing_keys: int = 0
+    unknown: int = 0
+    opened: bool = False
+    complete: bool = False
+
+
+async def pin(url: str, wanted: Wanted, until: float | None, done: Pinned) -> None:
+    """Pins the `wanted` blocks of the store of `url`, the beginnings of prompts first.
+
+    Args:
+        url: of the store.
+        wanted: the blocks.
+        until: Unix seconds, ``inf``, or ``None`` to unpin; see `Backend.pin`.
+        done: the counts are added to it while blocks are pinned.
+
+    Raises:
+        ConfigurationError: no part of the store has pins, or none can list its blocks.
+        BackendUnavailable: the store fails.
+    """
+    read = token_reader(url)
+    async with visiting(url, "maintain") as store:
+        pinning = {name: one for name, one in parts(store).items() if one.capabilities.pins}
+        if not pinning:
+            names = ", ".join(parts(store))
+            raise ConfigurationError(
+                f"{StoreUrl.parse(url)}: {names} cannot pin blocks; disk and memory stores can"
+            )
+        listing = listed(url, store)
+        done.opened = True
+        chosen = await choose(listing, wanted, read)
+        done.missing, done.missing_keys = chosen.missing, chosen.missing_keys
+        done.unknown = chosen.unknown
+        counted: set[BlockKey] = set()
+        async with Progress("pin", len(chosen.keys) * len(pinning), "blocks") as progress:
+            for one in pinning.values():
+                await _pin(one, chosen.keys, until, done, counted, read, progress)
+    done.complete = True
+
+
+async def _pin(
+    store: Backend,
+    keys: Sequence[BlockKey],
+    until: float | None,
+    done: Pinned,
+    counted: set[BlockKey],
+    read: ReadTokens,
+    progress: Progress,
+) -> None:
+    full = False
+    for start in range(0, len(keys), _KEYS_PER_PIN):
+        piece = keys[start : start + _KEYS_PER_PIN]
+        entries = await store.describe(piece)
+        # Behind a block without room nothing is pinned: it may be a child of it.
+        answers = [False] * len(piece) if full else await store.pin(piece, until)
+        for entry, pinned in zip(entries, answers, strict=True):
+            if entry is None:
+                continue
+            if not pinned:
+                done.refused += until is not None
+                full |= until is not None
+                continue
+            done.blocks += 1
+            done.bytes += entry.nbytes
+            if entry.group == 0 and entry.key not in counted:
+                counted.add(entry.key)
+                tokens = read(entry)
+                done.tokens += 0 if tokens is None else len(tokens)
+        progress.advance(len(piece))

@@ -1,0 +1,308 @@
+"""The verbs on the prompts of a store, in Python."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from math import inf
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.operations.run import run_anywhere
+from kvconnect.operations.selection import is_digest, model_prefix
+from kvconnect.operations.wanted import Wanted, WantedPrompt, key_digits, tenant
+from kvconnect.tokens import TokenArray, as_token_array
+
+if TYPE_CHECKING:
+    from kvconnect.engine.request.chat import Conversation
+    from kvconnect.engine.request.prompts import Prompt
+    from kvconnect.engine.request.tokenizer import Tokenizer
+    from kvconnect.operations.drop import Dropped
+    from kvconnect.operations.export import Exported
+    from kvconnect.operations.import_ import Imported
+    from kvconnect.operations.pin import Pinned
+
+__all__ = ["PromptStore", "Which"]
+
+
+class Which(TypedDict, total=False):
+    """The blocks that a verb of `PromptStore` is about.
+
+    | name | meaning | default |
+    |---|---|---|
+    | ``prompts`` | the blocks of a prompt or several: text, token ids, or dicts as in `LLM` | |
+    | ``messages`` | the blocks of a conversation or several, by the model's chat template | |
+    | ``keys`` | the blocks whose store keys begin so, as ``kvconnect ls`` shows them | |
+    | ``salt`` | of this tenant; a list has one for each of ``prompts`` | of a prompt: no salt |
+    | ``lora`` | of this adapter | any; of a prompt: none |
+    | ``everything`` | all blocks, of the model if there is one | ``False`` |
+    """
+
+    prompts: Prompt | Sequence[Prompt]
+    messages: Conversation | Sequence[Conversation]
+    keys: Sequence[str]
+    salt: str | Sequence[str | None] | None
+    lora: str | None
+    everything: bool
+
+
+class PromptStore:
+    """The prompts of a store: drops, exports, imports and pins them.
+
+    Every verb opens the store, blocks until it is done, and closes the store. An engine that has
+    the store open goes on. All are idempotent, and may be repeated after an interruption.
+
+    Args:
+        url: of the store.
+        model: the directory of a model, its name in the local Hugging Face cache, or the first
+            digits of its digest as ``kvconnect ls`` shows them. Only its blocks are meant then;
+            text and conversations need its tokenizer. ``None``: blocks of any model.
+        model_revision: what engines name the model's weights, if they do.
+
+    Raises:
+        ConfigurationError: there is no such model.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str | PathLike[str] | None = None,
+        *,
+        model_revision: str | None = None,
+    ) -> None:
+        self.url = url
+        self._directory: Path | None = None
+        text = None if model is None else fspath(model)
+        if text is not None and (Path(text).is_dir() or not is_digest(text)):
+            from kvconnect.engine.checkpoint.hub_cache import model_directory
+
+            self._directory = model_directory(text)
+            text = str(self._directory)
+        self._model = model_prefix(text, model_revision)
+
+    def drop(
+        self,
+        *,
+        continued: bool = False,
+        dry_run: bool = False,
+        into: Dropped | None = None,
+        **which: Unpack[Which],
+    ) -> Dropped:
+        """Deletes blocks; also pinned ones, and from every tier of a tiered store.
+
+        Args:
+            continued: delete also the blocks that continue the prompts or keys.
+            dry_run: only count.
+            into: the result, whose counts grow meanwhile; default: a new one.
+            which: the blocks; see `Which`.
+
+        Raises:
+            ConfigurationError: `which` says nothing, or a store that cannot list its blocks.
+            BackendUnavailable: the store fails, or a tier does not answer; what was deleted until
+                then is gone.
+        """
+        from kvconnect.operations.drop import Dropped, drop
+
+        done = Dropped() if into is None else into
+        wanted = self._wanted(which, continued=continued)
+        run_anywhere(drop(self.url, wanted, done, dry_run=dry_run))
+        return done
+
+    def pin(
+        self,
+        *,
+        for_s: float | None = None,
+        into: Pinned | None = None,
+        **which: Unpack[Which],
+    ) -> Pinned:
+        """Pins blocks: the store does not drop them for room or for their age.
+
+        All pinned blocks together take no more than a share of the store's capacity
+        (``pin_fraction=`` in its URL, 0.5 by default). Pins survive restarts. With keys, the blocks
+        before theirs are pinned, too. Of a tiered store every tier that has pins pins what it has.
+
+        Args:
+            for_s: seconds from now, in place of an earlier pin's; ``None``: until `unpin`.
+            into: the result, whose counts grow meanwhile; default: a new one.
+            which: the blocks; see `Which`.
+
+        Raises:
+            ConfigurationError: `which` says nothing, or the store has no pins, or cannot list its
+                blocks.
+            BackendUnavailable: the store fails; what was pinned until then is.
+        """
+        from kvconnect.operations.pin import Pinned, pin
+
+        if for_s is not None and not for_s > 0:
+            raise ConfigurationError(f"for_s={for_s}: must be longer than nothing")
+        done = Pinned() if into is None else into
+        until = inf if for_s is None else time.time() + for_s
+        run_anywhere(pin(self.url, self._wanted(which, ancestors=True), until, done))
+        return done
+
+    def unpin(self, *, into: Pinned | None = None, **which: Unpack[Which]) -> Pinned:
+        """Unpins blocks; returns the counts of those that were pinned.
+
+        With keys, the blocks before theirs stay pinned: other prompts may need them.
+
+        Args:
+            into: the result, whose counts grow meanwhile; default: a new one.
+            which: the blocks; see `Which`.
+
+        Raises:
+            ConfigurationError: `which` says nothing, or the store has no pins, or cannot list its
+                blocks.
+            BackendUnavailable: the store fails; what was unpinned until then is.
+        """
+        from kvconnect.operations.pin import Pinned, pin
+
+        done = Pinned() if into is None else into
+        run_anywhere(pin(self.url, self._wanted(which), None, done))
+        return done
+
+    def export(
+        self,
+        path: str | PathLike[str],
+        *,
+        key_file: str | None = None,
+        into: Exported | None = None,
+        **which: Unpack[Which],
+    ) -> Exported:
+        """Writes blocks to one file, which `import_` saves to another store.
+
+        It is ``PATH.part`` until it is complete; repeating the call continues it. With keys, the
+        blocks before theirs are written, too.
+
+        Args:
+            path: of the file.
+            key_file: a file with a secret of 32 bytes or more that authenticates the file.
+            into: the result, whose counts grow meanwhile; default: a new one.
+            which: the blocks; see `Which`.
+
+        Raises:
+            ConfigurationError: `which` says nothing, a file that cannot be written, or a store that
+                cannot list its blocks.
+            BackendUnavailable: the store fails.
+            BadFrame: the file is complete but for damaged blocks.
+        """
+        from kvconnect.operations.export import Exported, export
+
+        done = Exported() if into is None else into
+        wanted = self._wanted(which, ancestors=True)
+        run_anywhere(export(self.url, wanted, Path(path), done, key_file=key_file))
+        return done
+
+    def import_(
+        self,
+        path: str | PathLike[str],
+        *,
+        key_file: str | None = None,
+        into: Imported | None = None,
+    ) -> Imported:
+        """Saves the blocks of an exported file, after all of the file was checked.
+
+        What is in the store already is skipped, so a repeated call continues an interrupted one.
+
+        Args:
+            path: of the file.
+            key_file: the key file that it was made with.
+            into: the result, whose counts grow meanwhile; default: a new one.
+
+        Raises:
+            BadFrame: the file is damaged, cut short, changed, or made with another key.
+            ConfigurationError: it cannot be opened, or has blocks of another model than this one's.
+            BackendUnavailable: the store fails, or takes no more.
+        """
+        from kvconnect.operations.import_ import Imported, import_file
+
+        done = Imported() if into is None else into
+        run_anywhere(import_file(self.url, Path(path), done, model=self._model, key_file=key_file))
+        return done
+
+    def tokens(self, prompt: Prompt) -> TokenArray:
+        """Returns the token ids of a prompt, as an engine with the model computes them.
+
+        Raises:
+            ConfigurationError: it is text, and there is no tokenizer.
+        """
+        from kvconnect.engine.request.prompts import as_text_or_tokens
+
+        content = as_text_or_tokens(prompt)
+        if not isinstance(content, str):
+            return as_token_array(content)
+        if self._tokenizer is None:
+            raise ConfigurationError(
+                "prompts: text needs a model directory with a tokenizer; give it, or token ids"
+            )
+        return self._tokenizer.encode(content)
+
+    def chat_tokens(self, conversation: Conversation) -> TokenArray:
+        """Returns the token ids of a conversation, by the model's own chat template.
+
+        Raises:
+            ConfigurationError: there is no tokenizer or template, or a message is wrong.
+        """
+        from kvconnect.engine.request.chat import ChatFormat
+
+        return ChatFormat().tokens(conversation, self._tokenizer)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        from kvconnect.engine.request.tokenizer import Tokenizer
+
+        return None if self._directory is None else Tokenizer.of(self._directory)
+
+    def _wanted(self, which: Which, *, continued: bool = False, ancestors: bool = False) -> Wanted:
+        """Returns what `which` names.
+
+        Raises:
+            ConfigurationError: it names nothing, or something twice.
+        """
+        known = Which.__annotations__
+        if wrong := [name for name in which if name not in known]:
+            raise ConfigurationError(f"{wrong[0]}: unknown; give some of {', '.join(known)}")
+        salt, lora = which.get("salt"), which.get("lora")
+        prompts = [*map(self.tokens, self._list(which)), *self._chats(which)]
+        keys = key_digits(which.get("keys", ()))
+        if which.get("everything") and (prompts or keys or salt is not None or lora is not None):
+            raise ConfigurationError("everything: give nothing else with it")
+        if prompts:
+            if keys:
+                raise ConfigurationError("keys: give prompts or keys, not both")
+            return Wanted(prompts=tuple(self._of(prompts, salt, lora)), continued=continued)
+        if keys:
+            return Wanted(keys=keys, continued=continued, ancestors=ancestors)
+        if salt is not None and not isinstance(salt, str):
+            raise ConfigurationError("salt: a list has one for each prompt; there are no prompts")
+        if salt is None and lora is None and not which.get("everything"):
+            raise ConfigurationError(
+                "nothing says which blocks; give prompts, messages, keys, a salt, an adapter "
+                "(lora), or everything=True"
+            )
+        return Wanted(selection=tenant(salt, lora, self._model, named=False))
+
+    def _list(self, which: Which) -> list[Prompt]:
+        from kvconnect.engine.request.prompts import as_prompts
+
+        return as_prompts(which["prompts"]) if "prompts" in which else []
+
+    def _chats(self, which: Which) -> Iterable[TokenArray]:
+        from kvconnect.engine.request.chat import as_conversations
+
+        found = as_conversations(which["messages"]) if "messages" in which else []
+        return map(self.chat_tokens, found)
+
+    def _of(
+        self,
+        prompts: Sequence[TokenArray],
+        salt: str | Sequence[str | None] | None,
+        lora: str | None,
+    ) -> Iterable[WantedPrompt]:
+        from kvconnect.engine.request.prompts import one_each
+
+        salts: list[str | None] = one_each("salt", salt, len(prompts))
+        for tokens, one in zip(prompts, salts, strict=True):
+            yield WantedPrompt(tokens, tenant(one, lora, self._model, named=True))
