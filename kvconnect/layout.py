@@ -66,6 +66,14 @@ class KvCacheLayout:
         return self.layers or tuple(range(self.num_layers))
 
     @property
+    def is_latent(self) -> bool:
+        """Returns whether it holds latents: one head's keys, of which all keys and values are made.
+
+        Every rank holds them whole, whatever the tensor parallelism.
+        """
+        return self.num_kv_heads == 1 and self.value_dim == 0
+
+    @property
     def kv_factor(self) -> int:
         """The number of planes: 2 where keys and values have equal shape, else 1."""
         return 2 if self.key_dim == self.value_dim else 1

@@ -237,5 +237,4 @@ def dividing_rank(heads: Sequence[StoredHeads]) -> tuple[int, int]:
 
 
 def _total(layout: KvCacheLayout, shard: Shard) -> int:
-    is_latent = layout.num_kv_heads == 1 and layout.value_dim == 0
-    return 1 if is_latent else layout.num_kv_heads * shard.tp_size
+    return 1 if layout.is_latent else layout.num_kv_heads * shard.tp_size

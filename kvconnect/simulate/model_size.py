@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvconnect.engine.model.latents import keep_latents
 from kvconnect.engine.model.seam import ATTENTION, AttentionProbe
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 
@@ -39,6 +40,7 @@ def token_nbytes(directory: Path) -> int:
             zero = torch.zeros(1, 1, dtype=torch.int64)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"--model {directory}: cannot be read: {error}") from error
+    keep_latents(model)
     probe = AttentionProbe()
     try:
         with torch.inference_mode():

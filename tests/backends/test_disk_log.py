@@ -85,11 +85,11 @@ async def test_log_does_not_grow_for_ever_while_a_process_that_reads_is_stopped(
             for turn in range(1000):
                 if not await store.save(kit.chain(kit.keys(turn, count=64), nbytes=128)):
                     break
-                assert log() <= 9 * LIMIT
+                assert log() <= 9 * LIMIT + SAVE
             for again in range(20):
                 assert await store.lookup(first) == 64
                 assert await store.save(kit.chain(kit.keys("full", again, count=64))) == 0
-            assert log() <= 9 * LIMIT
+            assert log() <= 9 * LIMIT + SAVE
         assert await store.save(kit.chain(kit.keys("after", count=4))) == 4
         assert log() <= 2 * LIMIT + SAVE
 

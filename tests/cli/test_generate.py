@@ -60,7 +60,6 @@ def test_json_has_one_object_per_prompt_with_the_promised_fields(answer):
 
 def test_a_second_command_loads_what_the_first_one_stored(answer, tmp_path: Path):
     store = ("--store", f"disk://{tmp_path}/kv?capacity=16MiB", "--tokens-per-block", 16)
-    store = (*store, "--no-overlap-loads")  # a load may be slower than the model
     (cold,) = answer(*store, "--prompt", TEXT)
     (warm,) = answer(*store, "--prompt", TEXT)
     assert cold["reused_store_tokens"] == 0
@@ -203,7 +202,7 @@ def test_a_store_with_codecs_serves_who_has_its_key(answer, kvconnect, model, tm
     for name in ("ours", "theirs"):
         (tmp_path / name).write_text(name * 32)
     url = f"disk://{tmp_path}/kv?capacity=16MiB&codec=zstd+aes-gcm&key_file={tmp_path}/"
-    run = ("--tokens-per-block", 16, "--no-overlap-loads", "--prompt", TEXT, "--store")
+    run = ("--tokens-per-block", 16, "--prompt", TEXT, "--store")
     (cold,) = answer(*run, url + "ours")
     (other,) = answer(*run, url + "theirs")
     (warm,) = answer(*run, url + "ours")

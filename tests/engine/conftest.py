@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from families import write_tiny
 from transformers import AutoModelForCausalLM
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig
@@ -68,6 +69,17 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_layers=6,
         config_overrides={"layer_types": kinds},
     )
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a tiny model of a family, once; its configuration may have more fields."""
+
+    @cache
+    def write(family: str, **more: object) -> Path:
+        return write_tiny(tmp_path_factory.mktemp(family), family, **more)
+
+    return write
 
 
 @pytest.fixture(scope="session")

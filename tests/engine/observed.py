@@ -50,3 +50,20 @@ def watch_batches(llm: LLM) -> list[list[tuple[int, int]]]:
 
     llm._engine._scheduler.schedule = watched
     return batches
+
+
+def preempt(llm, when):
+    """Sends requests back to the queue right after steps in which `when(request)` holds."""
+    engine, sent = llm._engine, []
+    step = engine.step
+
+    def step_and_preempt():
+        worked = step()
+        for request in list(engine._scheduler.running):
+            if when(request):
+                sent.append(request.request_id)
+                engine._send_back(request)
+        return worked
+
+    engine.step = step_and_preempt
+    return sent

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from observed import tokens
+from observed import preempt, tokens
 
 from kvconnect import SamplingParams
 from kvconnect.request import RequestState
 
 GREEDY = SamplingParams(max_tokens=30)
-
-
-def preempt(llm, when):
-    """Send requests back to the queue right after steps in which `when(request)` holds."""
-    engine, sent = llm._engine, []
-    step = engine.step
-
-    def step_and_preempt():
-        worked = step()
-        for request in list(engine._scheduler.running):
-            if when(request):
-                sent.append(request.request_id)
-                engine._send_back(request)
-        return worked
-
-    engine.step = step_and_preempt
-    return sent
 
 
 @pytest.mark.parametrize("connector", [None, "memory:?capacity=32MiB"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvconnect import LLM, KvCacheConfig
-from kvconnect.engine.model.attention import AttentionInput
+from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.seam import AttentionProbe
 from kvconnect.errors import UnsupportedModel, UsageError
 
@@ -28,8 +30,6 @@ SIZES = {
 @pytest.mark.parametrize(
     ("model_type", "settings", "message"),
     [
-        ("gemma2", {}, "attention with softcap"),
-        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "attention with sinks"),
         ("bloom", {"n_layer": 2, "n_head": 2}, "BloomForCausalLM has no attention interface"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional|mask of its own"),
         ("t5", {}, "model_type: 't5' is no causal LM"),
@@ -55,8 +55,6 @@ def module(**attributes):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"softcap": 30.0}, "softcap"),
-        ({"s_aux": torch.zeros(2)}, "sinks"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"is_causal": False}, "bidirectional"),
         ({"something_new": 3}, "something_new"),
@@ -73,15 +71,25 @@ def test_a_mask_of_the_models_own_is_refused():
 
 
 def test_what_changes_nothing_is_accepted():
-    extra = {"dropout": 0.0, "position_ids": torch.zeros(1), "softcap": None, "flag": False}
+    extra = {"dropout": 0.0, "position_ids": torch.zeros(1), "indices": None, "flag": False}
     AttentionProbe().check(module(is_causal=True), None, extra)
+
+
+STATES = AttentionInput(*[torch.zeros(1, 2, 1, 4)] * 3, None, None)
 
 
 def test_layers_out_of_order_are_refused():
     probe = AttentionProbe()
-    tensor = torch.zeros(1, 2, 1, 4)
-    with pytest.raises(UnsupportedModel, match="attention layer 1 ran when layer 0 was expected"):
-        probe.attend(1, AttentionInput(tensor, tensor, tensor, None, None))
+    with pytest.raises(UnsupportedModel, match=r"layer 1 ran when layer 0 .* have no attention"):
+        probe.attend(1, STATES)
+    probe.attend(0, STATES)
+    with pytest.raises(UnsupportedModel, match=r"layer 0 ran when layer 1 .* attends again"):
+        probe.attend(0, STATES)
+
+
+def test_sinks_of_other_shapes_than_the_heads_are_refused():
+    with pytest.raises(UnsupportedModel, match=r"sinks \(4,\) .* each of the 2 heads"):
+        AttentionProbe().attend(0, replace(STATES, sinks=torch.zeros(4)))
 
 
 def test_a_forward_pass_that_left_the_cache_out_is_noticed(model_of):

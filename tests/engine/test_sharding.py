@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.engine.model import model as model_module
-from kvconnect.engine.model.attention import AttentionInput
 from kvconnect.engine.model.model import Model, check_sharing
+from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.errors import UnsupportedModel
 
 LESS_OFTEN = ["qwen2", "qwen3", "mistral", "phi", "gemma", "olmo"]
@@ -48,11 +48,15 @@ class Uncached:
         self.last_tokens = torch.tensor([len(prompt) - 1])
 
     def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
-        groups = given.query.shape[1] // given.key.shape[1]
-        key, value = (one.repeat_interleave(groups, 1) for one in (given.key, given.value))
-        return torch.nn.functional.scaled_dot_product_attention(
+        key, value = given.key, given.value
+        if given.latents is not None:
+            key, value = (one[None] for one in given.latents.expanded(key[0]))
+        groups = given.query.shape[1] // key.shape[1]
+        key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
+        attended = torch.nn.functional.scaled_dot_product_attention(
             given.query, key, value, is_causal=True, scale=given.scaling
-        ).transpose(1, 2)
+        )
+        return attended.transpose(1, 2)[..., : given.value_dim]
 
     def check_complete(self) -> None:
         """The models of this file have no other way."""

@@ -382,7 +382,7 @@ def test_blocks_are_those_of_the_engine(loaded, model_of, arch, store):
         ) as llm,
     ):
         alike = prompts._geometry.layouts == llm.layouts
-    assert alike == (arch != "deepseek_v3")  # transformers keeps the latent, the engine all heads
+    assert alike == (arch != "deepseek_v3")  # transformers keeps its two parts apart
 
 
 def test_a_salt_stands_with_the_blocks(llama64):

@@ -128,7 +128,8 @@ def test_nothing_is_asked_twice_for_one_answer(open_engine: Open, store):
 
 @pytest.mark.parametrize("fault", [one for one in BACKEND_FAULTS if one not in {"none", "late"}])
 def test_no_fault_changes_an_answer(open_engine: Open, store, fault):
-    engine = open_engine(lookup_timeout_ms=50, load_timeout_s=0.2, save_timeout_s=0.2)
+    # What hangs is waited for once each; the store is opened within the same time.
+    engine = open_engine(lookup_timeout_ms=50, load_timeout_s=0.5, save_timeout_s=0.5)
     engine.answer(PROMPT)
     engine.flush()
     store.set(fault)

@@ -216,6 +216,14 @@ def test_bytes_per_token_come_from_a_models_configuration(kvconnect, trace, mode
     assert report["bytes_per_token"] == layers * heads * head_dim * 2 * 4
 
 
+def test_of_a_model_with_latents_the_latents_are_counted(tmp_path):
+    from kvconnect.engine.checkpoint.random_model import make_model
+    from kvconnect.simulate.model_size import token_nbytes
+
+    model = make_model(tmp_path, "deepseek_v3")
+    assert token_nbytes(model) == 2 * (32 + 8) * 4  # layers, rank and turned elements, float32
+
+
 def test_the_first_ctrl_c_prints_what_there_is(kvconnect, trace, monkeypatch):
     arrive = Simulator.arrive
 

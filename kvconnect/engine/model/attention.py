@@ -1,7 +1,6 @@
 """Computes attention over a paged KV cache: chunks of a prompt, and batches of single tokens.
 
-Both gather the pages they need and call torch's fused attention. Grouped queries are handled by
-views: the heads that share a KV head become a dimension of their own, nothing is repeated.
+Both gather the pages they need; `scores` attends to them.
 """
 
 from __future__ import annotations
@@ -14,12 +13,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from kvconnect.engine.model.latents import KeysAndValues
 from kvconnect.engine.model.pages import LayerPages, PageNumbers
+from kvconnect.engine.model.scores import (
+    AttentionInput,
+    attended,
+    attended_in_parts,
+    causal_mask,
+    single_attended,
+)
 from kvconnect.errors import UsageError
 
-__all__ = ["AttentionInput", "BlockTable", "Chunk", "DecodeGroup", "held_blocks"]
+__all__ = ["BlockTable", "Chunk", "DecodeGroup", "held_blocks"]
 
 BlockTable: TypeAlias = npt.NDArray[np.int64]
 """Block ids of one request in one pool group, in order of its tokens; -1: not held."""
@@ -29,28 +35,6 @@ _MAX_MASK = 1 << 24
 
 _TILE = 512
 """Queries that share a mask on the CPU: none of them looks at keys behind the last of them."""
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001  no other name
-"""The kernel of `scaled_dot_product_attention` on the CPU; it also returns sums of exponentials."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionInput:
-    """The inputs of one layer's attention, of all tokens of the packed row.
-
-    Attributes:
-        query: ``[1, heads, tokens, dim]``; fewer tokens where not all are attended from.
-        key: ``[1, kv_heads, tokens, dim]``.
-        value: ``[1, kv_heads, tokens, value_dim]``.
-        scaling: of the scores.
-        window: how many tokens each one sees, itself included; ``None``: all.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scaling: float | None
-    window: int | None
 
 
 def held_blocks(table: BlockTable, first: int, stop: int) -> BlockTable:
@@ -94,6 +78,13 @@ class _Tile(NamedTuple):
     mask: Tensor
 
 
+class _Part(NamedTuple):
+    """A run of a sequence's tokens before a chunk: their pages, and how many they are."""
+
+    pages: PageNumbers
+    num_tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class Chunk:
     """A chunk of several consecutive tokens of one request.
@@ -116,7 +107,7 @@ class Chunk:
     device: torch.device
     keep_masks: bool = True
     _spans: dict[int | None, _Span] = field(default_factory=dict)
-    _before: PageNumbers | None = None
+    _before: dict[int | None, list[_Part]] = field(default_factory=dict)
 
     def tiles(self) -> Iterator[Chunk]:
         """Splits the chunk into parts that are small enough for masks of bounded size."""
@@ -131,7 +122,7 @@ class Chunk:
                 start=self.start + first,
                 keep_masks=count <= size,
                 _spans={},
-                _before=None,
+                _before={},
             )
 
     @property
@@ -164,50 +155,89 @@ class Chunk:
             pages: the layer's memory.
             out: ``[tokens, heads, value_dim]``.
         """
-        q, scaling = given.query[0, :, self.rows], given.scaling
+        q, rows = given.query[0, :, self.rows], out[self.rows]
+        own = given.key[0, :, self.keys], given.value[0, :, self.keys]
+        if (latents := given.latents) is None:
+            self._attend(q, own, given, pages, rows)
+        elif not self._attend_expanded(q, own[0], given, pages, rows):
+            q = latents.absorbed(q)
+            inner = q.new_empty(q.shape[1], q.shape[0], latents.dim)
+            self._attend(q, (own[0], own[0]), given, pages, inner)
+            rows.copy_(latents.values_of(inner))
+
+    def _attend(
+        self,
+        q: Tensor,
+        own: KeysAndValues,
+        given: AttentionInput,
+        pages: LayerPages,
+        out: Tensor,
+    ) -> None:
         if self.start == 0 and (given.window is None or self.end <= given.window):
-            k, v = given.key[0, :, self.keys], given.value[0, :, self.keys]
-            out[self.rows] = _attended(q, k, v, None, scaling)
+            out.copy_(attended(q, own, None, given))
             return
-        if given.window is None and _suits_flash(given):
-            self._attend_in_two(given, pages, out)
-            return
-        span = self.span(given.window, given.query.dtype)
+        if given.window is None:
+            before = (self._gathered(part, pages) for part in self._parts_before(None))
+            if (done := attended_in_parts(q, own, before, given)) is not None:
+                out.copy_(done)
+                return
+        span = self.span(given.window, q.dtype)
         k, v = (both[span.first : span.last].transpose(0, 1) for both in pages.gather(span.pages))
-        rows = out[self.rows]
         for queries, keys, mask in span.tiles:
-            rows[queries] = _attended(q[:, queries], k[:, keys], v[:, keys], mask, scaling)
+            out[queries] = attended(q[:, queries], (k[:, keys], v[:, keys]), mask, given)
 
-    def _attend_in_two(self, given: AttentionInput, pages: LayerPages, out: Tensor) -> None:
-        """Attends to the tokens before the chunk, all of which are seen, and to those of the chunk.
+    def _attend_expanded(
+        self, q: Tensor, own: Tensor, given: AttentionInput, pages: LayerPages, out: Tensor
+    ) -> bool:
+        """Attends with the keys and values of all heads, where that is faster and can be done."""
+        latents = given.latents
+        if latents is None or given.window is not None:
+            return False
+        if not latents.pays_to_expand(self.end - self.start, self.end):
+            return False
+        if self.start == 0:
+            out.copy_(attended(q, latents.expanded(own), None, given)[..., : out.shape[-1]])
+            return True
+        if self.device.type != "cpu":
+            return False  # all keys would be in memory at once
+        before = (
+            latents.expanded(self._gathered(part, pages)[0])
+            for part in self._parts_before(latents.part_tokens)
+        )
+        done = attended_in_parts(q, latents.expanded(own), before, given)
+        if done is not None:
+            out.copy_(done[..., : out.shape[-1]])
+        return done is not None
 
-        Neither needs a mask, which costs as much as a third of the products. Both results are
-        weighted by the sums of their exponentials, whose logarithms are known.
+    def _gathered(self, part: _Part, pages: LayerPages) -> KeysAndValues:
+        k, v = pages.gather(part.pages)
+        return k[: part.num_tokens].transpose(0, 1), v[: part.num_tokens].transpose(0, 1)
+
+    def _parts_before(self, size: int | None) -> list[_Part]:
+        """Returns the pages of all tokens before the chunk, about `size` tokens in each part.
+
+        With ``None`` there is one part.
         """
-        q, scaling = _grouped(given.query[0, :, self.rows], given.key.shape[1]), given.scaling
-        own = [_shared(both[0, :, self.keys], q) for both in (given.key, given.value)]
-        old = [
-            _shared(both[: self.start].transpose(0, 1), q)
-            for both in pages.gather(self._pages_before())
-        ]
-        near, near_sum = _flash(q, *own, is_causal=True, scale=scaling)
-        far, far_sum = _flash(q, *old, scale=scaling)
-        weight = torch.sigmoid(far_sum - near_sum)[..., None]
-        merged = torch.lerp(near.to(weight.dtype), far.to(weight.dtype), weight)
-        out[self.rows] = merged.flatten(0, 1).transpose(0, 1)
+        if (parts := self._before.get(size)) is None:
+            blocks = self.start if size is None else size // self.tokens_per_block
+            step = max(1, blocks) * self.tokens_per_block
+            parts = self._before[size] = [
+                self._part(first, min(first + step, self.start))
+                for first in range(0, self.start, step)
+            ]
+        return parts
 
-    def _pages_before(self) -> PageNumbers:
-        if self._before is None:
-            blocks = held_blocks(self.table, 0, -(-self.start // self.tokens_per_block))
-            self._before = PageNumbers(torch.from_numpy(blocks).to(self.device))
-        return self._before
+    def _part(self, first: int, stop: int) -> _Part:
+        size = self.tokens_per_block
+        blocks = held_blocks(self.table, first // size, -(-stop // size))
+        return _Part(PageNumbers(torch.from_numpy(blocks).to(self.device)), stop - first)
 
     def _mask_tiles(self, window: int | None, seen: int, dtype: torch.dtype) -> Iterator[_Tile]:
         size = _TILE if self.device.type == "cpu" else self.end - self.start
         for first in range(self.start, self.end, size):
             end = min(first + size, self.end)
             low = 0 if window is None else max(0, first - window + 1)
-            mask = _causal_mask(first, end, low, window, dtype, self.device)
+            mask = causal_mask(first, end, low, window, dtype, self.device)
             yield _Tile(
                 slice(first - self.start, end - self.start), slice(low - seen, end - seen), mask
             )
@@ -250,13 +280,11 @@ class DecodeGroup:
             both.view(count, -1, *both.shape[1:])[:, span.first : span.last].transpose(1, 2)
             for both in pages.gather(span.pages)
         )
-        # The heads that share a KV head stand where queries of several positions would: they see
-        # the same keys.
         q = given.query[0] if self.all_rows else given.query[0].index_select(1, self.rows)
-        q = q.transpose(0, 1)
-        q = q.reshape(count, k.shape[1], -1, k.shape[3])
-        attended = scaled_dot_product_attention(q, k, v, attn_mask=span.mask, scale=given.scaling)
-        return attended.flatten(1, 2)
+        if (latents := given.latents) is None:
+            return single_attended(q.transpose(0, 1), (k, v), span.mask, given)
+        q = latents.absorbed(q).transpose(0, 1)
+        return latents.values_of(single_attended(q, (k, v), span.mask, given))
 
     def _make_span(self, window: int | None, dtype: torch.dtype) -> _Span:
         size = self.tokens_per_block
@@ -281,50 +309,3 @@ class DecodeGroup:
             torch.from_numpy(hidden), -torch.inf
         )
         return _Span(flat, 0, len(places), mask[:, None, None].to(device))
-
-
-def _attended(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None
-) -> Tensor:
-    # [tokens, heads, value_dim] of [heads, tokens, dim]; without a mask the keys are the queries'.
-    q = _grouped(q, k.shape[0])
-    attended = scaled_dot_product_attention(
-        q,
-        _shared(k, q),
-        _shared(v, q),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-    )
-    return attended.flatten(0, 1).transpose(0, 1)
-
-
-def _suits_flash(given: AttentionInput) -> bool:
-    # The conditions that torch checks before it uses this kernel, and those that it does not.
-    states = given.query, given.key, given.value
-    return all(
-        one.device.type == "cpu" and one.stride(-1) == 1 and one.shape[-1] == states[0].shape[-1]
-        for one in states
-    )
-
-
-def _grouped(q: Tensor, kv_heads: int) -> Tensor:
-    # [kv_heads, heads of each, tokens, dim] of [heads, tokens, dim].
-    return q.reshape(kv_heads, -1, *q.shape[1:])
-
-
-def _shared(states: Tensor, q: Tensor) -> Tensor:
-    # Keys or values, [kv_heads, tokens, dim], for each of the heads of grouped queries.
-    return states[:, None].expand(-1, q.shape[1], -1, -1)
-
-
-def _causal_mask(
-    start: int, end: int, seen: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    queries = torch.arange(start, end, device=device)[:, None]
-    keys = torch.arange(seen, end, device=device)[None]
-    hidden = keys > queries
-    if window is not None:
-        hidden |= keys <= queries - window
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-    return mask.masked_fill_(hidden, -torch.inf)

@@ -38,10 +38,11 @@ _MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The arguments of an attention layer: its mask's function if known, and a window."""
+    """The arguments of an attention layer: its mask's function if known, a window, sinks."""
 
     masked: _MaskFunction | None
     window: int | None
+    sinks: bool
 
 
 @dataclass(slots=True)
@@ -75,12 +76,14 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     recorder = _recorder.get()
     index = getattr(module, "layer_idx", None)
     if isinstance(index, int):
-        recorder.layers[index] = _Layer(recorder.function_of(attention_mask), sliding_window)
+        masked = recorder.function_of(attention_mask)
+        recorder.layers[index] = _Layer(masked, sliding_window, s_aux is not None)
     batch, heads, tokens, _dim = query.shape
     return query.new_zeros(batch, tokens, heads, value.shape[-1]), None
 
@@ -130,7 +133,8 @@ def checked_windows(
                 f"layer {index} of {type(model).__name__} has several attention windows: {said}"
             )
         windows.append(window)
-    _refuse_unseen(config, windows, longest)
+    sinks = any(layer.sinks for layer in layers.values())
+    _refuse_unseen(config, windows, longest, sinks=sinks)
     return tuple(windows)
 
 
@@ -215,7 +219,7 @@ def _seen(mask: _MaskFunction, position: int) -> Tensor:
 
 
 def _refuse_unseen(
-    config: PreTrainedConfig, windows: Sequence[int | None], longest: int | None
+    config: PreTrainedConfig, windows: Sequence[int | None], longest: int | None, *, sinks: bool
 ) -> None:
     """Refuses a window, chunk or sink that the configuration sets and no layer has."""
     kinds = getattr(config, "layer_types", None) or ()
@@ -224,6 +228,8 @@ def _refuse_unseen(
             continue
         if not isinstance(value, int) or value <= 0:
             continue
+        if sinks and value is True and "sink" in name:
+            continue  # a switch of the sinks that layers have
         if name == "sliding_window" and kinds and "sliding_attention" not in kinds:
             continue  # these types say which layers have it
         window = value > 1 and "window" in name

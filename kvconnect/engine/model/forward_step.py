@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvconnect.engine.model.attention import AttentionInput
 from kvconnect.engine.model.group_step import GroupStep, RequestSlice
 from kvconnect.engine.model.pages import LayerPages
+from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.errors import UsageError
 
@@ -108,7 +108,16 @@ class ForwardStep:
         # Attention sees what a later request would read, also of tokens that are not read back.
         key, value = pages.as_stored(given.key), pages.as_stored(given.value)
         group.write(pages, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        given = AttentionInput(given.query, key, value, given.scaling, layer.window)
+        given = AttentionInput(  # `replace` takes three times as long
+            given.query,
+            key,
+            value,
+            scaling=given.scaling,
+            window=layer.window,
+            softcap=given.softcap,
+            sinks=given.sinks,
+            latents=given.latents,
+        )
         out = group.attend(given, pages)
         self._hooks.save_kv_layer(layer_idx)
         self._layers_done += 1

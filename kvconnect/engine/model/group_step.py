@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from kvconnect.engine.model.attention import (
-    AttentionInput,
     BlockTable,
     Chunk,
     DecodeGroup,
     held_blocks,
 )
 from kvconnect.engine.model.pages import LayerPages, SlotNumbers
+from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.sequence_step import SequenceStep
 
 __all__ = ["GroupStep", "RequestSlice"]
@@ -99,7 +99,7 @@ class GroupStep:
         match parts:
             case [DecodeGroup(all_rows=True) as whole]:
                 return whole.attended(given, pages)
-        out = given.query.new_empty(tokens, heads, given.value.shape[-1])
+        out = given.query.new_empty(tokens, heads, given.value_dim)
         for part in parts:
             part.attend(given, pages, out)
         return out

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvconnect.engine.model.attention import AttentionInput
 from kvconnect.engine.model.projections import project, release
+from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.seam import KvStep
 
 __all__ = ["LeanLayer", "LeanStep"]

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvconnect.engine.model.attention import AttentionInput
 from kvconnect.engine.model.lean_layer import LeanLayer, LeanStep
 from kvconnect.engine.model.projections import close, laid_out, project, release
+from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.seam import KvStep
 
 __all__ = ["LeanStack", "make_lean"]

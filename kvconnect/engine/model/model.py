@@ -23,6 +23,7 @@ from transformers import (
 from kvconnect.config import torch_dtype
 from kvconnect.engine.model.declared import checked_windows
 from kvconnect.engine.model.forward_step import ForwardStep
+from kvconnect.engine.model.latents import keep_latents
 from kvconnect.engine.model.lean_layers import make_lean
 from kvconnect.engine.model.rank_sizes import check_size
 from kvconnect.engine.model.seam import ATTENTION, AttentionProbe, LayerShape
@@ -33,6 +34,14 @@ from kvconnect.errors import ConfigurationError, UnsupportedModel
 __all__ = ["Model", "PositionLimit", "check_sharing", "position_limit"]
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
+_UNSERVED_LAYERS = {
+    "indexed_attention": "an index chooses the tokens that are attended to",
+    "compressed_sparse_attention": "keys are made of several tokens, and an index chooses them",
+    "heavily_compressed_attention": "keys are made of several tokens",
+    "chunked_attention": "a token sees its own chunk only",
+    "linear_attention": "they keep a state instead of keys and values",
+}
+"""The reason why layers of a type are not served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +96,12 @@ class Model:
         self.eos_token_ids = _eos_token_ids(self._model)
         self.layers = self._probe()
         checked_windows(self._model, longest=None if limit is None else limit.num_tokens)
+        if keep_latents(self._model):
+            self.layers = self._probe()
         self.whole_layers = [
             replace(layer, num_kv_heads=heads.get(index, layer.num_kv_heads))
+            if not layer.is_latent
+            else layer  # whole on every rank
             for index, layer in enumerate(self.layers)
         ]
         self._leads = ranks is None or ranks.rank == 0
@@ -168,7 +181,9 @@ def _refuse(config: PreTrainedConfig) -> None:
         raise UnsupportedModel(f"{model_class.__name__} has no attention interface")
     unknown = set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS
     if unknown:
-        raise UnsupportedModel(f"layers of type {', '.join(sorted(unknown))} are not served")
+        reasons = sorted({_UNSERVED_LAYERS[one] for one in unknown if one in _UNSERVED_LAYERS})
+        why = f": {'; '.join(reasons)}" if reasons else ""
+        raise UnsupportedModel(f"layers of type {', '.join(sorted(unknown))} are not served{why}")
     if getattr(config, "attention_chunk_size", None):
         raise UnsupportedModel("chunked attention (attention_chunk_size) is not served")
 

@@ -83,7 +83,8 @@ class LayerPages:
 
     Args:
         buffers: a view ``[num_blocks, 2, T, num_kv_heads, head_dim]``, or where the dimensions of
-            keys and values differ, two views ``[num_blocks, T, num_kv_heads, dim]``.
+            keys and values differ, two views ``[num_blocks, T, num_kv_heads, dim]``. Latents have
+            no values: what is read as their values are the keys.
         layout: their required layout.
         num_blocks: the same; ``None``: as many as there are.
         dtype: that the model computes in; ``None``: the layout's.
@@ -126,9 +127,10 @@ class LayerPages:
         self.values = values
         self._stored = layout.dtype
         self._dtype = dtype or layout.dtype
-        self._kv = PagedKv.from_layers([(keys, values)])
+        planes = [keys, values] if layout.value_dim else [keys]
+        self._kv = PagedKv.from_views(planes, per_layer=len(planes))
         self._key_memory = _Memory(keys)
-        self._value_memory = _Memory(values)
+        self._value_memory = _Memory(values) if layout.value_dim else None
         self._pairs = None if isinstance(buffers, tuple) else _pairs(buffers)
 
     def as_stored(self, states: Tensor) -> Tensor:
@@ -140,14 +142,17 @@ class LayerPages:
     def write(self, numbers: SlotNumbers, keys: Tensor, values: Tensor) -> None:
         """Writes token i's ``keys[i]`` and ``values[i]`` (``[tokens, heads, dim]``) at its slot."""
         keys, values = self._rounded(keys), self._rounded(values)
-        if self._key_memory.put(numbers, keys) and self._value_memory.put(numbers, values):
+        memory = self._value_memory
+        if self._key_memory.put(numbers, keys) and (memory is None or memory.put(numbers, values)):
             return
-        reshape_and_cache(keys, values, self._kv, numbers.slots, layer=0)
+        given = None if memory is None else values
+        reshape_and_cache(keys, given, self._kv, numbers.slots, layer=0)
 
     def blank(self, blocks: Tensor, offsets: Tensor) -> None:
         """Zeroes these slots."""
         self._key_memory.view[blocks, offsets] = 0
-        self._value_memory.view[blocks, offsets] = 0
+        if self._value_memory is not None:
+            self._value_memory.view[blocks, offsets] = 0
 
     def gather(self, numbers: PageNumbers) -> tuple[Tensor, Tensor]:
         """Returns copies of pages in a row: ``[number of pages * T, heads, dim]`` each."""
@@ -156,11 +161,13 @@ class LayerPages:
             rows = torch.index_select(matrix, 0, numbers.pairs(step))
             keys, values = rows.view(self._stored).view(2, -1, *self.keys.shape[2:]).unbind()
         else:
-            pages = numbers.pages
-            keys, values = self._key_memory.gather(pages), self._value_memory.gather(pages)
+            keys = self._key_memory.gather(numbers.pages)
+            memory = self._value_memory
+            values = keys if memory is None else memory.gather(numbers.pages)
         if self._stored == self._dtype:
             return keys, values
-        return keys.to(self._dtype), values.to(self._dtype)
+        converted = keys.to(self._dtype)
+        return converted, converted if values is keys else values.to(self._dtype)
 
     def _rounded(self, states: Tensor) -> Tensor:
         if self._stored == self._dtype:

@@ -84,9 +84,12 @@ class CacheGeometry:
         """Returns the digest of the model in keys, 32 bytes.
 
         Windows of the cache's own, and another dtype than the cache's to compute in, make other
-        keys and values of the same weights.
+        keys and values of the same weights. Other engines order the elements of a latent in
+        another way, under an equal layout.
         """
         digest = model_digest
+        if any(layout.is_latent for layout in self.layouts):
+            digest = _with(digest, "latents of transformers")
         if self.narrowed:
             digest = _with(digest, repr(self.windows))
         if self.computes_in is not None:

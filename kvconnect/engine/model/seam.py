@@ -7,14 +7,14 @@ so transformers builds no masks; the step knows what each token may see.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from kvconnect.engine.model.attention import AttentionInput
+from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.errors import UnsupportedModel
 
 __all__ = ["ATTENTION", "AttentionProbe", "KvStep", "LayerShape"]
@@ -24,6 +24,7 @@ ATTENTION = "kvconnect"
 
 # The arguments of models that do not change the result of attention.
 _HARMLESS = frozenset({"dropout", "position_ids", "is_causal", "position_embeddings", "use_cache"})
+_SERVED = frozenset({"softcap", "s_aux"})
 
 
 class KvStep(Protocol):
@@ -55,7 +56,18 @@ def _attention(
     layer_idx: Any = module.layer_idx
     if isinstance(kv, AttentionProbe):
         kv.check(module, attention_mask, extra)
-    return kv.attend(layer_idx, AttentionInput(query, key, value, scaling, sliding_window)), None
+    given = AttentionInput(query, key, value, scaling, sliding_window)
+    softcap, sinks = extra.get("softcap"), extra.get("s_aux")
+    latents = vars(module).get("expand_kv")
+    if softcap or sinks is not None or latents is not None:
+        given = replace(
+            given,
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,  # before it changes
+            softcap=softcap or None,
+            sinks=sinks,
+            latents=latents,
+        )
+    return kv.attend(layer_idx, given), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -69,6 +81,11 @@ class LayerShape:
     key_dim: int
     value_dim: int
     window: int | None
+
+    @property
+    def is_latent(self) -> bool:
+        """Returns whether it is a latent, of which every head's keys and values are made."""
+        return self.value_dim == 0
 
 
 class AttentionProbe:
@@ -87,26 +104,29 @@ class AttentionProbe:
     def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
         """Records the layer; its output is zero."""
         if layer_idx != len(self.layers):
+            again = layer_idx < len(self.layers)
             raise UnsupportedModel(
                 f"attention layer {layer_idx} ran when layer {len(self.layers)} was expected: "
-                "every layer must attend exactly once, in order (hybrid models are not served)"
+                "every layer must attend exactly once, in order, and "
+                f"{'this one attends again' if again else 'those between have no attention'}"
             )
         key, value = given.key.shape, given.value.shape
         self.layers.append(LayerShape(key[1], key[3], value[3], given.window))
         _, heads, tokens, _ = given.query.shape
-        return given.query.new_zeros(1, tokens, heads, value[3])
+        if given.sinks is not None and given.sinks.shape != (heads,):
+            raise UnsupportedModel(
+                f"attention with sinks {tuple(given.sinks.shape)} is not served: one for each of "
+                f"the {heads} heads is"
+            )
+        return given.query.new_zeros(1, tokens, heads, given.value_dim)
 
     def check(self, module: nn.Module, mask: Tensor | None, extra: Mapping[str, Any]) -> None:
         """Refuses changes of the scores that the paged attention does not support.
 
         Raises:
-            UnsupportedModel: softcap, sinks, a mask of the model's own, bidirectional attention, …
+            UnsupportedModel: a mask of the model's own, bidirectional attention, …
         """
         given = {name: value for name, value in extra.items() if value is not None}
-        if given.get("softcap"):
-            raise UnsupportedModel("attention with softcap (attn_logit_softcapping) is not served")
-        if "s_aux" in given:
-            raise UnsupportedModel("attention with sinks is not served")
         if mask is not None:
             raise UnsupportedModel("the model brings an attention mask of its own")
         if given.get("is_causal") is False or getattr(module, "is_causal", True) is False:
@@ -114,7 +134,7 @@ class AttentionProbe:
         unknown = sorted(
             name
             for name, value in given.items()
-            if name not in _HARMLESS and (isinstance(value, Tensor) or value)
+            if name not in _HARMLESS | _SERVED and (isinstance(value, Tensor) or value)
         )
         if unknown:
             raise UnsupportedModel(f"attention with {', '.join(unknown)} is not served")

@@ -207,7 +207,7 @@ def _shared(bench: _Bench, plan: CrossoverPlan) -> tuple[float, float]:
     bench.set_rate(plan.prefix_tokens * bench.token_nbytes / computed, 0.0)
     rounds = [
         (bench.seconds(bench.plain, prompts), bench.seconds(bench.ours, prompts))  # type: ignore[arg-type]
-        for _ in range(1 + plan.repeats)
+        for _ in range(_WARM + plan.repeats)
     ]
     without, ours = map(statistics.median, zip(*rounds[_WARM:], strict=True))
     return without, ours
