@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "DEFAULT_LOOKUP_TIMEOUT_MS",
     "DEFAULT_RETENTION_PRIORITY",
+    "DEFAULT_SCHEDULING",
     "KvCacheConfig",
     "KvCacheConnectorConfig",
     "KvCacheRetentionConfig",
@@ -49,6 +51,15 @@ Priority = Annotated[int, Field(ge=0, le=100, strict=True)]
 def _milliseconds(value: object) -> object:
     return value / timedelta(milliseconds=1) if isinstance(value, timedelta) else value
 
+
+DEFAULT_LOOKUP_TIMEOUT_MS = 200.0
+"""The default of ``lookup_timeout_ms`` in every engine, adapter and command.
+
+Long enough for an object store in the same region; a store that does not answer costs it once.
+"""
+
+DEFAULT_SCHEDULING = "max_utilization"
+"""The default of ``scheduling``: with the other one, a chat without a length runs alone."""
 
 DurationMs = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_milliseconds)]
 """Milliseconds, given as a number or as a ``timedelta``."""
@@ -334,7 +345,7 @@ class KvCacheConnectorConfig(Settings):
     codec: str | None = None
     key_file: str | None = None
     namespace: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    lookup_timeout_ms: Annotated[float, Field(ge=0)] = 20.0
+    lookup_timeout_ms: Annotated[float, Field(ge=0)] = DEFAULT_LOOKUP_TIMEOUT_MS
     load_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     save_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     min_load_tokens: Annotated[int, Field(ge=0)] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,3 +54,11 @@ def bench(kvconnect):
         return {figure["name"]: figure for figure in json.loads(out)["figures"]}, err
 
     return run
+
+
+@pytest.fixture
+def closed_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port

@@ -12,7 +12,7 @@ import pytest
 
 VOCABULARY = (
     "address errors redaction text tokens settings config layout keys shards digest backend frame"
-    " trace request sampling_params prometheus user_cache"
+    " histograms trace request sampling_params prometheus user_cache"
 )
 LAYERS = (
     *("cli", "server", "bench simulate", "integrations", "testing", "engine", "connector"),

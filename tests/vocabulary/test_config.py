@@ -31,7 +31,7 @@ CACHE_DEFAULTS = {
     "max_attention_window": None,
 }
 CONNECTOR_DEFAULTS = {
-    "lookup_timeout_ms": 20,
+    "lookup_timeout_ms": 200,
     "save_on": "full",
     "on_backlog": "drop",
     "verify_frames": True,

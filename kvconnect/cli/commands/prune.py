@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from kvconnect.backend import Access, Backend, StoredEntry
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import format_size, parse_size
-from kvconnect.cli.command import NothingMatched
+from kvconnect.cli.command import add_json
 from kvconnect.cli.listing import each_block
 from kvconnect.cli.options.selection import Selection
 from kvconnect.cli.progress import Progress
@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--to-size", metavar="SIZE", help="until the store holds so much, as in 10GiB"
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -131,8 +131,7 @@ def run(arguments: argparse.Namespace) -> None:
     finally:
         if pruned.opened:
             _report(arguments, pruned)
-    if selection.names_something and not pruned.matched:
-        raise NothingMatched("no block matched")
+    selection.require_match(found=pruned.matched)
 
 
 async def _prune(

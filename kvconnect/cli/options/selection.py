@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.backend import StoredEntry
-from kvconnect.backends.url import parse_duration
-from kvconnect.cli.command import add_number
+from kvconnect.cli.command import NothingMatched, add_duration, add_number
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import KEY_NBYTES, Namespace, check_salt, model_tag, salt_of, salt_tag
 
@@ -46,10 +45,10 @@ class Selection:
         group = parser.add_argument_group(
             "which blocks", "A block is meant if it fits all that is given. TIME is 30m, 12h, 7d, …"
         )
-        group.add_argument("--older-than", metavar="TIME", help="stored so long ago, or longer")
-        group.add_argument("--unused-for", metavar="TIME", help="last used so long ago, or longer")
+        add_duration(group, "--older-than", "stored so long ago, or longer")
+        add_duration(group, "--unused-for", "last used so long ago, or longer")
         group.add_argument(
-            "--model", metavar="DIR|DIGEST", help="of this model; or the first digits of its digest"
+            "--model", metavar="DIR", help="of this model; or the first digits of a digest"
         )
         group.add_argument(
             "--model-revision",
@@ -77,10 +76,10 @@ class Selection:
         now = time.time()
         check_salt(arguments.salt, "--salt")
         salt, lora = arguments.salt, arguments.lora
-        older, unused = arguments.older_than, arguments.unused_for
+        older, unused = arguments.older_than_s, arguments.unused_for_s
         return cls(
-            created_before=now - parse_duration(older, field="--older-than") if older else None,
-            used_before=now - parse_duration(unused, field="--unused-for") if unused else None,
+            created_before=None if older is None else now - older,
+            used_before=None if unused is None else now - unused,
             model=_model(arguments.model, arguments.model_revision),
             salt=None if salt is None or lora is not None else salt_tag(salt),
             namespaces=_namespaces(salt, lora),
@@ -92,10 +91,16 @@ class Selection:
         """Returns whether no criterion is given."""
         return self == Selection()
 
-    @property
-    def names_something(self) -> bool:
-        """Returns whether it names a model, a tenant, an adapter or a group, not an age alone."""
-        return any(one is not None for one in (self.model, self.namespaces, self.groups))
+    def require_match(self, *, found: bool) -> None:
+        """Checks that a block was found of the model, tenant, adapter or group that it names.
+
+        A selection by age alone names none: a store whose blocks are all young is as it should be.
+
+        Raises:
+            NothingMatched: it names one, and none was found.
+        """
+        if not found and any(one is not None for one in (self.model, self.namespaces, self.groups)):
+            raise NothingMatched("no block matched")
 
     def fits(self, entry: StoredEntry) -> bool:
         """Returns whether `entry` is selected."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.io.blocking import StoreAccess
@@ -44,9 +43,6 @@ _open: set[PromptCache] = set()
 """All that were not closed: they live until the process exits, and are closed then."""
 
 _ENGINE = "transformers"
-
-# No other request waits meanwhile, and what is not found is computed for seconds.
-_LOOKUP_TIMEOUT_MS = 1000.0
 
 
 class PromptCache:
@@ -328,12 +324,6 @@ def _held_nbytes(device: torch.device) -> int:
 
 
 def _store_config(connector: Connector) -> KvCacheConnectorConfig:
-    if isinstance(connector, str):
-        connector = {"url": connector}
-    elif isinstance(connector, Backend):
-        connector = {"backend": connector}
-    if isinstance(connector, Mapping):
-        connector = {"lookup_timeout_ms": _LOOKUP_TIMEOUT_MS} | dict(connector)
     config = config_of(connector)
     if config is None or (config.url is None and config.backend is None):
         raise ConfigurationError(

@@ -13,7 +13,7 @@ from kvconnect.engine.request.tokenizer import Tokenizer
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.integrations.trtllm_shim.output import RequestOutput, RequestResult
 from kvconnect.integrations.trtllm_shim.sampling_params import SamplingParams
-from kvconnect.integrations.trtllm_shim.settings import MAX_NUM_TOKENS, LlmOptions
+from kvconnect.integrations.trtllm_shim.settings import MAX_NUM_TOKENS, LlmOptions, SchedulerConfig
 from kvconnect.request import SamplingParams as EngineParams
 
 __all__ = ["LLM"]
@@ -59,12 +59,11 @@ class LLM:
             raise ConfigurationError(
                 f"tokenizer: '{tokenizer}' is not possible; the model's own is used: leave it out"
             )
-        more: dict[str, Any] = {}
+        scheduler = chosen.scheduler_config or SchedulerConfig()
+        more: dict[str, Any] = {"scheduling": scheduler.capacity_scheduler_policy.value}
         if chosen.max_batch_size is not None:
             more["max_batch_size"] = chosen.max_batch_size
         steps = MAX_NUM_TOKENS if chosen.max_num_tokens is None else chosen.max_num_tokens
-        if chosen.scheduler_config is not None:
-            more["scheduling"] = chosen.scheduler_config.capacity_scheduler_policy.value
         self._llm = engine.LLM(
             model,
             kv_cache=chosen.kv_cache_config,
