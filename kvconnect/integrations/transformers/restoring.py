@@ -11,7 +11,7 @@ import torch
 from kvconnect.connector.io.blocking import StoreAccess
 from kvconnect.connector.io.lookup import Hit, blocks_needed
 from kvconnect.connector.io.orders import BlockLoad
-from kvconnect.integrations.core.load_choice import LoadChoice
+from kvconnect.integrations.core.load_choice import LoadChoice, PlannedLoad
 from kvconnect.integrations.transformers.cached_row import CachedRow
 from kvconnect.integrations.transformers.tensors import LayerTensors, as_blocks, new_layers
 from kvconnect.layout import KvCacheLayout
@@ -64,15 +64,9 @@ def restore(
     ends = [max(0, num_tokens - row.offset) for row in rows]
     if max(ends) < max(1, min_tokens):
         return Restored()
-    load = choice.choose(
-        0,
-        max(1, sum(ends) // len(rows)),
-        sum(len(row.tokens) for row in rows) // len(rows),
-        num_rows=len(rows),
-    )
+    load = _chosen(choice, rows, ends)
     if load is None:
         return Restored()
-    choice.start(load)
     size = layouts[0].tokens_per_block
     whole = [-(-end // size) * size for end in ends]
     has_windows = any(layout.window is not None for layout in layouts)
@@ -110,6 +104,21 @@ def restore(
     if max(reached - row.offset for row in rows) <= 0:
         return Restored()
     return Restored(reached, tuple((k[:, :reached], v[:, :reached]) for k, v in layers))
+
+
+def _chosen(
+    choice: LoadChoice, rows: Sequence[CachedRow], ends: Sequence[int]
+) -> PlannedLoad | None:
+    """Starts and returns the load of `rows` up to `ends`; ``None`` if they are to be computed."""
+    load = choice.choose(
+        0,
+        max(1, sum(ends) // len(rows)),
+        sum(len(row.tokens) for row in rows) // len(rows),
+        num_rows=len(rows),
+    )
+    if load is not None:
+        choice.start(load)
+    return load
 
 
 def _loads(hit: Hit, group: int, layout: KvCacheLayout, end: int, first_id: int) -> list[BlockLoad]:
