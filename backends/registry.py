@@ -13,7 +13,14 @@ from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError, MissingExtra, UnknownScheme, nearest
 
-__all__ = ["ENTRY_POINT_GROUP", "BackendFactory", "codecs_of", "open_backend", "schemes"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "BackendFactory",
+    "codecs_of",
+    "factory_of",
+    "open_backend",
+    "schemes",
+]
 
 BackendFactory: TypeAlias = Callable[[StoreUrl], Backend]
 """The target of an entry point of the group `ENTRY_POINT_GROUP`, named by its URL scheme."""
@@ -118,7 +125,7 @@ def _one_of(name: str, in_url: str | None, given: str | None) -> str | None:
 
 
 def _make(url: StoreUrl) -> Backend:
-    backend = _factory(url.scheme)(url)
+    backend = factory_of(url.scheme)(url)
     if not isinstance(backend, Backend):
         raise ConfigurationError(
             f"scheme '{url.scheme}': its entry point made a {type(backend).__name__}, not a Backend"
@@ -126,7 +133,13 @@ def _make(url: StoreUrl) -> Backend:
     return backend
 
 
-def _factory(scheme: str) -> BackendFactory:
+def factory_of(scheme: str) -> BackendFactory:
+    """Returns what makes the backends of `scheme`; imports its module.
+
+    Raises:
+        UnknownScheme: no installed backend serves it.
+        MissingExtra: one does, but an optional dependency is missing.
+    """
     built_in = _BUILT_IN.get(scheme)
     if built_in is not None:
         module, _, name = built_in.partition(":")

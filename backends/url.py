@@ -59,14 +59,16 @@ def parse_size(text: str, *, field: str = "size") -> int:
     return value
 
 
-def parse_duration(text: str, *, field: str = "duration") -> float:
-    """Returns the seconds of ``7d``, ``12h``, ``30m``, ``45s``, ``500ms`` or ``45``; above 0.
+def parse_duration(text: str, *, field: str = "duration", zero: bool = False) -> float:
+    """Returns the seconds of ``7d``, ``12h``, ``30m``, ``45s``, ``500ms`` or ``45``.
+
+    They are above 0, or with `zero` at least 0.
 
     Raises:
         ConfigurationError: names `field`, the text and what is right.
     """
     value = _quantity(text, _TIME_UNITS, field, "a duration such as 30s, 12h or 7d")
-    if value <= 0:
+    if value <= 0 and not zero:
         raise ConfigurationError(
             f"{field}={text_without_passwords(text)}: must be longer than nothing"
         )

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "DEFAULT_LOOKUP_TIMEOUT_MS",
     "DEFAULT_RETENTION_PRIORITY",
+    "DEFAULT_SCHEDULING",
     "KvCacheConfig",
     "KvCacheConnectorConfig",
     "KvCacheRetentionConfig",
@@ -49,6 +51,12 @@ Priority = Annotated[int, Field(ge=0, le=100, strict=True)]
 def _milliseconds(value: object) -> object:
     return value / timedelta(milliseconds=1) if isinstance(value, timedelta) else value
 
+
+DEFAULT_LOOKUP_TIMEOUT_MS = 20.0
+"""The default of ``lookup_timeout_ms`` wherever others wait in the same step."""
+
+DEFAULT_SCHEDULING: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
+"""The default of ``scheduling`` in `LLM` and in every command."""
 
 DurationMs = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_milliseconds)]
 """Milliseconds, given as a number or as a ``timedelta``."""
@@ -336,7 +344,7 @@ class KvCacheConnectorConfig(Settings):
     codec: str | None = None
     key_file: str | None = None
     namespace: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    lookup_timeout_ms: Annotated[float, Field(ge=0)] = 20.0
+    lookup_timeout_ms: Annotated[float, Field(ge=0)] = DEFAULT_LOOKUP_TIMEOUT_MS
     load_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     overlap_loads: bool = False
     save_timeout_s: Annotated[float, Field(gt=0)] = 30.0

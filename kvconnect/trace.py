@@ -10,11 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeAlias
+
+from kvconnect.histograms import BOUNDS
 
 __all__ = [
     "Event",
@@ -59,10 +62,14 @@ class Gauge:
     labels: Labels = ()
 
 
+_NO_BOUNDS: Mapping[str, tuple[float, ...]] = {}
+
+
 class Metrics:
     """The counters of this process, and the hooks that are called with every event. Thread-safe.
 
-    Counters are named ``event``, ``event.errors``, ``event.seconds`` and ``event.<value>``.
+    Counters are named ``event``, ``event.errors``, ``event.seconds`` and ``event.<value>``. Those
+    in `kvconnect.histograms.BOUNDS` have a histogram of the single numbers beside their sum.
 
     Attributes:
         engine: the engine of this process, for readers of several: ``kvconnect``, or the engine
@@ -74,6 +81,7 @@ class Metrics:
         self.engine = "kvconnect"
         self.num_events = 0
         self._counters: dict[Labels, Counter[str]] = {(): Counter()}
+        self._histograms: dict[Labels, dict[str, list[int]]] = {}
         self._gauges: tuple[tuple[Callable[[], Mapping[str, float]], Labels], ...] = ()
         self._lock = threading.Lock()
         self._hooks: tuple[Hook, ...] = ()
@@ -91,6 +99,17 @@ class Metrics:
         """Returns a copy of all counters, by labels."""
         with self._lock:
             return {labels: dict(counters) for labels, counters in self._counters.items()}
+
+    def histograms(self) -> dict[Labels, dict[str, tuple[int, ...]]]:
+        """Returns how many numbers fell into each bucket, by labels and counter.
+
+        A bucket has the numbers up to its bound; the last one has those above all bounds.
+        """
+        with self._lock:
+            return {
+                labels: {name: tuple(buckets) for name, buckets in found.items()}
+                for labels, found in self._histograms.items()
+            }
 
     def add_gauges(
         self, read: Callable[[], Mapping[str, float]], labels: Labels = ()
@@ -147,6 +166,11 @@ class Metrics:
                 counters[event.name + ".errors"] += 1
             for name, value in event.values.items():
                 counters[f"{event.name}.{name}"] += value  # type: ignore[assignment]
+            for name, bounds in BOUNDS.get(event.name, _NO_BOUNDS).items():
+                if number := event.seconds if name == "seconds" else event.values.get(name, 0):
+                    found = self._histograms.setdefault(event.labels, {})
+                    buckets = found.setdefault(f"{event.name}.{name}", [0] * (len(bounds) + 1))
+                    buckets[bisect_left(bounds, number)] += 1
             hooks = self._hooks
         for hook in hooks:
             try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
+from kvconnect.backends.url import parse_duration
 from kvconnect.errors import ConfigurationError, nearest
 
 __all__ = [
@@ -14,7 +16,10 @@ __all__ = [
     "NothingMatched",
     "Options",
     "Subparsers",
+    "add_duration",
+    "add_json",
     "add_number",
+    "add_old_name",
     "chosen",
     "picked",
     "require_at_least_one",
@@ -58,6 +63,69 @@ def add_number(
     if default is not None:
         about = f"{about} (default: {f'{default:g}' if kind is float else default})".lstrip()
     parser.add_argument(option, type=kind, default=default, metavar=metavar, help=about or None)
+
+
+def add_duration(
+    parser: Options,
+    option: str,
+    about: str = "",
+    *,
+    default: str | None = None,
+    unit: Literal["s", "ms"] = "s",
+    zero: bool = False,
+) -> None:
+    """Adds an `option` that takes a time: ``500ms``, ``30s``, ``7d``, or a number of seconds.
+
+    Its value is a number of `unit`, under the name that Python has for it: that of
+    ``--client-timeout`` is ``client_timeout_s``.
+
+    Args:
+        parser: gets the option.
+        option: its name, without a unit.
+        about: its description.
+        default: written as a user would.
+        unit: of the value.
+        zero: 0 is possible.
+    """
+
+    def parse(text: str) -> float:
+        try:
+            seconds = parse_duration(text, field=option, zero=zero)
+        except ConfigurationError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return seconds if unit == "s" else 1000 * seconds
+
+    parser.add_argument(
+        option,
+        dest=f"{option.removeprefix('--').replace('-', '_')}_{unit}",
+        type=parse,
+        default=default,
+        metavar="TIME",
+        help=(about if default is None else f"{about} (default: {default})").lstrip() or None,
+    )
+
+
+def add_old_name(
+    parser: Options, old: str, new: str, kind: Callable[[str], object] | None = None
+) -> None:
+    """Accepts `old` for the option `new`, for scripts of earlier versions; help does not show it.
+
+    `kind` parses its value, if that was written otherwise.
+    """
+    action = copy.copy(next(one for one in parser._actions if new in one.option_strings))  # noqa: SLF001
+    action.option_strings = [old]
+    action.default = action.help = argparse.SUPPRESS
+    action.type = kind or action.type
+    parser._add_action(action)  # noqa: SLF001  argparse has no other way to add a copy
+
+
+def add_json(parser: Options, per: str = "") -> None:
+    """Adds ``--json``: one JSON object on standard output, or one for each `per`.
+
+    With it an error is a JSON object, too, on standard error.
+    """
+    each = f" per {per}" if per else ""
+    parser.add_argument("--json", action="store_true", help=f"print one JSON object{each}")
 
 
 def picked(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:

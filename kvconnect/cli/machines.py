@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Machines", "parse_machines"]
 
-_TIERS = ("device", "host", "external")
+_TIERS = {"device": "device_cache", "host": "host_cache", "external": "external"}
+"""The option of each tier's size, as argparse names its value."""
+
 _SERVING = (
     "tokens_per_block",
     "prefill_tokens_per_s",
@@ -51,14 +53,15 @@ def parse_machines(arguments: argparse.Namespace, token_nbytes: int | None) -> M
     )
     swept, sweep = _parse_sweep(arguments.sweep)
     fixed = {}
-    for tier in _TIERS:
-        text: str | None = getattr(arguments, tier)
+    for tier, name in _TIERS.items():
+        text: str | None = getattr(arguments, name)
         if text is None:
             continue
+        option = f"--{name.replace('_', '-')}"
         if tier == swept:
-            raise ConfigurationError(f"--{tier} {text}: --sweep gives its sizes; leave it out")
-        size = _parse_size(text, f"--{tier}")
-        fixed[tier] = size.num_blocks(arguments.tokens_per_block, token_nbytes, field=f"--{tier}")
+            raise ConfigurationError(f"{option} {text}: --sweep gives its sizes; leave it out")
+        size = _parse_size(text, option)
+        fixed[tier] = size.num_blocks(arguments.tokens_per_block, token_nbytes, field=option)
     if swept is None:
         return Machines([("", _machine(arguments, fixed))], None)
     runs = []
@@ -89,9 +92,9 @@ def _machine(arguments: argparse.Namespace, blocks: dict[str, int]) -> Machine:
     from kvconnect.simulate.machine import Machine
 
     if "device" not in blocks:
-        raise ConfigurationError("--device: is needed, for example --device 500ktok")
+        raise ConfigurationError("--device-cache: is needed, for example --device-cache 500ktok")
     if blocks["device"] < 1:
-        raise ConfigurationError("--device: not even one block fits; give a larger size")
+        raise ConfigurationError("--device-cache: not even one block fits; give a larger size")
     return Machine(
         device_blocks=blocks["device"],
         host_blocks=blocks.get("host", 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import re
@@ -17,7 +18,15 @@ from typing import Any, NoReturn
 from kvconnect import __version__
 from kvconnect.cli.command import Command, NothingMatched
 from kvconnect.cli.interrupt import Terminated, raise_on_sigterm
-from kvconnect.errors import ConfigurationError, KvConnectError, MissingExtra
+from kvconnect.cli.log_lines import JsonLines, TextLines
+from kvconnect.cli.options.config_file import with_config
+from kvconnect.errors import (
+    BackendTimeout,
+    BackendUnavailable,
+    ConfigurationError,
+    KvConnectError,
+    MissingExtra,
+)
 from kvconnect.redaction import text_without_passwords, without_passwords
 
 __all__ = ["COMMANDS", "main"]
@@ -41,11 +50,21 @@ COMMANDS = {
     "make-trace": "write a synthetic trace for simulate: system prompts, chats, agents",
     "bench": "measure speed against what the machine can do",
     "check": "run the conformance kit against a store",
+    "schemes": "list the URL schemes of stores",
+    "completion": "print a script that completes commands and options in a shell",
 }
 """The subcommands in the order of ``kvconnect --help``; each fits `Command` and has a module."""
 
 _URL = re.compile(r"(--[\w-]+=)?[A-Za-z][A-Za-z0-9+.-]*:")
 _HF_EXTRA = ("safetensors", "tokenizers", "tqdm", "transformers")
+
+_EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
+    (ConfigurationError, 2),
+    (NothingMatched, 3),
+    (BackendUnavailable, 4),
+    (BackendTimeout, 4),
+)
+"""The exit codes of errors; that of all others is 1."""
 
 _DESCRIPTION = """\
 Run a language model whose KV cache survives restarts: prompts that were answered before, in this
@@ -57,8 +76,9 @@ examples:
   kvconnect generate /tmp/model --prompt 'Once upon a time' --store disk:///tmp/kv
   kvconnect generate /tmp/model --prompt-file long.txt --store disk:///tmp/kv --json
 
-exit codes: 0 success, 1 failure, 2 wrong usage or configuration, 3 nothing matched, 130 Ctrl-C,
-143 SIGTERM
+exit codes: 0 done, 1 something was found wrong or failed, 2 wrong usage or configuration, 3 nothing
+matched, 4 the store cannot be reached or does not do its work, 130 Ctrl-C, 143 SIGTERM. With --json
+errors are JSON, on standard error.
 """
 
 
@@ -70,9 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     # Only flags precede it.
     chosen = next((one for one in arguments if not one.startswith("-")), "")
+    try:
+        arguments = with_config(arguments, make_parser(chosen))
+    except ConfigurationError as error:
+        return _fail(error, as_json="--json" in arguments)
     parsed = make_parser(chosen).parse_args(arguments)
     handler = logging.StreamHandler()
-    handler.setFormatter(_Formatter("kvconnect: %(levelname)s: %(message)s"))
+    as_json = getattr(parsed, "log_format", "text") == "json"
+    handler.setFormatter(JsonLines() if as_json else TextLines())
     logging.basicConfig(
         level=logging.DEBUG if parsed.verbose else logging.WARNING, handlers=[handler]
     )
@@ -87,15 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except Terminated:
         return 128 + signal.SIGTERM
-
-
-class _Formatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        """Hides passwords in lines of other packages, which may name a store's URL."""
-        line = super().format(record)
-        return (
-            line if record.name.partition(".")[0] == "kvconnect" else text_without_passwords(line)
-        )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -115,38 +131,39 @@ class _Parser(argparse.ArgumentParser):
         for url in filter(_URL.match, self._given):
             for quoted in (url, repr(url)[1:-1]):
                 message = message.replace(quoted, without_passwords(url))
+        if "--json" in self._given:
+            _print_error("ConfigurationError", 2, message, as_json=True)
+            self.exit(2)
         super().error(message)
 
 
 def _options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yields the options of `parser` and of the chosen command."""
+    """Yields the options of `parser` and of the chosen command, without old names."""
     for action in parser._actions:  # noqa: SLF001  argparse tells them in no other way
-        yield from action.option_strings
+        if action.help != argparse.SUPPRESS:
+            yield from action.option_strings
         if isinstance(action.choices, Mapping):
             for chosen in action.choices.values():
                 yield from _options_of(chosen)
 
 
 def _run(parsed: argparse.Namespace) -> int:
+    failure: Exception
     try:
         parsed.run(parsed)
         sys.stdout.flush()
-    except ConfigurationError as error:
-        return _fail(error, 2)
-    except ModuleNotFoundError as error:
-        if error.name not in _HF_EXTRA:
-            raise
-        return _fail(MissingExtra(f"this command ({error})", "hf"), 2)
+        return 0
     except BrokenPipeError:
         # The reader left, as `head` does. Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except NothingMatched as nothing:
-        print(f"kvconnect: {nothing}", file=sys.stderr)
-        return 3
-    except (KvConnectError, OSError) as error:
-        return _fail(error, 1)
-    return 0
+    except ModuleNotFoundError as error:
+        if error.name not in _HF_EXTRA:
+            raise
+        failure = MissingExtra(f"this command ({error})", "hf")
+    except (KvConnectError, NothingMatched, OSError) as error:
+        failure = error
+    return _fail(failure, as_json=getattr(parsed, "json", False))
 
 
 def make_parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -174,8 +191,16 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail(error: Exception, *, as_json: bool) -> int:
     text = str(error) if isinstance(error, KvConnectError) else text_without_passwords(str(error))
     message = " ".join(text.split()) or type(error).__name__
-    print(f"kvconnect: error: {message}", file=sys.stderr)
+    code = next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1)
+    _print_error(type(error).__name__, code, message, as_json=as_json)
     return code
+
+
+def _print_error(name: str, code: int, message: str, *, as_json: bool) -> None:
+    line = f"kvconnect: error: {message}"
+    if as_json:
+        line = json.dumps({"error": {"type": name, "exit_code": code, "message": message}})
+    print(line, file=sys.stderr)

@@ -72,14 +72,14 @@ def add_prompt_options(group: argparse._ArgumentGroup, *, required: bool = True)
         "--prompt-file",
         nargs="+",
         action="extend",
-        metavar="F",
+        metavar="FILE",
         help="UTF-8 files, each one prompt; - is standard input",
     )
     prompts.add_argument(
         "--jsonl",
         nargs="+",
         action="extend",
-        metavar="F",
+        metavar="FILE",
         help="files of one prompt a line; - is standard input. A line is a JSON string, a list of "
         "token ids, or an object with prompt, prompt_token_ids or messages, and, if wanted, "
         "cache_salt and sampling parameters of its own, named as in Python (max_tokens, …)",
@@ -97,23 +97,23 @@ def read_prompts(
     """Yields the prompts that `arguments` name, in order.
 
     Args:
-        arguments: of `add_prompt_options`, and ``cache_salt``.
+        arguments: of `add_prompt_options`, and ``salt``.
         sampling: fields of `SamplingParams`, for prompts without their own.
 
     Raises:
         ConfigurationError: a file cannot be read, or a line of it is wrong, which it names.
     """
-    check_salt(arguments.cache_salt, "--cache-salt")
+    check_salt(arguments.salt, "--salt")
     plain = SamplingParams.given("sampling", sampling)
     texts = list(arguments.prompt or ())
     texts += [_read("--prompt-file", name) for name in arguments.prompt_file or ()]
-    given = [GivenPrompt(text, "prompt", plain, arguments.cache_salt) for text in texts]
+    given = [GivenPrompt(text, "prompt", plain, arguments.salt) for text in texts]
     for name in arguments.jsonl or ():
         for number, line in enumerate(_read("--jsonl", name).splitlines(), 1):
             if not line.strip():
                 continue
             try:
-                given.append(_of_line(line, sampling, arguments.cache_salt))
+                given.append(_of_line(line, sampling, arguments.salt))
             except ConfigurationError as error:
                 raise ConfigurationError(f"--jsonl {name} line {number}: {error}") from error
     for one in given:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvconnect.cli.command import add_number, picked
+from kvconnect.cli.command import add_duration, add_number, add_old_name, picked
 from kvconnect.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -31,8 +31,10 @@ def add_store_rates(parser: argparse.ArgumentParser) -> None:
         help="that the store loads per second: 1GiB or 8ktok; several are compared "
         "(default: loads are not timed)",
     )
-    add_number(group, "--store-first-byte-s", "until a load begins", default=0.0, metavar="S")
-    add_number(group, "--step-s", "of a step beside its tokens", default=0.0, metavar="S")
+    add_duration(group, "--store-first-byte", "until a load begins", default="0s", zero=True)
+    add_duration(group, "--step", "of a step beside its tokens", default="0s", zero=True)
+    for name in ("--store-first-byte", "--step"):
+        add_old_name(group, f"{name}-s", name, float)
     add_number(group, "--step-tokens", "prompt tokens per step at most (default: no limit)")
 
 
@@ -51,7 +53,7 @@ def parse_store_rates(
     if arguments.store_rate is None:
         for name, value in refinements.items():
             if value != _REFINEMENTS[name]:
-                option = name.replace("_", "-")
+                option = name.removesuffix("_s").replace("_", "-")
                 raise ConfigurationError(f"--{option} {value}: needs --store-rate")
         return []
     if not any(machine.external_blocks for machine in machines):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import Protocol
+import json
 
+from kvconnect.backends.url import format_size
 from kvconnect.cli.prompts import GivenPrompt, add_prompt_options, read_prompts
 from kvconnect.cli.visit import add_url
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import check_salt
 from kvconnect.operations.prompt_store import PromptStore, Which
+from kvconnect.operations.result import Result
 from kvconnect.tokens import TokenArray
 
-__all__ = ["add_wanted", "notes_of", "store_and_wanted"]
+__all__ = ["add_wanted", "report", "store_and_wanted"]
 
 
 def add_wanted(parser: argparse.ArgumentParser) -> None:
@@ -76,22 +78,24 @@ def store_and_wanted(arguments: argparse.Namespace) -> tuple[PromptStore, Which]
     return store, which
 
 
-class Found(Protocol):
-    """The fields that the results of all verbs have."""
+def report(
+    arguments: argparse.Namespace, done: Result, what: str, *notes: str, **more: object
+) -> None:
+    """Prints the counts of `done` behind `what`, and the `notes` that are not empty.
 
-    missing: int
-    missing_keys: int
-    complete: bool
-
-
-def notes_of(done: Found) -> list[str]:
-    """Returns what the line that ends a verb says beside its counts."""
-    notes = [f"{done.missing} tokens of the prompts are not stored"] * bool(done.missing)
+    With ``--json`` it prints the counts and `more` as an object.
+    """
+    if arguments.json:
+        print(json.dumps(done.numbers() | more), flush=True)
+        return
+    parts = [f"{what} {done.blocks} blocks, {format_size(done.bytes)}, {done.tokens} tokens"]
+    if done.missing:
+        parts.append(f"{done.missing} tokens of the prompts are not stored")
     if done.missing_keys:
-        notes.append(f"no block has {done.missing_keys} of the keys")
+        parts.append(f"no block has {done.missing_keys} of the keys")
     if not done.complete:
-        notes.append("not complete: the same command goes on")
-    return notes
+        parts.append("not complete: the same command goes on")
+    print("; ".join([*parts, *filter(None, notes)]), flush=True)
 
 
 def _tokens(store: PromptStore, prompt: GivenPrompt) -> TokenArray:

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from kvconnect.cache.resource_manager import KVCacheManagerFactory
-from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
+from kvconnect.config import DEFAULT_SCHEDULING, KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.io.identity import check_store
 from kvconnect.engine.attachment import Connector, config_of
 from kvconnect.engine.checkpoint.hub_cache import model_directory
@@ -78,7 +78,7 @@ class EngineOptions:
     enable_chunked_prefill: bool = True
     max_batch_size: int = 64
     max_logprobs: int = 20
-    scheduling: SchedulingPolicy = "guaranteed_no_evict"
+    scheduling: SchedulingPolicy = DEFAULT_SCHEDULING
     speculative: Speculation | None = None
     tensor_parallel_size: int = 1
 

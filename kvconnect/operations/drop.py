@@ -3,47 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from kvconnect.backend import Backend
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.errors import BackendUnavailable
 from kvconnect.operations.choice import Chosen, ReadTokens, choose, token_reader
 from kvconnect.operations.progress import Progress
+from kvconnect.operations.result import Result
 from kvconnect.operations.visit import listed, parts, visiting
 from kvconnect.operations.wanted import Wanted
 
-__all__ = ["Dropped", "drop"]
+__all__ = ["drop"]
 
 _KEYS_PER_DELETE = 256
 
 
-@dataclass(slots=True)
-class Dropped:
-    """The result of `drop`; after an error or an interruption, of what was done until then.
-
-    Attributes:
-        blocks: blocks deleted, those of each tier.
-        bytes: of their frames.
-        tokens: of the blocks of pool group 0, each counted in one tier only.
-        missing: tokens of the given prompts that were not stored.
-        missing_keys: given keys that no block had.
-        unknown: blocks that stay and may be the tenant's: the store does not know whose they are.
-        opened: whether the store could be opened.
-        complete: whether all was done.
-    """
-
-    blocks: int = 0
-    bytes: int = 0
-    tokens: int = 0
-    missing: int = 0
-    missing_keys: int = 0
-    unknown: int = 0
-    opened: bool = False
-    complete: bool = False
-
-
-async def drop(url: str, wanted: Wanted, done: Dropped, *, dry_run: bool = False) -> None:
+async def drop(url: str, wanted: Wanted, done: Result, *, dry_run: bool = False) -> None:
     """Deletes the `wanted` blocks of the store of `url`, the ends of prompts first.
 
     Pinned blocks are deleted, too. Repeating it after an interruption deletes the rest. In a disk
@@ -65,8 +40,7 @@ async def drop(url: str, wanted: Wanted, done: Dropped, *, dry_run: bool = False
         listing = listed(url, store)
         done.opened = True
         chosen = await choose(listing, wanted, read)
-        done.missing, done.missing_keys = chosen.missing, chosen.missing_keys
-        done.unknown = chosen.unknown
+        done.set_missing(chosen)
         stores = parts(store)
         await _delete(stores, chosen, read, done, dry_run=dry_run)
         await _expect_all(store, stores)
@@ -74,7 +48,7 @@ async def drop(url: str, wanted: Wanted, done: Dropped, *, dry_run: bool = False
 
 
 async def _delete(
-    stores: Mapping[str, Backend], chosen: Chosen, read: ReadTokens, done: Dropped, *, dry_run: bool
+    stores: Mapping[str, Backend], chosen: Chosen, read: ReadTokens, done: Result, *, dry_run: bool
 ) -> None:
     keys = chosen.keys[::-1]
     async with Progress("drop", len(keys), "blocks") as progress:

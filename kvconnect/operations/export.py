@@ -14,6 +14,7 @@ from kvconnect.operations.archive import ArchiveWriter, file_key
 from kvconnect.operations.choice import choose, token_reader
 from kvconnect.operations.frame_reader import ReadFrame, read_frames
 from kvconnect.operations.progress import Progress
+from kvconnect.operations.result import Result
 from kvconnect.operations.visit import listed, visiting
 from kvconnect.operations.wanted import Wanted
 
@@ -23,34 +24,20 @@ _KEYS_PER_DESCRIBE = 256
 
 
 @dataclass(slots=True)
-class Exported:
-    """The result of `export`; after an error or an interruption, of what was done until then.
+class Exported(Result):
+    """The result of `export`: the blocks and tokens are those that the file holds.
+
+    The bytes are of the frames written now.
 
     Attributes:
-        blocks: the blocks written, those of an earlier, interrupted export included.
-        bytes: of the frames written now.
-        tokens: of the blocks of pool group 0 that the file holds.
         resumed: the blocks that an earlier, interrupted export had written.
-        missing: tokens of the given prompts that are not stored.
-        missing_keys: given keys that no block has.
-        unknown: blocks left out that may be the tenant's: the store does not know whose they are.
         bad: blocks left out since they are damaged.
         gone: blocks that the store dropped meanwhile.
-        opened: whether the store could be opened.
-        complete: whether the file is complete and has its name.
     """
 
-    blocks: int = 0
-    bytes: int = 0
-    tokens: int = 0
     resumed: int = 0
-    missing: int = 0
-    missing_keys: int = 0
-    unknown: int = 0
     bad: int = 0
     gone: int = 0
-    opened: bool = False
-    complete: bool = False
 
 
 async def export(
@@ -74,8 +61,7 @@ async def export(
         stores = listed(url, store)
         done.opened = True
         chosen = await choose(stores, wanted, token_reader(url))
-        done.missing, done.missing_keys = chosen.missing, chosen.missing_keys
-        done.unknown = chosen.unknown
+        done.set_missing(chosen)
         if not chosen.keys:
             done.complete = True
             return

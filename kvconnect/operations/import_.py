@@ -9,9 +9,10 @@ from itertools import islice
 from pathlib import Path
 
 from kvconnect.backend import Backend, StoredBlock
-from kvconnect.errors import BackendUnavailable, BadFrame, ConfigurationError
+from kvconnect.errors import BadFrame, ConfigurationError, RetryLater
 from kvconnect.operations.archive import ArchiveReader, Manifest, file_key
 from kvconnect.operations.progress import Progress
+from kvconnect.operations.result import Result
 from kvconnect.operations.visit import visiting
 
 __all__ = ["Imported", "import_file"]
@@ -23,24 +24,16 @@ _SHORT = 16
 
 
 @dataclass(slots=True)
-class Imported:
-    """The result of `import_file`; after an error or an interruption, of what was done until then.
+class Imported(Result):
+    """The result of `import_file`: the blocks are those that were saved.
+
+    `opened` is set once the whole file was found sound; before that nothing is saved.
 
     Attributes:
-        blocks: the blocks that were saved.
-        bytes: of their frames.
-        tokens: of the file's blocks of pool group 0.
         present: blocks that were in the store already.
-        checked: whether the whole file was found sound; before that nothing is saved.
-        complete: whether all blocks are in the store.
     """
 
-    blocks: int = 0
-    bytes: int = 0
-    tokens: int = 0
     present: int = 0
-    checked: bool = False
-    complete: bool = False
 
 
 async def import_file(
@@ -69,15 +62,15 @@ async def import_file(
         BadFrame: the file is damaged, cut short, changed, or made with another key.
         ConfigurationError: it cannot be opened, is of another model, or its blocks are too long for
             the store.
-        BackendUnavailable: the store fails, or takes no more.
+        BackendUnavailable: the store fails.
+        RetryLater: the store takes no more.
     """
     key = file_key(key_file)
     with Progress("check", 0, "blocks") as progress:
         checksums = bytearray()
         manifest = await asyncio.to_thread(_check, path, key, checksums, progress)
     _expect_model(path, manifest, model)
-    done.checked = True
-    done.tokens = sum(part.tokens for part in manifest.models.values())
+    done.opened = True
     async with (
         visiting(url, "store") as store,
         Progress("import", manifest.blocks, "blocks") as progress,
@@ -151,8 +144,11 @@ async def _save(store: Backend, batch: Sequence[StoredBlock], done: Imported) ->
             stored = await saving
             done.blocks += stored
             done.bytes += sum(block.data.numel() for block in left[:stored])
+            done.tokens += sum(_tokens(block) for block in left[:stored])
         if not stored:
-            raise BackendUnavailable(
-                "the store takes no more blocks; give it more room, then go on"
-            )
+            raise RetryLater("the store takes no more blocks; give it more room, then go on")
         left = left[stored:]
+
+
+def _tokens(block: StoredBlock) -> int:
+    return 0 if block.group or block.tokens is None else len(block.tokens)

@@ -11,6 +11,7 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.operations.choice import ReadTokens, choose, token_reader
 from kvconnect.operations.progress import Progress
+from kvconnect.operations.result import Result
 from kvconnect.operations.visit import listed, parts, visiting
 from kvconnect.operations.wanted import Wanted
 
@@ -20,30 +21,14 @@ _KEYS_PER_PIN = 256
 
 
 @dataclass(slots=True)
-class Pinned:
-    """The result of `pin`; after an error or an interruption, of what was done until then.
+class Pinned(Result):
+    """The result of `pin` and `unpin`: the blocks are those pinned now, or unpinned.
 
     Attributes:
-        blocks: blocks that are pinned now, those of each tier; of ``unpin`` those that were.
-        bytes: of their frames.
-        tokens: of the blocks of pool group 0, each counted in one tier only.
         refused: blocks that the share of pinned blocks has no room for.
-        missing: tokens of the given prompts that are not stored.
-        missing_keys: given keys that no block has.
-        unknown: blocks left out that may be the tenant's: the store does not know whose they are.
-        opened: whether the store could be opened.
-        complete: whether all was done.
     """
 
-    blocks: int = 0
-    bytes: int = 0
-    tokens: int = 0
     refused: int = 0
-    missing: int = 0
-    missing_keys: int = 0
-    unknown: int = 0
-    opened: bool = False
-    complete: bool = False
 
 
 async def pin(url: str, wanted: Wanted, until: float | None, done: Pinned) -> None:
@@ -70,8 +55,7 @@ async def pin(url: str, wanted: Wanted, until: float | None, done: Pinned) -> No
         listing = listed(url, store)
         done.opened = True
         chosen = await choose(listing, wanted, read)
-        done.missing, done.missing_keys = chosen.missing, chosen.missing_keys
-        done.unknown = chosen.unknown
+        done.set_missing(chosen)
         counted: set[BlockKey] = set()
         async with Progress("pin", len(chosen.keys) * len(pinning), "blocks") as progress:
             for one in pinning.values():

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from kvconnect.engine.request.chat import Conversation
     from kvconnect.engine.request.prompts import Prompt
     from kvconnect.engine.request.tokenizer import Tokenizer
-    from kvconnect.operations.drop import Dropped
     from kvconnect.operations.export import Exported
     from kvconnect.operations.import_ import Imported
     from kvconnect.operations.pin import Pinned
+    from kvconnect.operations.result import Result
 
 __all__ = ["PromptStore", "Which"]
 
@@ -88,9 +88,9 @@ class PromptStore:
         *,
         continued: bool = False,
         dry_run: bool = False,
-        into: Dropped | None = None,
+        into: Result | None = None,
         **which: Unpack[Which],
-    ) -> Dropped:
+    ) -> Result:
         """Deletes blocks; also pinned ones, and from every tier of a tiered store.
 
         Args:
@@ -104,9 +104,10 @@ class PromptStore:
             BackendUnavailable: the store fails, or a tier does not answer; what was deleted until
                 then is gone.
         """
-        from kvconnect.operations.drop import Dropped, drop
+        from kvconnect.operations.drop import drop
+        from kvconnect.operations.result import Result
 
-        done = Dropped() if into is None else into
+        done = Result() if into is None else into
         wanted = self._wanted(which, continued=continued)
         run_anywhere(drop(self.url, wanted, done, dry_run=dry_run))
         return done
@@ -214,7 +215,8 @@ class PromptStore:
         Raises:
             BadFrame: the file is damaged, cut short, changed, or made with another key.
             ConfigurationError: it cannot be opened, or has blocks of another model than this one's.
-            BackendUnavailable: the store fails, or takes no more.
+            BackendUnavailable: the store fails.
+            RetryLater: the store takes no more.
         """
         from kvconnect.operations.import_ import Imported, import_file
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Self, TypeAlias
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from kvconnect.errors import ConfigurationError, MissingExtra
-from kvconnect.prometheus.snapshot import Metric, Snapshot
+from kvconnect.prometheus.snapshot import Distribution, Metric, Snapshot
 from kvconnect.prometheus.table import METRICS
 
 if TYPE_CHECKING:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
 
-    Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
+    Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 __all__ = ["Collector", "MetricsServer", "serve"]
 
@@ -26,10 +31,18 @@ class Collector:
 
     def __init__(self) -> None:
         try:
-            from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+            from prometheus_client.core import (
+                CounterMetricFamily,
+                GaugeMetricFamily,
+                HistogramMetricFamily,
+            )
         except ImportError as error:
             raise MissingExtra("metrics for Prometheus", "metrics") from error
-        self._families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+        self._families = {
+            "counter": CounterMetricFamily,
+            "gauge": GaugeMetricFamily,
+            "histogram": HistogramMetricFamily,
+        }
 
     def describe(self) -> Iterable[Family]:
         """Returns the metrics without values; reads nothing."""
@@ -41,7 +54,10 @@ class Collector:
         for metric in METRICS:
             family = self._family(metric)
             for values, value in metric.read(now):
-                family.add_metric([now.engine, *values], value)
+                numbers: tuple[Any, ...] = (value,)
+                if isinstance(value, Distribution):
+                    numbers = _cumulated(metric, value)
+                family.add_metric([now.engine, *values], *numbers)
             yield family
 
     def _family(self, metric: Metric) -> Family:
@@ -49,6 +65,12 @@ class Collector:
             metric.name, metric.help, labels=["engine", *metric.labels]
         )
         return family
+
+
+def _cumulated(metric: Metric, found: Distribution) -> tuple[list[tuple[str, float]], float]:
+    """Returns the buckets as Prometheus has them, each with all below it, and the sum."""
+    bounds = [*(f"{bound:.15g}" for bound in metric.bounds), "+Inf"]
+    return list(zip(bounds, accumulate(found.buckets), strict=True)), found.total
 
 
 class MetricsServer:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Self, TypeAlias
+from typing import Literal, NamedTuple, Self, TypeAlias
 
 from kvconnect.trace import Gauge, Labels, metrics
 
-__all__ = ["Metric", "Sample", "Snapshot"]
+__all__ = ["Distribution", "Metric", "Sample", "Snapshot"]
 
 Store: TypeAlias = tuple[str, str]
 """The labels ``store`` and ``place`` of a store."""
@@ -21,18 +21,28 @@ def _store(labels: Labels) -> Store:
     return told.get("store", ""), told.get("place", "")
 
 
+class Distribution(NamedTuple):
+    """A histogram: the count of each bucket, the last one above all bounds, and the sum."""
+
+    buckets: tuple[int, ...]
+    total: float
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The counters and gauges at one moment, and the engine of their process."""
+    """The counters, histograms and gauges at one moment, and the engine of their process."""
 
     engine: str
     counters: Mapping[Labels, Mapping[str, float]]
+    histograms: Mapping[Labels, Mapping[str, tuple[int, ...]]]
     gauges: tuple[Gauge, ...]
 
     @classmethod
     def take(cls) -> Self:
         """Takes a snapshot of this process; may block for half a second for each slow store."""
-        return cls(metrics.engine, metrics.by_labels(), tuple(metrics.gauges()))
+        # Histograms first: counters that are read later have at least the numbers of them.
+        counted = metrics.histograms()
+        return cls(metrics.engine, metrics.by_labels(), counted, tuple(metrics.gauges()))
 
     def total(self, name: str) -> float:
         """Returns a counter over all labels."""
@@ -51,6 +61,12 @@ class Snapshot:
             if store != _NONE:
                 yield store, counters
 
+    def distributions(self, name: str) -> Iterator[tuple[dict[str, str], Distribution]]:
+        """Yields the histogram of a counter for each set of labels that has one."""
+        for labels, found in self.histograms.items():
+            if name in found:
+                yield dict(labels), Distribution(found[name], self.counters[labels][name])
+
     def gauge(self, name: str) -> dict[Store, float]:
         """Returns a gauge by store; gauges without a store are added up."""
         found: dict[Store, float] = {}
@@ -61,7 +77,7 @@ class Snapshot:
         return found
 
 
-Sample: TypeAlias = tuple[tuple[str, ...], float]
+Sample: TypeAlias = tuple[tuple[str, ...], float | Distribution]
 """Values of a metric's labels, in its order, and its own."""
 
 
@@ -69,15 +85,19 @@ Sample: TypeAlias = tuple[tuple[str, ...], float]
 class Metric:
     """A metric: its name, its description, how it is read from a `Snapshot`, and its labels.
 
-    As in Prometheus, counters are those whose name ends in ``_total``.
+    As in Prometheus, counters are those whose name ends in ``_total``. A metric with `bounds` is a
+    histogram; they are the upper bounds of its buckets.
     """
 
     name: str
     help: str
     read: Callable[[Snapshot], Iterable[Sample]]
     labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()
 
     @property
-    def kind(self) -> Literal["counter", "gauge"]:
+    def kind(self) -> Literal["counter", "gauge", "histogram"]:
         """The type in Prometheus."""
+        if self.bounds:
+            return "histogram"
         return "counter" if self.name.endswith("_total") else "gauge"

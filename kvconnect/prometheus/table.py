@@ -7,6 +7,7 @@ from itertools import product
 from typing import TypeAlias
 
 from kvconnect.digest.doubts import Doubt
+from kvconnect.histograms import SIZES, TIMES
 from kvconnect.overlap import Decision
 from kvconnect.prometheus.snapshot import Metric, Sample, Snapshot
 
@@ -89,6 +90,21 @@ def _calls_in_flight(now: Snapshot) -> Iterator[Sample]:
         yield (*store, "abandoned"), abandoned.get(store, 0)
 
 
+def _distribution(name: str) -> Callable[[Snapshot], Iterable[Sample]]:
+    return lambda now: [
+        ((labels.get("model", ""),), found) for labels, found in now.distributions(name)
+    ]
+
+
+def _of_each_call(number: str, operations: Sequence[str]) -> Callable[[Snapshot], Iterable[Sample]]:
+    """Reads the histogram of a number of a store's calls, by operation."""
+    return lambda now: [
+        ((labels.get("store", ""), labels.get("place", ""), operation), found)
+        for operation in operations
+        for labels, found in now.distributions(f"store.{operation}.{number}")
+    ]
+
+
 _STORE = ("store", "place")
 _CALL = (*_STORE, "operation")
 
@@ -116,6 +132,20 @@ METRICS: tuple[Metric, ...] = (
         "Answers over HTTP by status; 499: the client left before there was one.",
         _totals(_each("server.answer.{}", _STATUSES)),
         ("status",),
+    ),
+    Metric(
+        "kvconnect_first_token_seconds",
+        "From when a prompt of a request over HTTP came to the engine to its first token.",
+        _distribution("server.first_token.seconds"),
+        ("model",),
+        TIMES,
+    ),
+    Metric(
+        "kvconnect_between_tokens_seconds",
+        "Mean time between the tokens of an answer over HTTP, of each answer.",
+        _distribution("server.between_tokens.seconds"),
+        ("model",),
+        TIMES,
     ),
     Metric(
         "kvconnect_route_answers_total",
@@ -233,6 +263,20 @@ METRICS: tuple[Metric, ...] = (
         "Time that they took.",
         _of_calls(_each("store.{}.seconds", _OPERATIONS)),
         _CALL,
+    ),
+    Metric(
+        "kvconnect_store_call_seconds",
+        "Time that each of them took.",
+        _of_each_call("seconds", _OPERATIONS),
+        _CALL,
+        TIMES,
+    ),
+    Metric(
+        "kvconnect_store_call_bytes",
+        "Bytes of the blocks that a call loaded or saved, before codecs; of calls that moved any.",
+        _of_each_call("bytes", ("load", "save")),
+        _CALL,
+        SIZES,
     ),
     Metric(
         "kvconnect_store_blocks_total",

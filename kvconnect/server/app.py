@@ -54,7 +54,7 @@ def make_app(
         Route("/metrics", metrics_endpoint(threads.telling)),
         *engine_routes(llm, settings, admission, threads),
     ]
-    return Gate(Router(routes, redirect_slashes=False), settings.api_key)
+    return Gate(Router(routes, redirect_slashes=False), settings)
 
 
 class _Model:

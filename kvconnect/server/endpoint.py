@@ -28,6 +28,7 @@ from kvconnect.server.openai.kv_transfer import KvTransferParams
 from kvconnect.server.openai.model_request import ModelRequest
 from kvconnect.server.settings import ServerSettings
 from kvconnect.server.threads import ServerThreads
+from kvconnect.server.times import TokenTimes
 from kvconnect.server.trust import check_transfer
 from kvconnect.text import shown
 
@@ -130,14 +131,15 @@ class GenerationEndpoint(Endpoint[GenerationRequest]):
 
     async def _generate(self, wanted: GenerationRequest, ticket: Ticket) -> Response:
         answer, handles = await self._submit(wanted)
+        times = TokenTimes(self._settings.model_names[0], wanted.completions // len(handles))
         self._admission.submitted(ticket, handles)
         if wanted.stream:
             return StreamingResponse(
-                self._events(wanted, answer, handles),
+                self._events(wanted, answer, handles, times),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             )
-        outputs = await outputs_of(handles)
+        outputs = await outputs_of([times.timed(handle) for handle in handles])
         more: dict[str, Any] = {}
         if wanted.hands_out:
             more["kv_transfer_params"] = KvTransferParams.handed_out(outputs[0].kv_transfer_params)
@@ -168,14 +170,20 @@ class GenerationEndpoint(Endpoint[GenerationRequest]):
             raise
 
     async def _events(
-        self, wanted: GenerationRequest, answer: Answer, handles: Sequence[RequestHandle]
+        self,
+        wanted: GenerationRequest,
+        answer: Answer,
+        handles: Sequence[RequestHandle],
+        times: TokenTimes,
     ) -> AsyncGenerator[bytes]:
         try:
             for beginning in answer.begin(handles):
                 yield _event(beginning)
             async with contextlib.aclosing(stream_of(handles, wanted.completions)) as chunks:
                 async for found in chunks:
+                    times.arrived(found.index)
                     yield _event(answer.chunk(found.index, found.chunk))
+            await times.count_streamed(handles)
             if wanted.wants_usage:
                 yield _event(answer.end(await outputs_of(handles)))
         except Exception as error:  # noqa: BLE001  its status is sent: it goes into the stream

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
 
 from kvconnect.engine.request.handle import RequestHandle
@@ -21,7 +21,7 @@ class ChoiceChunk:
     chunk: StreamChunk
 
 
-async def outputs_of(handles: Sequence[RequestHandle]) -> list[RequestOutput]:
+async def outputs_of(handles: Sequence[Awaitable[RequestOutput]]) -> list[RequestOutput]:
     """Waits for all of `handles`; cancelling it aborts them.
 
     Raises:

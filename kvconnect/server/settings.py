@@ -41,6 +41,7 @@ class HttpSettings(Settings):
         client_timeout_s: how long a client may take to send a request, and to read the data
             written to it; then its connection is closed.
         shutdown_timeout_s: how long a shutdown waits for running requests; then they are aborted.
+        access_log: log a line for each answer, by the logger ``kvconnect.access``.
     """
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -50,6 +51,7 @@ class HttpSettings(Settings):
     max_connections: Annotated[int, Field(ge=1)] = 4096
     client_timeout_s: Annotated[float, Field(ge=0.001, le=1e6)] = 60.0  # the system counts ms
     shutdown_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    access_log: bool = False
 
     @property
     def max_bodies_bytes(self) -> int:

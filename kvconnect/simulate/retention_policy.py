@@ -14,7 +14,8 @@ from kvconnect.errors import ConfigurationError
 
 __all__ = ["RetentionPolicy"]
 
-_RULE = re.compile(r"(system|prompt|output|(\d+)-(\d*))=(\d+)(?::(.+))?")
+# "output" and "0-2048" are how earlier versions had it.
+_RULE = re.compile(r"(system|prompt|decode|output|(\d+)[:-](\d*))=(\d+)(?::(.+))?")
 _MOST_CACHED = 4096
 
 
@@ -31,7 +32,7 @@ class _Rule(NamedTuple):
         if match is None:
             raise ConfigurationError(
                 f"--retention {text}: PART=PRIORITY or PART=PRIORITY:DURATION is needed, where "
-                "PART is system, prompt, output or tokens such as 0-2048 (for example "
+                "PART is system, prompt, decode or tokens such as 0:2048 (for example "
                 "system=90:600s)"
             )
         part, start, end, priority, duration = match.groups()
@@ -39,7 +40,7 @@ class _Rule(NamedTuple):
             None if duration is None else parse_duration(duration, field=f"--retention {text}")
         )
         return cls(
-            "tokens" if start else part,
+            "tokens" if start else part.replace("output", "decode"),
             int(start or 0),
             int(end) if end else None,
             int(priority),
@@ -51,8 +52,8 @@ class RetentionPolicy:
     """Makes each request's `KvCacheRetentionConfig`; without rules it makes none.
 
     Rules are ``PART=PRIORITY[:DURATION]``. PART is ``system`` (the first `system_length` tokens),
-    ``prompt`` (the rest of the prompt), ``output`` (what is generated) or prompt tokens such as
-    ``0-2048`` and ``2048-``.
+    ``prompt`` (the rest of the prompt), ``decode`` (what is generated) or prompt tokens such as
+    ``0:2048`` and ``2048:``.
 
     Raises:
         ConfigurationError: a rule is malformed, out of range, or overlaps another one.
@@ -107,7 +108,7 @@ class RetentionPolicy:
             if self._needs_system:
                 raise ConfigurationError(
                     f"--retention system: line {line} of the trace has no system_length; name the "
-                    "tokens instead, as in 0-2048=90:600s"
+                    "tokens instead, as in 0:2048=90:600s"
                 )
             system_length = 0
         made = self._made.get(system_length)
@@ -121,7 +122,7 @@ class RetentionPolicy:
         ranges: list[TokenRangeRetentionConfig] = []
         decode: dict[str, Any] = {}
         for rule in self._rules:
-            if rule.part == "output":
+            if rule.part == "decode":
                 decode = {
                     "decode_retention_priority": rule.priority,
                     "decode_duration_ms": rule.duration_ms,

@@ -25,8 +25,8 @@ def test_each_target_stands_beside_its_figure():
 @pytest.mark.parametrize(
     ("option", "given", "wanted"),
     [
-        ("--rates", "1,x", "give numbers > 0"),
-        ("--rates", "0", "give numbers > 0"),
+        ("--store-speeds", "1,x", "give numbers > 0"),
+        ("--store-speeds", "0", "give numbers > 0"),
         ("--prompts", "32", "of at least 64"),
         ("--users", "0", "of at least 1"),
     ],

@@ -42,7 +42,10 @@ REFUSED = {
         (("--parts", "vllm", *NOWHERE), "--peer-python: '/no/python' is no file"),
         *at_least_one("--repeats"),
     ],
-    ("kernels",): at_least_one("--mib", "--repeats"),
+    ("kernels",): [
+        (("--total", "0"), "--total=0: must be at least one byte"),
+        *at_least_one("--repeats"),
+    ],
     ("serve",): [
         (("--url", "http://127.0.0.1:1"), "--url: give --served-model-name, too"),
         (("--workload", "chats", "--write-prompts", "x"), "--write-prompts: is for --workload pre"),
@@ -61,7 +64,7 @@ REFUSED = {
         (("--total", "1MiB", "--piece", "3KiB"), "--piece 3KiB: must be a multiple of 8 bytes"),
         (("--rates", "1,fast"), "--rates 1,fast: give numbers > 0"),
         (("--rates", "0"), "--rates 0: give numbers > 0"),
-        (("--idle-s", "0"), "--idle-s 0.0: must be > 0"),
+        (("--idle", "0"), "--idle=0: must be longer than nothing"),
         *at_least_one("--rounds"),
     ],
 }

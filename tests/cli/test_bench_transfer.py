@@ -166,7 +166,7 @@ def _namespaces() -> str:
 def test_all_of_it_on_this_machine(bench, model: Path):
     found, _ = bench(
         *("transfer", *SMALL, "--model", model, "--prompt-tokens", 64, "--requests", 2),
-        *("--rates", 1, "--idle-s", 0.2),
+        *("--rates", 1, "--idle", "200ms"),
     )
     for name in ("loopback: tcp / plain socket", "handover, tcp: exposed transfer"):
         assert found[name]["value"] > 0

@@ -88,7 +88,7 @@ def test_an_unknown_command_is_refused(kvconnect):
     ("error", "code", "message"),
     [
         (ConfigurationError("two\nlines"), 2, "kvconnect: error: two lines\n"),
-        (BackendUnavailable("the store is gone"), 1, "kvconnect: error: the store is gone\n"),
+        (BackendUnavailable("the store is gone"), 4, "kvconnect: error: the store is gone\n"),
         (OSError(28, "No space left on device"), 1, "No space left on device"),
         (KeyboardInterrupt(), 130, ""),
         (ModuleNotFoundError("No module named 'tqdm'", name="tqdm"), 2, "'.[hf]'"),

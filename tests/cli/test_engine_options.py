@@ -10,6 +10,7 @@ import pytest
 
 from kvconnect import LLM, KvCacheConfig, KvCacheRetentionConfig, TokenRangeRetentionConfig
 from kvconnect.cli.commands import generate, serve
+from kvconnect.config import DEFAULT_SCHEDULING
 from kvconnect.engine import llm as module
 from kvconnect.engine.sampling.drafts import NgramSpeculation
 from kvconnect.errors import ConfigurationError
@@ -20,7 +21,8 @@ IN_PYTHON_ONLY = {"kv_cache_manager", "enable_chunked_prefill", "max_logprobs"}
 
 
 @pytest.mark.parametrize(
-    ("command", "others"), [(generate, {}), (serve, {"scheduling": "max_utilization"})]
+    ("command", "others"),
+    [(one, {"scheduling": DEFAULT_SCHEDULING}) for one in (generate, serve)],
 )
 def test_every_argument_of_the_engine_has_an_option_with_its_default(command, others):
     parser = argparse.ArgumentParser()
@@ -78,7 +80,7 @@ RETENTION = ("--retention", "0:16=90:30s", "32:=10", "decode=5:1m")
         (("--repetition-penalty", 1.9), {"repetition_penalty": 1.9}),
         (("--min-tokens", 6, "--stop", "a", "b"), {"min_tokens": 6, "stop": ("a", "b")}),
         (("--n", 3, "--temperature", 1, "--logprobs", 2), {"n": 3, "logprobs": 2}),
-        (("--cache-salt", "one"), {"cache_salt": "one"}),
+        (("--salt", "one"), {"cache_salt": "one"}),
         (("--scheduling", "max_utilization"), {"scheduling": "max_utilization"}),
         (("--speculative", "ngram"), {"speculative": NgramSpeculation()}),
         (

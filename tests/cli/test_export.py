@@ -12,7 +12,7 @@ from stored_blocks import NBYTES, chain, damage, entries, fill, frames, prompt_c
 
 from kvconnect import PromptStore
 from kvconnect.backends.disk.store import DiskBackend
-from kvconnect.errors import BackendUnavailable, BadFrame, ConfigurationError
+from kvconnect.errors import BadFrame, ConfigurationError, RetryLater
 from kvconnect.keys import Namespace
 from kvconnect.operations import archive, import_
 
@@ -75,7 +75,7 @@ def test_export_brings_prompts_to_another_store_with_all_that_is_known_of_them(
     code, out, _ = kvconnect("import", target, file)
     assert (code, out) == (
         0,
-        "imported 6 blocks, 72 KiB; 0 were there already; the file has 22 tokens\n",
+        "imported 6 blocks, 72 KiB, 22 tokens; 0 were there already\n",
     )
     keys = [one.key for one in mine]
     assert known(target) == {key: known(source)[key] for key in keys}
@@ -263,7 +263,7 @@ def test_bad_blocks_are_left_out_and_nothing_makes_no_file(
     assert kvconnect("import", target, file)[0] == 0
     assert len(entries(target)) == 5
     code, _, err = kvconnect("export", source, "--salt", "x", "-o", tmp_path / "none.kv")
-    assert (code, err) == (3, "kvconnect: no block matched\n")
+    assert (code, err) == (3, "kvconnect: error: no block matched\n")
     assert [path.name for path in tmp_path.glob("*.kv*")] == [file.name]
 
 
@@ -275,5 +275,5 @@ def test_a_target_that_takes_no_more_is_an_error(source, target, file, monkeypat
         return 0
 
     monkeypatch.setattr(DiskBackend, "save", full)
-    with pytest.raises(BackendUnavailable, match="takes no more blocks"):
+    with pytest.raises(RetryLater, match="takes no more blocks"):
         PromptStore(target).import_(file)

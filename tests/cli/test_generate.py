@@ -31,6 +31,7 @@ FIELDS = [
     *("preemptions", "drafted_tokens", "accepted_tokens"),
 ]
 TEXT = "the quick brown fox jumps over the lazy dog; " * 4
+PATIENT = ("--lookup-timeout", "60s")
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_json_has_one_object_per_prompt_with_the_promised_fields(answer):
 
 
 def test_a_second_command_loads_what_the_first_one_stored(answer, tmp_path: Path):
-    store = ("--store", f"disk://{tmp_path}/kv?capacity=16MiB", "--tokens-per-block", 16)
+    store = ("--store", f"disk://{tmp_path}/kv?capacity=16MiB", "--tokens-per-block", 16, *PATIENT)
     (cold,) = answer(*store, "--prompt", TEXT)
     (warm,) = answer(*store, "--prompt", TEXT)
     assert cold["reused_store_tokens"] == 0
@@ -132,11 +133,11 @@ def test_a_lookup_that_came_late_is_said(kvconnect, answer, model: Path, monkeyp
         return await looked_up(self, keys)
 
     monkeypatch.setattr(MemoryBackend, "lookup", slow)
-    arguments = ("--store", "memory:", "--lookup-timeout-ms", 1, "--prompt", TEXT)
+    arguments = ("--store", "memory:", "--lookup-timeout", "1ms", "--prompt", TEXT)
     (late,) = answer(*arguments)
     assert late["lookup_late"] is True
     _, _, err = kvconnect("generate", model, *arguments)
-    assert "0 from the store (its lookup came too late: --lookup-timeout-ms)" in err
+    assert "0 from the store (its lookup came too late: --lookup-timeout)" in err
 
 
 @pytest.mark.parametrize(
@@ -149,9 +150,9 @@ def test_a_lookup_that_came_late_is_said(kvconnect, answer, model: Path, monkeyp
         (["--prompt", "x", "--store", "memory:?capcity=1"], "did you mean 'capacity'"),
         (["--prompt", "x", "--dtype", "float23"], "dtype: 'float23' is unknown"),
         (["--prompt", "x", "--max-tokens", "-1"], "SamplingParams.max_tokens=-1"),
-        (["--prompt", "x", "--cache-salt", ""], "--cache-salt: '' must not be empty"),
+        (["--prompt", "x", "--salt", ""], "--salt: '' must not be empty"),
         (
-            ["--prompt", "x", "--cache-salt", "s" * 1025],
+            ["--prompt", "x", "--salt", "s" * 1025],
             "has 1,025 characters; give 1 to 1,024, or no salt",
         ),
         (["--prompt", "x", "--retention", "0:9"], "--retention 0:9: write START:END=PRIORITY"),
@@ -163,7 +164,7 @@ def test_a_lookup_that_came_late_is_said(kvconnect, answer, model: Path, monkeyp
         (["--prompt", "x", "--max-attention-window", "0"], "max_attention_window"),
         (["--prompt", "x", "--num-draft-tokens", "3"], "needs --speculative ngram"),
         (["--prompt-file", "nowhere.txt"], "--prompt-file nowhere.txt: No such file"),
-        (["--prompt", "x" * 100, "--kv-cache-tokens", "64"], "64"),
+        (["--prompt", "x" * 100, "--kv-cache-tokens", "64"], "max_tokens=16 need 4"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(kvconnect, model, arguments, complaint):
@@ -202,7 +203,7 @@ def test_a_store_with_codecs_serves_who_has_its_key(answer, kvconnect, model, tm
     for name in ("ours", "theirs"):
         (tmp_path / name).write_text(name * 32)
     url = f"disk://{tmp_path}/kv?capacity=16MiB&codec=zstd+aes-gcm&key_file={tmp_path}/"
-    run = ("--tokens-per-block", 16, "--prompt", TEXT, "--store")
+    run = ("--tokens-per-block", 16, *PATIENT, "--prompt", TEXT, "--store")
     (cold,) = answer(*run, url + "ours")
     (other,) = answer(*run, url + "theirs")
     (warm,) = answer(*run, url + "ours")

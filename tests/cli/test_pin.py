@@ -37,7 +37,7 @@ def test_a_pinned_prompt_survives_other_traffic_and_a_restart(kvconnect, url, li
     assert not {one.key for one in chain("other", 3)} & left.keys()
     assert kvconnect("unpin", url, "--jsonl", lines)[0] == 0
     code, _, err = kvconnect("unpin", url, "--jsonl", lines)
-    assert (code, err) == (3, "kvconnect: no pinned block matched\n")
+    assert (code, err) == (3, "kvconnect: error: no pinned block matched\n")
     fill(url, [block(("more", number)) for number in range(3 * (1 << 20) // NBYTES)])
     assert not {one.key for one in mine} & entries(url).keys()
 

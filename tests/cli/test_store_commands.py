@@ -420,7 +420,7 @@ def test_a_store_that_lists_nothing_says_so(kvconnect, monkeypatch, url):
 
 def test_what_an_engine_stored_is_found_by_its_model_revision_and_salt(kvconnect, model, url):
     named = ("--model-revision", "org/name@1")
-    for options in (("--cache-salt", "red"), ("--cache-salt", "blue"), named):
+    for options in (("--salt", "red"), ("--salt", "blue"), named):
         prompt = ("--prompt", "once " * 60, "--max-tokens", 1, "--store", url)
         assert kvconnect("generate", model, *prompt, *options)[0] == 0
     stored = entries(url)

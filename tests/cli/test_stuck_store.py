@@ -52,7 +52,7 @@ def url(tmp_path: Path) -> str:
 def test_the_command_ends_after_its_deadline(url: str) -> None:
     command = [sys.executable, "-c", STUCK, "0.2", "ls", url]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 1
+    assert run.returncode == 4
     assert run.stdout == "stuck\n"
     assert run.stderr.startswith("kvconnect: error: DiskBackend: open took longer than 0.2 s")
     assert run.stderr.count("\n") == 1

@@ -12,7 +12,7 @@ import pytest
 
 VOCABULARY = (
     "address errors redaction text tokens settings config layout keys shards digest backend frame"
-    " trace request sampling_params prometheus user_cache fit pace overlap"
+    " histograms trace request sampling_params prometheus user_cache fit pace overlap"
 )
 LAYERS = (
     *("cli", "server", "bench simulate", "operations", "integrations", "testing", "engine"),

@@ -79,7 +79,7 @@ def test_a_bad_option_leaves_no_trace(kvconnect, tmp_path, options, complaint):
 def test_the_table_says_what_was_found(kvconnect, write_trace):
     path = write_trace(TWICE)
     code, out, err = kvconnect(
-        "simulate", path, "--device", "4MiB", "--bytes-per-token", 1024, "--external", "0"
+        "simulate", path, "--device-cache", "4MiB", "--bytes-per-token", 1024, "--external", "0"
     )
     assert (code, err) == (0, "")
     words = [" ".join(line.split()) for line in out.splitlines()]
@@ -97,7 +97,15 @@ def test_the_table_says_what_was_found(kvconnect, write_trace):
 
 def test_json_says_the_same(kvconnect, write_trace):
     path = write_trace(TWICE)
-    options = ("--device", "4096tok", "--external", "4096tok", "--bytes-per-token", 10, "--json")
+    options = (
+        "--device-cache",
+        "4096tok",
+        "--external",
+        "4096tok",
+        "--bytes-per-token",
+        10,
+        "--json",
+    )
     code, out, _ = kvconnect("simulate", path, *options)
     assert code == 0
     report = json.loads(out)
@@ -115,7 +123,7 @@ def test_json_says_the_same(kvconnect, write_trace):
 
 
 def test_equal_runs_print_the_same(kvconnect, trace):
-    options = ("simulate", trace, "--device", "60ktok", "--external", "1Mtok")
+    options = ("simulate", trace, "--device-cache", "60ktok", "--external", "1Mtok")
     assert kvconnect(*options) == kvconnect(*options)
 
 
@@ -136,12 +144,12 @@ def test_a_run_of_a_sweep_is_that_of_its_size_alone(kvconnect, trace):
     sizes = ("40ktok", "200ktok")
     _, swept, _ = kvconnect("simulate", trace, "--sweep", "device=" + ",".join(sizes), "--json")
     for size, run in zip(sizes, json.loads(swept)["runs"], strict=True):
-        _, alone, _ = kvconnect("simulate", trace, "--device", size, "--json")
+        _, alone, _ = kvconnect("simulate", trace, "--device-cache", size, "--json")
         assert run["total"] == json.loads(alone)["runs"][0]["total"]
 
 
 def test_a_sweep_of_another_tier_is_a_table_of_its_sizes(kvconnect, trace):
-    options = ("--device", "40ktok", "--sweep", "external=0,400ktok")
+    options = ("--device-cache", "40ktok", "--sweep", "external=0,400ktok")
     code, out, _ = kvconnect("simulate", trace, *options)
     assert code == 0
     header, none, some = out.splitlines()[2:]
@@ -150,7 +158,7 @@ def test_a_sweep_of_another_tier_is_a_table_of_its_sizes(kvconnect, trace):
     assert some.split()[:2] == ["400ktok", "400,000"]
 
 
-STORE = ("--device", "40ktok", "--external", "9Mtok", "--requests", 100)
+STORE = ("--device-cache", "40ktok", "--external", "9Mtok", "--limit", 100)
 
 
 def test_store_rates_add_a_table_and_change_nothing_else(kvconnect, trace):
@@ -170,7 +178,7 @@ def test_store_rates_add_a_table_and_change_nothing_else(kvconnect, trace):
 
 def test_json_times_the_first_token_only_if_asked(kvconnect, trace):
     _, without, _ = kvconnect("simulate", trace, *STORE, "--json")
-    options = ("--store-rate", "2000B,8000B", "--bytes-per-token", 1, "--store-first-byte-s", 0.5)
+    options = ("--store-rate", "2000B,8000B", "--bytes-per-token", 1, "--store-first-byte", "500ms")
     code, out, _ = kvconnect("simulate", trace, *STORE, "--json", *options)
     assert code == 0
     (run,) = json.loads(out)["runs"]
@@ -190,8 +198,8 @@ def test_json_times_the_first_token_only_if_asked(kvconnect, trace):
 
 
 def test_each_run_of_a_sweep_has_times(kvconnect, trace):
-    options = ("--sweep", "external=0,9Mtok", "--store-rate", "8ktok", "--requests", 100)
-    code, out, _ = kvconnect("simulate", trace, "--device", "40ktok", *options)
+    options = ("--sweep", "external=0,9Mtok", "--store-rate", "8ktok", "--limit", 100)
+    code, out, _ = kvconnect("simulate", trace, "--device-cache", "40ktok", *options)
     assert code == 0
     _, _, none, some = out.split("\n\n")
     assert none == "external 0: no prompt had a part in the store"
@@ -199,13 +207,13 @@ def test_each_run_of_a_sweep_has_times(kvconnect, trace):
 
 
 def test_only_the_first_requests_are_read_if_asked(kvconnect, trace):
-    _, out, _ = kvconnect("simulate", trace, "--device", "1Mtok", "--requests", 7, "--json")
+    _, out, _ = kvconnect("simulate", trace, "--device-cache", "1Mtok", "--limit", 7, "--json")
     assert json.loads(out)["requests_read"] == 7
 
 
 def test_bytes_per_token_come_from_a_models_configuration(kvconnect, trace, model):
     (model / "model.safetensors").unlink()  # the weights are not needed
-    options = ("--device", "64MiB", "--model", model, "--json", "--requests", 3)
+    options = ("--device-cache", "64MiB", "--model", model, "--json", "--limit", 3)
     code, out, err = kvconnect("simulate", trace, *options)
     assert code == 0, err
     report = json.loads(out)
@@ -234,7 +242,7 @@ def test_the_first_ctrl_c_prints_what_there_is(kvconnect, trace, monkeypatch):
 
     monkeypatch.setattr(Simulator, "arrive", interrupted)
     before = signal.getsignal(signal.SIGINT)
-    code, out, _ = kvconnect("simulate", trace, "--device", "1Mtok", "--json")
+    code, out, _ = kvconnect("simulate", trace, "--device-cache", "1Mtok", "--json")
     assert code == 130
     report = json.loads(out)
     assert (report["requests_read"], report["interrupted"]) == (20, True)
@@ -247,7 +255,7 @@ def test_a_second_ctrl_c_ends_it_at_once(kvconnect, trace, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(Simulator, "arrive", interrupted)
-    assert kvconnect("simulate", trace, "--device", "1Mtok")[:2] == (130, "")
+    assert kvconnect("simulate", trace, "--device-cache", "1Mtok")[:2] == (130, "")
 
 
 # ---------------------------------------------------------------- plots
@@ -258,15 +266,15 @@ def test_a_second_ctrl_c_ends_it_at_once(kvconnect, trace, monkeypatch):
     [
         (
             *("a.svg", b"<?xml"),
-            ("--device", "1GiB", "--external", "9GiB", "--bytes-per-token", 9999),
+            ("--device-cache", "1GiB", "--external", "9GiB", "--bytes-per-token", 9999),
         ),
         ("b.png", b"\x89PNG\r\n", ("--sweep", "device=40ktok,80ktok,400ktok")),
-        ("c.png", b"\x89PNG\r\n", ("--device", "60ktok", "--sweep", "external=0,400ktok")),
+        ("c.png", b"\x89PNG\r\n", ("--device-cache", "60ktok", "--sweep", "external=0,400ktok")),
     ],
 )
 def test_a_picture_is_written(kvconnect, trace, tmp_path: Path, name, magic, options):
     path = tmp_path / name
-    code, _, err = kvconnect("simulate", trace, *options, "--requests", 50, "--plot", path)
+    code, _, err = kvconnect("simulate", trace, *options, "--limit", 50, "--plot", path)
     assert code == 0, err
     assert path.read_bytes().startswith(magic)
 
@@ -274,49 +282,69 @@ def test_a_picture_is_written(kvconnect, trace, tmp_path: Path, name, magic, opt
 def test_a_missing_matplotlib_is_named_before_the_work(kvconnect, trace, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(simulate, "_simulate", None)
-    code, out, err = kvconnect("simulate", trace, "--device", "1Mtok", "--plot", tmp_path / "a.png")
+    code, out, err = kvconnect(
+        "simulate", trace, "--device-cache", "1Mtok", "--plot", tmp_path / "a.png"
+    )
     assert (code, out) == (2, "")
     assert "pip install '.[plot]'" in err
 
 
 # ---------------------------------------------------------------- mistakes
 
-STORED = ("--device", "1Mtok", "--external", "9Mtok")
+STORED = ("--device-cache", "1Mtok", "--external", "9Mtok")
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ([], "--device: is needed"),
-        (["--device", "500"], "--device=500: of what"),
-        (["--device", "1GiB"], "--bytes-per-token or --model DIR"),
-        (["--device", "1KiB", "--bytes-per-token", "4096"], "not even one block fits"),
-        (["--device", "1GiB", "--bytes-per-token", "0"], "--bytes-per-token: 0"),
-        (["--device", "1Mtok", "--sweep", "device=2Mtok"], "--sweep gives its sizes"),
+        ([], "--device-cache: is needed"),
+        (["--device-cache", "500"], "--device-cache=500: of what"),
+        (["--device-cache", "1GiB"], "--bytes-per-token or --model DIR"),
+        (["--device-cache", "1KiB", "--bytes-per-token", "4096"], "not even one block fits"),
+        (
+            ["--device-cache", "1GiB", "--bytes-per-token", "0"],
+            "--bytes-per-token 0: must be at least",
+        ),
+        (["--device-cache", "1Mtok", "--sweep", "device=2Mtok"], "--sweep gives its sizes"),
         (["--sweep", "device"], "TIER=SIZE"),
         (["--sweep", "disk=1Mtok"], "TIER=SIZE"),
         (["--sweep", "device=1Mtok,"], "a size such as"),
-        (["--device", "1Mtok", "--tokens-per-block", "24"], "tokens_per_block"),
-        (["--device", "1Mtok", "--offload-min-priority", "101"], "secondary_offload_min_priority"),
-        (["--device", "1Mtok", "--prefill-tokens-per-s", "0"], "prefill_tokens_per_s"),
-        (["--device", "1Mtok", "--requests", "0"], "--requests: 0"),
-        (["--device", "1Mtok", "--store-rate", "8ktok"], "there is no store; give --external"),
+        (["--device-cache", "1Mtok", "--tokens-per-block", "24"], "tokens_per_block"),
+        (
+            ["--device-cache", "1Mtok", "--offload-min-priority", "101"],
+            "secondary_offload_min_priority",
+        ),
+        (["--device-cache", "1Mtok", "--prefill-tokens-per-s", "0"], "prefill_tokens_per_s"),
+        (["--device-cache", "1Mtok", "--limit", "0"], "--limit 0: must be at least"),
+        (
+            ["--device-cache", "1Mtok", "--store-rate", "8ktok"],
+            "there is no store; give --external",
+        ),
         ([*STORED, "--store-rate", "8000"], "--store-rate=8000: of what"),
         ([*STORED, "--store-rate", "8ktok,"], "--store-rate=: a size such as"),
         ([*STORED, "--store-rate", "0"], "store_rate: 0 must be more than nothing"),
         ([*STORED, "--store-rate", "1GiB"], "--store-rate=1GiB: how many tokens are that?"),
-        ([*STORED, "--store-first-byte-s", "1"], "--store-first-byte-s 1.0: needs --store-rate"),
+        ([*STORED, "--store-first-byte", "1s"], "--store-first-byte 1.0: needs --store-rate"),
         ([*STORED, "--step-tokens", "0"], "--step-tokens 0: needs --store-rate"),
         ([*STORED, "--store-rate", "8ktok", "--step-tokens", "0"], "step_tokens: 0"),
         ([*STORED, "--store-rate", "8ktok", "--step-s", "-1"], "step_s: -1.0 must be"),
         ([*STORED, "--store-rate", "8ktok", "--store-first-byte-s", "nan"], "first_byte_s: nan"),
-        (["--device", "1Mtok", "--hash-tokens", "7"], "hash tokens: 7"),
-        (["--device", "1Mtok", "--hash-tokens", "16"], ":1: hash_ids: "),
-        (["--device", "1Mtok", "--retention", "system"], "PART=PRIORITY"),
-        (["--device", "1Mtok", "--retention-file", "nowhere"], "--retention-file nowhere: No such"),
-        (["--device", "1Mtok", "--model", "nowhere"], "--model nowhere: there is no config.json"),
-        (["--device", "1Mtok", "--plot", "nowhere/a.png"], "--plot nowhere/a.png: there is no"),
-        (["--device", "1Mtok", "--plot", "a.gif"], "must end in .png"),
+        (["--device-cache", "1Mtok", "--hash-tokens", "7"], "hash tokens: 7"),
+        (["--device-cache", "1Mtok", "--hash-tokens", "16"], ":1: hash_ids: "),
+        (["--device-cache", "1Mtok", "--retention", "system"], "PART=PRIORITY"),
+        (
+            ["--device-cache", "1Mtok", "--retention-file", "nowhere"],
+            "--retention-file nowhere: No such",
+        ),
+        (
+            ["--device-cache", "1Mtok", "--model", "nowhere"],
+            "--model nowhere: there is no config.json",
+        ),
+        (
+            ["--device-cache", "1Mtok", "--plot", "nowhere/a.png"],
+            "--plot nowhere/a.png: there is no",
+        ),
+        (["--device-cache", "1Mtok", "--plot", "a.gif"], "must end in .png"),
     ],
 )
 def test_a_mistake_is_one_line(kvconnect, trace, options, complaint):
@@ -327,6 +355,6 @@ def test_a_mistake_is_one_line(kvconnect, trace, options, complaint):
 
 
 def test_an_empty_trace_is_refused(kvconnect, write_trace):
-    code, _, err = kvconnect("simulate", write_trace([""]), "--device", "1Mtok")
+    code, _, err = kvconnect("simulate", write_trace([""]), "--device-cache", "1Mtok")
     assert code == 2
     assert "holds no request" in err

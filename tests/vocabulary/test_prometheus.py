@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
+import subprocess
 import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvconnect import trace as trace_module
 from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import ConfigurationError, MissingExtra
+from kvconnect.histograms import BOUNDS
 from kvconnect.overlap import Decision
 from kvconnect.prometheus import METRICS, Collector, serve, snapshot
-from kvconnect.trace import Metrics, count, trace
+from kvconnect.prometheus.table import _STATUSES
+from kvconnect.trace import Event, Metrics, count, trace
 
 ROOT = Path(__file__).parents[2]
 DISK = (("store", "DiskBackend"), ("place", "disk:///kv"))
@@ -40,7 +45,20 @@ def value(name, **labels):
 
 
 def names(text):
-    return set(re.findall(r"kvconnect_[a-z_]+", text))
+    return {base(one) for one in re.findall(r"kvconnect_[a-z_]+", text)}
+
+
+def base(series):
+    """The metric of a series: a histogram has several."""
+    return re.sub(r"_(bucket|sum|count)$", "", series)
+
+
+def labels_of():
+    """The labels of every series, by its metric."""
+    return {
+        one.name: {"instance", "engine", *one.labels, *(["le"] if one.bounds else [])}
+        for one in METRICS
+    }
 
 
 # ------------------------------------------------------------------------------------- the names
@@ -73,13 +91,13 @@ def test_the_dashboard_shows_every_metric_and_no_other():
 def test_the_dashboard_uses_labels_that_its_metrics_have():
     folder = ROOT / "examples/observability/grafana/dashboards"
     dashboard = json.loads((folder / "kvconnect.json").read_text(encoding="utf-8"))
-    labels = {one.name: {"instance", "engine", *one.labels} for one in METRICS}
+    labels = labels_of()
     seen = 0
     for panel in dashboard["panels"]:
         for target in panel.get("targets", ()):
             used = re.findall(r"(kvconnect_[a-z_]+)\{([^}]*)\}", target["expr"])
             for name, matchers in used:
-                assert set(re.findall(r"(\w+)=~?", matchers)) <= labels[name], target["expr"]
+                assert set(re.findall(r"(\w+)=~?", matchers)) <= labels[base(name)], target["expr"]
                 seen += 1
             grouped = {
                 label
@@ -88,7 +106,7 @@ def test_the_dashboard_uses_labels_that_its_metrics_have():
             }
             shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
             assert shown <= grouped, target
-            assert grouped <= set().union(*(labels[name] for name, _ in used)), target
+            assert grouped <= set().union(*(labels[base(name)] for name, _ in used)), target
     assert seen > 20
 
 
@@ -102,6 +120,50 @@ def test_the_documented_ratios_divide_series_of_the_same_labels():
         left = {() if one.startswith("sum(") else labels[names(one).pop()] for one in sides}
         summed = {one.startswith("sum(") for one in sides}  # `instance` and `job` are gone then
         assert len(left) == len(summed) == 1, sides
+
+
+# ------------------------------------------------------------------------------------- alerts
+
+ALERTS = ROOT / "examples/observability/alerts.yaml"
+
+
+def rules():
+    (group,) = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    return group["rules"]
+
+
+def test_alerts_use_metrics_labels_and_values_that_there_are():
+    labels = labels_of()
+    for rule in rules():
+        used = names(rule["expr"])
+        assert used, rule
+        assert used <= labels.keys(), rule
+        for name, matchers in re.findall(r"(kvconnect_[a-z_]+)\{([^}]*)\}", rule["expr"]):
+            for label, values in re.findall(r'(\w+)=~"([^"]+)"', matchers):
+                assert label in labels[base(name)]
+                assert set(values.split("|")) <= set(map(str, (*FAULTS, *_STATUSES))), rule
+        grouped = set(re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", rule["expr"]))))
+        have = grouped or set.intersection(*(labels[name] for name in used))
+        assert have <= set().union(*(labels[name] for name in used))
+        shown = set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"])))
+        assert shown <= have, rule
+
+
+def test_every_alert_is_documented_and_loaded():
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `(Kvconnect\w+)` \|", page, re.MULTILINE)
+    assert documented == [rule["alert"] for rule in rules()]
+    prometheus = yaml.safe_load((ALERTS.parent / "prometheus.yaml").read_text(encoding="utf-8"))
+    assert prometheus["rule_files"] == [ALERTS.name]
+
+
+def test_promtool_accepts_rules_and_configuration():
+    tool = shutil.which("promtool")
+    if tool is None:
+        pytest.skip("promtool is not on PATH: the rules were not checked by Prometheus itself")
+    for check in (("rules", ALERTS), ("config", ALERTS.parent / "prometheus.yaml")):
+        done = subprocess.run([tool, "check", *check], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ------------------------------------------------------------------------------------- the numbers
@@ -252,6 +314,58 @@ def test_pulls_and_peers_are_told(metrics: Metrics):
     assert told("pull_seconds_total") > 0
     assert (told("peers", role="readers"), told("peers", role="sources")) == (3, 2)
     assert (told("quarantined_blocks"), told("leased_bytes")) == (5, 9)
+
+
+# ------------------------------------------------------------------------------------- histograms
+
+
+def test_a_histogram_has_every_number_in_its_bucket_and_their_sum(metrics: Metrics):
+    load, store = ("store.load", DISK), dict(DISK, operation="load")
+    for nbytes in (1, 4096, 4097, 5 << 30):
+        count(*load, bytes=nbytes)
+    count(*load, bytes=0)  # nothing was moved
+    name = "kvconnect_store_call_bytes"
+    found = {bound: value(f"{name}_bucket", **store, le=bound) for bound in ("4096", "16384")}
+    assert found == {"4096": 2, "16384": 3}
+    assert value(f"{name}_bucket", **store, le="1.07374e+09") is None, "bounds are exact"
+    assert value(f"{name}_bucket", **store, le="1073741824") == 3
+    assert value(f"{name}_bucket", **store, le="+Inf") == 4
+    assert value(f"{name}_count", **store) == 4
+    assert value(f"{name}_sum", **store) == 1 + 4096 + 4097 + (5 << 30)
+    assert value(f"{name}_count", **dict(store, operation="save")) is None
+
+
+def test_the_bounds_shown_are_those_that_are_counted_by(metrics: Metrics):
+    for event, numbers in BOUNDS.items():
+        metrics.emit(Event(event, 0.3, dict.fromkeys(numbers, 70_000.0), labels=DISK))
+    shown = {}
+    for family in Collector().collect():
+        if family.type == "histogram":
+            shown[family.name] = {
+                float(one.labels["le"]) for one in family.samples if "le" in one.labels
+            }
+    for one in METRICS:
+        if one.bounds:
+            assert shown.pop(one.name) == {*one.bounds, float("inf")}
+    assert not shown
+
+
+def test_a_call_that_fails_took_its_time_too(metrics: Metrics):
+    with pytest.raises(OSError, match="planted"), trace("store.save", REDIS):
+        raise OSError("planted")
+    store = dict(REDIS, operation="save")
+    assert value("kvconnect_store_call_seconds_count", **store) == 1
+    assert value("kvconnect_store_call_seconds_sum", **store) > 0
+
+
+@pytest.mark.parametrize("event", ["first_token", "between_tokens"])
+def test_times_of_tokens_are_told_by_model(metrics: Metrics, event):
+    for model, seconds in (("a", 0.2), ("a", 0.3), ("b", 7.0)):
+        metrics.emit(Event(f"server.{event}", seconds, labels=(("model", model),)))
+    name = f"kvconnect_{event}_seconds"
+    assert value(f"{name}_bucket", model="a", le="0.25") == 1
+    assert value(f"{name}_sum", model="a") == 0.5
+    assert value(f"{name}_count", model="b") == 1
 
 
 # ------------------------------------------------------------------------------------- serving

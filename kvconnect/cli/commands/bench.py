@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvconnect.backends.url import StoreUrl, parse_size
 from kvconnect.bench.checkout import from_checkout, has_checkout
-from kvconnect.cli.command import Subparsers, add_number, require_at_least_one, tell
+from kvconnect.cli.command import Subparsers, add_json, add_number, require_at_least_one, tell
 from kvconnect.errors import ConfigurationError
 
 __all__ = ["add_model_options", "add_options", "add_run"]
@@ -61,7 +61,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_run(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None]) -> None:
     """Adds ``--json``, and makes the command call `run` with the arguments."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

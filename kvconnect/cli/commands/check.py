@@ -8,9 +8,9 @@ import shutil
 from typing import TYPE_CHECKING
 
 from kvconnect.backends.main_loop import run_to_end
-from kvconnect.backends.url import StoreUrl
+from kvconnect.backends.url import StoreUrl, parse_duration
 from kvconnect.bench.checkout import from_checkout
-from kvconnect.cli.command import add_number, require_at_least_one
+from kvconnect.cli.command import add_duration, add_number, add_old_name, require_at_least_one
 from kvconnect.errors import ConfigurationError
 from kvconnect.operations.progress import Progress
 
@@ -29,10 +29,11 @@ _EPILOG = """\
 examples:
   kvconnect check disk:///var/cache/kv
   kvconnect check redis://localhost/9 --only contract --only integrity
-  kvconnect check disk:///var/cache/kv --soak --minutes 30
+  kvconnect check disk:///var/cache/kv --soak --for 30m
   kvconnect check redis://localhost/9 --only "end to end" --tensor-parallel-size 2
 
-exit codes: 0 nothing failed, 1 a check failed, 2 wrong usage or configuration
+exit codes: 0 nothing failed, 1 a check failed, 2 wrong usage or configuration, 4 the store cannot
+be reached or does not do its work
 """
 
 
@@ -54,7 +55,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--seed", "of everything random")
     parser.add_argument("--long", action="store_true", help="the long form: 200 kills, and so on")
     parser.add_argument("--soak", action="store_true", help="random faults, and nothing else")
-    add_number(parser, "--minutes", "of --soak", default=30.0, metavar="M")
+    add_duration(parser, "--for", "how long to --soak", default="30m")
+    add_old_name(parser, "--minutes", "--for", _minutes)
     add_number(
         parser,
         "--tensor-parallel-size",
@@ -67,12 +69,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
+def _minutes(text: str) -> float:
+    try:
+        return parse_duration(f"{text}m", field="--minutes")
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Checks the store, prints a table, and exits with 1 if anything failed."""
     from kvconnect.testing.subjects import DiskSubject, subject_of
 
-    if arguments.minutes <= 0:
-        raise ConfigurationError(f"--minutes {arguments.minutes:g}: must be longer than nothing")
     require_at_least_one(arguments, "tensor_parallel_size")
     seed = secrets.randbelow(1 << 31) if arguments.seed is None else arguments.seed
     subject = subject_of(arguments.url, small=arguments.small)
@@ -124,7 +131,7 @@ def _soak(arguments: argparse.Namespace, subject: Subject, seed: int) -> bool:
         run_soak = from_checkout("soaks.soak", "check --soak").soak
     else:
         run_soak = from_checkout("soaks.rank_soak", "check --soak").soak_ranks
-    seconds = arguments.minutes * 60
+    seconds: float = arguments.for_s
     done = 0.0
     with Progress("soak", round(seconds), "s") as progress:
 

@@ -15,9 +15,10 @@ from kvconnect.backend import StoredEntry
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size
+from kvconnect.cli.command import add_json
 from kvconnect.cli.options.selection import Selection
 from kvconnect.cli.visit import add_url
-from kvconnect.errors import BackendUnavailable, BadFrame, ConfigurationError
+from kvconnect.errors import BadFrame, ConfigurationError, RetryLater
 from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.visit import listed, visiting
@@ -42,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_url(parser, "source")
     add_url(parser, "target")
     Selection.add_options(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -62,7 +63,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigurationError: source and target are the same.
-        BackendUnavailable: the target takes no more.
+        RetryLater: the target takes no more.
+        NothingMatched: no block is of the model, salt, adapter or group that is named.
         BadFrame: bad blocks were left behind.
     """
     if arguments.source == arguments.target:
@@ -77,6 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
     finally:
         if done.opened:
             _report(arguments, done, time.monotonic() - start)
+    selection.require_match(found=done.copied + done.skipped + done.bad + done.gone > 0)
     if done.bad:
         raise BadFrame(f"{done.bad} bad blocks were left behind; 'kvconnect verify' lists them")
 
@@ -203,7 +206,7 @@ async def _write(target: GuardedBackend, batch: Sequence[ReadFrame], done: _Copi
             done.copied += stored
             done.bytes += sum(block.data.numel() for block in blocks[:stored])
         if not stored:
-            raise BackendUnavailable("TARGET takes no more blocks; give it more room, then go on")
+            raise RetryLater("TARGET takes no more blocks; give it more room, then go on")
         blocks = blocks[stored:]
 
 
@@ -220,7 +223,7 @@ async def _warn_if_too_small(target: GuardedBackend, nbytes: int) -> None:
 def _report(arguments: argparse.Namespace, done: _Copied, seconds: float) -> None:
     rate = done.bytes / max(seconds, 1e-9)
     if arguments.json:
-        numbers = asdict(done) | {"seconds": seconds, "bytes_per_second": rate}
+        numbers = asdict(done) | {"elapsed_s": seconds, "bytes_per_s": rate}
         del numbers["opened"]
         print(json.dumps(numbers), flush=True)
         return

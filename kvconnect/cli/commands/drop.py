@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from dataclasses import asdict
 
-from kvconnect.backends.url import format_size
-from kvconnect.cli.command import NothingMatched
-from kvconnect.cli.wanted import add_wanted, notes_of, store_and_wanted
-from kvconnect.operations.drop import Dropped
+from kvconnect.cli.command import NothingMatched, add_json
+from kvconnect.cli.wanted import add_wanted, report, store_and_wanted
+from kvconnect.operations.result import Result
 
 __all__ = ["add_options", "run"]
 
@@ -20,7 +17,8 @@ examples:
   kvconnect drop disk:///var/cache/kv MODEL --prompt-file contract.txt --continued
   kvconnect drop redis://host --key 8c1f03a2b4d5e6f7
 
-exit codes: 0 all is deleted, 1 something stays, 2 wrong usage or configuration, 3 nothing matched
+exit codes: 0 all is deleted, 2 wrong usage or configuration, 3 nothing matched, 4 the store or a
+tier of it does not answer, so that something may stay
 """
 
 
@@ -39,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--continued", action="store_true", help="also all blocks that continue the prompts or keys"
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -51,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
         NothingMatched: the store has none of it.
     """
     store, which = store_and_wanted(arguments)
-    done = Dropped()
+    done = Result()
     try:
         store.drop(continued=arguments.continued, dry_run=arguments.dry_run, into=done, **which)
     finally:
@@ -61,16 +59,9 @@ def run(arguments: argparse.Namespace) -> None:
         raise NothingMatched("no block matched")
 
 
-def _report(arguments: argparse.Namespace, done: Dropped) -> None:
-    if arguments.json:
-        numbers = asdict(done) | {"dry_run": arguments.dry_run}
-        del numbers["opened"]
-        print(json.dumps(numbers), flush=True)
-        return
+def _report(arguments: argparse.Namespace, done: Result) -> None:
     what = "would drop" if arguments.dry_run else "dropped"
-    size = format_size(done.bytes)
-    counted = f"{what} {done.blocks} blocks, {size}, {done.tokens} tokens"
-    print("; ".join([counted, *notes_of(done)]), flush=True)
+    report(arguments, done, what, dry_run=arguments.dry_run)
     if done.unknown:
         print(
             f"kvconnect: of {done.unknown} blocks that stay it is not known whose they are: older "

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING
 
-from kvconnect.backends.url import format_size
-from kvconnect.cli.command import NothingMatched
-from kvconnect.cli.wanted import add_wanted, notes_of, store_and_wanted
-
-if TYPE_CHECKING:
-    from kvconnect.operations.export import Exported
+from kvconnect.cli.command import NothingMatched, add_json
+from kvconnect.cli.wanted import add_wanted, report, store_and_wanted
 
 __all__ = ["add_options", "run"]
 
@@ -33,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a file with a secret of 32 bytes or more: 'import' with the same one refuses a file "
         "that anybody else made",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -53,23 +46,13 @@ def run(arguments: argparse.Namespace) -> None:
         store.export(arguments.output, key_file=arguments.key_file, into=done, **which)
     finally:
         if done.opened:
-            _report(arguments, done)
+            report(
+                arguments,
+                done,
+                "exported",
+                f"{done.resumed} were there from before" * bool(done.resumed),
+                f"{done.bad} are bad" * bool(done.bad),
+                f"{done.gone} were dropped meanwhile" * bool(done.gone),
+            )
     if not done.blocks:
         raise NothingMatched("no block matched")
-
-
-def _report(arguments: argparse.Namespace, done: Exported) -> None:
-    if arguments.json:
-        numbers = asdict(done)
-        del numbers["opened"]
-        print(json.dumps(numbers), flush=True)
-        return
-    notes = notes_of(done)
-    if done.resumed:
-        notes.append(f"{done.resumed} were there from before")
-    if done.bad:
-        notes.append(f"{done.bad} are bad")
-    if done.gone:
-        notes.append(f"{done.gone} were dropped meanwhile")
-    counted = f"exported {done.blocks} blocks, {format_size(done.bytes)}, {done.tokens} tokens"
-    print("; ".join([counted, *notes]), flush=True)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, TextIO
 
-from kvconnect.cli.command import Options, add_number, picked
+from kvconnect.cli.command import Options, add_json, add_number, add_old_name, picked
 from kvconnect.cli.options.engine_options import (
     add_cache_options,
     add_engine_options,
@@ -73,26 +73,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _add_input(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts and output")
     add_prompt_options(group)
-    group.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    add_json(group, "prompt")
 
 
 def _add_sharing(group: Options) -> None:
-    group.add_argument("--cache-salt", metavar="S", help="share cached blocks only under one salt")
+    group.add_argument("--salt", metavar="TEXT", help="share cached blocks only under one salt")
+    add_old_name(group, "--cache-salt", "--salt")
     group.add_argument(
         "--retention",
         nargs="+",
         action="extend",
         default=[],
-        metavar="R",
-        help="how long blocks are worth keeping: START:END=PRIORITY[:DURATION] for prompt tokens, "
-        "decode=PRIORITY[:DURATION] for the answer; priorities 0 to 100, 35 by default; for "
-        "example 0:1024=90:30s",
+        metavar="PART=PRIORITY[:DURATION]",
+        help="how long blocks are worth keeping; PART is prompt tokens, as in 0:1024=90:30s, or "
+        "decode, the answer; priorities are 0 to 100, 35 without (default: none)",
     )
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-    add_number(group, "--max-tokens", default=64)
+    add_number(group, "--max-tokens", "of an answer", default=16)
     add_number(group, "--min-tokens", "no end before so many", default=0)
     add_number(group, "--n", "answers to each prompt; needs a temperature", default=1)
     add_number(group, "--temperature", "0 is greedy", default=0.0, metavar="X")
@@ -201,7 +201,7 @@ def _answers(
 def _print(output: RequestOutput) -> None:
     for completion in output.outputs:
         print(shown_on(sys.stdout, completion.text), flush=True)
-    late = " (its lookup came too late: --lookup-timeout-ms)" if output.lookup_late else ""
+    late = " (its lookup came too late: --lookup-timeout)" if output.lookup_late else ""
     first = "" if output.ttft_ms is None else f"first token after {output.ttft_ms:.0f} ms; "
     print(
         f"[{output.prompt_tokens} prompt tokens: {output.reused_device_tokens} reused from the "

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING
 
-from kvconnect.backends.url import format_size
+from kvconnect.cli.command import add_json
 from kvconnect.cli.visit import add_url
+from kvconnect.cli.wanted import report
 from kvconnect.operations.prompt_store import PromptStore
-
-if TYPE_CHECKING:
-    from kvconnect.operations.import_ import Imported
 
 __all__ = ["add_options", "run"]
 
@@ -41,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what engines name the weights of MODEL, if they do (model_revision)",
     )
     parser.add_argument("--key-file", metavar="F", help="the key file that it was made with")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -59,18 +54,5 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         store.import_(arguments.file, key_file=arguments.key_file, into=done)
     finally:
-        if done.checked:
-            _report(arguments, done)
-
-
-def _report(arguments: argparse.Namespace, done: Imported) -> None:
-    if arguments.json:
-        numbers = asdict(done)
-        del numbers["checked"]
-        print(json.dumps(numbers), flush=True)
-        return
-    counted = f"imported {done.blocks} blocks, {format_size(done.bytes)}"
-    notes = [f"{done.present} were there already", f"the file has {done.tokens} tokens"]
-    if not done.complete:
-        notes.append("not complete: the same command goes on")
-    print("; ".join([counted, *notes]), flush=True)
+        if done.opened:
+            report(arguments, done, "imported", f"{done.present} were there already")

@@ -13,7 +13,7 @@ from typing import Any
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import format_size
-from kvconnect.cli.command import add_number, require_at_least_one
+from kvconnect.cli.command import add_json, add_number, require_at_least_one
 from kvconnect.cli.options.selection import Selection
 from kvconnect.cli.visit import add_url
 from kvconnect.keys import KEY_NBYTES, salt_of
@@ -51,19 +51,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="oldest, longest unused, largest or most important first",
     )
     add_number(parser, "--limit", "only the first so many")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per block")
+    add_json(parser, "block")
     Selection.add_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints the listing."""
+    """Prints the listing.
+
+    Raises:
+        NothingMatched: no block is of the model, salt, adapter or group that is named.
+    """
     require_at_least_one(arguments, "limit")
     selection = Selection.from_arguments(arguments)
-    run_to_end(_list(arguments, selection))
+    selection.require_match(found=run_to_end(_list(arguments, selection)))
 
 
-async def _list(arguments: argparse.Namespace, selection: Selection) -> None:
+async def _list(arguments: argparse.Namespace, selection: Selection) -> bool:
+    """Prints the chosen blocks; returns whether there was one."""
+    found = False
     show = _print_json if arguments.json else _print_row
     async with visiting(arguments.url, "read") as store:
         listed(arguments.url, store)
@@ -73,6 +79,8 @@ async def _list(arguments: argparse.Namespace, selection: Selection) -> None:
             entries = each_block(store, progress)
             async for entry in _chosen(entries, selection, arguments.sort, arguments.limit):
                 show(entry)
+                found = True
+    return found
 
 
 async def _chosen(

@@ -34,8 +34,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preset", default="tiny", help="size to start from: tiny or demo (default: tiny)"
     )
-    add_number(parser, "--seed", "of the weights", default=0, metavar="SEED")
-    parser.add_argument("--dtype", default="float32", help="of the weights (default: float32)")
+    add_number(parser, "--seed", "of the weights", default=0)
+    parser.add_argument(
+        "--dtype", default="float32", metavar="D", help="of the weights (default: float32)"
+    )
     parser.add_argument("--force", action="store_true", help="write into a directory with a model")
     sizes = parser.add_argument_group("size", "Each replaces a number of the preset.")
     for name, meaning in _SIZES.items():

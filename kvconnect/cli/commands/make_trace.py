@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvconnect.cli.command import add_number, picked
+from kvconnect.cli.command import add_number, add_old_name, picked
 from kvconnect.errors import ConfigurationError
 from kvconnect.operations.progress import Progress
 
@@ -41,7 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "length of a system prompt; half of it for chats, twice for agents",
         default=1536,
     )
-    add_number(parser, "--max-tokens", "a session ends before it gets longer", default=32_768)
+    add_number(parser, "--session-tokens", "a session ends before it gets longer", default=32_768)
+    add_old_name(parser, "--max-tokens", "--session-tokens")
     add_number(parser, "--hash-tokens", "tokens that a hash id stands for", default=512)
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
     parser.set_defaults(run=run)
@@ -59,7 +60,8 @@ def run(arguments: argparse.Namespace) -> None:
         num_requests=arguments.requests,
         requests_per_s=arguments.rate,
         mix=_mix(arguments.mix),
-        **picked(arguments, "seed", "system_prompts", "system_tokens", "max_tokens", "hash_tokens"),
+        max_tokens=arguments.session_tokens,
+        **picked(arguments, "seed", "system_prompts", "system_tokens", "hash_tokens"),
     )
     if arguments.file == "-":
         sys.stdout.writelines(workload.lines())

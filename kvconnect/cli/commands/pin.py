@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from kvconnect.backends.url import parse_duration
-from kvconnect.cli.command import NothingMatched
-from kvconnect.cli.pinning import report_pins
-from kvconnect.cli.wanted import add_wanted, store_and_wanted
-from kvconnect.errors import BackendUnavailable
+from kvconnect.cli.command import NothingMatched, add_duration, add_json
+from kvconnect.cli.wanted import add_wanted, report, store_and_wanted
+from kvconnect.errors import RetryLater
 
 __all__ = ["add_options", "run"]
 
@@ -23,13 +21,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "blocks, 'prune' does not."
     )
     add_wanted(parser)
-    parser.add_argument(
-        "--for",
-        dest="duration",
-        metavar="TIME",
-        help="so long from now: 12h, 7d, …; default: until they are unpinned",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_duration(parser, "--for", "so long from now: 12h, 7d, …; default: until they are unpinned")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -39,21 +32,19 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: no option names what to pin, or the store has no pins.
         NothingMatched: the store has none of it.
-        BackendUnavailable: some blocks have no room in the share of pinned blocks.
+        RetryLater: some blocks have no room in the share of pinned blocks.
     """
     from kvconnect.operations.pin import Pinned
 
-    for_s = None
-    if arguments.duration is not None:
-        for_s = parse_duration(arguments.duration, field="--for")
     store, which = store_and_wanted(arguments)
     done = Pinned()
     try:
-        store.pin(for_s=for_s, into=done, **which)
+        store.pin(for_s=arguments.for_s, into=done, **which)
     finally:
         if done.opened:
-            report_pins(arguments, done, "pinned")
+            refused = f"{done.refused} have no room in the share of pinned blocks (pin_fraction)"
+            report(arguments, done, "pinned", refused * bool(done.refused))
     if done.refused:
-        raise BackendUnavailable(f"{done.refused} blocks are not pinned")
+        raise RetryLater(f"{done.refused} blocks are not pinned")
     if not done.blocks:
         raise NothingMatched("no block matched")

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from kvconnect.backend import Access, Backend, StoredEntry
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import format_size, parse_size
-from kvconnect.cli.command import NothingMatched
+from kvconnect.cli.command import add_json
 from kvconnect.cli.options.selection import Selection
 from kvconnect.cli.visit import add_url
 from kvconnect.errors import ConfigurationError
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--to-size", metavar="SIZE", help="until the store holds so much, as in 10GiB"
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -54,7 +54,7 @@ class _Pruned:
     kept: int = 0
     kept_bytes: int = 0
     unknown: int = 0
-    pinned: int = 0
+    pinned_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -134,8 +134,7 @@ def run(arguments: argparse.Namespace) -> None:
     finally:
         if pruned.opened:
             _report(arguments, pruned)
-    if selection.names_something and not pruned.matched:
-        raise NothingMatched("no block matched")
+    selection.require_match(found=pruned.matched)
 
 
 async def _prune(
@@ -152,7 +151,7 @@ async def _prune(
             async with Progress(f"list {name}", 0, "blocks") as progress:
                 async for entry in each_block(part, progress):
                     fits = selection.fits(entry)
-                    pruned.pinned += fits and entry.pinned_until > 0
+                    pruned.pinned_blocks += fits and entry.pinned_until > 0
                     inventory.add(entry, chosen=fits and not entry.pinned_until)
                     pruned.unknown += selection.cannot_tell(entry)
             pruned.matched |= bool(inventory.chosen)
@@ -201,9 +200,9 @@ def _report(arguments: argparse.Namespace, pruned: _Pruned) -> None:
         f"{pruned.kept} blocks, {format_size(pruned.kept_bytes)}, stay",
         flush=True,
     )
-    if pruned.pinned:
+    if pruned.pinned_blocks:
         print(
-            f"kvconnect: {pruned.pinned} pinned blocks stay; 'drop' deletes them, too",
+            f"kvconnect: {pruned.pinned_blocks} pinned blocks stay; 'drop' deletes them, too",
             file=sys.stderr,
         )
     if pruned.unknown:

@@ -6,7 +6,8 @@ import argparse
 import os
 from functools import partial
 
-from kvconnect.cli.command import add_number, picked
+from kvconnect.cli.command import add_duration, add_number, picked
+from kvconnect.cli.options.config_file import add_config
 from kvconnect.cli.options.http_options import (
     ROUTER_SECRET,
     add_http_options,
@@ -29,6 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"the environment come {_INSTANCE_API_KEY}, the API key of these servers, and "
         f"{ROUTER_SECRET}, the secret that they know this router by."
     )
+    add_config(parser)
     group = parser.add_argument_group("servers")
     group.add_argument(
         "--prefill",
@@ -54,12 +56,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "each layer is fetched while the next one is computed)",
     )
     for option, about, default in (
-        ("--prefill-timeout", "then the decode server computes the prompt", 60.0),
-        ("--request-timeout", "of a whole answer", 600.0),
-        ("--health-interval", "between questions to each server how it is", 1.0),
-        ("--health-timeout", "a server that does not say is down", 5.0),
+        ("--prefill-timeout", "then the decode server computes the prompt", "60s"),
+        ("--request-timeout", "of a whole answer", "10m"),
+        ("--health-interval", "between questions to each server how it is", "1s"),
+        ("--health-timeout", "a server that does not say is down", "5s"),
     ):
-        add_number(group, option, about, default=default, metavar="S")
+        add_duration(group, option, about, default=default)
     add_number(
         group, "--max-requests", "that are under way; more are answered with 429", default=1024
     )
@@ -82,10 +84,8 @@ def run(arguments: argparse.Namespace) -> None:
     settings = RouteSettings(
         **http_fields(arguments),
         **picked(arguments, "prefill", "decode", "stream_layers", "max_requests"),
-        prefill_timeout_s=arguments.prefill_timeout,
-        request_timeout_s=arguments.request_timeout,
-        health_interval_s=arguments.health_interval,
-        health_timeout_s=arguments.health_timeout,
+        **picked(arguments, "prefill_timeout_s", "request_timeout_s"),
+        **picked(arguments, "health_interval_s", "health_timeout_s"),
         instance_api_key=os.environ.get(_INSTANCE_API_KEY),
         router_secret=os.environ.get(ROUTER_SECRET),
     )

@@ -10,6 +10,7 @@ from pydantic import SecretStr
 
 from kvconnect.address import host_and_port, is_loopback
 from kvconnect.cli.command import add_number, picked
+from kvconnect.cli.options.config_file import add_config
 from kvconnect.cli.options.engine_options import (
     add_cache_options,
     add_engine_options,
@@ -42,10 +43,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "with 0; a second one does not wait for them."
     )
     add_model(parser)
+    add_config(parser)
     _add_server(parser)
     _add_transfer(parser)
-    add_cache_options(parser, lookup_timeout_ms=20.0)
-    add_engine_options(parser, scheduling="max_utilization")
+    add_cache_options(parser)
+    add_engine_options(parser)
     parser.set_defaults(run=run)
 
 

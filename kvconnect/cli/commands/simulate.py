@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvconnect.cli.command import add_number
+from kvconnect.cli.command import add_json, add_number, add_old_name, require_at_least_one
 from kvconnect.cli.interrupt import note_interrupt
 from kvconnect.cli.machines import parse_machines
 from kvconnect.cli.store_rates import add_store_rates, parse_store_rates
@@ -37,10 +37,10 @@ make-trace writes synthetic ones."""
 _EPILOG = """\
 examples:
   kvconnect make-trace trace.jsonl --requests 20000
-  kvconnect simulate trace.jsonl --device 500ktok --host 2Mtok --plot over-time.png
+  kvconnect simulate trace.jsonl --device-cache 500ktok --host-cache 2Mtok --plot over-time.png
   kvconnect simulate trace.jsonl --model DIR --sweep device=4GiB,8GiB,16GiB,32GiB --plot sizes.png
-  kvconnect simulate trace.jsonl --device 500ktok --retention system=90:600s
-  kvconnect simulate trace.jsonl --device 200ktok --external 9Mtok --store-rate 2ktok,8ktok,32ktok
+  kvconnect simulate trace.jsonl --device-cache 500ktok --retention system=90:600s
+  kvconnect simulate trace.jsonl --device-cache 200ktok --external 9Mtok --store-rate 2ktok,8ktok
 """
 
 
@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_tiers(parser)
     _add_serving(parser)
     add_store_rates(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
     parser.set_defaults(run=run)
 
@@ -62,8 +62,10 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "cache", "SIZE is in bytes (16GiB) or in tokens (500000tokens, 500ktok, 2Mtok)."
     )
-    group.add_argument("--device", metavar="SIZE", help="KV memory of the device")
-    group.add_argument("--host", metavar="SIZE", help="pinned host memory (default: none)")
+    group.add_argument("--device-cache", metavar="SIZE", help="KV memory of the device")
+    group.add_argument("--host-cache", metavar="SIZE", help="pinned host memory (default: none)")
+    for tier in ("device", "host"):
+        add_old_name(group, f"--{tier}", f"--{tier}-cache")
     group.add_argument("--external", metavar="SIZE", help="a store beyond it (default: none)")
     group.add_argument(
         "--sweep", metavar="TIER=SIZE,…", help="one run for each size of device, host or external"
@@ -81,11 +83,11 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="PART=PRIORITY[:DURATION]",
-        help="what requests ask for; PART is system, prompt, output or tokens as in 0-2048; "
+        help="what requests ask for; PART is system, prompt, decode or prompt tokens as in 0:2048; "
         "priorities are 0 to 100, 35 without (default: none)",
     )
     policy.add_argument(
-        "--retention-file", metavar="F", help="the same, as the fields of KvCacheRetentionConfig"
+        "--retention-file", metavar="FILE", help="the same, as the fields of KvCacheRetentionConfig"
     )
     add_number(
         group,
@@ -98,7 +100,8 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
 
 def _add_serving(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
-    add_number(group, "--requests", "only the first so many (default: all)")
+    add_number(group, "--limit", "only the first so many (default: all)")
+    add_old_name(group, "--requests", "--limit")
     add_number(group, "--hash-tokens", "tokens that a hash id stands for", default=512)
     add_number(
         group,
@@ -148,11 +151,7 @@ def _simulate(arguments: argparse.Namespace) -> Report:
     from kvconnect.simulate.simulator import Simulator
     from kvconnect.simulate.trace_reader import TraceReader
 
-    for name in ("requests", "bytes_per_token"):
-        number = getattr(arguments, name)
-        if number is not None and number < 1:
-            option = name.replace("_", "-")
-            raise ConfigurationError(f"--{option}: {number} must be at least 1")
+    require_at_least_one(arguments, "limit", "bytes_per_token")
     token_nbytes = _token_nbytes(arguments)
     policy = _policy(arguments)
     machines = parse_machines(arguments, token_nbytes)
@@ -163,7 +162,7 @@ def _simulate(arguments: argparse.Namespace) -> Report:
             Simulator(machine, policy, mine if rates else None)
             for (_, machine), mine in zip(machines.runs, hits, strict=True)
         ]
-        num_read, interrupted = _drive(simulators, trace, arguments.requests)
+        num_read, interrupted = _drive(simulators, trace, arguments.limit)
     if num_read == 0 and not interrupted:
         raise ConfigurationError(f"trace '{trace.name}': holds no request")
     return Report(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size, parse_size
+from kvconnect.cli.command import add_json
 from kvconnect.cli.visit import add_url
 from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
@@ -32,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_url(parser)
     parser.add_argument("--quick", action="store_true", help="do not list the blocks")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from kvconnect.cli.command import NothingMatched
-from kvconnect.cli.pinning import report_pins
-from kvconnect.cli.wanted import add_wanted, store_and_wanted
+from kvconnect.cli.command import NothingMatched, add_json
+from kvconnect.cli.wanted import add_wanted, report, store_and_wanted
 
 __all__ = ["add_options", "run"]
 
@@ -18,7 +17,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "only: other prompts may need those before it."
     )
     add_wanted(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -37,6 +36,6 @@ def run(arguments: argparse.Namespace) -> None:
         store.unpin(into=done, **which)
     finally:
         if done.opened:
-            report_pins(arguments, done, "unpinned")
+            report(arguments, done, "unpinned")
     if not done.blocks:
         raise NothingMatched("no pinned block matched")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size
+from kvconnect.cli.command import add_json
 from kvconnect.cli.visit import add_url
 from kvconnect.errors import BadFrame
 from kvconnect.operations.listing import each_block
@@ -34,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_url(parser)
     parser.add_argument("--delete", action="store_true", help="delete what is bad")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

@@ -7,8 +7,14 @@ from inspect import signature
 from typing import TYPE_CHECKING
 
 from kvconnect.backends.url import parse_size
-from kvconnect.cli.command import Options, add_number, picked
-from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig, TransferConfig
+from kvconnect.cli.command import Options, add_duration, add_number, add_old_name, picked
+from kvconnect.config import (
+    DEFAULT_LOOKUP_TIMEOUT_MS,
+    DEFAULT_SCHEDULING,
+    KvCacheConfig,
+    KvCacheConnectorConfig,
+    TransferConfig,
+)
 from kvconnect.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "add_cache_options",
     "add_engine_options",
+    "add_lookup_timeout",
     "add_model",
     "check_model",
     "connector_of",
@@ -34,19 +41,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_cache_options(
-    parser: argparse.ArgumentParser, *, lookup_timeout_ms: float = 1000.0
-) -> Options:
+def add_cache_options(parser: argparse.ArgumentParser) -> Options:
     """Adds the options of the KV cache and the store; returns their group."""
     group = parser.add_argument_group("KV cache")
     group.add_argument("--store", metavar="URL", help="for example disk:///var/cache/kv")
-    add_number(
-        group,
-        "--lookup-timeout-ms",
-        "what the store may delay a step by; later answers are misses",
-        default=lookup_timeout_ms,
-        metavar="MS",
-    )
+    add_lookup_timeout(group)
     group.add_argument(
         "--overlap-loads",
         action="store_true",
@@ -76,16 +75,23 @@ def add_cache_options(
     return group
 
 
-def add_engine_options(
-    parser: argparse.ArgumentParser, *, scheduling: str = "guaranteed_no_evict"
-) -> Options:
+def add_lookup_timeout(parser: Options) -> None:
+    """Adds the option for how long a step waits for the store's answers."""
+    add_duration(
+        parser,
+        "--lookup-timeout",
+        "what the store may delay a step by; later answers are misses",
+        default=f"{DEFAULT_LOOKUP_TIMEOUT_MS:g}ms",
+        unit="ms",
+        zero=True,
+    )
+    add_old_name(parser, "--lookup-timeout-ms", "--lookup-timeout", float)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> Options:
     """Adds the options of the engine; returns their group.
 
     An option that is named like an argument of `LLM` becomes that argument.
-
-    Args:
-        parser: gets the options.
-        scheduling: default of ``--scheduling``.
     """
     group = parser.add_argument_group("engine")
     add_number(group, "--max-num-tokens", "tokens of a step", default=2048)
@@ -93,10 +99,10 @@ def add_engine_options(
     group.add_argument(
         "--scheduling",
         choices=("guaranteed_no_evict", "max_utilization"),
-        default=scheduling,
+        default=DEFAULT_SCHEDULING,
         help="start a request only if all that run can get to their end, or as soon as its prompt "
         "fits: blocks that run out are taken from the last one started, which goes on later "
-        f"(default: {scheduling})",
+        f"(default: {DEFAULT_SCHEDULING})",
     )
     group.add_argument(
         "--speculative",

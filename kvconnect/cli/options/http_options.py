@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from kvconnect.backends.url import parse_size
-from kvconnect.cli.command import Options, add_number, picked
+from kvconnect.cli.command import Options, add_duration, add_number, picked
 from kvconnect.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -39,19 +39,29 @@ def add_http_options(group: Options) -> None:
     group.add_argument(
         "--max-body", default="4MiB", metavar="SIZE", help="of one request (default: 4MiB)"
     )
-    add_number(
+    add_duration(
         group,
         "--client-timeout",
         "a client may take so long to send a request, or to take what was written",
-        default=60.0,
-        metavar="S",
+        default="60s",
     )
-    add_number(
+    add_duration(
         group,
         "--shutdown-timeout",
         "running requests may take so long when the server is stopped",
-        default=30.0,
-        metavar="S",
+        default="30s",
+        zero=True,
+    )
+    group.add_argument(
+        "--access-log",
+        action="store_true",
+        help="log a line for each answer: its client, path, status and time",
+    )
+    group.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="of the log on standard error: lines, or a JSON object on each (default: text)",
     )
 
 
@@ -59,11 +69,10 @@ def http_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of `HttpSettings` from `arguments` and the environment."""
     key = os.environ.get(_API_KEY) if arguments.api_key is None else arguments.api_key
     return {
-        **picked(arguments, "host", "port"),
+        **picked(arguments, "host", "port", "client_timeout_s", "shutdown_timeout_s"),
+        "access_log": arguments.access_log,
         "api_key": key,
         "max_body_bytes": parse_size(arguments.max_body, field="--max-body"),
-        "client_timeout_s": arguments.client_timeout,
-        "shutdown_timeout_s": arguments.shutdown_timeout,
     }
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from kvconnect.backends.url import parse_duration
-from kvconnect.cli.command import add_number
+from kvconnect.cli.command import NothingMatched, add_duration, add_number
 from kvconnect.keys import check_salt, salt_tag
 from kvconnect.operations import selection
 
@@ -24,10 +23,10 @@ class Selection(selection.Selection):
         group = parser.add_argument_group(
             "which blocks", "A block is meant if it fits all that is given. TIME is 30m, 12h, 7d, …"
         )
-        group.add_argument("--older-than", metavar="TIME", help="stored so long ago, or longer")
-        group.add_argument("--unused-for", metavar="TIME", help="last used so long ago, or longer")
+        add_duration(group, "--older-than", "stored so long ago, or longer")
+        add_duration(group, "--unused-for", "last used so long ago, or longer")
         group.add_argument(
-            "--model", metavar="DIR|DIGEST", help="of this model; or the first digits of its digest"
+            "--model", metavar="DIR", help="of this model; or the first digits of a digest"
         )
         group.add_argument(
             "--model-revision",
@@ -55,12 +54,23 @@ class Selection(selection.Selection):
         now = time.time()
         check_salt(arguments.salt, "--salt")
         salt, lora = arguments.salt, arguments.lora
-        older, unused = arguments.older_than, arguments.unused_for
+        older, unused = arguments.older_than_s, arguments.unused_for_s
         return cls(
-            created_before=now - parse_duration(older, field="--older-than") if older else None,
-            used_before=now - parse_duration(unused, field="--unused-for") if unused else None,
+            created_before=None if older is None else now - older,
+            used_before=None if unused is None else now - unused,
             model=selection.model_prefix(arguments.model, arguments.model_revision),
             salt=None if salt is None or lora is not None else salt_tag(salt),
             namespaces=selection.namespaces_of(salt, lora),
             groups=None if arguments.group is None else frozenset({arguments.group}),
         )
+
+    def require_match(self, *, found: bool) -> None:
+        """Checks that a block was found of the model, tenant, adapter or group that it names.
+
+        A selection by age alone names none: a store whose blocks are all young is as it should be.
+
+        Raises:
+            NothingMatched: it names one, and none was found.
+        """
+        if not found and self.names_something:
+            raise NothingMatched("no block matched")

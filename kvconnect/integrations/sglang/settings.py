@@ -20,8 +20,8 @@ _ITS_OWN = (
     *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
     *("prefetch_timeout_max", "hicache_storage_pass_prefix_keys", "head_group", "layer_partition"),
 )
-# SGLang looks up and saves on its own threads, which may wait.
-_PATIENT = {"lookup_timeout_ms": 1000.0, "on_backlog": "wait"}
+# SGLang saves on its own threads, which may wait.
+_PATIENT = {"on_backlog": "wait"}
 # SGLang decides which pages are saved, and the least number to load. There are no producers.
 _WITHOUT = ("save_on", "min_load_tokens", "producer_timeout_s")
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from kvconnect.backends.registry import codecs_of
-from kvconnect.config import KvCacheConnectorConfig
+from kvconnect.config import DEFAULT_LOOKUP_TIMEOUT_MS, KvCacheConnectorConfig
 from kvconnect.connector.io.identity import check_store
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.settings import MetricsSettings
@@ -47,7 +47,7 @@ class KvConnectTierSettings(MetricsSettings):
     model_revision: str | None = None
     codec: str | None = None
     key_file: str | None = None
-    lookup_timeout_ms: Annotated[float, Field(gt=0)] = 200.0
+    lookup_timeout_ms: Annotated[float, Field(gt=0)] = DEFAULT_LOOKUP_TIMEOUT_MS
     load_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     save_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     staging_bytes: Annotated[int, Field(gt=0)] = 256 << 20

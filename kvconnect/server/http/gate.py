@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hmac
+import logging
+import time
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -10,9 +12,12 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvconnect.server.errors import ErrorAnswer, RequestRefused, answer_of
+from kvconnect.server.settings import HttpSettings
 from kvconnect.trace import count
 
 __all__ = ["OPEN_PATHS", "Gate"]
+
+_access = logging.getLogger("kvconnect.access")
 
 OPEN_PATHS = frozenset({"/health"})
 """The paths that need no API key."""
@@ -23,12 +28,16 @@ class Gate:
 
     Args:
         app: answers the requests that pass.
-        api_key: required of clients; ``None``: none is required.
+        settings: its `api_key` is required of clients, and its `access_log` has a line for each.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
         self._app = app
-        self._expected = None if api_key is None else api_key.encode()
+        key = settings.api_key
+        self._expected = None if key is None else key.encode()
+        self._logs = settings.access_log
+        if self._logs:
+            _access.setLevel(logging.INFO)  # the root's is higher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -36,6 +45,7 @@ class Gate:
             return
         scope["app"] = self  # what the router refuses it raises then, and does not answer itself
         status = 0
+        started_at = time.perf_counter()
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -57,6 +67,8 @@ class Gate:
         finally:
             # Nothing is sent to a client that left.
             count(f"server.answer.{status or 499}")
+            if self._logs:
+                _log(scope, status or 499, time.perf_counter() - started_at)
 
     def _check_framing(self, scope: Scope) -> None:
         # RFC 9112, 6.1: a proxy in front may go by the one, and take the rest for another request.
@@ -80,6 +92,21 @@ class Gate:
                 "Authorization: 'Bearer' and the server's API key are needed",
                 "invalid_api_key",
             )
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    # Without the query: what clients write there is not known to be no secret.
+    fields = {
+        "client": (scope.get("client") or ("",))[0],
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "elapsed_s": round(seconds, 6),
+    }
+    text = " ".join(map(repr, (fields["method"], fields["path"])))
+    _access.info(
+        "%s %s %d %.3f s", fields["client"], text, status, seconds, extra={"fields": fields}
+    )
 
 
 def _answer(error: Exception) -> ErrorAnswer:

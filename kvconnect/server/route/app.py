@@ -49,7 +49,7 @@ def make_app(
         Route("/health", monitor.health),
         Route("/metrics", metrics_endpoint(None)),
     ]
-    return Gate(Router(routes, redirect_slashes=False), settings.api_key)
+    return Gate(Router(routes, redirect_slashes=False), settings)
 
 
 class _Monitor:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from kvconnect.backends.url import parse_size
 from kvconnect.bench.report import Figure, render
 from kvconnect.bench.workload import model_and_scratch
 from kvconnect.cli.command import (
     Subparsers,
+    add_duration,
     add_number,
     chosen,
     picked,
@@ -19,6 +21,7 @@ from kvconnect.cli.command import (
     tell,
 )
 from kvconnect.cli.commands.bench import add_model_options, add_run
+from kvconnect.cli.options.engine_options import add_lookup_timeout
 from kvconnect.errors import ConfigurationError
 from kvconnect_bench.options import crossover, engines, identity, serve, transfer
 from kvconnect_bench.peer_python import add_peer_python
@@ -76,8 +79,8 @@ and how long after its recovery the store is used again. Takes some minutes."""
     dead.add_argument("--stores", default="redis,s3", metavar="NAME,…", help="default: redis,s3")
     add_number(dead, "--prompt-tokens", default=64)
     add_number(dead, "--requests", "to a store that is left alone", default=200)
-    add_number(dead, "--dead-s", "a store is dead at least so long", default=15.0, metavar="S")
-    add_number(dead, "--lookup-timeout-ms", default=20.0, metavar="MS")
+    add_duration(dead, "--dead", "a store is dead at least so long", default="15s")
+    add_lookup_timeout(dead)
     dead.add_argument("--directory", type=Path, metavar="DIR", help="for scratch files")
 
 
@@ -100,15 +103,21 @@ def _add_kernels(kernels: argparse.ArgumentParser) -> None:
 Measure the copies of KV blocks as shares of one copy of the same bytes without gaps, in the same
 run: in host memory against memcpy, with one thread each; on a CUDA device and over its link, if
 there is one."""
-    add_number(kernels, "--mib", "copied in one measurement on the host", default=64)
+    kernels.add_argument(
+        "--total",
+        default="64MiB",
+        metavar="SIZE",
+        help="copied in one measurement on the host (default: 64MiB)",
+    )
     add_number(kernels, "--repeats", "medians of so many", default=9)
 
 
 def _measure_kernels(arguments: argparse.Namespace) -> Sequence[Figure]:
     from kvconnect_bench.kernels.run import kernels
 
-    require_at_least_one(arguments, "mib", "repeats")
-    return kernels(nbytes=arguments.mib << 20, repeats=arguments.repeats, tell=tell)
+    require_at_least_one(arguments, "repeats")
+    nbytes = parse_size(arguments.total, field="--total")
+    return kernels(nbytes=nbytes, repeats=arguments.repeats, tell=tell)
 
 
 def _add_blocks(blocks: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvconnect.backends.url import parse_duration
 from kvconnect.bench.report import Figure
 from kvconnect.cli.command import add_number, picked, require_at_least_one, tell
 from kvconnect.errors import ConfigurationError
@@ -27,15 +28,15 @@ both, from both ends. By turns; takes some twenty minutes."""
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="default: a random Llama of 4 layers"
     )
-    for option, numbers, about in (
-        ("--rates", plan.rates, "of the store, as multiples of the model's"),
-        ("--first-byte-ms", plan.first_byte_ms, "until a call's first byte"),
-        ("--prompts", plan.prompts, "their tokens"),
-        ("--users", plan.users, "prompts at once"),
+    for option, numbers, unit, metavar, about in (
+        ("--store-speeds", plan.rates, "", "N,…", "of the store, as multiples of the model's"),
+        ("--latencies", plan.first_byte_ms, "ms", "TIME,…", "until a call's first byte"),
+        ("--prompts", plan.prompts, "", "N,…", "their tokens"),
+        ("--users", plan.users, "", "N,…", "prompts at once"),
     ):
-        default = ",".join(f"{one:g}" for one in numbers)
+        default = ",".join(f"{one:g}{unit}" for one in numbers)
         parser.add_argument(
-            option, default=default, metavar="N,…", help=f"{about} (default: {default})"
+            option, default=default, metavar=metavar, help=f"{about} (default: {default})"
         )
     add_number(parser, "--users-prompt", "tokens of each of several users", default=4096)
     add_number(parser, "--prefix-users", "that share one prefix; 0: left out", default=50)
@@ -62,8 +63,11 @@ def measure(arguments: argparse.Namespace) -> Sequence[Figure]:
     if arguments.plot is not None:
         check_plot(arguments.plot)
     plan = CrossoverPlan(
-        rates=_numbers("--rates", arguments.rates),
-        first_byte_ms=_numbers("--first-byte-ms", arguments.first_byte_ms, least=0.0),
+        rates=_numbers("--store-speeds", arguments.store_speeds),
+        first_byte_ms=tuple(
+            1000 * parse_duration(one, field="--latencies", zero=True)
+            for one in arguments.latencies.split(",")
+        ),
         prompts=tuple(map(int, _numbers("--prompts", arguments.prompts, least=64))),
         users=tuple(map(int, _numbers("--users", arguments.users, least=1))),
         **picked(

@@ -25,7 +25,9 @@ to a step of vLLM."""
     names = ",".join(PARTS)
     parser.add_argument("--parts", default=names, metavar="NAME,…", help=f"default: {names}")
     add_model_options(parser)
-    parser.add_argument("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
+    parser.add_argument(
+        "--dtype", default="bfloat16", metavar="D", help="of the weights (default: bfloat16)"
+    )
     add_number(parser, "--prompt-tokens", default=512)
     add_number(parser, "--repeats", default=5)
     add_peer_python(parser, "vLLM, without which the part vllm is left out")

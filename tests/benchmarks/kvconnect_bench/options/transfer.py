@@ -10,7 +10,14 @@ from pathlib import Path
 
 from kvconnect.backends.url import parse_size
 from kvconnect.bench.report import Figure
-from kvconnect.cli.command import add_number, chosen, picked, require_at_least_one, tell
+from kvconnect.cli.command import (
+    add_duration,
+    add_number,
+    chosen,
+    picked,
+    require_at_least_one,
+    tell,
+)
 from kvconnect.errors import ConfigurationError
 from kvconnect_bench.transfer.plan import PARTS, TRANSPORTS, TransferPlan
 
@@ -25,7 +32,7 @@ loopback against a plain socket, over links of a known rate (network namespaces,
 then prompts from a prefill engine to a decode engine: what of the transfer is not hidden, the first
 token, and what two connected engines cost while they are idle."""
     parts = ",".join(PARTS)
-    parser.add_argument("--parts", default=parts, metavar="PART,…", help=f"default: {parts}")
+    parser.add_argument("--parts", default=parts, metavar="NAME,…", help=f"default: {parts}")
     parser.add_argument(
         "--transports", default="tcp,nixl", metavar="NAME,…", help="default: tcp,nixl"
     )
@@ -45,7 +52,7 @@ token, and what two connected engines cost while they are idle."""
     handover.add_argument("--directory", type=Path, metavar="DIR", help="for scratch files")
     add_number(handover, "--prompt-tokens", default=512)
     add_number(handover, "--requests", "medians of so many", default=20)
-    add_number(handover, "--idle-s", "of watching idle engines", default=5.0)
+    add_duration(handover, "--idle", "of watching idle engines", default="5s")
 
 
 def measure(arguments: argparse.Namespace) -> Sequence[Figure]:
@@ -57,8 +64,6 @@ def measure(arguments: argparse.Namespace) -> Sequence[Figure]:
     from kvconnect_bench.transfer.run import bench_transfer
 
     require_at_least_one(arguments, "rounds", "prompt_tokens", "requests")
-    if not 0 < arguments.idle_s < math.inf:
-        raise ConfigurationError(f"--idle-s {arguments.idle_s}: must be > 0")
     total = parse_size(arguments.total, field="--total")
     piece = parse_size(arguments.piece, field="--piece")
     if piece % 8 or total % piece:
