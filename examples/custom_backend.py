@@ -103,7 +103,10 @@ def main() -> None:
         outputs = []
         for title in ("first engine ", "second engine"):
             cache = KvCacheConfig(max_tokens=4096)
-            store = KvCacheConnectorConfig(backend=FolderBackend(folder), lookup_timeout_ms=1000)
+            # This model computes a prompt sooner than files are read: it shall wait for them.
+            store = KvCacheConnectorConfig(
+                backend=FolderBackend(folder), lookup_timeout_ms=1000, overlap_loads=False
+            )
             with LLM(model, kv_cache=cache, connector=store) as llm:
                 output = llm.generate(PROMPT * 4, SamplingParams(max_tokens=16))[0]
             print(

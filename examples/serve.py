@@ -52,6 +52,7 @@ def server(model: Path, store: str) -> Iterator[str]:
         str(model),
         "--store",
         store,
+        "--no-overlap-loads",  # the prompt's beginning shall be loaded, too, so that it counts
         *arguments,
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

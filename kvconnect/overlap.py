@@ -33,6 +33,8 @@ _LOADED_SOON_S = 0.05
 """The predicted rest of a load beside which an unmeasured model computes nothing."""
 _SOONEST_S = 0.001
 """The shortest time after which to look again at a silent load."""
+_WORTH = 0.12
+"""The share of computing's time that a load must save."""
 _LOOK = 0.1
 """Beside other requests, the share of a load's rest after which to look again."""
 
@@ -97,8 +99,8 @@ class Chunk:
     """The tokens of a loading prompt to compute in the next step.
 
     Attributes:
-        tokens: 0: none. The chunk ends at the end of a block, at ``loaded_from``, or behind the
-            match: then the load is not needed any more.
+        tokens: 0: none. The chunk ends at the end of a block, if so many tokens may be computed, at
+            ``loaded_from``, or behind the match: then the load is not needed any more.
         look_again_after: seconds after which to ask again, or as soon as the load brings news;
             ``None``: after the step. Never ``None`` while the load alone goes on.
         predicted: seconds from now, to compare with the real ones; ``None``: model or load are
@@ -143,9 +145,10 @@ def next_chunk(
 ) -> Chunk:
     """Returns what to compute of `prompt` in the next step, beside its load.
 
-    The chunk leads to the predicted meeting, or is the first of several to it. It is one block at
-    least; nothing if that takes longer than the load's predicted rest. Steps grow by a factor of
-    four at most beyond the largest that was measured.
+    The chunk leads to the predicted meeting, or is the first of several to it. It ends with a
+    block, unless `max_tokens` are less than one. Nothing is computed if that takes longer than the
+    load's predicted rest. Steps grow by a factor of four at most beyond the largest that was
+    measured.
 
     Args:
         prompt: its state.
@@ -156,8 +159,9 @@ def next_chunk(
         alone: no other request runs. Beside others nothing is computed, unless the load's predicted
             rest is longer than computing all: then the prompt is one that no store has.
     """
-    first, left = prompt.end_of(1) - prompt.position, prompt.loaded_from - prompt.position
-    if not 0 < first <= max_tokens:
+    left = prompt.loaded_from - prompt.position
+    first = min(prompt.end_of(1) - prompt.position, max_tokens)
+    if first <= 0:
         return Chunk(0)
     rest_s = load.rest(left, seconds)
     limit = min(max_tokens, model.reach)
@@ -176,29 +180,34 @@ def next_chunk(
     if end > prompt.position + limit:
         end = prompt.position + limit
         if end < prompt.match_end:
-            end -= end % prompt.tokens_per_block
+            end = max(prompt.position + first, end - end % prompt.tokens_per_block)
     return Chunk(end - prompt.position, None, shown)
 
 
 def _predict(
-    prompt: LoadingPrompt, model: StepPace, load: RunningLoad, seconds: float, limit: int
+    prompt: LoadingPrompt,
+    model: StepPace,
+    load: RunningLoad,
+    seconds: float,
+    limit: int,
+    num_prompts: int = 1,
 ) -> tuple[FirstToken, int]:
     """Returns the seconds from now to the first token, and up to where to compute by then."""
 
     def computed_s(count: int) -> float:
-        return _seconds(model, prompt.position, prompt.end_of(count), limit)
+        return num_prompts * _seconds(model, prompt.position, prompt.end_of(count), limit)
 
     def rest_s(count: int) -> float:
         return load.rest(prompt.loaded_from - prompt.end_of(count), seconds)
 
     # What follows the match is a step of its own, unless nothing is loaded.
-    tail_s = _seconds(model, prompt.match_end, prompt.prompt_end, limit)
+    tail_s = num_prompts * _seconds(model, prompt.match_end, prompt.prompt_end, limit)
     count, met_s = meeting(prompt.num_blocks, computed_s, rest_s)
     both_s = met_s + tail_s
     loaded_s = load.rest(prompt.loaded_from - prompt.position, seconds) + tail_s
     alone_s = computed_s(prompt.num_blocks) + tail_s
     if prompt.loaded_from == prompt.match_end:
-        alone_s = _seconds(model, prompt.position, prompt.prompt_end, limit)
+        alone_s = num_prompts * _seconds(model, prompt.position, prompt.prompt_end, limit)
         if alone_s < min(both_s, loaded_s):
             found = FirstToken(alone_s, loaded_s, alone_s, Decision.COMPUTE)
             return found, prompt.prompt_end
@@ -214,19 +223,33 @@ def _seconds(model: StepPace, start: int, end: int, chunk: int) -> float:
 
 
 def should_start(
-    prompt: LoadingPrompt, model: StepPace, pace: LoadPace, *, max_tokens: int
+    prompt: LoadingPrompt,
+    model: StepPace,
+    pace: LoadPace,
+    *,
+    max_tokens: int,
+    num_prompts: int = 1,
 ) -> bool:
-    """Returns whether a load of `prompt` is predicted to bring a block before all is computed.
+    """Returns whether a load of `prompt` is predicted to be worth its memory and processors.
 
-    One in a hundred others is started too, so that a store that became fast is noticed; and all
-    while model or store are unmeasured. `pace` is in tokens.
+    Some others are started too, so that a store that became fast is noticed; and all while model or
+    store are unmeasured.
+
+    Args:
+        prompt: nothing of it is loaded yet.
+        model: the pace of the engine's steps.
+        pace: that of the store, in tokens.
+        max_tokens: of a step.
+        num_prompts: that the model computes by turns, this one included. Of `pace` it is expected
+            that as many loads share the store.
     """
     limit = min(max_tokens, model.reach)
-    first_s = pace.predict(prompt.tokens_per_block)
-    if first_s is None or limit < prompt.tokens_per_block:
+    if not pace.coefficients or limit < prompt.tokens_per_block:
         return True
-    computed_s = _seconds(model, prompt.position, prompt.prompt_end, limit)
-    return first_s < computed_s or pace.explores()
+    load = RunningLoad(pace, prompt.match_end - prompt.position)
+    found = _predict(prompt, model, load, 0.0, limit, num_prompts)[0]
+    computed_s = num_prompts * _seconds(model, prompt.position, prompt.prompt_end, limit)
+    return found.both_s <= (1 - _WORTH) * computed_s or pace.explores(soon=True)
 
 
 def load_is_faster(predicted: FirstToken | None, pace: LoadPace) -> bool:

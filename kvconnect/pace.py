@@ -13,8 +13,12 @@ __all__ = ["LoadPace", "RunningLoad", "StepPace"]
 
 _EXPLORE_EVERY = 100
 """Of the loads that a prediction rejects, one in so many is started all the same."""
+_EXPLORE_FIRST = 4
+"""The first one of them, of those that cost little; then one after twice as many."""
 _LATE, _SLACK_S = 1.25, 0.01
 """News is overdue after so many times the expected seconds, and so many more."""
+_TINY_S = 1e-9
+"""Shorter than what clocks tell apart."""
 _REACH = 4
 """Steps of up to so many times the tokens of the largest measured one are predictable."""
 
@@ -78,21 +82,24 @@ class StepPace:
 class LoadPace:
     """The seconds of a store's loads: ``first_byte_s + seconds_per_unit * amount``.
 
+    A load that agrees with the earlier ones within a factor of two counts for half. Any other
+    replaces them, as far as it came: stores become slow, and fast again, from one load to the next.
     The unit of an amount is the caller's (bytes, tokens, blocks), the same in every call.
     """
 
     def __init__(self) -> None:
-        self._fit = Fit(2, keep=0.5, fastest=0.05)
+        self._measured: tuple[float, float] | None = None
         self._silence_s = 0.0
         self._num_rejected = 0
         self._piece = 0.0
+        self._gap_s = 0.0
 
     @property
     def coefficients(self) -> tuple[float, ...]:
         """Returns seconds to the first byte and seconds per unit; nothing while unmeasured."""
-        if not self._fit.num_records:
+        if self._measured is None:
             return (self._silence_s, 0.0) if self._silence_s else ()
-        first_byte_s, seconds_per_unit = self._fit.solve()
+        first_byte_s, seconds_per_unit = self._measured
         return max(first_byte_s, self._silence_s), seconds_per_unit
 
     @property
@@ -100,27 +107,54 @@ class LoadPace:
         """Returns the amount that comes at once; 0 while unmeasured."""
         return self._piece
 
-    def record(
-        self, first: tuple[float, float], last: tuple[float, float], *, piece: float
-    ) -> None:
-        """Adds a load: its amount and its seconds by its first news and by its last.
+    @property
+    def gap_s(self) -> float:
+        """Returns the longest silence to expect between two pieces."""
+        return self._gap_s
 
-        `piece` is its least news. A caller that looks rarely sees several pieces as one.
+    def record(
+        self,
+        first: tuple[float, float],
+        last: tuple[float, float],
+        *,
+        piece: float,
+        gap_s: float,
+        total: float,
+    ) -> None:
+        """Adds a load.
+
+        Args:
+            first: the amount and the seconds of its first news.
+            last: those of its last news.
+            piece: its least news. A caller that looks rarely sees several pieces as one.
+            gap_s: the longest silence between two news.
+            total: the amount that was asked for.
         """
         self._piece = min(piece, 1.25 * self._piece) if self._piece else piece
+        self._gap_s = _mixed(self._gap_s, gap_s, 1.0)
         self._silence_s = 0.0
-        for amount, seconds in (first, last)[: 1 + (first != last)]:
-            self._fit.record((1.0, amount), seconds)
+        self._num_rejected = 0
+        (before, early), (amount, late) = first, last
+        old = self._measured
+        if amount > before:
+            seconds_per_unit = max(0.0, late - early) / (amount - before)
+            own = max(0.0, early - before * seconds_per_unit), seconds_per_unit
+        elif old is not None and (expected := old[0] + old[1] * amount) > 0:
+            own = old[0] * late / expected, old[1] * late / expected
+        else:
+            own = late / 2, late / 2 / amount
+        if old is not None:
+            share = amount / total
+            own = _mixed(old[0], own[0], share), _mixed(old[1], own[1], share)
+        self._measured = own
 
     def record_silence(self, seconds: float) -> None:
         """Adds a load that brought nothing in `seconds`.
 
-        The first byte is expected after as long again, the surer the more such loads follow each
-        other.
+        The first byte of the next one is expected after twice as long.
         """
-        first_byte_s = self.coefficients[0] if self.coefficients else 0.0
-        if isfinite(seconds) and 2 * seconds > first_byte_s:
-            self._silence_s = 0.7 * first_byte_s + 0.3 * 2 * seconds
+        if isfinite(seconds):
+            self._silence_s = max(self._silence_s, 2 * seconds)
 
     def predict(self, amount: float) -> float | None:
         """Returns the seconds of a load of `amount`; ``None`` while unmeasured."""
@@ -129,10 +163,23 @@ class LoadPace:
         first_byte_s, seconds_per_unit = self.coefficients
         return first_byte_s + seconds_per_unit * amount
 
-    def explores(self) -> bool:
-        """Counts a load that a prediction rejects; returns whether to start it all the same."""
+    def explores(self, *, soon: bool = False) -> bool:
+        """Counts a load that a prediction rejects; returns whether to start it all the same.
+
+        Args:
+            soon: a load that is too slow costs little: some of the first hundred are started too.
+        """
         self._num_rejected += 1
-        return self._num_rejected % _EXPLORE_EVERY == 0
+        number = self._num_rejected
+        if soon and _EXPLORE_FIRST <= number < _EXPLORE_EVERY:
+            return number.bit_count() == 1
+        return number % _EXPLORE_EVERY == 0
+
+
+def _mixed(old: float, new: float, share: float) -> float:
+    """Returns what to expect after `new`, which was measured on `share` of a load."""
+    weight = 0.5 if new <= 2 * old and old <= 2 * new else max(0.5, share)
+    return old + weight * (new - old)
 
 
 class RunningLoad:
@@ -150,6 +197,7 @@ class RunningLoad:
         self.amount = 0.0
         self._first = self._last = (0.0, 0.0)
         self._piece = pace.piece or total
+        self._gap_s = 0.0
         self._num_news = 0
 
     def progress(self, amount: float, seconds: float) -> None:
@@ -157,6 +205,8 @@ class RunningLoad:
         if amount > self.amount:
             self._piece = min(self._piece, amount - self.amount)
             self.amount = amount
+            if self._num_news:
+                self._gap_s = max(self._gap_s, seconds - self._last[1])
             self._last = (amount, seconds)
             if not self._num_news:
                 self._first = self._last
@@ -165,7 +215,13 @@ class RunningLoad:
     def end(self, seconds: float) -> None:
         """Adds the load, which ended or was given up after `seconds`, to the store's pace."""
         if self._num_news:
-            self._pace.record(self._first, self._last, piece=self._piece)
+            self._pace.record(
+                self._first,
+                self._last,
+                piece=self._piece,
+                gap_s=self._gap_s,
+                total=self._total,
+            )
         else:
             self._pace.record_silence(seconds)
 
@@ -176,43 +232,51 @@ class RunningLoad:
 
     def overdue_after(self) -> float:
         """Returns the seconds after which the next news is clearly later than expected."""
-        return _LATE * self._expected(0.0)[0] + _SLACK_S
+        return _LATE * self._expected(0.0)[1] + _SLACK_S
 
     def rest(self, more: float, seconds: float) -> float:
         """Returns the seconds from `seconds` on until `more` has come than is there.
 
-        News that is overdue is expected after as long again. That of an unmeasured load is overdue
-        from the start, and brings everything.
+        News that does not come with the rate is expected after the longest silence of earlier
+        loads. News that is overdue is expected after as long again. That of an unmeasured load is
+        overdue from the start, and brings everything.
         """
         if more <= 0:
             return 0.0
-        news, end = self._expected(more)
-        return max(0.0, end - min(seconds, news)) + max(0.0, seconds - news)
+        news, latest, end = self._expected(more)
+        if seconds < news - _TINY_S:
+            return end - seconds
+        return end - news + abs(latest - seconds)
 
     def silence_for(self, rest: float, more: float, seconds: float) -> float:
         """Returns how long it takes in silence until the rest of `more` is `rest` or more."""
-        news, end = self._expected(more)
-        if end - min(seconds, news) >= rest:
+        if self.rest(more, seconds) >= rest:
             return 0.0
-        return max(0.0, news + rest - max(0.0, end - news) - seconds)
+        news, latest, end = self._expected(more)
+        if seconds < news and end - news + latest - news >= rest:
+            return news - seconds
+        return max(0.0, latest + rest - (end - news) - seconds)
 
-    def _expected(self, more: float) -> tuple[float, float]:
-        """Returns the seconds of the next news, and those at which `more` is there."""
+    def _expected(self, more: float) -> tuple[float, float, float]:
+        """Returns the seconds of the next news by the rate, the latest, and those of `more`."""
         coefficients = self._pace.coefficients or self._own()
         start = self._last[1]
         if not coefficients:
-            return start, start
+            return start, start, start
         first_byte_s, rate = coefficients
+        gap_s = 0.0
         if self._num_news:
             # This load's own rate counts the more, the more of the load is there.
             weight = self._total / 4
             own_s = max(0.0, start - first_byte_s)
             rate = (own_s + weight * rate) / (self.amount + weight)
+            gap_s = self._pace.gap_s
         else:
             start = first_byte_s
         left = self._total - self.amount
         come = min(ceil(more / self._piece) * self._piece, left)
-        return start + min(self._piece, left) * rate, start + come * rate
+        news = start + min(self._piece, left) * rate
+        return news, max(news, start + gap_s), start + come * rate
 
     def _own(self) -> tuple[float, ...]:
         """Returns the coefficients by this load alone; nothing before its second news."""

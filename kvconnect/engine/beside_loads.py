@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -48,10 +48,12 @@ class BesideLoads:
 
     Args:
         max_num_tokens: of a step.
+        num_prompts: returns how many prompts are not computed yet, at least 1.
     """
 
-    def __init__(self, max_num_tokens: int) -> None:
+    def __init__(self, max_num_tokens: int, num_prompts: Callable[[], int]) -> None:
         self._max_num_tokens = max_num_tokens
+        self._num_prompts = num_prompts
         self._steps = StepPace()
         self._loads = LoadPace()
         self._running: dict[int, _Running] = {}
@@ -62,7 +64,13 @@ class BesideLoads:
         if not match.overlaps:
             return True
         prompt = _prompt(request, position=match.position, loaded_from=match.end, end=match.end)
-        if should_start(prompt, self._steps, self._loads, max_tokens=self._max_num_tokens):
+        if should_start(
+            prompt,
+            self._steps,
+            self._loads,
+            max_tokens=self._max_num_tokens,
+            num_prompts=self._num_prompts(),
+        ):
             return True
         count("engine.load", labels=(("decision", "compute"),))
         return False

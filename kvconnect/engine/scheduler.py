@@ -84,7 +84,7 @@ class Scheduler:
         self._divide_prompts = divide_prompts
         self._guaranteed = policy == "guaranteed_no_evict"
         self._drafter = None if speculation is None else NgramDrafter(speculation)
-        self.beside_loads = BesideLoads(max_num_tokens)
+        self.beside_loads = BesideLoads(max_num_tokens, self._num_prompts)
         self.waiting: deque[LlmRequest] = deque()
         self.running: list[LlmRequest] = []
         self.loading: dict[int, LlmRequest] = {}
@@ -118,6 +118,10 @@ class Scheduler:
             self.resume(request)
             request.load_end = request.loaded_from = 0
         return batch
+
+    def _num_prompts(self) -> int:
+        computing = sum(one.state is RequestState.CONTEXT for one in self.running)
+        return max(1, len(self.waiting) + len(self.loading) + computing)
 
     def resume(self, request: LlmRequest) -> None:
         """Resumes `request`, whose load ended: the rest of its prompt can be computed."""

@@ -31,7 +31,7 @@ FIELDS = [
     *("preemptions", "drafted_tokens", "accepted_tokens"),
 ]
 TEXT = "the quick brown fox jumps over the lazy dog; " * 4
-PATIENT = ("--lookup-timeout", "60s")
+PATIENT = ("--lookup-timeout", "60s", "--no-overlap-loads")
 
 
 @pytest.fixture

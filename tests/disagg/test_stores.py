@@ -36,7 +36,11 @@ def test_a_prompt_from_the_store_is_handed_out(open_one, answer_of, tmp_path):
 
 
 def test_a_prompt_that_the_device_lost_is_handed_out(open_one, answer_of):
-    prefill = open_one("prefill", max_tokens=160, connector={"url": "memory:?capacity=32MiB"})
+    prefill = open_one(
+        "prefill",
+        max_tokens=160,
+        connector={"url": "memory:?capacity=32MiB", "overlap_loads": False},
+    )
     decode = open_one("decode")
     prefill.generate([PROMPT], PREFILL)
     prefill.generate([prompt_of(140, seed) for seed in range(2)], PREFILL)

@@ -112,6 +112,7 @@ def test_a_dead_store_costs_one_request_its_budget_and_is_used_again(
         lookup_timeout_ms=1000 * BUDGET_S,
         load_timeout_s=BUDGET_S,
         save_timeout_s=BUDGET_S,
+        overlap_loads=False,
     )
     with (
         told_of("store.breaker.opened") as opened,
@@ -150,7 +151,9 @@ def test_before_the_breaker_opens_recovery_needs_no_request(
     frames, answers = known
     store = Store()
     store.frames = dict(frames)
-    config = KvCacheConnectorConfig(backend=store, lookup_timeout_ms=1000 * BUDGET_S)
+    config = KvCacheConnectorConfig(
+        backend=store, lookup_timeout_ms=1000 * BUDGET_S, overlap_loads=False
+    )
     with open_llm(model, config) as llm, told_of("connector.patience.lost") as lost:
         store.fail("frozen")
         ask(llm, 0, answers)

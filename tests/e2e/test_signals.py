@@ -21,7 +21,15 @@ def _arguments(model: Path, store: Path, *more: str) -> list[str]:
     return [
         *("generate", str(model), "--prompt", TEXT),
         *("--store", disk_url(store), "--dtype", "float64", "--tokens-per-block", "16"),
-        *("--kv-cache-tokens", "4096", "--lookup-timeout", "60s", "--json", *more),
+        *(
+            "--kv-cache-tokens",
+            "4096",
+            "--lookup-timeout",
+            "60s",
+            "--json",
+            "--no-overlap-loads",
+            *more,
+        ),
     ]
 
 

@@ -38,6 +38,7 @@ class Engines:
         connector = KvCacheConnectorConfig(
             url=self._store if stored else None,
             lookup_timeout_ms=60_000,
+            overlap_loads=False,
             transfer={"role": "both", "listen": f"127.0.0.1:{free_ports(ranks)}"},
         )
         return self._open_llm(

@@ -83,7 +83,7 @@ def when_loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]
 def answer(model: Path, store: Path | None = None, **more: str) -> tuple[list[int], int]:
     """Tokens, and how many of the prompt's came from the store."""
     url = None if store is None else f"disk://{store}?capacity=64MiB"
-    config = url and KvCacheConnectorConfig(url=url, lookup_timeout_ms=60_000)
+    config = url and KvCacheConnectorConfig(url=url, lookup_timeout_ms=60_000, overlap_loads=False)
     cache = KvCacheConfig(max_tokens=512, tokens_per_block=16)
     with LLM(model, kv_cache=cache, connector=config, dtype="float64", **more) as llm:
         output = llm.generate(PROMPT, SamplingParams(max_tokens=16, ignore_eos=True))[0]

@@ -24,7 +24,7 @@ def forked(example, tmp_path: Path, monkeypatch):
     @contextmanager
     def server(model: Path, store: str):
         named = ("--store", store, "--served-model-name", "demo", "--tokens-per-block", "32")
-        arguments = (*named, "--lookup-timeout-ms", "60000")
+        arguments = (*named, "--lookup-timeout-ms", "60000", "--no-overlap-loads")
         with running(model, tmp_path / f"output{next(numbers)}", *arguments) as one:
             yield f"{one.url}/v1"
 

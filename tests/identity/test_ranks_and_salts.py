@@ -40,7 +40,9 @@ def open_llm(model: Path, tmp_path: Path) -> Iterator[Callable[[], LLM]]:
         for one in opened:
             one.close()
         connector = KvCacheConnectorConfig(
-            url=f"disk://{tmp_path}/kv?capacity=64MiB", lookup_timeout_ms=60_000
+            url=f"disk://{tmp_path}/kv?capacity=64MiB",
+            lookup_timeout_ms=60_000,
+            overlap_loads=False,
         )
         cache = KvCacheConfig(tokens_per_block=T, max_tokens=1024, event_buffer_max_size=64)
         opened.append(LLM(model, kv_cache=cache, connector=connector, device="cpu"))

@@ -151,7 +151,7 @@ def test_only_the_key_opens_all_but_health(model: Path, tmp_path: Path, monkeypa
 
 def store(directory: Path) -> tuple[str, ...]:
     url = f"disk://{directory}?capacity=64MiB"
-    return ("--store", url, "--lookup-timeout-ms", "60000")
+    return ("--store", url, "--lookup-timeout-ms", "60000", "--no-overlap-loads")
 
 
 def test_a_killed_server_answers_from_the_store_after_its_restart(model: Path, tmp_path: Path):

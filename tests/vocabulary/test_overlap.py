@@ -141,8 +141,9 @@ def test_a_long_way_to_the_meeting_is_cut_into_steps_of_whole_blocks():
     assert 200 - T < found.tokens <= 200
 
 
-def test_a_block_that_does_not_fit_the_step_is_left():
-    assert chunk_of(prompt_of(1024), pace=Store(1000.0).pace(), max_tokens=T - 1).tokens == 0
+def test_a_part_is_computed_of_a_block_that_does_not_fit_the_step():
+    assert chunk_of(prompt_of(1024), pace=Store(1000.0).pace(), max_tokens=T - 1).tokens == T - 1
+    assert chunk_of(prompt_of(1024), pace=Store(1000.0).pace(), max_tokens=0).tokens == 0
     found = chunk_of(prompt_of(1024, position=9), pace=Store(1000.0).pace(), max_tokens=7)
     assert found.tokens == 7
 
@@ -224,24 +225,35 @@ def test_beside_others_a_frozen_load_is_computed_in_the_end():
 # ---------------------------------------------------------------- whether to load at all
 
 
-def start(store: Store, pace: LoadPace | None = None, model: StepPace | None = None) -> bool:
+def start(
+    store: Store, pace: LoadPace | None = None, model: StepPace | None = None, **more
+) -> bool:
     return should_start(
-        prompt_of(1024), model or MODEL.pace(), pace or store.pace(), max_tokens=MODEL.chunk
+        prompt_of(1024), model or MODEL.pace(), pace or store.pace(), max_tokens=MODEL.chunk, **more
     )
 
 
-def test_a_load_starts_that_brings_a_block_before_all_is_computed():
-    assert start(Store(rate=500.0))
-    assert not start(Store(rate=50.0))
+def test_a_load_starts_that_saves_an_eighth_of_computing():
+    assert start(Store(rate=PREFILL / 2))
+    assert not start(Store(rate=PREFILL / 16))
     assert not start(Store(rate=1e6, first_byte_s=0.2))
     assert start(FROZEN, LoadPace())
     assert start(FROZEN, Store(rate=1.0).pace(), StepPace())
 
 
-def test_one_in_a_hundred_loads_starts_all_the_same():
+def test_prompts_that_share_the_model_wait_for_their_turns():
+    """As many loads share the store, so that each is so much slower than alone."""
+    assert not start(Store(rate=PREFILL / 2 / 4))
+    assert start(Store(rate=PREFILL / 2 / 4), num_prompts=4)
+    assert not start(Store(rate=PREFILL / 16 / 4), num_prompts=4)
+    assert start(Store(rate=1e6, first_byte_s=0.2), num_prompts=4)
+
+
+def test_some_loads_start_all_the_same():
     pace = Store(rate=1.0).pace()
-    assert [n for n in range(1, 201) if start(FROZEN, pace)] == [100, 200]
+    assert [n for n in range(1, 201) if start(FROZEN, pace)] == [4, 8, 16, 32, 64, 100, 200]
     slow = predict_alone(prompt_of(1024), MODEL.pace(), pace, amount=1024, max_tokens=2048)
+    pace = Store(rate=1.0).pace()
     assert [n for n in range(1, 201) if load_is_faster(slow, pace)] == [100, 200]
 
 
@@ -308,10 +320,10 @@ def test_a_chunk_is_within_what_is_missing_and_the_step(situation, max_tokens, a
     if prompt.loaded_from < prompt.match_end:
         assert end <= prompt.loaded_from
     assert end <= prompt.prompt_end
-    if found.tokens and end < prompt.match_end:
-        assert end % prompt.tokens_per_block == 0 or end == prompt.loaded_from
     first = prompt.end_of(1) - prompt.position
-    if not found.tokens and 0 < first <= max_tokens:
+    if found.tokens and end < prompt.match_end and end != prompt.loaded_from:
+        assert end % prompt.tokens_per_block == 0 or found.tokens == max_tokens < first
+    if not found.tokens and first > 0:
         assert found.look_again_after > 0, "no load is waited for without end"
     if found.predicted is not None:
         assert all(isfinite(s) and s >= 0 for s in found.predicted[:3])

@@ -48,7 +48,8 @@ def add_cache_options(parser: argparse.ArgumentParser) -> Options:
     add_lookup_timeout(group)
     group.add_argument(
         "--overlap-loads",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=True,
         help="compute the beginning of a prompt while its end is loaded",
     )
     group.add_argument("--dtype", default="auto", metavar="D", help="of model and cache")

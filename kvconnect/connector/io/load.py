@@ -131,7 +131,7 @@ class _Calls:
     def record(self, num_blocks: int, seconds: float) -> None:
         """Adds a call that brought `num_blocks`."""
         if num_blocks == 1:
-            self.answer_s = 0.7 * (self.answer_s or seconds) + 0.3 * seconds
+            self.answer_s = 0.5 * (self.answer_s or seconds) + 0.5 * seconds
         elif num_blocks and self.answer_s:
             block_s = max(0.0, seconds - self.answer_s) / (num_blocks - 1)
             self.block_s = 0.7 * (self.block_s or block_s) + 0.3 * block_s
@@ -306,6 +306,8 @@ class Loads:
         piece, at_once = self._access.call_blocks, LOADS_IN_FLIGHT
         if stop <= 2 * piece * at_once:
             piece, at_once = max(1, piece // _SHORT_SHARE), _SHORT_IN_FLIGHT
+            if load.order.overlaps and self._calls.hiding(piece) == piece:
+                at_once = LOADS_IN_FLIGHT * _SHORT_SHARE  # what counts is when the answers come
         while (
             load.next < stop
             and load.reading < at_once

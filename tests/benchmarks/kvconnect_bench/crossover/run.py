@@ -51,22 +51,27 @@ class _Bench:
                 connector = KvCacheConnectorConfig(
                     backend=store, overlap_loads=overlap, lookup_timeout_ms=5000, load_timeout_s=600
                 )
-            return stack.enter_context(
-                LLM(
-                    model,
-                    kv_cache=cache,
-                    connector=connector,
-                    max_num_tokens=plan.max_num_tokens,
-                    max_batch_size=64,
-                )
+            return LLM(
+                model,
+                kv_cache=cache,
+                connector=connector,
+                max_num_tokens=plan.max_num_tokens,
+                max_batch_size=64,
             )
 
-        self.plain = engine(None, overlap=False)
-        self.waiting = engine(self.stores[0], overlap=False)
-        self.ours = engine(self.stores[1], overlap=True)
+        self.plain = stack.enter_context(engine(None, overlap=False))
+        self.waiting = stack.enter_context(engine(self.stores[0], overlap=False))
+        self.ours = self.plain
+        self._ours = stack.enter_context(ExitStack())
+        self._engine = engine
         self.token_nbytes = self.plain.layout.block_nbytes / self.plain.layout.tokens_per_block
         gc.freeze()  # else a collection scans all of torch, for a quarter of a second
         stack.callback(gc.unfreeze)
+
+    def meet_store(self) -> None:
+        """Starts our engine anew: it knows neither the model's pace nor the store's."""
+        self._ours.close()
+        self.ours = self._ours.enter_context(self._engine(self.stores[1], overlap=True))
 
     def set_rate(self, bytes_per_s: float, first_byte_s: float) -> None:
         for store in self.stores:
@@ -167,6 +172,7 @@ def _cells(bench: _Bench, plan: CrossoverPlan, tell: Tell) -> Iterator[Cell]:
         for first_byte_ms in plan.first_byte_ms:
             for rate in plan.rates:
                 bench.set_rate(rate * own_rate, first_byte_ms / 1e3)
+                bench.meet_store()
                 cell = Cell(rate, first_byte_ms, prompt, users, *bench.in_turns(prompts))
                 tell(
                     f"{prompt} tokens, {users} users, rate {rate:g}, {first_byte_ms:g} ms: "
@@ -189,6 +195,7 @@ def _between(bench: _Bench, plan: CrossoverPlan) -> tuple[float, float]:
     bench.fill([prompt])
     computed = bench.seconds(bench.plain, [prompt])
     bench.set_rate(4 * plan.users_prompt * bench.token_nbytes / computed, 0.0)
+    bench.meet_store()
     waiting, ours = [], []
     for _ in range(1 + plan.repeats):
         waiting.append(bench.between_tokens(bench.waiting, prompt, running))
@@ -205,6 +212,7 @@ def _shared(bench: _Bench, plan: CrossoverPlan) -> tuple[float, float]:
     ]
     computed = bench.seconds(bench.plain, [prefix])
     bench.set_rate(plan.prefix_tokens * bench.token_nbytes / computed, 0.0)
+    bench.meet_store()
     rounds = [
         (bench.seconds(bench.plain, prompts), bench.seconds(bench.ours, prompts))  # type: ignore[arg-type]
         for _ in range(_WARM + plan.repeats)

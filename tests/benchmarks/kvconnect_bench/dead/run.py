@@ -137,6 +137,7 @@ class _Trial:
         config = KvCacheConnectorConfig(
             url=url,
             lookup_timeout_ms=plan.budget_ms,
+            overlap_loads=False,  # a store that is used again has loads, however fast the model is
             load_timeout_s=plan.timeout_s,
             save_timeout_s=plan.timeout_s,
         )

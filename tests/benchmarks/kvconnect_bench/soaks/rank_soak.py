@@ -189,7 +189,11 @@ def _engine(url: str | None, ranks: int) -> Iterator[LLM]:
     connector = None
     if url is not None:
         connector = KvCacheConnectorConfig(
-            url=url, lookup_timeout_ms=1000, load_timeout_s=_STORE_S, save_timeout_s=_STORE_S
+            url=url,
+            lookup_timeout_ms=1000,
+            load_timeout_s=_STORE_S,
+            save_timeout_s=_STORE_S,
+            overlap_loads=False,
         )
     with LLM(
         model(),
