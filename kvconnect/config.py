@@ -181,6 +181,8 @@ class KvCacheConfig(Settings):
         enable_partial_reuse: match part of a block, too.
         copy_on_partial_reuse: copy a partly matched block instead of taking it over.
         max_attention_window: tokens that each layer attends to at most, repeated over the layers.
+        state_interval: of a model with recurrent layers, the tokens between two snapshots of its
+            states; a multiple of `tokens_per_block`.
         pool_ratio: share of memory of each pool; ``None``: by bytes per token.
         event_buffer_max_size: newest events kept for `take_events`; 0: none.
         use_uvm, sink_token_length, transfer_mode: accepted for compatibility, without effect.
@@ -197,6 +199,7 @@ class KvCacheConfig(Settings):
     enable_partial_reuse: bool = True
     copy_on_partial_reuse: bool = True
     max_attention_window: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
+    state_interval: PositiveInt = 1024
     pool_ratio: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None = None
     event_buffer_max_size: Annotated[int, Field(ge=0)] = 0
     use_uvm: bool = False

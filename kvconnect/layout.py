@@ -3,16 +3,43 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from itertools import groupby, pairwise
+from math import prod
+from typing import TYPE_CHECKING, Literal
 
 from kvconnect.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KvCacheLayout"]
+__all__ = ["KvCacheLayout", "StateTensor"]
+
+_ALIGNMENT = 16
+"""Every state tensor begins at a multiple of so many bytes, so that any dtype can view it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A tensor of the state of a recurrent layer, for one sequence.
+
+    Attributes:
+        layer: the model's number of the layer.
+        name: the tensor's name, unique in its layer: ``conv``, ``recurrent``.
+        shape: the shape of one sequence's tensor, without a batch dimension.
+        dtype: of the elements.
+    """
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +51,20 @@ class KvCacheLayout:
     last axis holds ``tokens_per_block * num_kv_heads * (key_dim + value_dim)`` elements, keys
     first.
 
+    A layout of states (`of_states`) is for recurrent layers. One block is one snapshot: the states
+    of all these layers after the last token of the block. Its pool is a sliding window of one
+    block, so that a match needs the block that ends there and none before. `key_dim` is a layer's
+    bytes divided by `tokens_per_block`.
+
     Attributes:
-        num_layers: attention layers in this group.
+        num_layers: attention layers in this group, or recurrent ones.
         num_kv_heads: KV heads of each layer (of this rank).
         key_dim, value_dim: elements of one head's key and value.
         tokens_per_block: a power of two greater than 1.
         dtype: of the elements.
         window: attention window in tokens; ``None`` is full attention.
         layers: the model's numbers of these layers, ascending; ``()``: 0 to ``num_layers - 1``.
+        states: the tensors of a block of states, by layer; ``()`` in a layout of keys and values.
     """
 
     num_layers: int
@@ -42,6 +75,32 @@ class KvCacheLayout:
     dtype: torch.dtype
     window: int | None = None
     layers: tuple[int, ...] = ()
+    states: tuple[StateTensor, ...] = ()
+
+    @classmethod
+    def of_states(cls, states: Sequence[StateTensor], tokens_per_block: int) -> KvCacheLayout:
+        """Returns the layout of snapshots of these state tensors, which are in order of the layers.
+
+        Raises:
+            ConfigurationError: there are none, or they are not in order, or a name is twice in one
+                layer.
+        """
+        import torch
+
+        by_layer = [list(tensors) for _, tensors in groupby(states, key=lambda one: one.layer)]
+        unit = max(_ALIGNMENT, tokens_per_block)
+        largest = max((_extent(tensors) for tensors in by_layer), default=0)
+        return cls(
+            num_layers=len(by_layer),
+            num_kv_heads=1,
+            key_dim=-(-largest // unit) * unit // tokens_per_block,
+            value_dim=0,
+            tokens_per_block=tokens_per_block,
+            dtype=torch.uint8,
+            window=tokens_per_block,
+            layers=tuple(tensors[0].layer for tensors in by_layer),
+            states=tuple(states),
+        )
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "key_dim"):
@@ -59,6 +118,29 @@ class KvCacheLayout:
         t = self.tokens_per_block
         if t < 2 or t & (t - 1):
             raise ConfigurationError(f"tokens_per_block: {t} must be a power of two greater than 1")
+        if self.states:
+            self._check_states()
+
+    def _check_states(self) -> None:
+        named = {(one.layer, one.name) for one in self.states}
+        if len(named) != len(self.states) or {one.layer for one in self.states} != set(self.layers):
+            raise ConfigurationError(
+                "states: each layer has at least one tensor, and no two tensors of a layer have "
+                "one name"
+            )
+        fits = all(
+            _extent([one for one in self.states if one.layer == layer]) <= self.layer_nbytes
+            for layer in self.layers
+        )
+        if self.window != self.tokens_per_block or self.dtype.itemsize != 1 or not fits:
+            raise ConfigurationError("states: make their layout with KvCacheLayout.of_states")
+
+    @property
+    def kind(self) -> Literal["kv", "latent", "state"]:
+        """Returns what a block holds: keys and values, latents of MLA, or a recurrent state."""
+        if self.states:
+            return "state"
+        return "latent" if self.num_kv_heads == 1 and self.value_dim == 0 else "kv"
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
@@ -71,7 +153,7 @@ class KvCacheLayout:
 
         Every rank holds them whole, whatever the tensor parallelism.
         """
-        return self.num_kv_heads == 1 and self.value_dim == 0
+        return self.kind == "latent"
 
     @property
     def kv_factor(self) -> int:
@@ -103,10 +185,29 @@ class KvCacheLayout:
         """Returns the shape of the flat pool view that connectors get."""
         return (num_blocks, self.num_layers, self.kv_factor, self.plane_elements)
 
+    def state_offsets(self, layer: int) -> Iterator[tuple[StateTensor, int]]:
+        """Yields the state tensors of the model's layer `layer`, each with its first byte."""
+        at = 0
+        for one in self.states:
+            if one.layer == layer:
+                yield one, at
+                at = _aligned(at + one.nbytes)
+
     def fingerprint(self) -> bytes:
         """Returns 16 bytes that differ whenever any field does; the same in every process."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.layer_numbers == tuple(range(self.num_layers)):
             del named["layers"]  # one pool for all layers: an older fingerprint
+        if not self.states:
+            del named["states"]  # the fingerprint from before there were layouts of states
         text = ";".join(f"{name}={value}" for name, value in named.items())
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _extent(tensors: Sequence[StateTensor]) -> int:
+    """Returns the bytes of the tensors of one layer, one aligned after the other."""
+    return sum(_aligned(one.nbytes) for one in tensors)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -55,6 +55,11 @@ class StoredHeads:
     num_kv_heads: int
 
     def __post_init__(self) -> None:
+        if self.layout.kind == "state" and self.shard.tp_size > 1:
+            raise ConfigurationError(
+                f"tensor_parallel_size={self.shard.tp_size}: recurrent states are stored for one "
+                "rank only; their division among ranks is not known"
+            )
         heads, tp, size = self.num_kv_heads, self.shard.tp_size, self.size
         if heads < 1 or heads % size or tp % size:
             raise ConfigurationError(

@@ -38,10 +38,13 @@ class SequenceAllocation:
     Attributes:
         matched_tokens: the leading tokens whose KV is in the reused blocks.
         block_ids: int32, the blocks of group 0 in order of the tokens; owned by the caller.
+        no_state_tokens: the tokens after the match whose keys and values are in the cache, and
+            which are computed since no snapshot of recurrent states was at their end.
     """
 
     matched_tokens: int
     block_ids: npt.NDArray[np.int32]
+    no_state_tokens: int = 0
 
 
 class BlockManager(PinTable):
@@ -158,6 +161,13 @@ class BlockManager(PinTable):
         """Returns how many published blocks of the pool were offloaded or dropped so far."""
         return self._pools[self._group(window)].num_reclaimed
 
+    def num_no_state_tokens(self) -> int:
+        """Returns how many tokens were not matched so far for want of a snapshot of their states.
+
+        The keys and values of these tokens were in the cache.
+        """
+        return self._admission.no_state_tokens
+
     def max_blocks(self, *, window: int | None = None) -> int:
         """Returns the number of all blocks of the pool; changes when pools exchange memory."""
         return self._pools[self._group(window)].num_blocks
@@ -244,7 +254,8 @@ class BlockManager(PinTable):
             )
         sequence = self._admission.admit(prompt, retention, keys)
         self._live[request_id] = sequence
-        return SequenceAllocation(sequence.matched, as_id_array(sequence.held[0].ids))
+        ids = as_id_array(sequence.held[0].ids)
+        return SequenceAllocation(sequence.matched, ids, sequence.no_state_tokens)
 
     # ---------------------------------------------------------------- the whole
 

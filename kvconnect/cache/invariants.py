@@ -139,6 +139,8 @@ def _check_held(sequence: Sequence, pool: BlockPool, tree: RadixTree) -> None:
     numbers = [number for number, block in enumerate(held.ids) if block != NOT_HELD]
     _require(numbers == list(range(held.first, held.stop)), "a sequence holds first..stop, no less")
     _require(pool.window is not None or held.first == 0, "full attention gives nothing up")
+    one = not pool.is_state or held.stop - held.first <= 1
+    _require(one, "a sequence holds one state at most")
     for segment in _referenced(held):
         ids = segment.pools[pool.group].ids
         own = held.ids[segment.start : segment.end]
@@ -155,7 +157,8 @@ def _check_positions(sequence: Sequence, tree: RadixTree) -> None:
     )
     needed = -(-sequence.reserved // tree.tokens_per_block)
     for held in sequence.held:
-        _require(held.stop >= needed, "there are blocks for what is reserved")
+        enough = held.pool.is_state or held.stop >= needed
+        _require(enough, "there are blocks for what is reserved")
 
 
 def _check_blocks(

@@ -67,6 +67,7 @@ class KVCacheManager(BaseKVCacheManager):
     raises_for_requests: ClassVar[bool] = False
     supports_connector: ClassVar[bool] = True
     supports_window_pools: ClassVar[bool] = True
+    supports_states = True
     overlaps_loads: ClassVar[bool] = True
 
     def __init__(
@@ -225,6 +226,25 @@ class KVCacheManager(BaseKVCacheManager):
         """The layer's KV memory; see `BaseKVCacheManager`. Shares the pool's memory."""
         return self._memory.buffers(layer_idx)
 
+    # ---------------------------------------------------------------- recurrent states
+
+    def get_states(self, layer_idx: int) -> Mapping[str, Tensor]:
+        """Returns the state tensors of a recurrent layer; see `BaseKVCacheManager`."""
+        return self._memory.states(layer_idx)
+
+    def next_state_end(self, request: LlmRequest, computed: int) -> int | None:
+        """Returns where the chunk that begins at `computed` must end at the latest, or None."""
+        return self.blocks.next_state_end(request.request_id, computed)
+
+    def state_restore(self, request: LlmRequest, computed: int) -> int | None:
+        """Returns the block with the states at `computed`, or None; see `BaseKVCacheManager`."""
+        return self.blocks.state_restore(request.request_id, computed)
+
+    def state_snapshot(self, request: LlmRequest, position: int) -> int | None:
+        """Returns the block for the states at `position`; see `BaseKVCacheManager`."""
+        with self._copier.together():
+            return self.blocks.state_snapshot(request.request_id, position)
+
     # ---------------------------------------------------------------- for connectors
 
     def set_external_matcher(self, matcher: ExternalMatcher) -> None:
@@ -329,8 +349,12 @@ class KVCacheManager(BaseKVCacheManager):
         self.blocks.reserve(request.request_id, num_tokens)
 
     def _needed(self, request: LlmRequest, group: int) -> int:
-        window = self.layouts[group].window
-        peak = peak_to_completion(request, window, self._tokens_per_block, self._max_chunk)
+        layout, size = self.layouts[group], self._tokens_per_block
+        if layout.kind == "state":
+            total = request.prompt_len + request.sampling_params.max_tokens - 1
+            peak = min(1, total // size)
+        else:
+            peak = peak_to_completion(request, layout.window, size, self._max_chunk)
         if self.blocks.holds(request.request_id):
             peak -= self.blocks.num_blocks(request.request_id, group)
         return max(peak, 0)

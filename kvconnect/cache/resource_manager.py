@@ -71,7 +71,9 @@ class BaseKVCacheManager(BaseResourceManager):
     The methods from `set_external_matcher` on serve connectors. A manager without them has
     ``supports_connector = False``, and the engine then refuses to attach a connector. A manager
     without pools for sliding windows (``supports_window_pools = False``) gets one layout for all
-    layers; windows are then masks only. A manager that sets a request's ``load_end`` and
+    layers; windows are then masks only. A manager that keeps no snapshots of recurrent states
+    (``supports_states = False``) gets no layout of them, and is told to reuse nothing for models
+    that have some. A manager that sets a request's ``load_end`` and
     ``loaded_from`` for a match that `overlaps` declares ``overlaps_loads = True``. Requests of
     another manager wait for their loads.
 
@@ -86,6 +88,7 @@ class BaseKVCacheManager(BaseResourceManager):
     raises_for_requests: ClassVar[bool] = True
     supports_connector: ClassVar[bool] = False
     supports_window_pools: ClassVar[bool] = False
+    supports_states: ClassVar[bool] = False
     overlaps_loads: ClassVar[bool] = False
 
     @abstractmethod
@@ -148,6 +151,65 @@ class BaseKVCacheManager(BaseResourceManager):
         raise ConfigurationError(
             f"{type(self).__name__} has no padding requests; override add_padding_request"
         )
+
+    # ---------------------------------------------------------------- recurrent states
+
+    # The engine computes each sequence in a running slot of its own, and calls, in this order:
+    #
+    # 1. before the first chunk that begins after an admission, and if it loads, once the load has
+    #    ended: `state_restore`. It copies the block that is returned to the running slot. If the
+    #    chunk begins at 0, it zeroes the slot instead.
+    # 2. when it plans a chunk: `next_state_end`. The chunk must not go beyond that position.
+    # 3. for a chunk that ends there, before `update_resources`: `state_snapshot`. After the forward
+    #    pass it copies the running slot to the block that is returned, if there is one. A call
+    #    before the connector's step lets a connector save the block in that step.
+    #
+    # The copy of 1 is launched before the next call of this manager, and that of 3 before the next
+    # `update_resources`, on the stream of the forward pass; the block may have another owner
+    # afterwards. For a draft that may be rejected the engine
+    # keeps a second running slot, since the manager has states at the ends of blocks only.
+
+    def get_states(self, layer_idx: int) -> Mapping[str, Tensor]:
+        """Returns the state tensors of a recurrent layer by name, ``[num_state_blocks, *shape]``.
+
+        They are views of the pool.
+
+        Raises:
+            ConfigurationError: the layer has no states.
+        """
+        raise ConfigurationError(f"{type(self).__name__} has no states of layer {layer_idx}")
+
+    def next_state_end(self, request: LlmRequest, computed: int) -> int | None:
+        """Returns the first position after `computed` at which a snapshot is due.
+
+        The chunk that begins at `computed` must not go beyond it. Changes nothing. The result is a
+        multiple of ``tokens_per_block``, and may lie beyond the tokens of `request`. Without states
+        it is None, as by default.
+        """
+        return None
+
+    def state_restore(self, request: LlmRequest, computed: int) -> int | None:
+        """Returns the block with the states after the first `computed` tokens, or None.
+
+        `computed` is where the next chunk begins. After an admission or a load the result is None
+        only if that is 0. Later it is None unless the last snapshot was taken at `computed`.
+        Changes nothing. `request` holds the block until its next snapshot.
+        """
+        return None
+
+    def state_snapshot(self, request: LlmRequest, position: int) -> int | None:
+        """Allocates the block for the states of `request` at `position`, or returns None.
+
+        None means that no snapshot is to be taken: no block is free, or `position` is not the end
+        of a block, or has one already. The `update_resources` after exactly `position` tokens
+        publishes the block, which must be written before that. Releases the block of the snapshot
+        before. May reclaim published blocks and order copies; never fails for want of blocks.
+
+        Raises:
+            ConfigurationError: (a ``ValueError``) `position` was committed before, or is beyond the
+                tokens of `request`.
+        """
+        return None
 
     def reset(self) -> bool:
         """Drops every cached block. Returns False, the default, if nothing was dropped."""

@@ -25,6 +25,7 @@ _SERVING = (
     "max_batch_size",
     "max_waiting",
     "offload_min_priority",
+    "state_interval",
 )
 
 
@@ -50,7 +51,14 @@ def parse_machines(arguments: argparse.Namespace, token_nbytes: int | None) -> M
     KvCacheConfig(
         tokens_per_block=arguments.tokens_per_block,
         secondary_offload_min_priority=arguments.offload_min_priority,
+        state_interval=arguments.state_interval,
     )
+    if arguments.state_interval % arguments.tokens_per_block:
+        raise ConfigurationError(
+            f"--state-interval {arguments.state_interval}: must be a multiple of "
+            f"--tokens-per-block {arguments.tokens_per_block}"
+        )
+    state_blocks = _state_blocks(arguments, token_nbytes)
     swept, sweep = _parse_sweep(arguments.sweep)
     fixed = {}
     for tier, name in _TIERS.items():
@@ -63,11 +71,11 @@ def parse_machines(arguments: argparse.Namespace, token_nbytes: int | None) -> M
         size = _parse_size(text, option)
         fixed[tier] = size.num_blocks(arguments.tokens_per_block, token_nbytes, field=option)
     if swept is None:
-        return Machines([("", _machine(arguments, fixed))], None)
+        return Machines([("", _machine(arguments, fixed, state_blocks))], None)
     runs = []
     for size in sweep:
         blocks = size.num_blocks(arguments.tokens_per_block, token_nbytes, field=f"--sweep {swept}")
-        runs.append((size.text, _machine(arguments, {**fixed, swept: blocks})))
+        runs.append((size.text, _machine(arguments, {**fixed, swept: blocks}, state_blocks)))
     return Machines(runs, swept)
 
 
@@ -88,7 +96,15 @@ def _parse_size(text: str, field: str) -> TierSize:
     return TierSize.parse(text, field=field)
 
 
-def _machine(arguments: argparse.Namespace, blocks: dict[str, int]) -> Machine:
+def _state_blocks(arguments: argparse.Namespace, token_nbytes: int | None) -> int:
+    if arguments.state_size is None:
+        return 0
+    size = _parse_size(arguments.state_size, "--state-size")
+    tokens = size.tokens(token_nbytes, field="--state-size")
+    return -int(-tokens // arguments.tokens_per_block)
+
+
+def _machine(arguments: argparse.Namespace, blocks: dict[str, int], state_blocks: int) -> Machine:
     from kvconnect.simulate.machine import Machine
 
     if "device" not in blocks:
@@ -99,5 +115,6 @@ def _machine(arguments: argparse.Namespace, blocks: dict[str, int]) -> Machine:
         device_blocks=blocks["device"],
         host_blocks=blocks.get("host", 0),
         external_blocks=blocks.get("external", 0),
+        state_blocks=state_blocks,
         **picked(arguments, *_SERVING),
     )

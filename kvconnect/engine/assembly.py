@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.config import KvCacheConfig
@@ -16,16 +19,20 @@ from kvconnect.engine.checkpoint.loading import LoadedModel, load_model
 from kvconnect.engine.engine import Engine
 from kvconnect.engine.inbox import Inbox
 from kvconnect.engine.model.model import Model, check_sharing
-from kvconnect.engine.model.pool_groups import CacheGeometry
+from kvconnect.engine.model.pool_groups import CacheGeometry, state_layers
+from kvconnect.engine.model.states import StateKey, StateSlots
 from kvconnect.engine.options import EngineOptions
 from kvconnect.engine.ranks.leader import Leader, start_followers
 from kvconnect.engine.ranks.settings import RankSettings, rank_device
 from kvconnect.engine.request.intake import Intake
 from kvconnect.engine.scheduler import Scheduler
+from kvconnect.engine.snapshots import StateSnapshots
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Shard
 
 __all__ = ["Assembly", "assembled"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,10 +84,13 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
         revision=options.model_revision,
         ranks=None if leader is None else leader.group,
     )
+    if loaded.model.states:
+        options = _with_states(options)
     model, config, manager = loaded.model, options.cache_config, options.cache_factory
     _check_dtype(config, model)
     window_pools = getattr(manager, "supports_window_pools", False)
-    geometry = CacheGeometry.of(model, config, window_pools=window_pools)
+    states = getattr(manager, "supports_states", False)
+    geometry = CacheGeometry.of(model, config, window_pools=window_pools, states=states)
     if leader is not None:
         config, manager = leader.meet(loaded), leader.cache_factory
     kv = manager(config, geometry.layouts, model.device)
@@ -91,8 +101,9 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
         max_batch_size=options.max_batch_size,
         policy=options.scheduling,
         speculation=options.speculation,
-        share_prefixes=options.knows_chunks,
+        share_prefixes=options.knows_chunks and not model.states,
         divide_prompts=options.enable_chunked_prefill,
+        stepped=model.stepped,
     )
     digest = stored_as(geometry.digest(loaded.digest), options.connector_config)
     intake = Intake(
@@ -107,8 +118,43 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
     inbox: Inbox[Any] = Inbox()
     args = _connector_args(options, config, geometry, digest)
     attachment = _attached(args, kv, inbox.ring, leader)
-    engine = Engine(model, kv, attachment, scheduler, layers, leader)
+    engine = Engine(model, kv, attachment, scheduler, layers, leader, _states(model, kv, options))
     return Assembly(loaded, geometry, kv, scheduler, intake=intake, engine=engine, inbox=inbox)
+
+
+def _with_states(options: EngineOptions) -> EngineOptions:
+    """Returns `options` for a model with recurrent layers, whose states no connector moves.
+
+    Raises:
+        ConfigurationError: drafts are asked for.
+    """
+    if options.speculation is not None:
+        raise ConfigurationError(
+            "speculative: the model has recurrent layers, and the states before a rejected draft "
+            "are not kept; leave it out"
+        )
+    config = options.cache_config
+    if not getattr(options.cache_factory, "supports_states", False):
+        _log.warning("The cache manager keeps no recurrent states: no prefix is reused")
+        config = config.model_copy(update={"enable_block_reuse": False})
+    if options.connector_config is not None:
+        _log.warning(
+            "The model has recurrent layers, whose states no connector moves: it is not attached"
+        )
+    return replace(options, kv_cache=config, connector=None)
+
+
+def _states(model: Model, kv: BaseKVCacheManager, options: EngineOptions) -> StateSnapshots | None:
+    """Returns the states of running sequences; ``None``: the model has no recurrent layers."""
+    if not model.states:
+        return None
+    blocks: dict[StateKey, Tensor] = {}
+    if kv.supports_states:
+        numbers = state_layers(model)
+        keys = [one.key for one in model.states]
+        blocks = {key: kv.get_states(numbers[key.layer_idx])[key.name] for key in keys}
+    slots = StateSlots(model.states, options.max_batch_size, model.device)
+    return StateSnapshots(slots, kv, blocks)
 
 
 def _leader(options: EngineOptions) -> Leader | None:

@@ -23,8 +23,9 @@ from kvconnect.engine.model.sequence_step import (
 from kvconnect.engine.ranks.leader import Leader, NoFollowers
 from kvconnect.engine.request.live_request import LiveRequest, TokenRun
 from kvconnect.engine.request.logprobs import top_tokens
-from kvconnect.engine.sampling.sampler import Sampler
+from kvconnect.engine.sampling.sampler import Sampler, sampled_tokens
 from kvconnect.engine.scheduler import Scheduler
+from kvconnect.engine.snapshots import StateSnapshots
 from kvconnect.errors import OutOfBlocks
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
 
@@ -46,6 +47,7 @@ class Engine:
         scheduler: over the same `kv`.
         layers: memory of `kv`.
         followers: the other ranks; by default there are none.
+        states: of recurrent layers; by default the model has none.
 
     Attributes:
         stats: counts so far, and what the engine holds now.
@@ -59,7 +61,9 @@ class Engine:
         scheduler: Scheduler,
         layers: Sequence[CachedLayer],
         followers: Leader | None = None,
+        states: StateSnapshots | None = None,
     ) -> None:
+        self._states = states
         self._model = model
         self._kv = kv
         self._connector = connector
@@ -68,7 +72,7 @@ class Engine:
         connector.set_worth(scheduler.beside_loads.is_worth)
         self._layers = layers
         self._followers = followers or NoFollowers()
-        self._num_groups = 1 + max(layer.group for layer in layers)
+        self._num_groups = 1 + max((layer.group for layer in layers), default=0)
         self._sampler = Sampler(model.eos_token_ids)
         self._live = LiveRequests(kv, connector, scheduler, self._sampler)
         self.stats = self._live.stats
@@ -207,8 +211,13 @@ class Engine:
         """Returns logits after each sequence's last ``num_wanted`` tokens, ``[rows, vocab]``."""
         if not plan:
             return None
-        step = ForwardStep(plan, self._layers, self._connector, device=self._model.device)
+        device, states = self._model.device, self._states
+        requests = [self._live[one.request_id].request for one in plan]
+        slots = None if states is None else states.begin(plan, requests, self._scheduler.running)
+        step = ForwardStep(plan, self._layers, self._connector, device=device, slots=slots)
         logits = self._model.forward(step)
+        if states is not None:
+            states.end(plan, requests)
         self.stats.steps += 1
         self._connector.end_forward()
         return logits
@@ -301,7 +310,7 @@ class Engine:
         self, live: LiveRequest, chosen: Sequence[int | Exception], logits: Tensor
     ) -> TokenRun:
         """Appends the tokens chosen from `logits`, and rewinds the rejected drafts."""
-        tokens = _sampled(chosen)
+        tokens = sampled_tokens(chosen)
         count = live.request.sampling_params.logprobs
         run = live.take(tokens, None if count is None else top_tokens(logits, tokens, count))
         if run.num_rejected:
@@ -383,13 +392,3 @@ class Engine:
         )
         self._live.fail(live, error)
         return True
-
-
-def _sampled(chosen: Sequence[int | Exception]) -> list[int]:
-    """Returns `chosen`, or raises the first error in it."""
-    tokens = []
-    for one in chosen:
-        if isinstance(one, Exception):
-            raise one
-        tokens.append(one)
-    return tokens

@@ -11,6 +11,7 @@ from kvconnect.engine.beside_loads import BesideLoads
 from kvconnect.engine.common_prefixes import CommonPrefixes
 from kvconnect.engine.model.sequence_step import first_scheduled_token
 from kvconnect.engine.sampling.drafts import NO_DRAFTS, NgramDrafter, NgramSpeculation
+from kvconnect.engine.snapshots import snapshot_end
 from kvconnect.errors import ConfigurationError, OutOfBlocks, nearest
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
 
@@ -39,6 +40,8 @@ class Scheduler:
 
     A request whose load overlaps with computing gets tokens of the budget that no other one takes.
 
+    Chunks end where a snapshot of recurrent states is due; see `snapshot_end` for `stepped` ones.
+
     With `share_prefixes` prompts that begin alike compute their common part once: the first ends a
     chunk there, and the others wait for it.
 
@@ -64,6 +67,7 @@ class Scheduler:
         speculation: NgramSpeculation | None = None,
         share_prefixes: bool = True,
         divide_prompts: bool = True,
+        stepped: bool = False,
     ) -> None:
         if policy not in get_args(SchedulingPolicy):
             raise ConfigurationError(
@@ -82,6 +86,7 @@ class Scheduler:
         self._max_batch_size = min(max_batch_size, max_num_tokens)
         self._share_prefixes = share_prefixes and divide_prompts
         self._divide_prompts = divide_prompts
+        self._stepped = stepped
         self._guaranteed = policy == "guaranteed_no_evict"
         self._drafter = None if speculation is None else NgramDrafter(speculation)
         self.beside_loads = BesideLoads(max_num_tokens, self._num_prompts)
@@ -399,7 +404,10 @@ class Scheduler:
             end = prefixes.end(request, start)
             if request.load_end:
                 end = min(end, request.loaded_from)  # then those up to `load_end` are there
-            request.num_scheduled_tokens = min(end - start, budget - behind)
+            end = min(end, start + budget - behind)
+            if self._divide_prompts:
+                end = snapshot_end(self._kv, request, start, end, stepped=self._stepped)
+            request.num_scheduled_tokens = end - start
             budget -= request.num_scheduled_tokens
 
 

@@ -8,7 +8,7 @@ __all__ = ["CountingCopier"]
 
 
 class CountingCopier:
-    """A `BlockCopier` that only counts.
+    """A `BlockCopier` that only counts, and only blocks of group 0: no states.
 
     Attributes:
         onboarded: blocks copied from host to device.
@@ -25,11 +25,11 @@ class CountingCopier:
 
     def onboard(self, group: int, host_ids: Sequence[int], ids: Sequence[int]) -> None:
         """Implements `BlockCopier`."""
-        self.onboarded += len(ids)
+        self.onboarded += 0 if group else len(ids)
 
     def offload(self, group: int, ids: Sequence[int], host_ids: Sequence[int]) -> None:
         """Implements `BlockCopier`."""
-        self.offloaded += len(ids)
+        self.offloaded += 0 if group else len(ids)
 
     def copy_tokens(
         self, group: int, source: int, target: int, num_tokens: int, *, from_host: bool = False
@@ -41,4 +41,4 @@ class CountingCopier:
             self.device_tokens += num_tokens
 
     def move(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Implements `BlockCopier`; a single pool never exchanges slabs."""
+        """Implements `BlockCopier`; moves between slabs are not counted."""

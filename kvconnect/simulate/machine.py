@@ -27,6 +27,9 @@ class Machine:
         max_batch_size: requests served at once; ``None``: as many as fit.
         max_waiting: requests that may wait; further ones are turned away.
         offload_min_priority: blocks below it are dropped instead of offloaded to the host.
+        state_blocks: the memory of one snapshot of recurrent states, in blocks of keys and values;
+            0: the model has no states.
+        state_interval: tokens between two snapshots; a multiple of `tokens_per_block`.
 
     Raises:
         ConfigurationError: names the field, the value and what is right.
@@ -41,6 +44,8 @@ class Machine:
     max_batch_size: int | None = None
     max_waiting: int = 10_000
     offload_min_priority: int = DEFAULT_RETENTION_PRIORITY
+    state_blocks: int = 0
+    state_interval: int = 1024
 
     def __post_init__(self) -> None:
         least = {"device_blocks": 1, "host_blocks": 0, "external_blocks": 0, "max_waiting": 0}
@@ -49,6 +54,13 @@ class Machine:
         for name, limit in least.items():
             if getattr(self, name) < limit:
                 raise ConfigurationError(f"{name}: {getattr(self, name)} must be at least {limit}")
+        if self.state_blocks and self.external_blocks:
+            raise ConfigurationError("external_blocks: a store of states is not simulated; give 0")
+        if self.state_blocks * 3 > self.device_blocks:
+            raise ConfigurationError(
+                f"device_blocks: {self.device_blocks} must hold at least three states of "
+                f"{self.state_blocks} blocks"
+            )
         for name in ("prefill_tokens_per_s", "decode_tokens_per_s"):
             if not getattr(self, name) >= _SLOWEST:
                 raise ConfigurationError(

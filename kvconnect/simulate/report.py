@@ -166,6 +166,12 @@ class Report:
             f"{total.most_waiting:,} requests at once"
         )
         lines.append(f"held at once: {total.most_blocks:,} blocks, {_percent(held)} of the device")
+        if machine.state_blocks:
+            lines.append(
+                f"states: one per {machine.state_interval:,} tokens, as large as "
+                f"{machine.state_blocks:,} blocks; {total.snapshots:,} taken, "
+                f"{total.no_state_tokens:,} cached tokens computed without one"
+            )
         evicted = f"evicted from device: {total.evicted_blocks:,} blocks"
         if machine.external_blocks:
             evicted += f"; from external: {total.external_evicted_blocks:,} blocks"

@@ -7,17 +7,13 @@ from collections import deque
 from operator import sub
 from typing import NamedTuple
 
-import torch
-
 from kvconnect.cache.admission.prompt import Prompt
-from kvconnect.cache.block_manager import BlockManager
-from kvconnect.config import KvCacheConfig
-from kvconnect.layout import KvCacheLayout
 from kvconnect.simulate.counting_copier import CountingCopier
 from kvconnect.simulate.external_tier import ExternalTier
 from kvconnect.simulate.first_token import ExternalHit
 from kvconnect.simulate.machine import Machine
 from kvconnect.simulate.retention_policy import RetentionPolicy
+from kvconnect.simulate.states import commit_with_snapshots, simulated_blocks
 from kvconnect.simulate.tally import Counts, Tally
 from kvconnect.simulate.trace_request import TraceRequest
 from kvconnect.tokens import TokenArray
@@ -29,6 +25,7 @@ class _Running(NamedTuple):
     request_id: int
     request: TraceRequest
     tokens: TokenArray
+    matched: int
     prefilled: bool
 
 
@@ -40,6 +37,7 @@ class _Moves(NamedTuple):
     onboarded_blocks: int = 0
     host_copied_tokens: int = 0
     device_copied_tokens: int = 0
+    no_state_tokens: int = 0
     saved_blocks: int = 0
     external_evicted_blocks: int = 0
 
@@ -76,16 +74,9 @@ class Simulator:
         self.now = 0.0
         size = machine.tokens_per_block
         self._copier = CountingCopier()
-        self._blocks = BlockManager(
-            KvCacheConfig(
-                tokens_per_block=size, secondary_offload_min_priority=machine.offload_min_priority
-            ),
-            KvCacheLayout(1, 1, 1, 1, size, torch.int8),
-            num_blocks=machine.device_blocks,
-            num_host_blocks=machine.host_blocks,
-            copier=self._copier,
-            clock=lambda: self.now,
-        )
+        self._blocks = simulated_blocks(machine, self._copier, lambda: self.now)
+        # A slab of the states' pool never serves keys and values.
+        self._most_blocks = machine.device_blocks - machine.state_blocks
         self._external: ExternalTier | None = None
         if machine.external_blocks:
             self._external = ExternalTier(machine.external_blocks, size)
@@ -106,7 +97,7 @@ class Simulator:
         """
         self._run_until(request.arrival)
         self.now = request.arrival
-        if -(-request.num_tokens // self.machine.tokens_per_block) > self.machine.device_blocks:
+        if -(-request.num_tokens // self.machine.tokens_per_block) > self._most_blocks:
             self.tally.at(self.now).too_long += 1
             return
         self._waiting.append(request)
@@ -157,6 +148,8 @@ class Simulator:
     def _fits(self, request: TraceRequest, tokens: TokenArray) -> bool:
         # Matched tokens need no more blocks than others, so this cheap check is sufficient.
         needed = -(-len(tokens) // self.machine.tokens_per_block)
+        if self.machine.state_blocks:
+            return self._blocks.ensure_free([needed, 1])
         if self._blocks.num_free_blocks() >= needed:
             return True
         return self._blocks.can_add(tokens, max_matched=request.input_length - 1)
@@ -196,7 +189,7 @@ class Simulator:
         counts.longest_wait_s = max(counts.longest_wait_s, waited)
         counts.most_blocks = max(counts.most_blocks, self._blocks.num_allocated_blocks())
         self._num_running += 1
-        running = _Running(request_id, request, tokens, prefilled=False)
+        running = _Running(request_id, request, tokens, matched, prefilled=False)
         self._schedule(computed / self.machine.prefill_tokens_per_s, running)
 
     def _match_external(
@@ -220,7 +213,7 @@ class Simulator:
 
     def _end_prefill(self, running: _Running) -> None:
         request = running.request
-        self._blocks.commit(running.request_id, request.input_length)
+        self._commit(running, 0, request.input_length)
         if self._external is not None:
             self._external.save(running.tokens, request.input_length)
         self._count_moves(self.tally.at(self.now))
@@ -231,12 +224,19 @@ class Simulator:
         request, size = running.request, self.machine.tokens_per_block
         # The last generated token was never fed back: it has no KV.
         valid = request.num_tokens - 1 if request.output_length else request.num_tokens
+        if self.machine.state_blocks:
+            self._commit(running, request.input_length, valid)
         self._blocks.abort(running.request_id, valid)
         if self._external is not None and valid // size > request.input_length // size:
             self._external.save(running.tokens, valid)
         self._count_moves(self.tally.at(self.now))
         self._num_running -= 1
         self._admit_waiting()
+
+    def _commit(self, running: _Running, start: int, stop: int) -> None:
+        start = max(start, running.matched)
+        taken = commit_with_snapshots(self._blocks, running.request_id, start, stop)
+        self.tally.at(self.now).snapshots += taken
 
     # ---------------------------------------------------------------- counting
 
@@ -249,6 +249,7 @@ class Simulator:
             copier.onboarded,
             copier.host_tokens,
             copier.device_tokens,
+            self._blocks.num_no_state_tokens(),
             0 if external is None else external.num_saved,
             0 if external is None else external.num_dropped,
         )

@@ -35,6 +35,8 @@ class Counts:
         loaded_blocks: read from the external tier.
         saved_blocks: written to the external tier.
         external_evicted_blocks: evicted from it.
+        snapshots: snapshots of recurrent states that were taken.
+        no_state_tokens: computed tokens that were on the device or the host, without a state.
         waited_s: seconds between arrival and admission, of all requests together.
         longest_wait_s: of one request.
         most_waiting: requests that waited at once.
@@ -58,6 +60,8 @@ class Counts:
     loaded_blocks: int = 0
     saved_blocks: int = 0
     external_evicted_blocks: int = 0
+    snapshots: int = 0
+    no_state_tokens: int = 0
     waited_s: float = 0.0
     longest_wait_s: float = 0.0
     most_waiting: int = 0

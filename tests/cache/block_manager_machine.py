@@ -24,7 +24,7 @@ from kvconnect.cache.pool import matching
 from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
 from kvconnect.errors import KvConnectError
 from kvconnect.keys import BlockKey, KeyChain, Namespace, chain_key
-from kvconnect.layout import KvCacheLayout
+from kvconnect.layout import KvCacheLayout, StateTensor
 from kvconnect.tokens import TokenBuffer
 
 SALTS = [None, "a", "b"]
@@ -32,6 +32,10 @@ ROOTS = {salt: BlockKey(bytes([number]) * 32) for number, salt in enumerate(SALT
 PRIORITIES = [0, 20, 35, 35, 50, 90]
 DURATIONS = [None, None, 1000, 3000]
 WINDOWS = [[None], [None], [None, 4], [None, 6, 3], [6], [9, 2], [None, 12, 5, 2]]
+
+
+STATES = [[None], [None], [None, 9], [6], []]
+"""The windows beside a pool of states."""
 
 
 def key_of(salt, path, size):
@@ -68,6 +72,7 @@ def some_retention(random):
 def some_config(random):
     return KvCacheConfig(
         tokens_per_block=random.choice([2, 2, 4]),
+        state_interval=random.choice([4, 8, 16]),
         enable_block_reuse=random.random() < 0.95,
         enable_partial_reuse=random.random() < 0.8,
         copy_on_partial_reuse=random.random() < 0.6,
@@ -76,9 +81,9 @@ def some_config(random):
     )
 
 
-def some_pools(random):
+def some_pools(random, size, *, states):
     """Blocks of each pool, in primary and on the host."""
-    windows = random.choice(WINDOWS)
+    windows = [*random.choice(STATES), size] if states else random.choice(WINDOWS)
     primary = {window: random.randint(3, 12) for window in windows}
     host = dict.fromkeys(windows, 0)
     if random.random() < 0.7:
@@ -91,6 +96,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     Hypothesis chooses the seeds of the steps, and shrinks by leaving steps out.
     """
+
+    states = False  # whether there is a pool of recurrent states
 
     def __init__(self):
         super().__init__()
@@ -105,7 +112,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @initialize(random=st.randoms(use_true_random=True))
     def start(self, random):
         config = some_config(random)
-        primary, host = some_pools(random)
+        primary, host = some_pools(random, config.tokens_per_block, states=self.states)
         # Whether a few candidates for a partial match are many.
         matching.FEW, matching.MANY = random.choice([(1, 1), (1, 3), (2, 512), (8, 512)])
         note(f"{config!r} {primary} {host} {matching.FEW} {matching.MANY}")
@@ -115,7 +122,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.content = SlotContent(self.size)
         self.expected = SlotContent(self.size)
         self.naive = NaiveManager(
-            config, primary, host, clock=lambda: self.now, copier=self.expected
+            config,
+            primary,
+            host,
+            clock=lambda: self.now,
+            copier=self.expected,
+            states=self.states,
         )
         self.manager = self.make(config, primary, host)
         self.replay = EventReplay(primary, host) if config.event_buffer_max_size else None
@@ -127,6 +139,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         layouts = [
             KvCacheLayout(1, 1, 1, 1, self.size, torch.float32, window) for window in self.windows
         ]
+        if self.states:
+            tensor = StateTensor(1, "recurrent", (2,), torch.float32)
+            layouts[-1] = KvCacheLayout.of_states([tensor], self.size)
         return BlockManager(
             config,
             layouts,
@@ -143,6 +158,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if live:
             steps |= {self.append: 3, self.commit: 6, self.release: 2 * live, self.abort: live}
             steps |= {self.rewind: 1, self.pin: 1, self.detach: 1, self.reserve: 3}
+            if self.states:
+                steps[self.snapshot] = 6
         if self.churn:
             # Few blocks are held: what requests left fills both tiers, and comes back.
             steps |= {self.add: 2, self.serve: 20}
@@ -178,6 +195,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 got, expected = (getattr(m, count)(window=window) for m in (manager, naive))
                 assert got == expected, f"{count}(window={window})"
         self.check_blocks()
+        self.check_states()
         self.check_events()
         for tokens, salt in self.probes[-12:]:
             query = [*tokens, 9]
@@ -210,9 +228,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 held = self.manager.block_ids(name, window=pool.window)
                 self.bind(ids, pool, seq.blocks[pool], held)
                 salt = seq.space[0]
-                self.content.check(group, held, salt, seq.tokens, seq.computed)
+                self.content.check(group, held, salt, seq.tokens, self.end_in(pool, seq.computed))
                 # The engine may write beyond what is computed at any time.
-                self.content.scribble(group, held, seq.computed)
+                self.content.scribble(group, held, self.end_in(pool, seq.computed))
             first = self.naive.pools[0]
             assert list(self.manager.block_ids(name)) == list(
                 self.manager.block_ids(name, window=first.window)
@@ -225,6 +243,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
             for group, slot, offset, name in self.pinned.get(handle, ()):
                 assert self.content.primary[group, slot][offset] == name, "a pin keeps the content"
         assert len({(block.pool, slot) for block, slot in ids.items()}) == len(ids)
+
+    def end_in(self, pool, num_tokens):
+        """Where the content of `pool` ends: a state is one of a whole block."""
+        return num_tokens // self.size * self.size if pool.is_state else num_tokens
+
+    def check_states(self):
+        naive, manager = self.naive, self.manager
+        assert manager.num_no_state_tokens() == naive.num_no_state_tokens()
+        for name, seq in naive.sequences.items():
+            expected = naive.next_state_end(name, seq.computed)
+            assert manager.next_state_end(name, seq.computed) == expected
+            for computed in (seq.computed, seq.external_end):
+                block = manager.state_restore(name, computed)
+                assert (block is None) == (naive.state_restore(name, computed) is None)
+                if block is not None:
+                    held = manager.block_ids(name, window=self.windows[-1])
+                    assert block == held[computed // self.size - 1]
 
     def check_events(self):
         if self.replay:
@@ -313,8 +348,26 @@ class BlockManagerMachine(RuleBasedStateMachine):
             given["max_matched"] = reach = reach // self.size * self.size
         if reach >= len(tokens) - 1:
             return False
-        given["external_end"] = random.randint(reach + 1, len(tokens) - 1)
-        return True
+        end = random.randint(reach + 1, len(tokens) - 1)
+        if self.states:
+            end -= end % self.size
+        given["external_end"] = end
+        return end > reach
+
+    def snapshot(self, random, name=None):
+        """The next chunk will end where a snapshot is due, or somewhere."""
+        name = self.pick(random, name)
+        if name in self.loading:
+            return
+        seq = self.naive.sequences[name]
+        end = self.naive.next_state_end(name, seq.computed)
+        if end is None or random.random() < 0.3:
+            end = random.choice(range(0, len(seq.tokens) + 2 * self.size, self.size))
+        expected, got = self.both("state_snapshot", name, end)
+        assert (expected is None) == (got is None)
+        if got is not None:
+            held = self.manager.block_ids(name, window=self.windows[-1])
+            assert got == held[end // self.size - 1]
 
     def settle(self, random, name, num_tokens):
         """Reserve up to a whole block, or all: what may be done in between is not specified."""
@@ -345,16 +398,27 @@ class BlockManagerMachine(RuleBasedStateMachine):
         stop = min(stop, len(seq.tokens))
         for group, pool in enumerate(self.naive.pools):
             held = self.manager.block_ids(name, window=pool.window)
+            if pool.is_state:
+                # A state is written where a chunk ends, and where a load does.
+                for end in {stop, min(stop, seq.external_end)} - {0}:
+                    if end % self.size == 0:
+                        written = (seq.space[0], seq.tokens, end - self.size, end)
+                        self.content.write(group, held, *written)
+                continue
             self.content.write(group, held, seq.space[0], seq.tokens, seq.computed, stop)
 
     def commit(self, random, name=None):
         name = self.pick(random, name)
         seq = self.naive.sequences[name]
+        if self.states and random.random() < 0.7:
+            self.snapshot(random, name)
         most = len(seq.tokens)
         self.settle(random, name, 0)
         count = random.choice(
             [most, seq.reserved, min(most, seq.reserved), random.randint(0, most + 1)]
         )
+        if seq.snapshot and random.random() < 0.7:
+            count = seq.snapshot
         if name in self.loading and seq.computed < count < seq.external_end:
             count = seq.external_end
         if count <= most and self.naive.is_reserved(seq, count):
@@ -406,7 +470,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             )
             for group, window in enumerate(self.windows)
             for ids in [list(self.manager.block_ids(name, window=window))]
-            for at in range(seq.computed)
+            for at in range(self.end_in(self.naive.pools[group], seq.computed))
             if ids[at // self.size] >= 0
         ]
 
@@ -424,7 +488,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         total = -(-len(seq.tokens) // self.size)
         first = random.randint(0, total + 1)
         held = [self.manager.block_ids(name, window=window) for window in self.windows]
-        for ids in held:
+        for ids in held[: -1 if self.states else None]:
             # What a window gave up could never be computed again.
             gaps = [number for number in range(first, total) if ids[number] == -1]
             if any(number < seq.reserved // self.size for number in gaps):

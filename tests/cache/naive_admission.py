@@ -24,6 +24,7 @@ class NaiveAdmission:
         match = self.find(space, tokens, max_matched)
         for tried in [match, self.find(space, tokens, max_matched, partial=False)]:
             begin = max(tried.length, external_end or 0)
+            self.check_begin(begin)
             end = len(tokens) if first_chunk is None else min(len(tokens), begin + first_chunk)
             places = {
                 pool: self.places(pool, tried, len(tokens), begin, end) for pool in self.pools
@@ -37,6 +38,8 @@ class NaiveAdmission:
         total = -(-num_tokens // self.size)
         first = naive_match.first_block(pool, begin, self.size)
         last = total if pool.window is None else -(-end // self.size)
+        if pool.is_state:
+            last = begin // self.size
         found = [None] * total
         for number in range(first, last):
             whole = number < len(match.path)

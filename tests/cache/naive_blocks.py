@@ -82,7 +82,10 @@ class Pool:
     Orders go to `copier` as they happen, one block each.
     """
 
-    def __init__(self, group, window, count, host_count, *, threshold, clock, copier):
+    def __init__(
+        self, group, window, count, host_count, *, threshold, clock, copier, is_state=False
+    ):
+        self.is_state = is_state
         self.group, self.window, self.count = group, window, count
         self.threshold, self.clock, self.copier = threshold, clock, copier
         self.blank = list(range(count))

@@ -13,6 +13,7 @@ from naive_admission import NaiveAdmission
 from naive_blocks import Block, Node, Pin, Pool
 from naive_publishing import NaivePublishing
 from naive_sequence import Sequence, check_position, check_tokens
+from naive_states import NaiveStates
 
 from kvconnect import errors
 
@@ -27,10 +28,13 @@ class NoCopier:
         pass
 
 
-class NaiveManager(NaiveAdmission, NaivePublishing):
-    """`num_blocks` and `num_host_blocks` by window; the pools are in the order of the groups."""
+class NaiveManager(NaiveAdmission, NaivePublishing, NaiveStates):
+    """`num_blocks` and `num_host_blocks` by window; the pools are in the order of the groups.
 
-    def __init__(self, config, num_blocks, num_host_blocks, *, clock, copier=None):
+    With `states`, the pool of the smallest window is one of recurrent states.
+    """
+
+    def __init__(self, config, num_blocks, num_host_blocks, *, clock, copier=None, states=False):
         self.size = config.tokens_per_block
         self.config = config
         self.copier = copier or NoCopier()
@@ -44,12 +48,14 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
                 threshold=config.secondary_offload_min_priority,
                 clock=clock,
                 copier=self.copier,
+                is_state=states and window == windows[-1],
             )
             for group, window in enumerate(windows)
         ]
         self.roots = {}
         self.sequences = {}
         self.pins = []
+        self.no_state_tokens = 0
 
     # -------------------------------------------------------------- queries
 
@@ -142,6 +148,7 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
         if plan is None:
             raise errors.OutOfBlocks
         seq = Sequence(space, tokens, retention, external_end or 0)
+        self.note_states(seq, plan, max_matched)
         for pool in self.pools:
             self.fill(seq, pool, plan.match, plan.places[pool])
         if plan.match.source and not self.config.copy_on_partial_reuse:
@@ -170,7 +177,7 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
                 blocks[number] = block
 
     def is_reserved(self, seq, num_tokens):
-        windows = any(pool.window is not None for pool in self.pools)
+        windows = any(pool.window is not None and not pool.is_state for pool in self.pools)
         return not windows or num_tokens <= seq.reserved
 
     def reserve(self, request_id, num_tokens):
@@ -180,7 +187,7 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
         self.take_places(
             seq,
             {
-                pool: [] if pool.window is None else range(begin, max(begin, end))
+                pool: [] if pool.window is None or pool.is_state else range(begin, max(begin, end))
                 for pool in self.pools
             },
         )
@@ -195,7 +202,12 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
             raise errors.ConfigurationError("reserve first")
         begin = -(-len(seq.tokens) // self.size)
         end = -(-(len(seq.tokens) + len(tokens)) // self.size)
-        self.take_places(seq, dict.fromkeys(self.pools, range(begin, end)))
+        numbers = dict.fromkeys(self.pools, range(begin, end))
+        if self.state_pool():
+            numbers[self.state_pool()] = ()
+        self.take_places(seq, numbers)
+        if self.state_pool():
+            seq.blocks[self.state_pool()] += [None] * (end - begin)
         seq.tokens += tokens
         seq.reserved = len(seq.tokens)
 
@@ -207,10 +219,13 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
         if num_computed_tokens <= seq.computed:
             return
         seq.computed = num_computed_tokens
+        self.settle_snapshot(seq, num_computed_tokens)
         for pool in self.pools:
             if self.config.enable_block_reuse:
                 self.publish_running(seq, pool, num_computed_tokens // self.size)
-            self.give_up(seq, pool, naive_match.first_block(pool, num_computed_tokens, self.size))
+            if not pool.is_state:
+                first = naive_match.first_block(pool, num_computed_tokens, self.size)
+                self.give_up(seq, pool, first)
 
     def give_up(self, seq, pool, first):
         blocks = seq.blocks[pool]
@@ -224,6 +239,8 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
         keep = len(seq.tokens) - num_tokens
         if num_tokens < 0 or keep < max(seq.computed, seq.matched):
             raise errors.ConfigurationError("committed")
+        if seq.snapshot > keep:
+            self.drop_snapshot(seq)
         del seq.tokens[keep:]
         seq.prompt = min(seq.prompt, keep)
         seq.reserved = min(seq.reserved, keep)
@@ -249,10 +266,12 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
 
     def end(self, request_id, num_valid):
         seq = self.sequences.pop(request_id)
+        self.settle_snapshot(seq, num_valid)
         if self.config.enable_block_reuse:
             pools = [pool for pool in self.pools if self.publishes(seq, pool, num_valid)]
             committed = num_valid // self.size < seq.computed // self.size
-            if num_valid % self.size and not committed and self.config.enable_partial_reuse:
+            tails = self.config.enable_partial_reuse and not self.state_pool()
+            if num_valid % self.size and not committed and tails:
                 self.publish_tail(seq, pools, num_valid)
         for pool in self.pools:
             self.give_up(seq, pool, len(seq.blocks[pool]))
@@ -305,10 +324,15 @@ class NaiveManager(NaiveAdmission, NaivePublishing):
         blocks = {pool: [seq.blocks[pool][number] for number in old[pool]] for pool in self.pools}
         if any(block.node for held in blocks.values() for block in held):
             raise errors.ConfigurationError("published")
-        self.take_places(seq, old)
+        states = self.state_pool()
+        self.take_places(seq, old | {states: ()} if states else old)
+        for number in old.get(states, ()):
+            seq.blocks[states][number] = None
         for held in blocks.values():
             for block in held:
                 block.holders.remove(seq)
+        if seq.snapshot > first_block * self.size:
+            seq.snapshot = 0
         seq.computed = min(seq.computed, first_block * self.size)
         seq.matched = min(seq.matched, first_block * self.size)
         for pool in self.pools:

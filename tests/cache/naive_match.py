@@ -33,6 +33,8 @@ def reached(root, tokens, limit, size):
 
 def usable(pools, nodes, length, size):
     """Whether every pool holds what position `length` needs; `nodes` reach that far."""
+    if length % size and any(pool.is_state for pool in pools):
+        return False
     return all(
         pool in nodes[number].blocks
         for pool in pools

@@ -17,6 +17,8 @@ class Sequence(Holder):
         self.external_end = external_end
         self.computed = self.matched = self.reserved = 0
         self.duplicates = {}  # of each pool: numbers of blocks that stay private until the end
+        self.state_ends = set()
+        self.snapshot = 0
         self.inherited = {}  # of each pool: retention of the block that began as a partial match
 
     def asked(self, pool, number, size):

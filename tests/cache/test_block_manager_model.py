@@ -44,13 +44,30 @@ class NaiveMachine(BlockManagerMachine):
     """The naive model against itself: its own orders, too, must keep every content."""
 
     def make(self, config, primary, host):
-        return Twin(config, primary, host, clock=lambda: self.now, copier=self.content)
+        return Twin(
+            config,
+            primary,
+            host,
+            clock=lambda: self.now,
+            copier=self.content,
+            states=self.states,
+        )
 
     def check_events(self):
         pass
 
     def pin_path(self, tokens, salt):
         return self.manager.pin_path(tokens, salt)
+
+
+class StatesMachine(BlockManagerMachine):
+    """One pool holds snapshots of recurrent states."""
+
+    states = True
+
+
+class NaiveStatesMachine(NaiveMachine):
+    states = True
 
 
 QUICK = settings(
@@ -68,8 +85,23 @@ class TestBlockManager(BlockManagerMachine.TestCase):
     settings = QUICK
 
 
+@pytest.mark.timeout(600)
+class TestStates(StatesMachine.TestCase):
+    settings = QUICK
+
+
+class TestNaiveStates(NaiveStatesMachine.TestCase):
+    settings = settings(QUICK, max_examples=8)
+
+
 class TestNaiveModel(NaiveMachine.TestCase):
     settings = settings(QUICK, max_examples=8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+class TestStatesLong(StatesMachine.TestCase):
+    settings = settings(QUICK, max_examples=2000)
 
 
 @pytest.mark.slow

@@ -80,6 +80,9 @@ _SIZES: Mapping[str, Any] = {
     "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "mamba_chunk_size": 16,
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
     "mamba_d_ssm": 128,
@@ -130,6 +133,33 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "xlm-roberta-xl": {"is_decoder": True},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
     "big_bird": {"is_decoder": True, "attention_type": "original_full"},
+    # Recurrent layers between the others. transformers' Zamba2 and Nemotron-H apply the least time
+    # step to the tokens of a prompt, and not to generated ones: it is too small to matter here.
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"] * 2,
+        "num_dense_layers": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+    "mamba2": {"chunk_size": 16},
+    "minimax": {"block_size": 16, "sliding_window": None},
+    "nemotron_h": {"chunk_size": 16, "sliding_window": None, "time_step_min": 1e-9},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "chunk_size": 16,
+        "num_key_value_heads": 4,
+        "mamba_d_state": 16,
+        "time_step_min": 1e-9,
+    },
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 

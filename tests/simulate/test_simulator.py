@@ -222,3 +222,40 @@ def test_a_rule_about_system_prompts_needs_to_know_their_length(request_of):
 def test_a_machine_that_cannot_be_is_refused(settings, field):
     with pytest.raises(ConfigurationError, match=field):
         Machine(**({"device_blocks": 8} | settings))
+
+
+# ---------------------------------------------------------------- recurrent states
+
+
+def test_a_turn_goes_on_from_the_state_at_the_end_of_the_last_one(request_of):
+    first = request_of(run(1, 22), run(2, 20))
+    second = request_of([*run(1, 22), *run(2, 20), *run(3, 8)])
+    counts = served(simulator(state_blocks=2, state_interval=16), first, second)
+    # 41 tokens have KV, and the last state is at the end of ten blocks.
+    assert counts.device_tokens == 40
+    assert counts.computed_tokens == 22 + 10
+    assert counts.no_state_tokens == 0
+    # 16, 20; 24, 28, 32, 36, 40; 48; the second answer is empty.
+    assert counts.snapshots == 8
+
+
+def test_a_prompt_that_forks_between_two_states_computes_what_lies_between(request_of):
+    first, second = request_of(run(1, 30)), request_of([*run(1, 24), *run(2, 6)])
+    counts = served(simulator(state_blocks=2, state_interval=16), first, second, second)
+    assert counts.no_state_tokens == 24 - 16
+    assert counts.device_tokens == 16 + 28
+
+
+def test_states_take_their_memory_from_the_device(request_of):
+    requests = [request_of(run(n, 32)) for n in range(6)] * 2
+    without = served(simulator(device=128), *requests)
+    small = served(simulator(device=128, state_blocks=1, state_interval=16), *requests)
+    large = served(simulator(device=128, state_blocks=6, state_interval=16), *requests)
+    assert without.device_tokens > small.device_tokens > large.device_tokens
+
+
+def test_a_machine_that_is_too_small_for_states_is_refused():
+    with pytest.raises(ConfigurationError, match="device_blocks"):
+        simulator(device=8, state_blocks=3)
+    with pytest.raises(ConfigurationError, match="external_blocks"):
+        simulator(state_blocks=3, external_blocks=8)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.layout import KvCacheLayout
+from kvconnect.layout import KvCacheLayout, StateTensor
 
 LAYOUT = KvCacheLayout(
     num_layers=4, num_kv_heads=2, key_dim=8, value_dim=8, tokens_per_block=16, dtype=torch.float32
@@ -74,3 +74,37 @@ def test_the_fingerprint_stays_the_same():
 def test_an_impossible_field_is_refused_by_name(field, value):
     with pytest.raises(ConfigurationError, match=f"^{field}: {value} "):
         dataclasses.replace(LAYOUT, **{field: value})
+
+
+STATE = StateTensor(3, "conv", (3, 5), torch.float32)
+STATES = KvCacheLayout.of_states([STATE, dataclasses.replace(STATE, layer=4)], 16)
+
+
+def test_a_block_of_states_has_the_tensors_of_all_its_layers():
+    assert STATES.kind == "state"
+    assert STATES.layer_numbers == (3, 4)
+    assert STATES.window == 16, "a window of one block"
+    assert STATES.layer_nbytes == 64, "60 bytes, to a multiple of 16"
+    assert STATES.flat_shape(7) == (7, 2, 1, 64)
+    assert not STATES.is_latent
+    assert [LAYOUT.kind, dataclasses.replace(LAYOUT, num_kv_heads=1, value_dim=0).kind] == [
+        "kv",
+        "latent",
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"name": "recurrent"}, {"shape": (5, 3)}, {"dtype": torch.int32}, {"layer": 2}],
+)
+def test_the_fingerprint_of_states_changes_with_every_field(change):
+    changed = [dataclasses.replace(STATE, **change), dataclasses.replace(STATE, layer=4)]
+    assert KvCacheLayout.of_states(changed, 16).fingerprint() != STATES.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "states", [[], [STATE, STATE], [STATE, dataclasses.replace(STATE, layer=1)]]
+)
+def test_states_out_of_order_are_refused(states):
+    with pytest.raises(ConfigurationError):
+        KvCacheLayout.of_states(states, 16)

@@ -23,7 +23,12 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """Admits sequences: references the blocks that a plan reuses, and allocates the others."""
+    """Admits sequences: references the blocks that a plan reuses, and allocates the others.
+
+    Attributes:
+        no_state_tokens: the tokens of all sequences that had their keys and values in the cache,
+            and were not matched, since the snapshot of the states at their end was missing.
+    """
 
     def __init__(
         self,
@@ -42,6 +47,8 @@ class Admission:
         self._copier = copier
         self._copy = config.copy_on_partial_reuse
         self._tokens_per_block = config.tokens_per_block
+        self.no_state_tokens = 0
+        self._has_states = any(pool.is_state for pool in pools)
 
     def admit(
         self, prompt: Prompt, retention: KvCacheRetentionConfig | None, keys: KeyChain | None
@@ -63,9 +70,19 @@ class Admission:
         held = [HeldBlocks(pool) for pool in self._pools]
         sequence = Sequence(prompt.namespace, prompt.tokens, wanted, keys, held)
         self._carry_out(sequence, plan)
+        if self._has_states:
+            self._note_states(sequence, plan)
         if keys is not None and prompt.namespace in self._tree.roots:
             self._tree.root(prompt.namespace, keys.root)
         return sequence
+
+    def _note_states(self, sequence: Sequence, plan: AdmissionPlan) -> None:
+        size = self._tokens_per_block
+        reach = plan.match.reach * size
+        sequence.no_state_tokens = max(reach - plan.begin, 0)
+        self.no_state_tokens += sequence.no_state_tokens
+        # A repeat of the prompt matches all but its last token at most.
+        sequence.state_ends = (reach, (sequence.num_tokens - 1) // size * size)
 
     def _carry_out(self, sequence: Sequence, plan: AdmissionPlan) -> None:
         # All pools reference the reused blocks first, so that no allocation evicts one of them.

@@ -12,6 +12,7 @@ from kvconnect.cache.pool.matching import Match, Matcher, first_in_window
 from kvconnect.cache.pool.slabs import SlabMove, Slabs
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.config import KvCacheConfig
+from kvconnect.errors import ConfigurationError
 from kvconnect.keys import KeyChain
 
 __all__ = ["AdmissionPlan", "Demand", "Planner"]
@@ -41,6 +42,7 @@ class AdmissionPlan(NamedTuple):
     Attributes:
         match: the published blocks that the sequence reuses.
         num_matched: the tokens in `match`.
+        begin: where computing begins: after the match, or after what a store will fill.
         reserved: the leading tokens that the sequence gets blocks for in every pool.
         demands: the demand on each pool, by pool group.
         moves: the slabs that change pools first.
@@ -48,6 +50,7 @@ class AdmissionPlan(NamedTuple):
 
     match: Match
     num_matched: int
+    begin: int
     reserved: int
     demands: Items[Demand]
     moves: Collection[SlabMove] = ()
@@ -71,7 +74,8 @@ class Planner:
         self._slabs = slabs
         self._copy = config.copy_on_partial_reuse
         self._tokens_per_block = config.tokens_per_block
-        self._any_window = any(pool.window is not None for pool in pools)
+        self._any_window = any(pool.window is not None and not pool.is_state for pool in pools)
+        self._has_states = any(pool.is_state for pool in pools)
 
     def num_matched(self, prompt: Prompt) -> int:
         """Returns how many tokens of `prompt` are published, even if the rest does not fit."""
@@ -111,17 +115,24 @@ class Planner:
             begin = max(begin, prompt.external_end)
         if self._any_window and prompt.first_chunk is not None:
             reserved = min(reserved, begin + prompt.first_chunk)
+        if self._has_states and begin % self._tokens_per_block:
+            raise ConfigurationError(
+                f"external_end: {begin} must be a multiple of tokens_per_block="
+                f"{self._tokens_per_block}, where the states are"
+            )
         demands = []
         needs = []
         for pool in self._pools:
             stop = num_tokens if pool.window is None else reserved
+            if pool.is_state:
+                stop = begin  # the block that ends there; snapshots get theirs when they are taken
             demand = self._demand(pool, match, begin, stop)
             demands.append(demand)
             needs.append(demand.fresh + demand.claimed)
         moves = self._slabs.plan(needs)
         if moves is None:
             return None
-        return AdmissionPlan(match, num_matched, reserved, demands, moves)
+        return AdmissionPlan(match, num_matched, begin, reserved, demands, moves)
 
     def _demand(self, pool: BlockPool, match: Match, begin: int, reserved: int) -> Demand:
         first = first_in_window(pool.window, begin) // self._tokens_per_block

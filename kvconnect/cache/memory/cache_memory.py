@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from kvconnect.cache.memory.pool_tensor import (
     allocate_pool,
     layer_buffers,
     pool_view,
+    state_buffers,
 )
 from kvconnect.cache.memory.sizing import PoolSizes
 from kvconnect.errors import ConfigurationError
@@ -63,3 +66,15 @@ class CacheMemory:
                 f"layer_idx: there is no layer {layer_idx}, only {sorted(self._layers)}"
             ) from None
         return layer_buffers(self.pools[group], self._layouts[group], index)
+
+    def states(self, layer_idx: int) -> Mapping[str, Tensor]:
+        """Returns the state tensors of a layer, as `BaseKVCacheManager.get_states` describes.
+
+        Raises:
+            ConfigurationError: the layer has no states.
+        """
+        group, index = self._layers.get(layer_idx, (0, 0))
+        layout = self._layouts[group]
+        if layer_idx not in self._layers or layout.kind != "state":
+            raise ConfigurationError(f"layer_idx: layer {layer_idx} has no states")
+        return state_buffers(self.pools[group], layout, index)

@@ -12,7 +12,14 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.pinned import host_bytes, page_lock
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["allocate_arena", "allocate_host_pool", "allocate_pool", "layer_buffers", "pool_view"]
+__all__ = [
+    "allocate_arena",
+    "allocate_host_pool",
+    "allocate_pool",
+    "layer_buffers",
+    "pool_view",
+    "state_buffers",
+]
 
 
 def allocate_pool(layout: KvCacheLayout, num_blocks: int, device: torch.device) -> Tensor:
@@ -93,3 +100,17 @@ def layer_buffers(
         keys.view(num_blocks, tokens, heads, layout.key_dim),
         values.view(num_blocks, tokens, heads, layout.value_dim),
     )
+
+
+def state_buffers(pool: Tensor, layout: KvCacheLayout, layer_idx: int) -> dict[str, Tensor]:
+    """Returns views of the state tensors of one layer of `pool`, each ``[num_blocks, *shape]``.
+
+    `layer_idx` counts the layers of this pool from 0.
+    """
+    bytes_of_layer = pool[:, layer_idx, 0]
+    return {
+        one.name: bytes_of_layer[:, at : at + one.nbytes]
+        .view(one.dtype)
+        .view(len(pool), *one.shape)
+        for one, at in layout.state_offsets(layout.layer_numbers[layer_idx])
+    }

@@ -19,6 +19,9 @@ _CPU = torch.device("cpu")
 DEFAULT_CPU_BYTES = 1 << 30
 """The bytes of the cache without CUDA and without a limit by the user."""
 
+_FEWEST_STATES = 2
+"""The least blocks of a pool of states: one to start from, and one to write."""
+
 Blocks = int | Mapping[int | None, int]
 """The number of blocks of every pool, or of each by window (``None`` is full attention)."""
 
@@ -45,7 +48,7 @@ class SlabGeometry:
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """The pools of a cache, in group order: full attention first, then large windows to small.
+    """The pools of a cache in group order: full attention, large windows to small, then states.
 
     Attributes:
         layouts: the layouts of the pools.
@@ -121,6 +124,11 @@ def num_primary_blocks(
     return nbytes // layout.block_nbytes
 
 
+def _blocks_for(config: KvCacheConfig, layout: KvCacheLayout, num_tokens: int) -> int:
+    count = -(-num_tokens // _tokens_of(config, layout))
+    return max(count, _FEWEST_STATES) if layout.kind == "state" else count
+
+
 def _primary_bytes(
     config: KvCacheConfig, layouts: Sequence[KvCacheLayout], device: torch.device
 ) -> tuple[str, int]:
@@ -128,7 +136,7 @@ def _primary_bytes(
     limits: dict[str, int] = {}
     if config.max_tokens is not None:
         limits["max_tokens"] = sum(
-            -(-config.max_tokens // layout.tokens_per_block) * layout.block_nbytes
+            _blocks_for(config, layout, config.max_tokens) * layout.block_nbytes
             for layout in layouts
         )
     if config.max_gpu_total_bytes:
@@ -159,9 +167,29 @@ def _in_order(
                 f"tokens_per_block: the configuration says {config.tokens_per_block}, the layout "
                 f"{each.tokens_per_block}"
             )
-    return tuple(
-        sorted(layouts, key=lambda each: -math.inf if each.window is None else -each.window)
-    )
+    _check_states(config, layouts)
+    return tuple(sorted(layouts, key=_place))
+
+
+def _place(layout: KvCacheLayout) -> tuple[bool, float]:
+    window = math.inf if layout.window is None else layout.window
+    return layout.kind == "state", -window
+
+
+def _check_states(config: KvCacheConfig, layouts: Sequence[KvCacheLayout]) -> None:
+    count = sum(layout.kind == "state" for layout in layouts)
+    if count > 1:
+        raise ConfigurationError(f"layout: all states belong into one layout, there are {count}")
+    if count and config.state_interval % config.tokens_per_block:
+        raise ConfigurationError(
+            f"state_interval: {config.state_interval} must be a multiple of tokens_per_block="
+            f"{config.tokens_per_block}"
+        )
+
+
+def _tokens_of(config: KvCacheConfig, layout: KvCacheLayout) -> int:
+    """Returns the tokens from one block of `layout` to the next, on a long prompt."""
+    return config.state_interval if layout.kind == "state" else layout.tokens_per_block
 
 
 def _explicit(
@@ -191,7 +219,9 @@ def _check_ratio(config: KvCacheConfig, layouts: Sequence[KvCacheLayout]) -> Non
 
 
 def _weights(config: KvCacheConfig, layouts: Sequence[KvCacheLayout]) -> list[float]:
-    given = config.pool_ratio or [float(layout.token_nbytes) for layout in layouts]
+    given = config.pool_ratio or [
+        layout.block_nbytes / _tokens_of(config, layout) for layout in layouts
+    ]
     return [weight / sum(given) for weight in given]
 
 
@@ -199,9 +229,16 @@ def _shared_out(
     config: KvCacheConfig, layouts: Sequence[KvCacheLayout], nbytes: int
 ) -> tuple[int, ...]:
     weights = _weights(config, layouts)
+    shares = [nbytes * weight for weight in weights]
+    last = layouts[-1]
+    if last.kind == "state" and shares[-1] < _FEWEST_STATES * last.block_nbytes:
+        # A block of states is large: the other pools give up their shares of what is missing.
+        shares[-1] = float(min(_FEWEST_STATES * last.block_nbytes, nbytes))
+        left = (nbytes - shares[-1]) / max(sum(weights[:-1]), 1e-9)
+        shares[:-1] = [left * weight for weight in weights[:-1]]
     return tuple(
-        int(nbytes * weight + 0.5) // layout.block_nbytes
-        for weight, layout in zip(weights, layouts, strict=True)
+        int(share + 0.5) // layout.block_nbytes
+        for share, layout in zip(shares, layouts, strict=True)
     )
 
 

@@ -29,6 +29,8 @@ class BlockPool:
     Attributes:
         group: the number of the pool group.
         window: the attention window in tokens; ``None`` for full attention.
+        is_state: whether the blocks are snapshots of recurrent states. Then the window is one
+            block, a sequence holds at most one block, and no block can be matched in part.
         num_blocks: the number of all blocks.
         num_reclaimed: how many published blocks have left primary so far.
         private: the blank and the private blocks.
@@ -43,9 +45,11 @@ class BlockPool:
         published: PublishedBlocks,
         *,
         host: HostTier,
+        is_state: bool = False,
     ) -> None:
         self.group = published.group
         self.window = published.window
+        self.is_state = is_state
         self.num_blocks = len(private.blank)
         self.num_reclaimed = 0
         self.private = private
@@ -114,6 +118,11 @@ class BlockPool:
         self.published.dereference(segment, self.published.next_moment())
         self.host.release(segment)
         return self.published.remove(segment)
+
+    def discard(self, segment: Segment) -> None:
+        """Removes from the pool a segment without a holder; its blocks become blank."""
+        self.host.release(segment)
+        self.private.blank.extend(self.published.remove(segment))
 
     # ---------------------------------------------------------------- onboarding
 
@@ -227,4 +236,4 @@ def make_pools(
         )
         least, num_host = config.secondary_offload_min_priority, sizes.num_host_blocks[group]
         host = HostTier(published, num_host, min_priority=least, tree=tree, copier=copier)
-        yield BlockPool(tree, private, published, host=host)
+        yield BlockPool(tree, private, published, host=host, is_state=layout.kind == "state")

@@ -157,7 +157,9 @@ class HeldBlocks(HeldPath):
     def is_published(self) -> bool:
         """Returns whether none of the held blocks is private."""
         spans = self.spans
-        return len(spans) == 1 and spans[0] == (self.first, self.stop)
+        if len(spans) == 1:
+            return spans[0] == (self.first, self.stop)
+        return self.first == self.stop
 
     def ids_held(self) -> Iterator[BlockIds]:
         """Yields the ids of all blocks of the sequence; `NOT_HELD` for those not held."""

@@ -36,11 +36,14 @@ class Match(NamedTuple):
         segment: the segment with the last whole block; ``None`` if not even one block matches.
         num_blocks: the whole blocks from the root on; the last one may be within `segment`.
         source: the block that matches partly after them; ``None`` if there is none.
+        reach: the whole blocks that would match if no snapshot of a state were missing; 0 in a
+            cache without states.
     """
 
     segment: Segment | None
     num_blocks: int
     source: PartialSource | None
+    reach: int = 0
 
 
 FEW = 8
@@ -50,6 +53,9 @@ MANY = 512
 """If there are more, so many that were released last are compared first."""
 
 NO_MATCH = Match(None, 0, None)
+
+_Absent = tuple[BlockPool, list[Span]]
+"""The blocks of a path that a pool lacks, as runs in order."""
 
 
 class Matcher:
@@ -64,6 +70,8 @@ class Matcher:
         self._tokens_per_block = tree.tokens_per_block
         # With full attention alone, every segment in the tree is resident, and so are those above.
         self._plain = len(pools) == 1 and pools[0].window is None
+        self._attention = tuple(pool for pool in pools if not pool.is_state)
+        self._has_states = len(self._attention) < len(pools)
 
     def match(
         self, namespace: NamespaceId, tokens: TokenBytes, limit: int, *, partial: bool = True
@@ -81,8 +89,12 @@ class Matcher:
             return NO_MATCH
         segment, at = self._tree.walk(root, tokens, limit // self._tokens_per_block)
         look_for_part = partial and self._partial
+        if self._has_states:
+            # A state is at the end of a whole block, so no block can be reused in part.
+            reach = self._usable(segment, at, b"", 0, self._attention).num_blocks
+            return self._usable(segment, reach, b"", 0, self._pools)._replace(reach=reach)
         if not self._plain:
-            return self._usable(segment, at, tokens, limit if look_for_part else 0)
+            return self._usable(segment, at, tokens, limit if look_for_part else 0, self._pools)
         source = self._part_at(segment, at, tokens, limit) if look_for_part else None
         return Match(segment if at else None, at, source)
 
@@ -91,13 +103,20 @@ class Matcher:
 
         At most the first `at` blocks count.
         """
-        return at if self._plain else self._usable(segment, at, b"", 0).num_blocks
+        return at if self._plain else self._usable(segment, at, b"", 0, self._pools).num_blocks
 
     # ---------------------------------------------------------------- several pools, or windows
 
-    def _usable(self, segment: Segment, at: int, tokens: TokenBytes, limit: int) -> Match:
+    def _usable(
+        self,
+        segment: Segment,
+        at: int,
+        tokens: TokenBytes,
+        limit: int,
+        pools: Sequence[BlockPool],
+    ) -> Match:
         # From the deepest block upwards, where a partial match reaches furthest.
-        absent = [_absent_runs(pool.group, segment, at) for pool in self._pools]
+        absent = [(pool, _absent_runs(pool.group, segment, at)) for pool in pools]
         size = self._tokens_per_block
         while True:
             while segment.parent is not None and segment.start >= at:
@@ -109,24 +128,27 @@ class Matcher:
                 return Match(segment if at else None, at, None)
             at = self._next_length(absent, at)
 
-    def _served(self, absent: list[list[Span]], at: int, num_tokens: int) -> bool:
+    def _served(self, absent: list[_Absent], at: int, num_tokens: int) -> bool:
         # Returns whether every pool has those of the first `at` blocks that `num_tokens` reads.
         return all(
             not runs
             or runs[0][0] >= at
             or _last_before(runs, at)[1] <= self._first_block(pool, num_tokens)
-            for pool, runs in zip(self._pools, absent, strict=True)
+            for pool, runs in absent
         )
 
-    def _next_length(self, absent: list[list[Span]], at: int) -> int:
+    def _next_length(self, absent: list[_Absent], at: int) -> int:
         # Returns the next shorter length to try. A gap within the window of every length down to
         # the gap's start excludes those lengths.
         size = self._tokens_per_block
         lengths = [at - 1]
-        for pool, runs in zip(self._pools, absent, strict=True):
+        for pool, runs in absent:
             if not runs or runs[0][0] >= at:
                 continue
             start, stop = _last_before(runs, at)
+            if pool.is_state:
+                lengths.append(start if stop == at else at)
+                continue
             if stop <= self._first_block(pool, at * size + size - 1):
                 continue
             if pool.window is None:

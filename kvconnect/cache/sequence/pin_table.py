@@ -9,7 +9,7 @@ import numpy as np
 from kvconnect.cache.pool.held_blocks import NOT_HELD, as_id_array
 from kvconnect.cache.pool.matching import first_in_window
 from kvconnect.cache.sequence.sequence import PinHandle, Sequence
-from kvconnect.cache.sequence.sequence_table import SequenceTable
+from kvconnect.cache.sequence.state_table import StateTable
 from kvconnect.cache.tree.key_index import KeyIndex
 from kvconnect.cache.tree.segment import Segment
 from kvconnect.errors import ConfigurationError
@@ -18,7 +18,7 @@ from kvconnect.keys import BlockKey
 __all__ = ["PinTable"]
 
 
-class PinTable(SequenceTable):
+class PinTable(StateTable):
     """The live sequences, and the pins that hold blocks beside them.
 
     Pins hold published blocks by references to their path, and private ones by a count of holders.
@@ -126,12 +126,17 @@ class PinTable(SequenceTable):
                     f"first_block: block {first_block} is published, and others may use it; the "
                     f"first that can be detached is {published}"
                 )
-            needs.append(max(held.stop - max(first_block, held.first), 0))
+            # A state that a transfer may still write to is not a sequence's state any more.
+            lost = max(held.stop - max(first_block, held.first), 0)
+            needs.append(0 if held.pool.is_state else lost)
         for pool, need in zip(self._pools, needs, strict=True):
             pool.require(need)
         handle = PinHandle(as_id_array(sequence.held[0].ids[first_block:]), self._pools)
         for held, pinned, need in zip(sequence.held, handle.held, needs, strict=True):
             pinned.loose = sequence.forget(held, first_block, held.stop)
+            if held.pool.is_state:
+                held.stop = min(held.stop, first_block)
+                held.first = min(held.first, held.stop)
             held.ids[held.stop - need : held.stop] = held.pool.allocate(need)
             held.duplicate = held.duplicate and first_block > (
                 held.spans[-1][1] if held.spans else 0
@@ -145,6 +150,8 @@ class PinTable(SequenceTable):
         sequence.computed = min(sequence.computed, num_tokens)
         sequence.matched = min(sequence.matched, num_tokens)
         sequence.attempted = min(sequence.attempted, first_block)
+        if sequence.snapshot_end > num_tokens:
+            sequence.snapshot_end = 0
         for pin in sequence.pins:
             for pinned in pin.held:
                 pinned.end = min(pinned.end, first_block)

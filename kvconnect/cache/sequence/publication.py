@@ -186,8 +186,9 @@ class Publication:
         if self._may_extend(above, start, stop, run):
             self._tree.lengthen(above, tokens, stop - start, sequence.chain)
             for held in self._held:
-                held.pool.published.extend(above, held.ids[start:stop])
-                held.add(above, start, stop)
+                if held.segment is above:
+                    held.pool.published.extend(above, held.ids[start:stop])
+                    held.add(above, start, stop)
             return above
         segment = self._tree.insert(above, tokens, stop - start, sequence.chain)
         self._settle(segment, start, stop, run)
@@ -199,6 +200,9 @@ class Publication:
         if above.children or run.inherited or self._sequence.pins:
             return False
         for held in self._held:
+            group = held.pool.group
+            if held.pool.is_state and held.stop <= start and not above.pools[group].is_resident:
+                continue  # no snapshot here, and none there
             if held.segment is not above or not self._may_publish(held, start, stop):
                 return False
             if not held.pool.published.can_extend(above, run.retention):

@@ -17,12 +17,15 @@ class Publisher:
     sequence published before. Otherwise the sequence would reference blocks below a block that it
     does not reference. When the sequence ends, every valid block is tried once more, since its
     references end, too. Window pools have no such rule.
+
+    Args:
+        tails: whether a partly filled block can be matched; not in a cache with recurrent states.
     """
 
-    def __init__(self, tree: RadixTree, config: KvCacheConfig) -> None:
+    def __init__(self, tree: RadixTree, config: KvCacheConfig, *, tails: bool) -> None:
         self._tree = tree
         self._reuse = config.enable_block_reuse
-        self._tails = config.enable_partial_reuse
+        self._tails = config.enable_partial_reuse and tails
 
     def commit(self, sequence: Sequence, stop: int) -> None:
         """Publishes the full blocks of `sequence` before number `stop`, which stay held."""

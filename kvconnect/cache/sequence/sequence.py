@@ -59,6 +59,9 @@ class Sequence:
         plan: the retention of each block.
         chain: the chain of the keys of the full blocks; ``None`` if the prompt came without one.
         pins: the handles that hold private blocks of this sequence.
+        state_ends: positions at which a snapshot of recurrent states is due, beside every interval.
+        snapshot_end: position of a snapshot that no commit has reached yet; 0 if there is none.
+        no_state_tokens: see `SequenceAllocation`.
     """
 
     namespace: NamespaceId
@@ -71,6 +74,9 @@ class Sequence:
     matched: int = 0
     reserved: int = 0
     pins: list[PinHandle] = field(default_factory=list)
+    state_ends: tuple[int, ...] = ()
+    snapshot_end: int = 0
+    no_state_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnect.cache.pool.block_pool import BlockPool
-from kvconnect.cache.pool.held_blocks import HeldBlocks, as_id_array
+from kvconnect.cache.pool.held_blocks import HeldBlocks, as_id_array, no_ids
 from kvconnect.cache.pool.matching import Matcher, first_in_window
 from kvconnect.cache.pool.slabs import Slabs
 from kvconnect.cache.sequence.publisher import Publisher
@@ -44,8 +44,11 @@ class SequenceTable:
         self._slabs = slabs
         self._matcher = matcher
         self._layouts = layouts
-        self._publisher = Publisher(tree, config)
         self._tokens_per_block = tree.tokens_per_block
+        self._reuse = config.enable_block_reuse
+        self._state_interval = config.state_interval
+        self._state_group = next((pool.group for pool in pools if pool.is_state), None)
+        self._publisher = Publisher(tree, config, tails=self._state_group is None)
         self._live: dict[int, Sequence] = {}
         self._pins: set[PinHandle] = set()
 
@@ -110,7 +113,7 @@ class SequenceTable:
         if num_tokens <= sequence.reserved:
             return
         stop = -(-num_tokens // self._tokens_per_block)
-        needs = [max(stop - held.stop, 0) for held in sequence.held]
+        needs = [0 if held.pool.is_state else max(stop - held.stop, 0) for held in sequence.held]
         self._slabs.supply(needs)
         for held, need in zip(sequence.held, needs, strict=True):
             held.ids[held.stop : held.stop + need] = held.pool.allocate(need)
@@ -132,8 +135,11 @@ class SequenceTable:
         num_tokens = sequence.num_tokens + len(added)
         needed = -(-num_tokens // self._tokens_per_block) - sequence.num_blocks
         if needed > 0:
-            self._slabs.supply([needed] * len(sequence.held))
+            self._slabs.supply([0 if pool.is_state else needed for pool in self._pools])
             for held in sequence.held:
+                if held.pool.is_state:
+                    held.ids.extend(no_ids(needed))
+                    continue
                 held.ids.extend(held.pool.allocate(needed))
                 held.stop += needed
         sequence.tokens += added.tobytes()
@@ -153,10 +159,14 @@ class SequenceTable:
                 f"num_tokens: {num_tokens} of {sequence.num_tokens} cannot be dropped; the first "
                 f"{max(sequence.computed, sequence.matched)} are matched or committed"
             )
+        if sequence.snapshot_end > keep:
+            self._drop_snapshot(sequence)
+            sequence.snapshot_end = 0
         blocks = -(-keep // self._tokens_per_block)
         for held in sequence.held:
             held.pool.private.drop(sequence.forget(held, blocks, sequence.num_blocks))
             held.stop = min(held.stop, blocks)
+            held.first = min(held.first, held.stop)
         for pin in sequence.pins:
             for pinned in pin.held:
                 pinned.end = min(pinned.end, blocks)
@@ -184,18 +194,32 @@ class SequenceTable:
             return
         _check_reserved(sequence, num_computed_tokens)
         sequence.computed = num_computed_tokens
+        self._settle_snapshot(sequence, num_computed_tokens)
         self._publisher.commit(sequence, num_computed_tokens // self._tokens_per_block)
         for held in sequence.held:
-            if held.pool.window is not None:
+            if held.pool.window is not None and not held.pool.is_state:
                 first = first_in_window(held.pool.window, num_computed_tokens)
                 self._release_before(sequence, held, first // self._tokens_per_block)
+
+    def _settle_snapshot(self, sequence: Sequence, num_valid: int) -> None:
+        # A chunk that went beyond the end of a snapshot had no state there to write.
+        end = sequence.snapshot_end
+        if end and end <= num_valid:
+            if end < num_valid:
+                self._drop_snapshot(sequence)
+            sequence.snapshot_end = 0
+
+    def _drop_snapshot(self, sequence: Sequence) -> None:
+        if self._state_group is not None:
+            held = sequence.held[self._state_group]
+            self._release_before(sequence, held, held.stop)
 
     def _release_before(self, sequence: Sequence, held: HeldBlocks, stop: int) -> None:
         if stop <= held.first:
             return
         private = sequence.forget(held, held.first, stop)
         outside = held.split_off(stop, self._tree.split)
-        held.first = stop
+        held.first, held.stop = stop, max(held.stop, stop)
         outside.let_go()
         held.pool.private.drop(private)
 
@@ -212,6 +236,7 @@ class SequenceTable:
         """
         sequence = self._get(request_id)
         check_position("num_valid_tokens", num_valid_tokens, sequence.num_tokens)
+        self._settle_snapshot(sequence, num_valid_tokens)
         self._publisher.publish_ended(sequence, num_valid_tokens)
 
     def release(self, request_id: int) -> None:
@@ -242,6 +267,7 @@ class SequenceTable:
 
     def _end(self, request_id: int, num_valid: int) -> None:
         sequence = self._live.pop(request_id)
+        self._settle_snapshot(sequence, num_valid)
         self._publisher.finish(sequence, num_valid)
         for held in sequence.held:
             private = sequence.hand_over(held, held.first, held.stop)

@@ -76,6 +76,12 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
         "--model", type=Path, metavar="DIR", help="the same, of the model whose config.json is here"
     )
     add_number(group, "--tokens-per-block", "a power of two", default=32, metavar="T")
+    group.add_argument(
+        "--state-size",
+        metavar="SIZE",
+        help="of one snapshot of all recurrent layers (default: the model has none)",
+    )
+    add_number(group, "--state-interval", "tokens between two snapshots", default=1024, metavar="N")
     policy = group.add_mutually_exclusive_group()
     policy.add_argument(
         "--retention",

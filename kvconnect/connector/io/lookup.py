@@ -48,6 +48,10 @@ class Hit:
         return self.keys if self.tail is None else (*self.keys, self.tail)
 
 
+_STATES_AT_ONCE = 32
+"""So many blocks are searched for a snapshot of states at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Query:
     """A request's tokens and keys, as they were when the lookup began.
@@ -96,6 +100,16 @@ class Query:
         return tuple(one.layout.window for one in self.heads)
 
     @property
+    def states(self) -> frozenset[int]:
+        """The pool groups whose blocks are snapshots of recurrent states."""
+        return frozenset(n for n, one in enumerate(self.heads) if one.layout.kind == "state")
+
+    @property
+    def ends_with_a_block(self) -> bool:
+        """Returns whether a hit ends where a block does: states are there only, too."""
+        return self.whole_blocks or bool(self.states)
+
+    @property
     def most(self) -> int:
         """The number of leading tokens that can be of use.
 
@@ -104,7 +118,7 @@ class Query:
         not reach back far enough from there.
         """
         most = len(self.tokens) - 1
-        if not self.whole_blocks:
+        if not self.ends_with_a_block:
             return most
         if all(window is None for window in self.windows):
             most += 1
@@ -234,7 +248,7 @@ async def _find_tail(
     Looks among blocks in the ranks' own shares, and in those of the last of `keys`.
     """
     wanted = query.tokens[len(keys) * query.tokens_per_block : query.most]
-    if query.whole_blocks or len(wanted) == 0 or not found.backend.capabilities.enumerable:
+    if query.ends_with_a_block or len(wanted) == 0 or not found.backend.capabilities.enumerable:
         return None, 0
     wanted = wanted[: query.tokens_per_block]
     own = query.sizes(0)[0]
@@ -315,6 +329,7 @@ class _Windows:
         self._path = path
         windows = enumerate(query.windows)
         self._windows = {group: window for group, window in windows if window is not None}
+        self._states = query.states
         # From this block on, up to where the hit ends, the group has every block.
         self._known = dict.fromkeys(self._windows, len(path))
 
@@ -339,6 +354,8 @@ class _Windows:
 
     async def _reach(self, group: int, end: int) -> int:
         """Returns `end` if the group has the blocks needed there, else its first missing token."""
+        if group in self._states:
+            return await self._last_state(group, end)
         size = self._query.tokens_per_block
         needed = blocks_needed(self._windows[group], end, size)
         unknown = range(needed.start, min(needed.stop, self._known[group]))
@@ -348,14 +365,38 @@ class _Windows:
         self._known[group] = unknown.start
         return end if present == len(unknown) else (unknown.start + present) * size
 
-    async def _from_the_first(self, end: int) -> int:
-        """Returns the end up to which every group has every block from the first one on."""
+    async def _last_state(self, group: int, end: int) -> int:
+        """Returns the last position up to `end` with a snapshot of the states, or 0.
+
+        Most prompts have one at `end`. Snapshots are rare, so otherwise the presence of a run of
+        blocks says nothing, and each block is looked up by itself.
+        """
         size = self._query.tokens_per_block
-        for group in self._windows:
+        stop, count = end // size, 1
+        while stop:
+            numbers = range(max(0, stop - count), stop)
+            present = await asyncio.gather(
+                *(self._present(group, range(number, number + 1)) for number in numbers)
+            )
+            found = [number for number, there in zip(numbers, present, strict=True) if there]
+            if found:
+                return (found[-1] + 1) * size
+            stop, count = numbers.start, _STATES_AT_ONCE
+        return 0
+
+    async def _from_the_first(self, end: int) -> int:
+        """Returns an end at which every group has what it needs.
+
+        Groups with a window have every block from the first one on then.
+        """
+        size = self._query.tokens_per_block
+        for group in self._windows.keys() - self._states:
             blocks = range(-(-end // size))
             present = await self._present(group, blocks)
             if present < len(blocks):
                 end = present * size
+        for group in self._states:
+            end = await self._last_state(group, end)
         return end
 
     async def _present(self, group: int, blocks: range) -> int:

@@ -2,5 +2,5 @@
 
 Imports the vocabulary, `kvconnect.kernels` and the interface of cache managers; nothing else of the
 engine. Begin with `model`, then `seam` (where transformers calls us), `forward_step`, `attention`
-and `pages`.
+and `pages`; for recurrent layers `mixers` and `states`.
 """

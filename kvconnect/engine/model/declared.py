@@ -114,7 +114,8 @@ def checked_windows(
     config = model.config.get_text_config(decoder=True)
     if reason := _FAMILIES.get(str(config.model_type)):
         raise UnsupportedModel(f"{type(model).__name__} is not served: {reason}")
-    if not getattr(model, "_supports_attention_backend", False):
+    recurrent = getattr(model, "_is_stateful", False)
+    if not recurrent and not getattr(model, "_supports_attention_backend", False):
         return None
     layers = _probed(model)
     declared = declared_windows(config, longest=longest)

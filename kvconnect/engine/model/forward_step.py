@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from kvconnect.engine.model.group_step import GroupStep, RequestSlice
+from kvconnect.engine.model.mixers import PackedStates
 from kvconnect.engine.model.pages import LayerPages
 from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.sequence_step import SequenceStep
+from kvconnect.engine.model.states import StateSlots
 from kvconnect.errors import UsageError
 
 __all__ = ["CachedLayer", "ForwardStep", "LayerHooks"]
@@ -55,8 +57,10 @@ class ForwardStep:
         layers: the model's.
         hooks: called for every layer.
         device: where it is computed.
+        slots: of recurrent states; ``None``: the model has none.
 
     Attributes:
+        states: the cache that the model is called with; ``None``: it has no recurrent layers.
         input_ids, position_ids: ``[1, tokens]`` int64.
         last_tokens: ``[rows]`` int64, the rows whose logits are wanted: of each
             sequence of `plan` the last ``num_wanted``.
@@ -72,7 +76,9 @@ class ForwardStep:
         hooks: LayerHooks,
         *,
         device: torch.device,
+        slots: StateSlots | None = None,
     ) -> None:
+        self.states = None if slots is None else PackedStates(plan, slots, device)
         self._layers = layers
         self._hooks = hooks
         self._device = device
@@ -82,15 +88,16 @@ class ForwardStep:
         self.input_ids = self._tensor(np.concatenate([one.tokens for one in plan]))[None]
         self.position_ids = self._tensor(positions)[None]
         self.last_tokens = self._tensor(np.concatenate([_wanted(part) for part in slices]))
-        size = layers[0].pages.keys.shape[1]
-        groups = range(len(plan[0].tables))
+        size = layers[0].pages.keys.shape[1] if layers else 0
+        groups = range(len(plan[0].tables) if layers else 0)
         self._groups = [GroupStep(slices, group, size, device) for group in groups]
 
     def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
         """Writes one layer's keys and values, and attends over all that is cached.
 
         Args:
-            layer_idx: layers come in ascending order.
+            layer_idx: layers come in ascending order. Between recurrent layers, attention layers
+                are counted, and `states` checks their order.
             given: with the model's own window; the layer's is this one or a shorter one that was
                 asked for. Queries may be those of `last_tokens` only.
 
@@ -100,6 +107,8 @@ class ForwardStep:
         Raises:
             UsageError: layers came out of order, or a page in the window is not held.
         """
+        if self.states is not None:
+            layer_idx = self._layers_done
         if layer_idx != self._layers_done:
             raise UsageError(f"layer {layer_idx} ran when layer {self._layers_done} was due")
         self._hooks.wait_for_layer_load(layer_idx)
@@ -124,7 +133,7 @@ class ForwardStep:
         return out[None]
 
     def check_complete(self) -> None:
-        """Checks that every layer used `attend` exactly once.
+        """Checks that every layer used `attend` exactly once; recurrent states count from then on.
 
         Raises:
             UsageError: one did not, so the model's output is not that of its cache.
@@ -133,6 +142,8 @@ class ForwardStep:
             raise UsageError(
                 f"{self._layers_done} of {len(self._layers)} attention layers used the KV cache"
             )
+        if self.states is not None:
+            self.states.end()
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)

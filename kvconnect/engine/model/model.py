@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,21 +25,24 @@ from kvconnect.engine.model.declared import checked_windows
 from kvconnect.engine.model.forward_step import ForwardStep
 from kvconnect.engine.model.latents import keep_latents
 from kvconnect.engine.model.lean_layers import make_lean
+from kvconnect.engine.model.mixer_probe import PROBED_TOKENS, MixerProbe, split_mixers
+from kvconnect.engine.model.mixers import ModelCache
 from kvconnect.engine.model.rank_sizes import check_size
-from kvconnect.engine.model.seam import ATTENTION, AttentionProbe, LayerShape
+from kvconnect.engine.model.seam import ATTENTION, AttentionProbe, KvStep, LayerShape
 from kvconnect.engine.model.sharding import ModelRanks, shard
 from kvconnect.engine.model.unmapping import unmap
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 
 __all__ = ["Model", "PositionLimit", "check_sharing", "position_limit"]
 
-_SERVED_LAYERS = {"full_attention", "sliding_attention"}
+_RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_STATELESS_LAYERS = {"moe", "mlp"}
+_SERVED_LAYERS = {"full_attention", "sliding_attention"} | _RECURRENT_LAYERS | _STATELESS_LAYERS
 _UNSERVED_LAYERS = {
     "indexed_attention": "an index chooses the tokens that are attended to",
     "compressed_sparse_attention": "keys are made of several tokens, and an index chooses them",
     "heavily_compressed_attention": "keys are made of several tokens",
     "chunked_attention": "a token sees its own chunk only",
-    "linear_attention": "they keep a state instead of keys and values",
 }
 """The reason why layers of a type are not served."""
 
@@ -67,6 +70,9 @@ class Model:
         vocab_size: token ids are below it.
         position_limit: the longest sequence; ``None``: none is known.
         eos_token_ids: tokens that end a generation.
+        states: what the recurrent layers keep of each sequence; empty: there are none.
+        stepped: some of these take no states for several tokens: chunks behind the first one of a
+            sequence are computed token by token.
 
     Raises:
         ConfigurationError: the directory, dtype or device is wrong.
@@ -94,10 +100,13 @@ class Model:
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         self.position_limit = limit = position_limit(config)
         self.eos_token_ids = _eos_token_ids(self._model)
-        self.layers = self._probe()
+        self._cache_name = _cache_name(self._model)
+        self.layers, mixers = self._probe()
         checked_windows(self._model, longest=None if limit is None else limit.num_tokens)
         if keep_latents(self._model):
-            self.layers = self._probe()
+            self.layers, mixers = self._probe()
+        self.states = tuple(mixers.shapes.values())
+        self.stepped = split_mixers(mixers)
         self.whole_layers = [
             replace(layer, num_kv_heads=heads.get(index, layer.num_kv_heads))
             if not layer.is_latent
@@ -105,7 +114,7 @@ class Model:
             for index, layer in enumerate(self.layers)
         ]
         self._leads = ranks is None or ranks.rank == 0
-        if self.device.type == "cpu" and ranks is None:
+        if self.device.type == "cpu" and ranks is None and not self.states:
             make_lean(self._model)
         unmap(self._model)  # last: what is packed is no copy of a file any more
 
@@ -117,48 +126,81 @@ class Model:
             that follow none, ``[0, vocab]``.
         """
         wanted = step.last_tokens if self._leads else step.last_tokens[:0]
-        with torch.inference_mode():
-            output = self._model(
-                input_ids=step.input_ids,
-                position_ids=step.position_ids,
-                use_cache=False,
-                kv=step,
-                logits_to_keep=wanted,
-            )
+        logits = self._computed(step, step.input_ids, step.position_ids, step.states, wanted)
         step.check_complete()
-        logits: Tensor = output.logits
         return logits[0]
 
-    def _probe(self) -> list[LayerShape]:
-        parameters = inspect.signature(self._model.forward).parameters
-        if "position_ids" not in parameters or "logits_to_keep" not in parameters:
-            raise UnsupportedModel(
-                f"{type(self._model).__name__} takes no position_ids or no logits_to_keep"
+    def _computed(
+        self,
+        kv: KvStep,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        states: ModelCache | None,
+        wanted: Tensor,
+    ) -> Tensor:
+        """Runs the model; it gets positions and states if it has arguments for them."""
+        more: dict[str, Any] = {}
+        if self._takes_positions:
+            more["position_ids"] = position_ids
+        if states is not None:
+            more[self._cache_name] = states
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=input_ids, use_cache=False, kv=kv, logits_to_keep=wanted, **more
             )
-        probe = AttentionProbe()
-        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        logits: Tensor = output.logits
+        return logits
+
+    @property
+    def _takes_positions(self) -> bool:
+        return "position_ids" in inspect.signature(self._model.forward).parameters
+
+    def _probe(self) -> tuple[list[LayerShape], MixerProbe]:
+        name = type(self._model).__name__
+        mixers = MixerProbe()
+        recurrent = _is_recurrent(self._model)
+        probe = AttentionProbe(mixers if recurrent else None)
+        if "logits_to_keep" not in inspect.signature(self._model.forward).parameters:
+            raise UnsupportedModel(f"{name} takes no position_ids or no logits_to_keep")
+        tokens = torch.arange(PROBED_TOKENS if recurrent else 1, device=self.device)[None]
+        states = mixers if recurrent else None
         try:
-            with torch.inference_mode():
-                self._model(input_ids=zero, position_ids=zero, use_cache=False, kv=probe)
+            with mixers.watching(self._model) if recurrent else nullcontext():
+                self._computed(probe, tokens, tokens, states, tokens[0, :1])
         except TypeError as error:
             if "'kv'" not in str(error):
                 raise
-            raise UnsupportedModel(
-                f"{type(self._model).__name__} does not hand kv= down to its attention"
-            ) from error
+            raise UnsupportedModel(f"{name} does not hand kv= down to its attention") from error
+        if probe.layers and not self._takes_positions:
+            raise UnsupportedModel(f"{name} takes no position_ids or no logits_to_keep")
+        self._check_layers(probe, mixers)
+        return probe.layers, mixers
+
+    def _check_layers(self, probe: AttentionProbe, mixers: MixerProbe) -> None:
+        """Refuses a model with a layer that neither attends nor keeps a state where we see it."""
+        name = type(self._model).__name__
         kinds = getattr(self.config, "layer_types", None) or []
         expected = getattr(self.config, "num_hidden_layers", None)
-        if not probe.layers or (expected is not None and len(probe.layers) != expected):
+        seen = {*probe.numbers, *(key.layer_idx for key in mixers.shapes)}
+        seen |= {index for index, kind in enumerate(kinds) if kind in _STATELESS_LAYERS}
+        if mixers.shapes or (expected is not None and _is_recurrent(self._model)):
+            if hidden := sorted(set(range(expected or 0)) - seen):
+                raise UnsupportedModel(
+                    f"layers {', '.join(map(str, hidden))} of {name} neither use transformers' "
+                    "attention interface nor keep their states in its cache"
+                )
+        elif not probe.layers or (expected is not None and len(probe.layers) != expected):
             raise UnsupportedModel(
-                f"{len(probe.layers)} of {expected} layers of {type(self._model).__name__} use "
+                f"{len(probe.layers)} of {expected} layers of {name} use "
                 "transformers' attention interface; all must"
             )
-        for index, (layer, kind) in enumerate(zip(probe.layers, kinds, strict=False)):
-            if (kind == "sliding_attention") != (layer.window is not None):
+        for number, layer in zip(probe.numbers, probe.layers, strict=True):
+            kind = kinds[number] if number < len(kinds) else None
+            windowed = kind in {"sliding_attention", "hybrid_sliding"}
+            if kind is not None and windowed != (layer.window is not None):
                 raise UnsupportedModel(
-                    f"layer {index} is configured as {kind} but attends with window {layer.window}"
+                    f"layer {number} is configured as {kind} but attends with window {layer.window}"
                 )
-        return probe.layers
 
 
 def _load_config(directory: Path) -> PreTrainedConfig:
@@ -177,7 +219,8 @@ def _refuse(config: PreTrainedConfig) -> None:
         model_class = model_class[0]
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel("encoder-decoder models are not served")
-    if not getattr(model_class, "_supports_attention_backend", False):
+    recurrent = getattr(model_class, "_is_stateful", False)  # its layers are probed instead
+    if not recurrent and not getattr(model_class, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{model_class.__name__} has no attention interface")
     unknown = set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS
     if unknown:
@@ -186,6 +229,17 @@ def _refuse(config: PreTrainedConfig) -> None:
         raise UnsupportedModel(f"layers of type {', '.join(sorted(unknown))} are not served{why}")
     if getattr(config, "attention_chunk_size", None):
         raise UnsupportedModel("chunked attention (attention_chunk_size) is not served")
+
+
+def _is_recurrent(model: Any) -> bool:
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    return bool(getattr(model, "_is_stateful", False) or kinds & _RECURRENT_LAYERS)
+
+
+def _cache_name(model: Any) -> str:
+    """Returns the argument of `model` that is its cache."""
+    names = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in names else "past_key_values"
 
 
 def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:  # a PreTrainedModel
@@ -243,6 +297,10 @@ def check_sharing(directory: Path, size: int) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, attn_implementation=ATTENTION
+        )
+    if _is_recurrent(model):
+        raise UnsupportedModel(
+            "tensor_parallel_size: ranks do not divide the states of recurrent layers; use 1"
         )
     check_size(model, _plan(model), size, num_heads=_num_heads(model))
 

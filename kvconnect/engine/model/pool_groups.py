@@ -15,9 +15,9 @@ from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.pages import LayerPages
 from kvconnect.engine.model.seam import LayerShape
 from kvconnect.errors import UnsupportedModel
-from kvconnect.layout import KvCacheLayout
+from kvconnect.layout import KvCacheLayout, StateTensor
 
-__all__ = ["CacheGeometry", "effective_windows", "group_layouts", "single_layout"]
+__all__ = ["CacheGeometry", "effective_windows", "group_layouts", "single_layout", "state_layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,9 @@ class CacheGeometry:
         )
 
     @classmethod
-    def of(cls, model: Model, config: KvCacheConfig, *, window_pools: bool) -> CacheGeometry:
+    def of(
+        cls, model: Model, config: KvCacheConfig, *, window_pools: bool, states: bool = False
+    ) -> CacheGeometry:
         """Returns the geometry of `model` under `config`.
 
         Args:
@@ -55,6 +57,7 @@ class CacheGeometry:
             config: of the cache.
             window_pools: whether the cache manager has pools for several groups; otherwise there
                 is one, and windows are masks only.
+            states: whether it keeps snapshots of recurrent states.
 
         Raises:
             UnsupportedModel: there is one pool, and layers differ in what they store.
@@ -64,6 +67,10 @@ class CacheGeometry:
         windows = effective_windows(model.layers, config.max_attention_window, longest)
         dtype = torch.float8_e4m3fn if config.dtype == "fp8" else model.dtype
         size = config.tokens_per_block
+        more = _state_layouts(model, size) if states else ()
+        if not model.layers:
+            layouts = (_bare_layout(size, dtype), *more)
+            return cls(layouts, (), narrowed=False, num_kv_heads=(1,) * len(layouts))
         layouts = (
             group_layouts(model.layers, windows, tokens_per_block=size, dtype=dtype)
             if window_pools
@@ -78,7 +85,7 @@ class CacheGeometry:
                 )
         narrowed = windows != effective_windows(model.layers, None, longest)
         computes_in = None if dtype == model.dtype else model.dtype
-        return cls(layouts, windows, narrowed, heads, computes_in)
+        return cls((*layouts, *more), windows, narrowed, heads + (1,) * len(more), computes_in)
 
     def digest(self, model_digest: bytes) -> bytes:
         """Returns the digest of the model in keys, 32 bytes.
@@ -112,9 +119,13 @@ class CacheGeometry:
         Raises:
             ConfigurationError: it is not of the layout's shape.
         """
+        if not self.windows:
+            return []
         expected = num_blocks if len(self.layouts) == 1 else None
         layers: dict[int, CachedLayer] = {}
         for group, layout in enumerate(self.layouts):
+            if layout.kind == "state":
+                continue
             for number in layout.layer_numbers:
                 pages = LayerPages(buffers(number), layout, expected, dtype)
                 layers[number] = CachedLayer(pages, group, self.windows[number])
@@ -173,6 +184,37 @@ def group_layouts(
         for (window, heads, key_dim, value_dim), numbers in members.items()
     ]
     return tuple(sorted(made, key=lambda one: -torch.inf if one.window is None else -one.window))
+
+
+def state_layers(model: Model) -> dict[int, int]:
+    """Returns the numbers of the recurrent layers in the cache, by those of the model.
+
+    They follow those of the attention layers, since one layer of a model may be both.
+    """
+    first = max(1, len(model.layers))
+    numbers = sorted({one.key.layer_idx for one in model.states})
+    return {number: first + index for index, number in enumerate(numbers)}
+
+
+def _state_layouts(model: Model, tokens_per_block: int) -> tuple[KvCacheLayout, ...]:
+    numbers = state_layers(model)
+    tensors = [
+        StateTensor(numbers[one.key.layer_idx], one.key.name, one.shape, one.dtype)
+        for one in sorted(model.states, key=lambda one: one.key.layer_idx)
+    ]
+    return (KvCacheLayout.of_states(tensors, tokens_per_block),) if tensors else ()
+
+
+def _bare_layout(tokens_per_block: int, dtype: torch.dtype) -> KvCacheLayout:
+    """Returns the layout of a model without attention: its blocks only count tokens."""
+    return KvCacheLayout(
+        num_layers=1,
+        num_kv_heads=1,
+        key_dim=1,
+        value_dim=0,
+        tokens_per_block=tokens_per_block,
+        dtype=dtype,
+    )
 
 
 def single_layout(

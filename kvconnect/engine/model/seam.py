@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.errors import UnsupportedModel
 
-__all__ = ["ATTENTION", "AttentionProbe", "KvStep", "LayerShape"]
+__all__ = ["ATTENTION", "AttentionProbe", "KvStep", "LayerCounter", "LayerShape"]
 
 ATTENTION = "kvconnect"
 """The ``attn_implementation`` that models are loaded with."""
@@ -39,6 +39,17 @@ class KvStep(Protocol):
 
     def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
         """Computes the attention of one layer; see `ForwardStep.attend`."""
+
+
+class LayerCounter(Protocol):
+    """The cache that models with recurrent layers are called with.
+
+    Attributes:
+        layer_idx: the model's number of the attention layer that runs now. A module that several
+            layers share does not know it.
+    """
+
+    layer_idx: int
 
 
 def _attention(
@@ -93,23 +104,35 @@ class AttentionProbe:
 
     Configurations are not trusted: MLA, OPT and GPT-2 each name these things differently.
 
+    Args:
+        cache: that a model with recurrent layers is called with; ``None``: all layers attend.
+
     Attributes:
         layers: shapes, in the order in which layers ran.
+        numbers: the model's numbers of these layers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cache: LayerCounter | None = None) -> None:
+        self._cache = cache
         self.layers: list[LayerShape] = []
+        self.numbers: list[int] = []
         self.last_tokens = torch.zeros(1, dtype=torch.int64)
 
     def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
         """Records the layer; its output is zero."""
-        if layer_idx != len(self.layers):
+        if self._cache is not None:
+            layer_idx = self._cache.layer_idx
+            in_order = layer_idx > max(self.numbers, default=-1)
+        else:
+            in_order = layer_idx == len(self.layers)
+        if not in_order:
             again = layer_idx < len(self.layers)
             raise UnsupportedModel(
                 f"attention layer {layer_idx} ran when layer {len(self.layers)} was expected: "
                 "every layer must attend exactly once, in order, and "
                 f"{'this one attends again' if again else 'those between have no attention'}"
             )
+        self.numbers.append(layer_idx)
         key, value = given.key.shape, given.value.shape
         self.layers.append(LayerShape(key[1], key[3], value[3], given.window))
         _, heads, tokens, _ = given.query.shape

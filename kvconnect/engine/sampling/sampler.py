@@ -10,7 +10,7 @@ from torch import Tensor
 from kvconnect.engine.sampling.penalties import Penalties
 from kvconnect.request import LlmRequest, SamplingParams
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "sampled_tokens"]
 
 
 class Sampler:
@@ -98,3 +98,13 @@ def _draw(scores: Tensor, params: SamplingParams, generator: torch.Generator) ->
     point = torch.rand((), generator=generator, dtype=torch.float64).item() * cumulative[-1].item()
     choice = min(int(torch.searchsorted(cumulative, point, right=True)), len(cumulative) - 1)
     return int(order[choice])
+
+
+def sampled_tokens(chosen: Sequence[int | Exception]) -> list[int]:
+    """Returns `chosen`, or raises the first error in it."""
+    tokens = []
+    for one in chosen:
+        if isinstance(one, Exception):
+            raise one
+        tokens.append(one)
+    return tokens

@@ -1,0 +1,291 @@
+"""Runs recurrent mixers, unmodified, on the packed row: once for each sequence.
+
+A mixer is the module of a layer that keeps a state in transformers' cache: a gated delta net,
+Mamba, lightning attention, a short convolution. It takes a batch of sequences, not several in one
+row. So its `forward` is called once for each chunk of a prompt, and once for all single tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from kvconnect.engine.model.sequence_step import SequenceStep
+from kvconnect.engine.model.states import StateKey, StateSlots
+from kvconnect.errors import UsageError
+
+__all__ = ["Forward", "ModelCache", "PackedStates", "Part", "SequenceStates", "called", "is_rows"]
+
+Forward: TypeAlias = Callable[..., Any]
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Sequences whose tokens a mixer computes in one call.
+
+    Attributes:
+        rows: of the packed row: a slice of one sequence, or ``[sequences]`` int64, a token of each.
+        slots: of their states.
+        begun: they have states; else their first token is among these.
+        index: the `slots` as a tensor.
+    """
+
+    rows: slice | Tensor
+    slots: list[int]
+    begun: bool
+    index: Tensor
+
+
+class ModelCache:
+    """The cache that a model with recurrent layers is called with.
+
+    Attributes:
+        layer_idx: the model's number of the attention layer that runs now; -1: none ran yet.
+        is_sliding: as of transformers' caches; masks are not made from it.
+    """
+
+    is_sliding: tuple[bool, ...] = ()
+
+    def __init__(self) -> None:
+        self.layer_idx = -1
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `key` and `value` as they are, and notes the layer."""
+        self.layer_idx = layer_idx
+        return key, value
+
+
+class PackedStates(ModelCache):
+    """The cache that a model is called with: routes mixers to the states of each sequence.
+
+    Keys and values of attention layers pass through; the step of the KV cache has them.
+
+    Args:
+        plan: the sequences of the packed row.
+        slots: of the states.
+        device: of the model.
+
+    Raises:
+        UsageError: see `StateSlots.begin`.
+    """
+
+    def __init__(
+        self, plan: Sequence[SequenceStep], slots: StateSlots, device: torch.device
+    ) -> None:
+        super().__init__()
+        self._plan = plan
+        self._slots = slots
+        self._num_tokens = sum(len(one.tokens) for one in plan)
+        held = slots.begin(plan)
+        self._parts = _parts(plan, held, device)
+        self._stepped = _parts(plan, held, device, stepped=True)
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `key` and `value` as they are, and notes the layer.
+
+        Raises:
+            UsageError: layers came out of order.
+        """
+        if layer_idx <= self.layer_idx:
+            raise UsageError(f"attention layer {layer_idx} ran behind layer {self.layer_idx}")
+        return super().update(key, value, layer_idx)
+
+    def run(
+        self, mixer: Forward, args: Sequence[Any], named: Mapping[str, Any], *, stepped: bool
+    ) -> Any:
+        """Returns the output of `mixer` for the packed row, ``[1, tokens, …]``.
+
+        Args:
+            mixer: takes a batch of sequences, and a cache.
+            args: its arguments for the packed row; this object is the cache.
+            named: the same by name.
+            stepped: a sequence that has states is computed one token at a time.
+        """
+        whole: Any = None
+        parts = self._stepped if stepped else self._parts
+        for part in parts:
+            states = SequenceStates(self._slots, part)
+            result = called(mixer, args, named, states)
+            states.store()
+            if len(parts) == 1 and isinstance(part.rows, slice):
+                return result
+            whole = self._placed(whole, result, part)
+        return whole
+
+    def end(self) -> None:
+        """Notes that the states are those after the tokens of this step."""
+        self._slots.end(self._plan)
+
+    def _placed(self, whole: Any, result: Any, part: Part) -> Any:
+        """Returns `whole`, made if it is ``None``, with the rows of `result`."""
+        if isinstance(result, tuple):
+            before = whole or [None] * len(result)
+            return tuple(
+                self._placed(one, new, part) for one, new in zip(before, result, strict=True)
+            )
+        if not is_rows(result, part):
+            return None  # weights of attention, which no model needs
+        if whole is None:
+            whole = result.new_empty(1, self._num_tokens, *result.shape[2:])
+        if isinstance(part.rows, slice):
+            whole[:, part.rows] = result
+        else:
+            whole[0].index_copy_(0, part.rows, result[:, 0])
+        return whole
+
+
+class SequenceStates:
+    """The states of the sequences of one call of a mixer, as transformers' cache has them.
+
+    The methods are those of transformers' `Cache` and `LinearAttentionLayer`. A state before the
+    first token is ``None``. Mixers may change a state in place.
+
+    Args:
+        slots: of all states.
+        part: the sequences of the batch, in order.
+    """
+
+    def __init__(self, slots: StateSlots, part: Part) -> None:
+        self.part = part
+        self._slots = slots
+        self._gathered: dict[StateKey, Tensor] = {}
+        self._updated: set[StateKey] = set()
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Returns the convolution's last inputs, ``[sequences, channels, kernel]``."""
+        return self._get(StateKey(layer_idx, "conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Returns the recurrent state, ``[sequences, …]``."""
+        return self._get(StateKey(layer_idx, "recurrent", state_idx))
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Returns the state of MiniMax's lightning attention, which has a cache of its own."""
+        return self._get(StateKey(layer_idx, "linear", 0))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Appends inputs of the convolution, and keeps the last of them.
+
+        Returns:
+            The state before and `conv_states`; zeros stand for what is missing before the first.
+        """
+        key = StateKey(layer_idx, "conv", state_idx)
+        state = self._state(key)
+        if self._has(key):
+            full = torch.cat([state, conv_states], dim=-1)
+        else:
+            missing = max(0, state.shape[-1] - conv_states.shape[-1])
+            full = nn.functional.pad(conv_states, (missing, 0))
+        self._set(key, full[..., -state.shape[-1] :])
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Keeps the recurrent state, and returns it as it is kept."""
+        return self._set(StateKey(layer_idx, "recurrent", state_idx), recurrent_states)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Keeps the state of MiniMax's lightning attention."""
+        self._set(StateKey(layer_idx, "linear", 0), linear_cache)
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Returns whether the sequences have states before these tokens."""
+        return self.part.begun
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Returns False: states of rejected drafts are not kept."""
+        return False
+
+    def store(self) -> None:
+        """Writes the states of a batch back into their slots."""
+        for key, gathered in self._gathered.items():
+            self._slots[key].index_copy_(0, self.part.index, gathered)
+
+    def _has(self, key: StateKey) -> bool:
+        return self.part.begun or key in self._updated
+
+    def _get(self, key: StateKey) -> Tensor | None:
+        return self._state(key) if self._has(key) else None
+
+    def _set(self, key: StateKey, value: Tensor) -> Tensor:
+        self._updated.add(key)
+        return self._state(key).copy_(value)
+
+    def _state(self, key: StateKey) -> Tensor:
+        slots = self.part.slots
+        if len(slots) == 1:
+            return self._slots[key][slots[0] : slots[0] + 1]
+        if (state := self._gathered.get(key)) is None:
+            state = self._gathered[key] = self._slots[key].index_select(0, self.part.index)
+        return state
+
+
+def _parts(
+    plan: Sequence[SequenceStep],
+    slots: Sequence[int],
+    device: torch.device,
+    *,
+    stepped: bool = False,
+) -> list[Part]:
+    """Returns the calls of a mixer: one for each chunk, and one for all single tokens together.
+
+    If `stepped`, chunks of sequences that have states are single tokens, one call after the other.
+    """
+    parts = []
+    singles: list[list[tuple[int, int]]] = []  # of each call: rows and slots
+    first = 0
+    for one, slot in zip(plan, slots, strict=True):
+        count = len(one.tokens)
+        if one.start and (stepped or count == 1):
+            singles += [[] for _ in range(count - len(singles))]
+            for offset in range(count):
+                singles[offset].append((first + offset, slot))
+        else:
+            index = torch.tensor([slot], device=device)
+            parts.append(Part(slice(first, first + count), [slot], one.start > 0, index))
+        first += count
+    for call in singles:
+        rows, held = torch.tensor(call, device=device).unbind(1)
+        parts.append(Part(rows, [slot for _, slot in call], begun=True, index=held))
+    return parts
+
+
+def is_rows(result: Any, part: Part) -> bool:
+    """Returns whether `result` has a row for each token of `part`."""
+    rows = part.rows
+    count = rows.stop - rows.start if isinstance(rows, slice) else 1
+    return isinstance(result, Tensor) and result.shape[:2] == (len(part.slots), count)
+
+
+def called(
+    mixer: Forward, args: Sequence[Any], named: Mapping[str, Any], states: SequenceStates
+) -> Any:
+    """Returns the output of `mixer` for the sequences of `states`, with their rows of `args`."""
+    picked = [_picked(one, states) for one in args]
+    by_name = {name: _picked(one, states) for name, one in named.items()}
+    by_name.pop("kv", None)  # of attention; kernels of mixers refuse unknown arguments
+    return mixer(*picked, **by_name)
+
+
+def _picked(value: Any, states: SequenceStates) -> Any:
+    if isinstance(value, ModelCache):
+        return states
+    if isinstance(value, (tuple, list)):
+        return type(value)(_picked(one, states) for one in value)
+    if not isinstance(value, Tensor):
+        return value
+    rows = states.part.rows
+    return value[:, rows] if isinstance(rows, slice) else value[0, rows, None]

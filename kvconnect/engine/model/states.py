@@ -1,0 +1,154 @@
+"""Keeps recurrent states: one slot of memory for each running sequence.
+
+A recurrent layer keeps one state that stands for all tokens before it, instead of keys and values
+of each. `mixers` gives models these states through the interface of transformers' own cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvconnect.engine.model.sequence_step import SequenceStep
+from kvconnect.errors import UsageError
+
+__all__ = ["StateKey", "StateShape", "StateSlots"]
+
+StateKind: TypeAlias = Literal["conv", "recurrent", "linear"]
+"""The three pairs of methods by which transformers' caches read and write states."""
+
+
+class StateKey(NamedTuple):
+    """The name of a state: its layer, its kind, and its number among those of a layer."""
+
+    layer_idx: int
+    kind: StateKind
+    state_idx: int
+
+    @property
+    def name(self) -> str:
+        """The name of the state in its layer."""
+        return f"{self.kind}{self.state_idx}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """A state of one sequence.
+
+    Attributes:
+        key: its name.
+        shape: without the dimension of the batch.
+        dtype: in which the model keeps it, which may differ from the model's own.
+    """
+
+    key: StateKey
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Held(NamedTuple):
+    """The content of a slot: the states after `num_tokens` of a request."""
+
+    request_id: int
+    num_tokens: int
+
+
+class StateSlots:
+    """The states of all running sequences, one slot each.
+
+    A sequence whose first token is computed begins without any state, whatever its slot held.
+    Every other one continues from the states after exactly the tokens before; anything else is an
+    error, never an answer from another state.
+
+    Args:
+        shapes: of the model.
+        num_slots: the most sequences that run at once.
+        device: of the model.
+    """
+
+    def __init__(self, shapes: Sequence[StateShape], num_slots: int, device: torch.device) -> None:
+        self._states = {
+            one.key: torch.zeros(num_slots, *one.shape, dtype=one.dtype, device=device)
+            for one in shapes
+        }
+        self._held: list[_Held | None] = [None] * num_slots
+        self._slots: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Returns how many slots are in use."""
+        return len(self._slots)
+
+    def __getitem__(self, key: StateKey) -> Tensor:
+        """Returns a state of all slots, ``[slots, *shape]``; see `StateShape`."""
+        return self._states[key]
+
+    def keep(self, request_ids: Collection[int]) -> None:
+        """Frees the slots of all requests but `request_ids`, which are those that run."""
+        for request_id in self._slots.keys() - request_ids:
+            self._held[self._slots.pop(request_id)] = None
+
+    def holds(self, request_id: int, num_tokens: int) -> bool:
+        """Returns whether a slot holds the states after `num_tokens` of a request."""
+        slot = self._slots.get(request_id)
+        return slot is not None and self._held[slot] == (request_id, num_tokens)
+
+    def restore(
+        self, request_id: int, num_tokens: int, snapshot: Mapping[StateKey, Tensor]
+    ) -> None:
+        """Copies the states after `num_tokens` of a request into its slot.
+
+        Raises:
+            UsageError: all slots are in use.
+        """
+        slot = self._slot(request_id)
+        for key, state in snapshot.items():
+            self._states[key][slot].copy_(state)
+        self._held[slot] = _Held(request_id, num_tokens)
+
+    def copy_to(self, request_id: int, snapshot: Mapping[StateKey, Tensor]) -> None:
+        """Copies the states of a request into `snapshot`."""
+        slot = self._slots[request_id]
+        for key, state in snapshot.items():
+            state.copy_(self._states[key][slot])
+
+    def begin(self, plan: Sequence[SequenceStep]) -> list[int]:
+        """Returns the slot of each sequence of `plan`, whose tokens are computed next.
+
+        Until `end`, the content of these slots is undefined.
+
+        Raises:
+            UsageError: a slot does not hold the states before a sequence's tokens, or all slots
+                are in use.
+        """
+        for one in plan:
+            if one.start and not self.holds(one.request_id, one.start):
+                slot = self._slots.get(one.request_id)
+                raise UsageError(
+                    f"request {one.request_id} continues at token {one.start}, and the recurrent "
+                    f"states are those of {'no slot' if slot is None else self._held[slot]}"
+                )
+        slots = [self._slot(one.request_id) for one in plan]
+        for slot in slots:
+            self._held[slot] = None
+        return slots
+
+    def end(self, plan: Sequence[SequenceStep]) -> None:
+        """Notes that the slots hold the states after the tokens of `plan`."""
+        for one in plan:
+            self._held[self._slots[one.request_id]] = _Held(one.request_id, one.end)
+
+    def _slot(self, request_id: int) -> int:
+        slot = self._slots.get(request_id)
+        if slot is None:
+            free = set(range(len(self._held))) - set(self._slots.values())
+            if not free:
+                raise UsageError(
+                    f"{len(self._held)} sequences hold recurrent states, and request {request_id} "
+                    "is one too many"
+                )
+            slot = self._slots[request_id] = min(free)
+        return slot

@@ -1,0 +1,91 @@
+"""Moves recurrent states between running slots and the snapshots that the cache manager keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from kvconnect.cache.resource_manager import BaseKVCacheManager
+from kvconnect.engine.model.sequence_step import SequenceStep
+from kvconnect.engine.model.states import StateKey, StateSlots
+from kvconnect.request import LlmRequest
+
+__all__ = ["StateSnapshots", "snapshot_end"]
+
+
+def snapshot_end(
+    kv: BaseKVCacheManager, request: LlmRequest, start: int, end: int, *, stepped: bool
+) -> int:
+    """Returns where the chunk ``start..end`` of a prompt has to end for the next snapshot.
+
+    Args:
+        kv: the cache manager.
+        request: of the chunk.
+        start: its first token.
+        end: the position after its last one, which the budget allows.
+        stepped: chunks behind the first one are computed token by token. So the first one ends
+            with the last snapshot that is due in it, instead of the first.
+    """
+    due = kv.next_state_end(request, start)
+    if due is None or due >= end:
+        return end
+    if stepped and start == 0:
+        while (later := kv.next_state_end(request, due)) is not None and later < end:
+            due = later
+    return due
+
+
+class StateSnapshots:
+    """The states of running sequences, and their snapshots at the ends of blocks.
+
+    A request that reuses a prefix starts from the snapshot at its end. A cache manager without
+    snapshots reuses no prefix.
+
+    Args:
+        slots: of the running sequences.
+        kv: names the blocks of the snapshots.
+        blocks: the memory of all snapshots by state, ``[blocks, *shape]``; empty without them.
+
+    Attributes:
+        slots: of the running sequences.
+    """
+
+    def __init__(
+        self, slots: StateSlots, kv: BaseKVCacheManager, blocks: Mapping[StateKey, Tensor]
+    ) -> None:
+        self.slots = slots
+        self._kv = kv
+        self._blocks = blocks
+
+    def begin(
+        self,
+        plan: Sequence[SequenceStep],
+        requests: Sequence[LlmRequest],
+        running: Sequence[LlmRequest],
+    ) -> StateSlots:
+        """Returns the slots with the states before the tokens of `plan`.
+
+        Args:
+            plan: the tokens that are computed next.
+            requests: of `plan`, in its order.
+            running: all that run; slots of others are freed.
+        """
+        self.slots.keep({one.request_id for one in running})
+        for one, request in zip(plan, requests, strict=True):
+            if not one.start or self.slots.holds(one.request_id, one.start):
+                continue
+            if (block := self._kv.state_restore(request, one.start)) is not None:
+                self.slots.restore(one.request_id, one.start, self._snapshot(block))
+        return self.slots
+
+    def end(self, plan: Sequence[SequenceStep], requests: Sequence[LlmRequest]) -> None:
+        """Takes the snapshots that are due after the tokens of `plan`."""
+        for one, request in zip(plan, requests, strict=True):
+            if self._kv.next_state_end(request, one.end - 1) != one.end:
+                continue
+            if (block := self._kv.state_snapshot(request, one.end)) is not None:
+                self.slots.copy_to(one.request_id, self._snapshot(block))
+
+    def _snapshot(self, block: int) -> dict[StateKey, Tensor]:
+        return {key: states[block] for key, states in self._blocks.items()}
