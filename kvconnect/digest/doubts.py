@@ -60,6 +60,10 @@ class Doubt(StrEnum):
     TOO_LONG = "too_long", "the prompt is longer than the positions that keys can name"
     EMBEDDINGS = "embeddings", "embeddings were given instead of tokens"
     MASK = "mask", "the attention mask is more than padding on the left"
+    PADDED_STATES = (
+        "padded_states",
+        "the prompts of a batch differ in length, and the model has recurrent layers",
+    )
     POSITION_IDS = "position_ids", "positions of the caller's own were given"
     OTHER_INPUTS = "other_inputs", "inputs beside tokens were given that keys do not name"
     FOREIGN_PASS = "foreign_pass", "something other than the model's own passes wrote to the cache"

@@ -14,7 +14,9 @@ from kvconnect.integrations.transformers import PromptCache
 
 
 def main(model: str, url: str, end: str) -> None:
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float64, experts_implementation="eager"
+    )
     ids = torch.randint(1, 250, (1, 400), generator=torch.Generator().manual_seed(5))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     prompts = PromptCache(loaded, url, tokens_per_block=16, load_decisions=False)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from families import write_tiny
 
 CHILD = Path(__file__).with_name("prompt_cache_child.py")
 
@@ -36,3 +37,12 @@ def test_the_next_process_loads_what_was_computed(model_of, tmp_path, end):
     again = run(model, url, "exit")
     assert first["loaded"] == 0
     assert again == {"loaded": 399, "tokens": first["tokens"]}
+
+
+def test_the_next_process_loads_the_states_of_recurrent_layers(tmp_path):
+    model, url = tmp_path / "model", f"disk://{tmp_path}/kv?capacity=64MiB"
+    write_tiny(model, "qwen3_next")
+    first = run(model, url, "exit")
+    again = run(model, url, "exit")
+    assert first["loaded"] == 0
+    assert again == {"loaded": 384, "tokens": first["tokens"]}

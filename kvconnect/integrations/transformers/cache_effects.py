@@ -8,11 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvconnect.digest.doubts import Doubt
 from kvconnect.errors import UnsupportedModel
 from kvconnect.integrations.transformers.canary_pass import canary_ids, results_of
+from kvconnect.integrations.transformers.states import (
+    empty_cache,
+    positions_of,
+    recurrent_layers,
+    state_tensors,
+)
 from kvconnect.integrations.transformers.twin import twin_of
 
 __all__ = ["refuse_effects_of_cache"]
@@ -45,7 +51,8 @@ def refuse_effects_of_cache(model: PreTrainedModel, *, has_windows: bool) -> Non
     name = type(model).__name__
     ids = canary_ids(model, _NUM_TOKENS)
     with torch.no_grad():
-        if not _alike(*_both(model, ids)):
+        narrowest = _dtype_of_states(model)
+        if not _alike(*_both(model, ids), narrowest):
             raise UnsupportedModel(f"{name}: {_reason(model)}")
         if not has_windows:
             return
@@ -56,7 +63,7 @@ def refuse_effects_of_cache(model: PreTrainedModel, *, has_windows: bool) -> Non
         wide = results_of(_Narrowed(model, _UNLIMITED)(input_ids=ids, use_cache=False))
         if torch.equal(alone, wide):
             raise UnsupportedModel(f"{name}: {Doubt.WINDOW_UNSEEN.sentence}")
-        if not _alike(alone, cached):
+        if not _alike(alone, cached, narrowest):
             raise UnsupportedModel(f"{name}: its window depends on the cache that it is given")
 
 
@@ -77,27 +84,52 @@ class _Narrowed:
         kinds = [[type(one) for one in made.modules()] for made in (self._twin, model)]
         return kinds[0] == kinds[1]
 
+    @property
+    def forward(self) -> Any:
+        """The model's ``forward``, for its parameters."""
+        return self._twin.forward
+
+    @property
+    def config(self) -> Any:
+        """The configuration with the other window."""
+        return self._twin.config
+
     def __call__(self, **named: Any) -> Any:
         return functional_call(self._twin, self._tensors, (), named)
 
 
 def _both(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Returns results without a cache, and with one that two passes fill."""
-    past = DynamicCache()
+    past = empty_cache(model.config)
     alone = results_of(model(input_ids=ids, use_cache=False))
-    parts = [
-        results_of(model(input_ids=part, past_key_values=past, use_cache=True))
-        for part in (ids[:, :_SPLIT], ids[:, _SPLIT:])
-    ]
+    parts = []
+    for part in (ids[:, :_SPLIT], ids[:, _SPLIT:]):
+        positions = positions_of(model, past, part)
+        output = model(input_ids=part, past_key_values=past, use_cache=True, **positions)
+        parts.append(results_of(output))
     return alone, torch.cat(parts, dim=1)
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Returns whether results agree. In narrow dtypes a few tokens may differ, as experts do."""
+def _dtype_of_states(model: Any) -> torch.dtype:
+    """Returns the narrowest dtype of recurrent states, which is often float32; else float64."""
+    past = empty_cache(model.config)
+    if not past.layers:
+        return torch.float64
+    model(input_ids=canary_ids(model, 1), past_key_values=past, use_cache=True)
+    dtypes = [one.dtype for one in state_tensors(past.layers).values()]
+    return min(dtypes, key=lambda one: one.itemsize, default=torch.float64)
+
+
+def _alike(one: Tensor, other: Tensor, narrowest: torch.dtype) -> bool:
+    """Returns whether results agree. In narrow dtypes a few tokens may differ, as experts do.
+
+    `narrowest` is another dtype that a part of the computation may be in.
+    """
     scale = one.abs().max().clamp_min(1e-30)
     deviation = ((one - other).abs().amax(dim=-1) / scale).nan_to_num(nan=0.0)
-    tolerance = _TOLERANCE.get(one.dtype, _TOLERANCE_NARROW)
-    allowed = _NUM_TOKENS // 4 if one.dtype in _NARROW else 0
+    dtype = min(one.dtype, narrowest, key=lambda kind: kind.itemsize)
+    tolerance = _TOLERANCE.get(dtype, _TOLERANCE_NARROW)
+    allowed = _NUM_TOKENS // 4 if dtype in _NARROW else 0
     return int((deviation > tolerance).sum()) <= allowed
 
 
@@ -105,6 +137,8 @@ def _reason(model: PreTrainedModel) -> str:
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "use_bidirectional_attention", False):
         return Doubt.BIDIRECTIONAL.sentence
+    if recurrent_layers(empty_cache(model.config).layers):
+        return "its recurrent layers do not go on from their state in a pass over several tokens"
     return (
         "it computes otherwise with a cache than without: its attention also looks ahead, or its "
         "positions depend on the length of the cache"

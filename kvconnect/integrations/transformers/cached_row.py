@@ -9,6 +9,7 @@ from kvconnect.connector.io.lookup import Hit, Query
 from kvconnect.connector.io.orders import SaveOrder
 from kvconnect.connector.pair.save_plan import SavePlan
 from kvconnect.integrations.transformers.rows import PromptRow
+from kvconnect.integrations.transformers.snapshots import last_end
 from kvconnect.keys import BlockKey, Namespace
 from kvconnect.request import LlmRequest
 from kvconnect.shards import StoredHeads
@@ -25,7 +26,8 @@ class CachedRow:
         root: the key before the first block.
         tokens_per_block: of all pool groups.
         namespace: the namespace of `root`.
-        num_groups: pool groups.
+        num_groups: pool groups of keys and values.
+        num_states: pool groups of states behind these.
 
     Attributes:
         offset: tokens of padding before it.
@@ -41,6 +43,7 @@ class CachedRow:
         tokens_per_block: int,
         namespace: Namespace,
         num_groups: int,
+        num_states: int = 0,
     ) -> None:
         request = LlmRequest(
             0,
@@ -53,17 +56,32 @@ class CachedRow:
         self.tokens = request.tokens
         self.open = True
         self._chain = request.key_chain
-        # Of windows, too, all tokens are there.
-        self._plan = SavePlan(request, windows=(None,) * num_groups)
+        # Of windows, too, all tokens are there; of states those that a snapshot was taken of.
+        windows = *[None] * num_groups, *[tokens_per_block] * num_states
+        self._plan = SavePlan(request, windows=windows)
 
-    def query(self, heads: tuple[StoredHeads, ...], *, shared: bool) -> Query:
-        """Returns the query for the store."""
+    def query(
+        self, heads: tuple[StoredHeads, ...], *, shared: bool, most: int | None = None
+    ) -> Query:
+        """Returns the query for the store.
+
+        Args:
+            heads: of each pool group.
+            shared: see `Query`.
+            most: use at most so many tokens, a multiple of the block size; ``None``: no limit but
+                `snapshots.last_end`, with states.
+        """
         chain = self._chain
+        size = chain.tokens_per_block
+        if most is None and any(one.layout.kind == "state" for one in heads):
+            most = last_end(len(self.tokens), size)
+        keys = tuple(chain.keys())
+        tokens = self.tokens.view.copy()
         return Query(
-            keys=tuple(chain.keys()),
+            keys=keys if most is None else keys[: most // size],
             root=chain.root,
-            tokens=self.tokens.view.copy(),
-            tokens_per_block=chain.tokens_per_block,
+            tokens=tokens if most is None else tokens[: most + 1],
+            tokens_per_block=size,
             heads=heads,
             shared=shared,
         )

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
+
+from kvconnect.integrations.transformers.states import cached_tensors, empty_cache
 
 __all__ = ["canary_ids", "canary_pass", "results_of"]
 
@@ -18,15 +20,15 @@ _STEP = 1_000_003
 def canary_pass(model: PreTrainedModel) -> list[Tensor]:
     """Computes 16 fixed tokens, with the model's own ``forward`` and all its hooks.
 
-    Returns keys and values of every layer, and the logits after each token. The model is neither
-    changed nor put into another mode.
+    Returns what each layer keeps (keys, values, states) and the logits after each token. The model
+    is neither changed nor put into another mode.
     """
-    past = DynamicCache()
+    past = empty_cache(model.config)
     output: Any = model(
         input_ids=canary_ids(model, _NUM_TOKENS), past_key_values=past, use_cache=True
     )
     layers: list[Any] = past.layers
-    return [*(one for layer in layers for one in (layer.keys, layer.values)), results_of(output)]
+    return [*cached_tensors(layers), results_of(output)]
 
 
 def results_of(output: Any) -> Tensor:

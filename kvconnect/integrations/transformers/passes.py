@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvconnect.digest.doubts import Doubt
 
-__all__ = ["placement"]
+__all__ = ["ComputedPass", "placement"]
 
 # These change no key and no value, or are checked by themselves.
 _HARMLESS = frozenset(
@@ -18,6 +18,21 @@ _HARMLESS = frozenset(
     | {"inputs_embeds", "use_cache", "return_dict", "logits_to_keep", "labels"}
     | {"output_attentions", "output_hidden_states", "output_router_logits"}
 )
+
+
+class ComputedPass(NamedTuple):
+    """A finished pass that was not read back from the device yet.
+
+    Attributes:
+        start, end: of its tokens, padding included.
+        beyond: ids of those that rows do not know, ``[batch, tokens]``.
+        plain: booleans on the device; the pass is plain if all hold.
+    """
+
+    start: int
+    end: int
+    beyond: Tensor
+    plain: tuple[Tensor, ...]
 
 
 def placement(

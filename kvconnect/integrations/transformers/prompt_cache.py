@@ -32,9 +32,11 @@ from kvconnect.integrations.transformers.guard import ModelGuard
 from kvconnect.integrations.transformers.hooks import PassHooks
 from kvconnect.integrations.transformers.identity import identify
 from kvconnect.integrations.transformers.pass_times import PassTimes
+from kvconnect.integrations.transformers.prefilling import compute_until
 from kvconnect.integrations.transformers.restoring import restore
 from kvconnect.integrations.transformers.rows import PromptRow, prompt_rows
 from kvconnect.integrations.transformers.saving import SavingTo
+from kvconnect.integrations.transformers.states import empty_cache
 from kvconnect.integrations.transformers.stored_cache import StoredCache
 from kvconnect.integrations.transformers.structure import Change
 from kvconnect.keys import Namespace, check_salt, root_key
@@ -50,6 +52,7 @@ _ENGINE = "transformers"
 
 # No other request waits meanwhile, and what is not found is computed for seconds.
 _LOOKUP_TIMEOUT_MS = 1000.0
+_STATE_INTERVAL = 1024
 
 
 class PromptCache:
@@ -80,6 +83,8 @@ class PromptCache:
             prefill checks.
         held_bytes: memory of caches that have ended and wait for a check; beyond it they are
             dropped. By default an eighth of the device's memory.
+        state_interval: tokens between snapshots of recurrent states, a multiple of
+            `tokens_per_block`. By default 1,024, or one block if that is more.
         load_decisions: compute a prompt if its load is predicted to take longer; False: load
             whatever the store has.
 
@@ -99,6 +104,7 @@ class PromptCache:
         model_revision: str | None = None,
         canary_interval: float = 0.0,
         held_bytes: int | None = None,
+        state_interval: int | None = None,
         load_decisions: bool = False,
     ) -> None:
         if not isinstance(model, PreTrainedModel):
@@ -115,10 +121,11 @@ class PromptCache:
                 f"PromptCache: {identity.own}; engines that read the directory share no blocks "
                 f"with it, whatever their namespace",
             )
+        interval = _state_interval(state_interval, tokens_per_block)
         geometry = ModelGeometry.of(model, tokens_per_block)
         guard = ModelGuard(model, geometry.device, interval_s=canary_interval)
         if guard.doubt is None:
-            has_windows = any(layout.window is not None for layout in geometry.layouts)
+            has_windows = any(layout.window is not None for layout in geometry.attention)
             refuse_effects_of_cache(model, has_windows=has_windows)
         digest = stored_as(identity.digest, config, engine=_ENGINE)
         self._model = model
@@ -137,6 +144,7 @@ class PromptCache:
             None if limit is None else limit.num_tokens,
             EndedCaches(_held_nbytes(geometry.device) if held_bytes is None else held_bytes),
             guard,
+            interval,
         )
         self._lock = threading.Lock()  # of the two below, which several threads change
         self._live: weakref.WeakSet[StoredCache] = weakref.WeakSet()
@@ -165,6 +173,9 @@ class PromptCache:
         the last token is left to compute; everything, if that is predicted to be faster than the
         load.
 
+        A model with recurrent layers computes the prompt up to its last whole block here, as its
+        states can be saved only where a pass ends. At least the last two tokens are left.
+
         Args:
             inputs: what ``generate()`` is called with: ``input_ids`` ``[batch, tokens]``, padded on
                 the left, and ``attention_mask``; or just the ids. With other inputs beside them
@@ -181,10 +192,11 @@ class PromptCache:
         check_salt(cache_salt)
         namespace = Namespace(cache_salt=cache_salt)
         prompts, doubt = prompt_rows(inputs, self._pad_token_ids())
-        doubt = doubt or self._too_long(prompts)
+        doubt = doubt or self._too_long(prompts) or self._padded(prompts)
         doubt = self._check(prompts) or doubt
         if doubt is not None:
-            return StoredCache(None, not_cached=note_doubt(*doubt))
+            layers = empty_cache(self._model.config).layers
+            return StoredCache(None, layers=layers, not_cached=note_doubt(*doubt))
         layouts = self._geometry.layouts
         root = root_key(self._digest, layouts, namespace)
         rows = [
@@ -193,7 +205,8 @@ class PromptCache:
                 root,
                 tokens_per_block=layouts[0].tokens_per_block,
                 namespace=namespace,
-                num_groups=len(layouts),
+                num_groups=len(self._geometry.attention),
+                num_states=len(self._geometry.states),
             )
             for prompt in prompts
         ]
@@ -205,11 +218,13 @@ class PromptCache:
             min_tokens=self._config.min_load_tokens,
             choice=self._choice,
         )
-        cache = StoredCache(self._saving, rows, restored)
+        layers = empty_cache(self._model.config).layers
+        cache = StoredCache(self._saving, rows, restored, layers=layers)
         for prompt, loaded in zip(prompts, cache.loaded_tokens, strict=True):
             count("engine.request", prompt_tokens=len(prompt.tokens), store_tokens=loaded)
         with self._lock:
             self._live.add(cache)
+        compute_until(self._model, cache, inputs, cache.snapshots.ends)
         return cache
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -322,6 +337,11 @@ class PromptCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _padded(self, prompts: Sequence[PromptRow]) -> Change | None:
+        if not self._geometry.states or all(one.offset == 0 for one in prompts):
+            return None
+        return Change(Doubt.PADDED_STATES, "give prompts of one length, or one at a time")
+
     def _pad_token_ids(self) -> frozenset[int]:
         """Returns the ids that ``generate()`` treats as padding if there is no mask."""
         settings = self._model.generation_config
@@ -329,6 +349,17 @@ class PromptCache:
         if pad is None or pad == ends or (isinstance(ends, list) and pad in ends):
             return frozenset()
         return frozenset({pad})
+
+
+def _state_interval(given: object, tokens_per_block: int) -> int:
+    if given is None:
+        return max(_STATE_INTERVAL, tokens_per_block)
+    if type(given) is not int or given < 1 or given % tokens_per_block:
+        raise ConfigurationError(
+            f"state_interval: {shown(given)} must be a multiple of tokens_per_block="
+            f"{tokens_per_block}"
+        )
+    return given
 
 
 def _held_nbytes(device: torch.device) -> int:

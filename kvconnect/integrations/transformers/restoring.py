@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from kvconnect.connector.io.blocking import StoreAccess
 from kvconnect.connector.io.lookup import Hit, blocks_needed
 from kvconnect.connector.io.orders import BlockLoad
 from kvconnect.integrations.core.load_choice import LoadChoice, PlannedLoad
 from kvconnect.integrations.transformers.cached_row import CachedRow
-from kvconnect.integrations.transformers.tensors import LayerTensors, as_blocks, new_layers
+from kvconnect.integrations.transformers.states import new_snapshot
+from kvconnect.integrations.transformers.tensors import (
+    LayerTensors,
+    as_blocks,
+    new_layers,
+    state_block,
+)
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["Restored", "restore"]
@@ -27,10 +34,15 @@ class Restored:
         num_tokens: leading tokens of every row, padding included.
         layers: by number; ``[batch, num_tokens, heads, dim]``. Zeros where there is padding, and
             where a window does not reach any more.
+        states: a snapshot for each group of states; see `states.new_snapshot`.
+        branch: leading tokens of every row whose keys and values are stored, but not loaded if no
+            state is stored there.
     """
 
     num_tokens: int = 0
-    layers: tuple[LayerTensors, ...] = ()
+    layers: Mapping[int, LayerTensors] = field(default_factory=dict)
+    states: tuple[Tensor, ...] = ()
+    branch: int = 0
 
 
 def restore(
@@ -57,19 +69,18 @@ def restore(
         min_tokens: load only if some row gets at least so many.
         choice: whether to load or to compute.
     """
-    hits = store.find([row.query(store.heads, shared=store.shared) for row in rows])
-    for row, hit in zip(rows, hits, strict=True):
-        row.note_hit(hit)
+    hits, branch = _find(store, layouts, rows)
     num_tokens = min(row.offset + hit.end for row, hit in zip(rows, hits, strict=True))
     ends = [max(0, num_tokens - row.offset) for row in rows]
+    nothing = Restored(branch=branch)
     if max(ends) < max(1, min_tokens):
-        return Restored()
+        return nothing
     load = _chosen(choice, rows, ends)
     if load is None:
-        return Restored()
+        return nothing
     size = layouts[0].tokens_per_block
     whole = [-(-end // size) * size for end in ends]
-    has_windows = any(layout.window is not None for layout in layouts)
+    has_windows = any(layout.window is not None for layout in layouts)  # or states
     layers = new_layers(
         layouts,
         batch=len(rows),
@@ -77,6 +88,11 @@ def restore(
         device=device,
         zeroed=has_windows or any(row.offset for row in rows),
     )
+    states = {
+        group: new_snapshot(layout, len(rows), device)
+        for group, layout in enumerate(layouts)
+        if layout.kind == "state"
+    }
     divisible = len(layouts) == 1 and not has_windows
     with ExitStack() as attached:
         orders: list[list[BlockLoad]] = []
@@ -84,7 +100,10 @@ def restore(
             order: list[BlockLoad] = []
             tokens = range(row.offset, row.offset + whole[number])
             for group, layout in enumerate(layouts if tokens else ()):
-                blocks = as_blocks(layers, layout, number, tokens)
+                if group in states:
+                    blocks = state_block(states[group], layout, number)
+                else:
+                    blocks = as_blocks(layers, layout, number, tokens)
                 first = attached.enter_context(store.attached[group].attached(blocks))
                 order += _loads(hit, group, layout, ends[number], first)
             orders.append(order)
@@ -100,10 +119,35 @@ def restore(
     choice.end(load, min(num_loaded, load.num_tokens))
     # A window was loaded for the end that was planned, and for no other.
     if reached < num_tokens and has_windows:
-        return Restored()
+        return nothing
     if max(reached - row.offset for row in rows) <= 0:
-        return Restored()
-    return Restored(reached, tuple((k[:, :reached], v[:, :reached]) for k, v in layers))
+        return nothing
+    kept = {number: (k[:, :reached], v[:, :reached]) for number, (k, v) in layers.items()}
+    return Restored(reached, kept, tuple(states.values()), branch)
+
+
+def _find(
+    store: StoreAccess, layouts: Sequence[KvCacheLayout], rows: Sequence[CachedRow]
+) -> tuple[list[Hit], int]:
+    """Returns what the store has of each row, which records it, and the `Restored.branch`.
+
+    With states all hits have one end, since a state is of use at its own end only.
+    """
+    has_states = any(layout.kind == "state" for layout in layouts)
+    full = [group for group, layout in enumerate(layouts) if layout.window is None]
+    most: int | None = None
+    branch = 0
+    while True:
+        hits = store.find([row.query(store.heads, shared=store.shared, most=most) for row in rows])
+        for row, hit in zip(rows, hits, strict=True):
+            row.note_hit(hit)
+        if most is None and has_states and full:
+            stored = [hit.num_stored[group] for hit in hits if hit.num_stored for group in full]
+            branch = min(stored, default=0) * layouts[0].tokens_per_block
+        ends = {hit.end for hit in hits}
+        if not has_states or len(ends) == 1:
+            return hits, branch
+        most = min(ends)
 
 
 def _chosen(
@@ -124,6 +168,11 @@ def _chosen(
 def _loads(hit: Hit, group: int, layout: KvCacheLayout, end: int, first_id: int) -> list[BlockLoad]:
     keys = hit.all_keys
     return [
-        BlockLoad(keys[number], first_id + number, group, hit.shares.get((group, number)))
+        BlockLoad(
+            keys[number],
+            first_id + (0 if layout.kind == "state" else number),
+            group,
+            hit.shares.get((group, number)),
+        )
         for number in blocks_needed(layout.window, end, layout.tokens_per_block)
     ]

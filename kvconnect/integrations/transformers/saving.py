@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from kvconnect.connector.io.blocking import StoreAccess
 from kvconnect.connector.io.orders import SaveOrder
 from kvconnect.integrations.transformers.cached_row import CachedRow
 from kvconnect.integrations.transformers.ended_caches import EndedCaches
 from kvconnect.integrations.transformers.guard import ModelGuard
-from kvconnect.integrations.transformers.tensors import LayerTensors, as_blocks, tail_block
+from kvconnect.integrations.transformers.tensors import (
+    LayerTensors,
+    as_blocks,
+    state_block,
+    tail_block,
+)
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["SavingTo", "save_rows"]
@@ -28,6 +35,7 @@ class SavingTo:
         max_tokens: sequences beyond that are not saved any more; ``None``: no limit.
         ended: takes caches in that no one refers to any more.
         guard: of the model that computes.
+        state_interval: tokens from one snapshot of states to the next.
     """
 
     store: StoreAccess
@@ -35,14 +43,21 @@ class SavingTo:
     max_tokens: int | None
     ended: EndedCaches[Any]
     guard: ModelGuard
+    state_interval: int = 0
+
+    @property
+    def states(self) -> tuple[KvCacheLayout, ...]:
+        """The layouts of snapshots; none without recurrent layers."""
+        return tuple(one for one in self.layouts if one.kind == "state")
 
 
 def save_rows(
     saving: SavingTo,
     rows: Sequence[CachedRow],
-    layers: Sequence[LayerTensors],
+    layers: Mapping[int, LayerTensors],
     end: int,
     *,
+    snapshot: Sequence[Tensor] | None = None,
     tails: bool,
 ) -> None:
     """Saves the blocks of the first `end` tokens, padding included, that are due.
@@ -52,22 +67,32 @@ def save_rows(
         rows: of the batch.
         layers: the keys and values of the batch.
         end: of what is computed.
+        snapshot: the states after `end` tokens, for each group of states, if they are to be saved.
         tails: the partly filled blocks at the end, too, if the store can find such.
     """
     store, size = saving.store, saving.layouts[0].tokens_per_block
+    groups = list(zip(store.attached, saving.layouts, strict=True))
+    divisible = all(layout.kind != "state" for layout in saving.layouts)
     for number, row in enumerate(rows):
         num_full, rest = divmod(max(0, end - row.offset), size)
         begin = row.offset + num_full * size  # of the partly filled block
-        groups = list(zip(store.attached, saving.layouts, strict=True))
         with ExitStack() as attached:
             if row.is_due(num_full):
-                ids = []
+                states = iter(snapshot or ())
+                ids: list[Sequence[int]] = []
                 for copier, layout in groups:
-                    blocks = as_blocks(layers, layout, number, range(row.offset, begin))
-                    first = attached.enter_context(copier.attached(blocks))
-                    ids.append(range(first, first + num_full))
+                    if layout.kind != "state":
+                        blocks = as_blocks(layers, layout, number, range(row.offset, begin))
+                        first = attached.enter_context(copier.attached(blocks))
+                        ids.append(range(first, first + num_full))
+                        continue
+                    last = -1
+                    if (state := next(states, None)) is not None:
+                        block = state_block(state, layout, number)
+                        last = attached.enter_context(copier.attached(block))
+                    ids.append([*[-1] * (num_full - 1), last])
                 row.open = _saved(store, row.order(ids, num_full))
-            if row.open and rest and tails and store.saves_tails:
+            if row.open and rest and tails and divisible and store.saves_tails:
                 tail_ids = []
                 for copier, layout in groups:
                     block = tail_block(layers, layout, number, range(begin, end))

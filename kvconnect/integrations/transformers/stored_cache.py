@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.errors import UsageError
 from kvconnect.integrations.transformers.cached_row import CachedRow
-from kvconnect.integrations.transformers.passes import placement
+from kvconnect.integrations.transformers.passes import ComputedPass, placement
 from kvconnect.integrations.transformers.restoring import Restored
 from kvconnect.integrations.transformers.saving import SavingTo, save_rows
+from kvconnect.integrations.transformers.snapshots import Snapshots
+from kvconnect.integrations.transformers.states import (
+    attention_layers,
+    cached_tensors,
+    can_crop,
+    copied_cache,
+    fill_keys,
+    fill_states,
+    layer_tensors,
+)
 from kvconnect.integrations.transformers.structure import Change
-from kvconnect.integrations.transformers.tensors import LayerTensors
 from kvconnect.tokens import TokenArray
 
 __all__ = ["StoredCache"]
-
-
-class _Computed(NamedTuple):
-    """A finished pass that was not read back from the device yet.
-
-    Attributes:
-        start, end: of its tokens, padding included.
-        beyond: ids of those that rows do not know, ``[batch, tokens]``.
-        plain: booleans on the device; the pass is plain if all hold.
-    """
-
-    start: int
-    end: int
-    beyond: Tensor
-    plain: tuple[Tensor, ...]
 
 
 class StoredCache(DynamicCache):
@@ -51,6 +44,7 @@ class StoredCache(DynamicCache):
     Attributes:
         loaded_tokens: tokens of each prompt that were loaded, and not computed.
         not_cached: why it neither was loaded nor is saved; empty: it is.
+        snapshots: the states that are to be saved with it.
     """
 
     def __init__(
@@ -59,17 +53,19 @@ class StoredCache(DynamicCache):
         rows: Sequence[CachedRow] = (),
         restored: Restored | None = None,
         *,
+        layers: Sequence[Any] = (),
         not_cached: str = "",
     ) -> None:
         super().__init__()
         restored = restored or Restored()
+        self.layers = list(layers)
         self.not_cached = not_cached
         self.loaded_tokens = tuple(max(0, restored.num_tokens - row.offset) for row in rows)
         self._saving = saving
         # It may be saved while a pass computes elsewhere, or once it has ended.
         self._lock = threading.Lock()
         self._rows = list(rows)
-        self._num_loaded = restored.num_tokens  # of a row, padding included
+        self._num_loaded = restored.num_tokens  # of a row, padding included; see `prefilled`
         self._num_computed = restored.num_tokens  # by plain passes, or loaded
         self._num_marked = 0
         self._num_checked = 0  # of what was computed, before the last good check
@@ -79,15 +75,25 @@ class StoredCache(DynamicCache):
         self._known = self._prompt_end  # tokens of a row, padding included, that rows know of
         self._followed = saving is not None and bool(rows)
         self._begins_anew = False
-        self._computing: _Computed | None = None
-        self._unread: list[_Computed] = []
+        self._computing: ComputedPass | None = None
+        self._unread: list[ComputedPass] = []
         self._copied: Any = None  # an event behind all that was computed, on CUDA
-        for keys, values in restored.layers:
-            layer = _new_layer()
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys.transpose(1, 2), values.transpose(1, 2)
-            self.layers.append(layer)
+        states = () if saving is None else saving.states
+        self.snapshots = Snapshots(
+            states,
+            0 if saving is None else saving.state_interval,
+            start=restored.num_tokens,
+            branch=restored.branch,
+            prompt_end=self._prompt_end,
+        )
+        fill_keys(self.layers, restored.layers)
+        if restored.num_tokens:
+            fill_states(self.layers, states, restored.states)
         self._stamp = self._tensor_stamp()
+
+    def prefilled(self) -> None:
+        """Records that all tokens until now were computed in `prefill`, and count as loaded."""
+        self._num_loaded = self.get_seq_length()
 
     # ------------------------------------------------------------------ called by the model's hooks
 
@@ -129,7 +135,7 @@ class StoredCache(DynamicCache):
             else:
                 self._computing = found
 
-    def _begin(self, given: Mapping[str, Any]) -> _Computed | Change:
+    def _begin(self, given: Mapping[str, Any]) -> ComputedPass | Change:
         start = self.get_seq_length()
         if start != self._num_computed or self._is_foreign():
             return Change(Doubt.FOREIGN_PASS, "")
@@ -154,7 +160,10 @@ class StoredCache(DynamicCache):
             if limit is not None and end - min(row.offset for row in self._rows) > limit:
                 # Keys of all rows are others from here on; those before are as they were.
                 self._followed = False
-        return _Computed(start, end, beyond, conditions)
+            if saving.states and ids.shape[1] == 1:
+                # Not what a prompt of these tokens computes: see `snapshots.last_end`.
+                self._followed = False
+        return ComputedPass(start, end, beyond, conditions)
 
     def forward_ended(self, *, succeeded: bool) -> None:
         """Records that the pass is over."""
@@ -162,12 +171,13 @@ class StoredCache(DynamicCache):
             computed, self._computing = self._computing, None
             if computed is None:
                 return
-            layers: list[Any] = self.layers
+            layers = attention_layers(self.layers).values()
             if not succeeded or any(one.get_seq_length() != computed.end for one in layers):
                 self._followed = False
             if not self._followed:
                 return
             self._num_computed = computed.end
+            self.snapshots.take(self.layers, computed.end)
             self._unread.append(computed)
             self._stamp = self._tensor_stamp()
             device = computed.beyond.device
@@ -192,13 +202,10 @@ class StoredCache(DynamicCache):
         return self._known + sum(one.beyond.shape[1] for one in self._unread)
 
     def _tensor_stamp(self) -> list[tuple[int, int]]:
-        """Returns a stamp that changes if keys or values are replaced or written to."""
-        layers: list[Any] = self.layers
+        """Returns a stamp that changes if anything cached is replaced or written to."""
         return [
             (id(one), 0 if one.is_inference() else one._version)  # noqa: SLF001  documented
-            for layer in layers
-            if layer.is_initialized
-            for one in (layer.keys, layer.values)
+            for one in cached_tensors(self.layers)
         ]
 
     def _is_foreign(self) -> bool:
@@ -230,9 +237,8 @@ class StoredCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """The memory of keys and values in bytes."""
-        layers: list[Any] = self.layers
-        return sum(one.keys.nbytes + one.values.nbytes for one in layers if one.is_initialized)
+        """The memory of keys, values, states and their snapshots in bytes."""
+        return self.snapshots.nbytes + sum(one.nbytes for one in cached_tensors(self.layers))
 
     def mark(self) -> bool:
         """Records that a check of the model begins, which covers everything computed until now.
@@ -278,7 +284,10 @@ class StoredCache(DynamicCache):
             self._read_computed()
             end = min(self._num_checked, self._num_computed, self._known)
             tails = whole and end == self._known
-            save_rows(saving, self._rows, self._tensors(), end, tails=tails)
+            tensors = layer_tensors(self.layers)
+            for at, snapshot in self.snapshots.until(end):
+                save_rows(saving, self._rows, tensors, at, snapshot=snapshot, tails=False)
+            save_rows(saving, self._rows, tensors, end, tails=tails)
             if whole:
                 self._num_saved = end
 
@@ -297,10 +306,6 @@ class StoredCache(DynamicCache):
         for row, tokens in zip(self._rows, beyond.to("cpu", torch.int32).numpy(), strict=True):
             row.append(tokens)
         self._known += beyond.shape[1]
-
-    def _tensors(self) -> list[LayerTensors]:
-        layers: list[Any] = self.layers
-        return [(one.keys.transpose(1, 2), one.values.transpose(1, 2)) for one in layers]
 
     def __del__(self) -> None:
         # The saving happens elsewhere: this may run inside of any lock, on any thread.
@@ -327,8 +332,14 @@ class StoredCache(DynamicCache):
         self._begins_anew = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens, which assisted decoding rejected, as transformers does."""
+        """Removes the last tokens, which assisted decoding rejected, as transformers does.
+
+        Raises:
+            UsageError: recurrent states cannot go back. Nothing was removed.
+        """
         with self._lock:
+            if not can_crop(self.layers):
+                self._refuse("taking tokens back from recurrent states")
             self._is_foreign()
             super().crop(tokens_to_remove)
             self._read_computed()
@@ -337,6 +348,7 @@ class StoredCache(DynamicCache):
             self._num_marked = min(self._num_marked, end)
             self._num_checked = min(self._num_checked, end)
             self._num_saved = min(self._num_saved, end)
+            self.snapshots.truncate(end)
             if end < self._known:
                 for row in self._rows:
                     row.truncate(max(0, end - row.offset))
@@ -376,21 +388,10 @@ class StoredCache(DynamicCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DynamicCache:
         """Returns a plain cache with the same content, which is not saved."""
-        copied = DynamicCache()
-        layers: list[Any] = self.layers
-        for layer in layers:
-            other = _new_layer()
-            if layer.is_initialized:
-                other.update(layer.keys.clone(), layer.values.clone())
-            copied.layers.append(other)
-        return copied
+        return copied_cache(self.layers)
 
     @staticmethod
     def _refuse(what: str) -> NoReturn:
         raise UsageError(
             f"past_key_values: {what} is not possible with a PromptCache; leave it out of this call"
         )
-
-
-def _new_layer() -> DynamicLayer:
-    return DynamicLayer()  # type: ignore[no-untyped-call]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["LayerTensors", "as_blocks", "new_layers", "tail_block"]
+__all__ = ["LayerTensors", "as_blocks", "new_layers", "state_block", "tail_block"]
 
 LayerTensors = tuple[Tensor, Tensor]
 """A layer's keys and values, ``[batch, tokens, heads, dim]`` each, of any strides."""
@@ -23,15 +23,15 @@ def new_layers(
     num_tokens: int,
     device: torch.device,
     zeroed: bool,
-) -> list[LayerTensors]:
-    """Returns memory for `num_tokens` tokens of each layer, by the layer's number.
+) -> dict[int, LayerTensors]:
+    """Returns memory for `num_tokens` tokens of each attention layer, by the layer's number.
 
     A block is one contiguous piece of it for each layer, which is fast to copy.
     """
     made = torch.zeros if zeroed else torch.empty
     layers: dict[int, LayerTensors] = {}
     for layout in layouts:
-        for number in layout.layer_numbers:
+        for number in layout.layer_numbers if layout.kind != "state" else ():
             keys, values = (
                 made(
                     (batch, num_tokens, layout.num_kv_heads, dim),
@@ -41,11 +41,11 @@ def new_layers(
                 for dim in (layout.key_dim, layout.value_dim)
             )
             layers[number] = (keys, values)
-    return [layers[number] for number in sorted(layers)]
+    return dict(sorted(layers.items()))
 
 
 def as_blocks(
-    layers: Sequence[LayerTensors], layout: KvCacheLayout, row: int, tokens: range
+    layers: Mapping[int, LayerTensors], layout: KvCacheLayout, row: int, tokens: range
 ) -> PagedKv:
     """Returns the whole blocks of a pool group that these `tokens` of a `row` fill."""
     size = layout.tokens_per_block
@@ -58,7 +58,7 @@ def as_blocks(
 
 
 def tail_block(
-    layers: Sequence[LayerTensors], layout: KvCacheLayout, row: int, tokens: range
+    layers: Mapping[int, LayerTensors], layout: KvCacheLayout, row: int, tokens: range
 ) -> PagedKv:
     """Returns a block of a copy of these `tokens`, fewer than fill it, and then zeros."""
     views = []
@@ -68,3 +68,8 @@ def tail_block(
             block[0, : len(tokens)] = tensor[row, tokens.start : tokens.stop]
             views.append(block)
     return PagedKv.from_views(views, per_layer=2)
+
+
+def state_block(snapshot: Tensor, layout: KvCacheLayout, row: int) -> PagedKv:
+    """Returns the snapshot of a `row`, of `states.new_snapshot`, as a block."""
+    return PagedKv.from_pool(snapshot[row : row + 1], layout)
