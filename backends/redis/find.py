@@ -217,6 +217,22 @@ class RedisChildren:
             # The blocks are found by their keys nevertheless.
             warn_once("redis.children", f"blocks are stored without the index of tails: {error}")
 
+    async def remove(self, keys: Sequence[BlockKey]) -> None:
+        """Removes the blocks of `keys` that are there, and with them their tokens."""
+        entries = await self._finder.describe(keys)
+        asks = [
+            about(
+                b"ZREM",
+                self._router.names.children(one.parent),
+                child_to_bytes(Child(one.key, one.tokens)),
+            )
+            for one in entries
+            if one is not None and one.tokens is not None
+        ]
+        for reply in await self._router.ask(asks):
+            if not of_another_type(reply):
+                sound(reply)
+
     async def get(self, parent: BlockKey | None) -> list[Child]:
         """Returns the listed blocks that are there, newest first."""
         name = self._router.names.children(parent)

@@ -122,8 +122,10 @@ class RedisBackend(Backend):
         return await self._opened().writer.save(blocks, checksums)
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Deletes `keys`."""
-        await self._opened().finder.delete(keys)
+        """Deletes `keys`, and before them their tokens in the indexes of children."""
+        opened = self._opened()
+        await opened.children.remove(keys)
+        await opened.finder.delete(keys)
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
         """Returns the newest blocks with tokens whose parent is `key`."""

@@ -14,7 +14,7 @@ from kvconnect.operations.prompt_store import PromptStore, Which
 from kvconnect.operations.result import Result
 from kvconnect.tokens import TokenArray
 
-__all__ = ["add_wanted", "report", "store_and_wanted"]
+__all__ = ["add_wanted", "given_prompts", "report", "store_and_wanted"]
 
 
 def add_wanted(parser: argparse.ArgumentParser) -> None:
@@ -59,14 +59,10 @@ def store_and_wanted(arguments: argparse.Namespace) -> tuple[PromptStore, Which]
     """
     check_salt(arguments.salt, "--salt")
     store = PromptStore(arguments.url, arguments.model, model_revision=arguments.model_revision)
-    which: Which = {"lora": arguments.lora, "everything": arguments.all}
-    # Sampling parameters in a line of a file are of no use here, and no error.
-    given = argparse.Namespace(**vars(arguments), cache_salt=arguments.salt)
-    prompts = list(read_prompts(given, {}))
-    if prompts:
-        which["prompts"] = [_tokens(store, one) for one in prompts]
-        which["salt"] = [one.cache_salt for one in prompts]
-    else:
+    which = given_prompts(arguments, store)
+    which["everything"] = arguments.all
+    prompts = "prompts" in which
+    if not prompts:
         which["salt"] = arguments.salt
     if arguments.key:
         which["keys"] = arguments.key
@@ -76,6 +72,20 @@ def store_and_wanted(arguments: argparse.Namespace) -> tuple[PromptStore, Which]
             "--lora or --all"
         )
     return store, which
+
+
+def given_prompts(arguments: argparse.Namespace, store: PromptStore) -> Which:
+    """Returns the prompts that `arguments` give, if any, with their salts and the adapter.
+
+    Raises:
+        ConfigurationError: a prompt cannot be read.
+    """
+    which: Which = {"lora": arguments.lora}
+    # Sampling parameters in a line of a file are of no use here, and no error.
+    if prompts := list(read_prompts(arguments, {})):
+        which["prompts"] = [_tokens(store, one) for one in prompts]
+        which["salt"] = [one.cache_salt for one in prompts]
+    return which
 
 
 def report(

@@ -15,8 +15,13 @@ from kvconnect.engine.generation import Generation
 from kvconnect.engine.keywords import takes
 from kvconnect.engine.options import EngineOptions
 from kvconnect.engine.request.output import EngineStats
+from kvconnect.engine.request.prompts import Prompt
 from kvconnect.engine.thread import EngineThread
+from kvconnect.keys import BlockKey, Namespace, Shard, chain_key, store_key
 from kvconnect.layout import KvCacheLayout
+from kvconnect.request import SamplingParams
+from kvconnect.shards import stored_heads
+from kvconnect.tokens import as_token_array
 
 __all__ = ["LLM"]
 
@@ -35,6 +40,7 @@ class LLM(Generation):
         options: by keyword: the fields of `EngineOptions`, which explains each.
 
     Attributes:
+        options: its arguments, checked.
         layouts: of a KV block, one of each pool group: full attention first, then by window.
         tokenizer: of the model; ``None`` if its directory has none.
 
@@ -50,6 +56,9 @@ class LLM(Generation):
         parts = assembled(options)
         self._model, self.tokenizer = parts.loaded.model, parts.loaded.tokenizer
         self.layouts = parts.geometry.layouts
+        self.options = options
+        shard = Shard(0, options.tensor_parallel_size)
+        self._own = stored_heads(self.layouts, shard, parts.geometry.num_kv_heads)[0].own
         self._kv, self._scheduler, self._intake = parts.kv, parts.scheduler, parts.intake
         self._engine = parts.engine
         self._ids = itertools.count()
@@ -88,6 +97,30 @@ class LLM(Generation):
     def vocab_size(self) -> int:
         """The size of the vocabulary: token ids are below it."""
         return self._model.vocab_size
+
+    def store_keys(
+        self, prompt: Prompt, *, cache_salt: str | None = None, lora_id: int | str | None = None
+    ) -> dict[BlockKey, int]:
+        """Returns the keys of a prompt's blocks in a store, and the tokens of each; never blocks.
+
+        They are those of pool group 0 and of the first rank, in order. The last block may hold
+        fewer tokens than ``tokens_per_block``, and not the prompt's last one, which is always
+        computed.
+
+        Raises:
+            ConfigurationError: the prompt is longer than there is room for, or is wrong.
+        """
+        namespace = Namespace(cache_salt, lora_id)
+        request = self._intake.request(
+            -1, prompt, SamplingParams(max_tokens=0), namespace, None, None
+        )
+        chain, size = request.key_chain, self.layout.tokens_per_block
+        keys = dict.fromkeys(chain.keys(), size)
+        start, end = len(keys) * size, len(chain.tokens) - 1
+        if start < end:
+            parent = next(reversed(keys), chain.root)
+            keys[chain_key(parent, as_token_array(chain.tokens[start:end]))] = end - start
+        return {store_key(key, 0, self._own): num for key, num in keys.items()}
 
     def reset_prefix_cache(self) -> bool:
         """Drops the cached blocks of device and host; the store keeps its blocks.

@@ -1,7 +1,8 @@
-"""The verbs on stored prompts: drop, export, import, pin and unpin.
+"""The verbs on stored prompts: warm, drop, export, import, pin, unpin and prefetch.
 
-A verb works on the frames of a store, without an engine: it needs the model's tokenizer at most.
-Imports the backends' registry and guard, the identity of models, and the prompts of the engine.
+All but `warm` work on the frames of a store, without an engine: they need the model's tokenizer at
+most. Imports the backends' registry and guard, the identity of models, the engine's prompts, and
+for `warm` the engine.
 Begin with `prompt_store` (the verbs in Python); then `wanted` (which blocks are meant), `choice`
 (finding them in a store) and a module per verb. `visit`, `listing` and `frame_reader` serve every
 command that reads a store.

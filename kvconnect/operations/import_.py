@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
 from itertools import islice
 from pathlib import Path
 
-from kvconnect.backend import Backend, StoredBlock
-from kvconnect.errors import BadFrame, ConfigurationError, RetryLater
+from kvconnect.backend import StoredBlock
+from kvconnect.errors import BadFrame, ConfigurationError
 from kvconnect.operations.archive import ArchiveReader, Manifest, file_key
 from kvconnect.operations.progress import Progress
-from kvconnect.operations.result import Result
+from kvconnect.operations.saving import Saved, save_missing
 from kvconnect.operations.visit import visiting
 
-__all__ = ["Imported", "import_file"]
+__all__ = ["import_file"]
 
 _BATCH_BLOCKS = 256
 _BATCH_NBYTES = 16 << 20
@@ -23,23 +22,10 @@ _BATCH_NBYTES = 16 << 20
 _SHORT = 16
 
 
-@dataclass(slots=True)
-class Imported(Result):
-    """The result of `import_file`: the blocks are those that were saved.
-
-    `opened` is set once the whole file was found sound; before that nothing is saved.
-
-    Attributes:
-        present: blocks that were in the store already.
-    """
-
-    present: int = 0
-
-
 async def import_file(
     url: str,
     path: Path,
-    done: Imported,
+    done: Saved,
     *,
     model: str | None = None,
     key_file: str | None = None,
@@ -54,7 +40,8 @@ async def import_file(
     Args:
         url: of the store.
         path: of the file.
-        done: the counts are added to it while blocks are saved.
+        done: the counts are added to it while blocks are saved. It is `opened` once the whole file
+            was found sound; before that nothing is saved.
         model: the hexadecimal digits that the model of every block must begin with.
         key_file: of the file's checksums.
 
@@ -76,7 +63,7 @@ async def import_file(
         Progress("import", manifest.blocks, "blocks") as progress,
     ):
         async for batch in _batches(path, key, bytes(checksums)):
-            await _save(store, batch, done)
+            await save_missing(store, batch, done)
             progress.advance(len(batch))
     done.complete = True
 
@@ -124,31 +111,3 @@ def _next_batch(blocks: Iterator[StoredBlock]) -> list[StoredBlock]:
         if nbytes >= _BATCH_NBYTES:
             break
     return batch
-
-
-async def _save(store: Backend, batch: Sequence[StoredBlock], done: Imported) -> None:
-    limit = store.capabilities.max_value_bytes
-    if limit is not None and (long := max(block.data.numel() for block in batch)) > limit:
-        raise ConfigurationError(
-            f"the store takes values of up to {limit} bytes, and a block has {long}; give another"
-        )
-    known = await store.describe([block.key for block in batch])
-    left = [block for block, entry in zip(batch, known, strict=True) if entry is None]
-    done.present += len(batch) - len(left)
-    while left:
-        saving = asyncio.ensure_future(store.save(left))
-        try:
-            # The save continues after Ctrl-C: closing the store would wait for it anyway.
-            await asyncio.wait({saving})
-        finally:
-            stored = await saving
-            done.blocks += stored
-            done.bytes += sum(block.data.numel() for block in left[:stored])
-            done.tokens += sum(_tokens(block) for block in left[:stored])
-        if not stored:
-            raise RetryLater("the store takes no more blocks; give it more room, then go on")
-        left = left[stored:]
-
-
-def _tokens(block: StoredBlock) -> int:
-    return 0 if block.group or block.tokens is None else len(block.tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Never, Self
 
@@ -13,10 +14,14 @@ from kvconnect.backends.url import format_size
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "is_shown"]
 
 _SECONDS_BETWEEN_LINES = 5.0
 _BYTES = "bytes"
+
+
+is_shown: ContextVar[bool] = ContextVar("is_shown", default=True)
+"""Whether progress is written at all; a server, whose log may be read by programs, sets it."""
 
 
 class Progress:
@@ -38,10 +43,11 @@ class Progress:
         self._unit = unit
         self._done = 0
         self._started_at = self._told_at = time.monotonic()
+        self._shown = is_shown.get()
         self._bar: tqdm[Never] | None = None
         self._ticking: asyncio.Task[None] | None = None
         # Commands that need no extra do without the bar if tqdm is not there.
-        if not lines and sys.stderr.isatty() and find_spec("tqdm") is not None:
+        if self._shown and not lines and sys.stderr.isatty() and find_spec("tqdm") is not None:
             from tqdm import tqdm
 
             sizes = unit == _BYTES
@@ -60,7 +66,7 @@ class Progress:
         self._done += count
         if self._bar is not None:
             self._bar.update(count)
-        elif (now := time.monotonic()) - self._told_at >= _SECONDS_BETWEEN_LINES:
+        elif self._shown and (now := time.monotonic()) - self._told_at >= _SECONDS_BETWEEN_LINES:
             self._told_at = now
             print(f"{self._task}: {self._state(now)}", file=sys.stderr)
 

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import cached_property
 from math import inf
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from kvconnect.errors import ConfigurationError
+from kvconnect.keys import check_salt
 from kvconnect.operations.run import run_anywhere
 from kvconnect.operations.selection import is_digest, model_prefix
 from kvconnect.operations.wanted import Wanted, WantedPrompt, key_digits, tenant
 from kvconnect.tokens import TokenArray, as_token_array
 
 if TYPE_CHECKING:
+    from kvconnect.engine.llm import LLM
     from kvconnect.engine.request.chat import Conversation
     from kvconnect.engine.request.prompts import Prompt
     from kvconnect.engine.request.tokenizer import Tokenizer
     from kvconnect.operations.export import Exported
-    from kvconnect.operations.import_ import Imported
     from kvconnect.operations.pin import Pinned
     from kvconnect.operations.result import Result
+    from kvconnect.operations.saving import Saved
+    from kvconnect.operations.warm import WarmPrompt
 
 __all__ = ["PromptStore", "Which"]
 
@@ -50,7 +53,7 @@ class Which(TypedDict, total=False):
 
 
 class PromptStore:
-    """The prompts of a store: drops, exports, imports and pins them.
+    """The prompts of a store: warms, drops, exports, imports, pins and prefetches them.
 
     Every verb opens the store, blocks until it is done, and closes the store. An engine that has
     the store open goes on. All are idempotent, and may be repeated after an interruption.
@@ -61,6 +64,7 @@ class PromptStore:
             digits of its digest as ``kvconnect ls`` shows them. Only its blocks are meant then;
             text and conversations need its tokenizer. ``None``: blocks of any model.
         model_revision: what engines name the model's weights, if they do.
+        run: runs the coroutine of a verb to its end; blocks.
 
     Raises:
         ConfigurationError: there is no such model.
@@ -72,8 +76,10 @@ class PromptStore:
         model: str | PathLike[str] | None = None,
         *,
         model_revision: str | None = None,
+        run: Callable[[Coroutine[Any, Any, None]], None] = run_anywhere,
     ) -> None:
         self.url = url
+        self._run = run
         self._directory: Path | None = None
         text = None if model is None else fspath(model)
         if text is not None and (Path(text).is_dir() or not is_digest(text)):
@@ -82,6 +88,44 @@ class PromptStore:
             self._directory = model_directory(text)
             text = str(self._directory)
         self._model = model_prefix(text, model_revision)
+        self._revision = model_revision
+
+    def warm(
+        self,
+        llm: LLM | None = None,
+        *,
+        into: Saved | None = None,
+        **which: Unpack[Which],
+    ) -> Saved:
+        """Computes what the store lacks of prompts, and saves it. What is there is skipped.
+
+        Args:
+            llm: computes and saves; its store must be this one. ``None``: an `LLM` of the model is
+                opened for it, with the defaults of `LLM`, and closed.
+            into: the result, whose counts grow meanwhile; default: a new one.
+            which: prompts or messages, with their salt and adapter.
+
+        Raises:
+            ConfigurationError: `which` gives no prompt, there is no model directory, or a prompt
+                does not fit the model; or the store cannot list its blocks.
+            BackendUnavailable: the store fails; what was saved until then is there.
+        """
+        from kvconnect.engine.llm import LLM
+        from kvconnect.operations.saving import Saved
+        from kvconnect.operations.warm import check_store, connector_to, warm
+
+        prompts = self._to_warm(which)
+        done = Saved() if into is None else into
+        if llm is not None:
+            self._run(warm(self.url, prompts, llm, done))
+            return done
+        if self._directory is None:
+            raise ConfigurationError("model: warm needs a model's directory or name")
+        self._run(check_store(self.url))
+        connector = connector_to(self.url)
+        with LLM(self._directory, connector=connector, model_revision=self._revision) as made:
+            self._run(warm(self.url, prompts, made, done))
+        return done
 
     def drop(
         self,
@@ -109,7 +153,7 @@ class PromptStore:
 
         done = Result() if into is None else into
         wanted = self._wanted(which, continued=continued)
-        run_anywhere(drop(self.url, wanted, done, dry_run=dry_run))
+        self._run(drop(self.url, wanted, done, dry_run=dry_run))
         return done
 
     def pin(
@@ -141,7 +185,7 @@ class PromptStore:
             raise ConfigurationError(f"for_s={for_s}: must be longer than nothing")
         done = Pinned() if into is None else into
         until = inf if for_s is None else time.time() + for_s
-        run_anywhere(pin(self.url, self._wanted(which, ancestors=True), until, done))
+        self._run(pin(self.url, self._wanted(which, ancestors=True), until, done))
         return done
 
     def unpin(self, *, into: Pinned | None = None, **which: Unpack[Which]) -> Pinned:
@@ -161,7 +205,7 @@ class PromptStore:
         from kvconnect.operations.pin import Pinned, pin
 
         done = Pinned() if into is None else into
-        run_anywhere(pin(self.url, self._wanted(which), None, done))
+        self._run(pin(self.url, self._wanted(which), None, done))
         return done
 
     def export(
@@ -193,7 +237,7 @@ class PromptStore:
 
         done = Exported() if into is None else into
         wanted = self._wanted(which, ancestors=True)
-        run_anywhere(export(self.url, wanted, Path(path), done, key_file=key_file))
+        self._run(export(self.url, wanted, Path(path), done, key_file=key_file))
         return done
 
     def import_(
@@ -201,8 +245,8 @@ class PromptStore:
         path: str | PathLike[str],
         *,
         key_file: str | None = None,
-        into: Imported | None = None,
-    ) -> Imported:
+        into: Saved | None = None,
+    ) -> Saved:
         """Saves the blocks of an exported file, after all of the file was checked.
 
         What is in the store already is skipped, so a repeated call continues an interrupted one.
@@ -218,10 +262,34 @@ class PromptStore:
             BackendUnavailable: the store fails.
             RetryLater: the store takes no more.
         """
-        from kvconnect.operations.import_ import Imported, import_file
+        from kvconnect.operations.import_ import import_file
+        from kvconnect.operations.saving import Saved
 
-        done = Imported() if into is None else into
-        run_anywhere(import_file(self.url, Path(path), done, model=self._model, key_file=key_file))
+        done = Saved() if into is None else into
+        self._run(import_file(self.url, Path(path), done, model=self._model, key_file=key_file))
+        return done
+
+    def prefetch(self, *, into: Saved | None = None, **which: Unpack[Which]) -> Saved:
+        """Copies blocks of a tiered store to its fastest tier that outlives this process.
+
+        With keys, the blocks before theirs are copied, too. What the tier has is skipped.
+
+        Args:
+            into: the result, whose counts grow meanwhile; default: a new one.
+            which: the blocks; see `Which`.
+
+        Raises:
+            ConfigurationError: `which` says nothing, or the store has no faster tier to copy to, or
+                a tier cannot list its blocks.
+            BackendUnavailable: a tier fails; what was copied until then is there.
+            RetryLater: the tier takes no more.
+            BadFrame: all is done but for damaged blocks.
+        """
+        from kvconnect.operations.prefetch import prefetch
+        from kvconnect.operations.saving import Saved
+
+        done = Saved() if into is None else into
+        self._run(prefetch(self.url, self._wanted(which, ancestors=True), done))
         return done
 
     def tokens(self, prompt: Prompt) -> TokenArray:
@@ -285,6 +353,20 @@ class PromptStore:
                 "(lora), or everything=True"
             )
         return Wanted(selection=tenant(salt, lora, self._model, named=False))
+
+    def _to_warm(self, which: Which) -> list[WarmPrompt]:
+        from kvconnect.engine.request.prompts import one_each
+        from kvconnect.operations.warm import WarmPrompt
+
+        prompts = [*map(self.tokens, self._list(which)), *self._chats(which)]
+        others = which.get("keys") or which.get("everything")
+        if not prompts or others:
+            raise ConfigurationError("warm: give prompts or messages, and nothing else")
+        salts: list[str | None] = one_each("salt", which.get("salt"), len(prompts))
+        for salt in salts:
+            check_salt(salt, "salt")
+        lora = which.get("lora")
+        return [WarmPrompt(one, salt, lora) for one, salt in zip(prompts, salts, strict=True)]
 
     def _list(self, which: Which) -> list[Prompt]:
         from kvconnect.engine.request.prompts import as_prompts

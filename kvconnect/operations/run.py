@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kvconnect.backends.main_loop import main_loop, run_to_end
 
-__all__ = ["run_anywhere"]
+__all__ = ["AbortableRun", "run_anywhere"]
 
 T = TypeVar("T")
 
@@ -36,3 +36,39 @@ def run_anywhere(work: Coroutine[Any, Any, T]) -> T:
 def _run(work: Coroutine[Any, Any, T]) -> T:
     with main_loop(_END_S) as loop:
         return loop.run_until_complete(work)
+
+
+class AbortableRun:
+    """Runs one coroutine on the calling thread until another thread aborts it.
+
+    Called with a coroutine, it blocks until that has ended, and raises ``CancelledError`` if it was
+    aborted. `done` and `abort` may be used from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cancel: Callable[[], object] | None = None
+        self._aborted = False
+        self.done = False
+
+    def __call__(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work`, and returns its result."""
+        with main_loop(_END_S) as loop:
+            task = loop.create_task(work)
+            with self._lock:
+                self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+                if self._aborted:
+                    task.cancel()
+            try:
+                return loop.run_until_complete(task)
+            finally:
+                with self._lock:
+                    self._cancel = None
+                    self.done = True
+
+    def abort(self) -> None:
+        """Cancels the coroutine, now or once it is started; returns at once."""
+        with self._lock:
+            self._aborted = True
+            if self._cancel is not None:
+                self._cancel()

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from kvconnect.engine.llm import LLM
 from kvconnect.server.admission import Admission
+from kvconnect.server.cache_verbs import cache_routes
 from kvconnect.server.endpoint import GenerationEndpoint
 from kvconnect.server.engine_endpoints import engine_routes
 from kvconnect.server.errors import RequestRefused, ShuttingDown
@@ -53,8 +54,9 @@ def make_app(
         Route("/health", partial(_health, llm, admission)),
         Route("/metrics", metrics_endpoint(threads.telling)),
         *engine_routes(llm, settings, admission, threads),
+        *cache_routes(llm, settings, admission, threads),
     ]
-    return Gate(Router(routes, redirect_slashes=False), settings)
+    return Gate(Router(routes, redirect_slashes=False), settings, settings.admin_key)
 
 
 class _Model:

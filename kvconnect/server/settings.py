@@ -77,6 +77,8 @@ class ServerSettings(HttpSettings):
             ``kv_transfer_params`` are refused. In every role other requests are answered, too.
         router_secret: required of requests with ``kv_transfer_params`` in the header
             `ROUTER_SECRET_HEADER`; ``None``: only what all requests need.
+        admin_key: required for the verbs on stored prompts, ``/v1/cache/…``, in the place of the
+            `api_key`; ``None``: they are refused.
         peers: ``host`` or ``host:port`` of prefill servers that prompts may be fetched from; none:
             those of this machine.
     """
@@ -86,6 +88,7 @@ class ServerSettings(HttpSettings):
     max_completions: Annotated[int, Field(ge=1)] = 320
     role: Literal["prefill", "decode", "both"] | None = None
     router_secret: Annotated[str | None, Field(repr=False)] = None
+    admin_key: Annotated[str | None, Field(repr=False)] = None
     peers: tuple[str, ...] = ()
 
     @field_validator("peers")
@@ -98,6 +101,7 @@ class ServerSettings(HttpSettings):
     @model_validator(mode="after")
     def _trusts_somebody(self) -> Self:
         check_header("router_secret", self.router_secret)
+        check_header("admin_key", self.admin_key)
         if self.role == "both" and self.router_secret is None:
             raise ValueError(
                 "router_secret: is needed with role 'both', whose clients are not only a router; "

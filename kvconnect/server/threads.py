@@ -20,6 +20,7 @@ class ServerThreads:
     Attributes:
         parsing: where long bodies are parsed, one after the other: more would only take turns.
         tokenizing: where text becomes tokens, and requests are started.
+        verbs: where prompts of the store are warmed, dropped, pinned, one verb after the other.
         telling: where metrics are collected; slow stores may take half a second each to report.
     """
 
@@ -28,6 +29,7 @@ class ServerThreads:
         self.parsing = self._pool("parsing", 1)
         self.tokenizing = self._pool("tokenizing", _TOKENIZING)
         self.telling = self._pool("telling", _TELLING)
+        self.verbs = self._pool("verbs", 1)
 
     def _pool(self, what: str, threads: int) -> ThreadPoolExecutor:
         pool = ThreadPoolExecutor(threads, thread_name_prefix=f"kvconnect-server-{what}")

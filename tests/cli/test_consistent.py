@@ -298,6 +298,7 @@ READERS = {
     "export": ["export", "--all", "--output", "/nowhere/prompts.kv"],
     "pin": ["pin", "--all"],
     "unpin": ["unpin", "--all"],
+    "prefetch": ["prefetch", "--all"],
 }
 NAMES = ("--model", "--salt", "--lora", "--group")
 
@@ -442,6 +443,7 @@ def test_json_of_the_stores_commands_has_one_key_for_one_thing(kvconnect, url, t
         (["copy", url, f"disk:{tmp_path}/to?capacity=64MiB"], 1),
         (["export", url, "--all", "-o", tmp_path / "file"], 1),
         (["import", f"disk:{tmp_path}/more?capacity=64MiB", tmp_path / "file"], 0),
+        (["prefetch", f"tiered:?tiers=disk:{tmp_path}/near,{url}", "--all"], 1),
         (["pin", url, "--all"], 0),
         (["unpin", url, "--all"], 0),
         (["drop", url, "--all"], 0),

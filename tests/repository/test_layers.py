@@ -87,9 +87,9 @@ DOORS = {
     "engine.sampling": "",
     "operations": (
         "backends.entries backends.guard backends.main_loop backends.registry backends.url digest"
-        " engine.checkpoint.hub_cache engine.request"
+        " engine.checkpoint.hub_cache engine.llm engine.request"
     ),
-    "server": "engine.llm engine.request server.http server.openai",
+    "server": "engine.llm engine.request operations server.http server.openai",
     "server.http": "server.admission server.errors server.settings",
     "server.openai": "engine.llm engine.request",
     "server.route": (

@@ -47,10 +47,10 @@ def run(arguments: argparse.Namespace) -> None:
         BadFrame: the file is damaged, cut short, changed, or made with another key.
         ConfigurationError: it cannot be opened, or is of another model.
     """
-    from kvconnect.operations.import_ import Imported
+    from kvconnect.operations.saving import Saved
 
     store = PromptStore(arguments.url, arguments.model, model_revision=arguments.model_revision)
-    done = Imported()
+    done = Saved()
     try:
         store.import_(arguments.file, key_file=arguments.key_file, into=done)
     finally:

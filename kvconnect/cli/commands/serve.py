@@ -19,6 +19,7 @@ from kvconnect.cli.options.engine_options import (
     open_llm,
 )
 from kvconnect.cli.options.http_options import (
+    ADMIN_KEY,
     ROUTER_SECRET,
     add_http_options,
     http_fields,
@@ -64,6 +65,12 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         "--chat-template",
         metavar="FILE",
         help="a Jinja template for chats, in the place of the model's own",
+    )
+    group.add_argument(
+        "--admin-key",
+        metavar="KEY",
+        help="what /v1/cache/ (warm, drop, pin, unpin, prefetch) needs in the place of the API "
+        f"key; other users of this machine see it here, and not in the environment: {ADMIN_KEY}",
     )
     group.add_argument(
         "--require-salt",
@@ -139,6 +146,7 @@ def run(arguments: argparse.Namespace) -> None:
         max_completions=arguments.max_batch_size + arguments.max_queue,
         role=arguments.role,
         router_secret=os.environ.get(ROUTER_SECRET),
+        admin_key=os.environ.get(ADMIN_KEY) if arguments.admin_key is None else arguments.admin_key,
         peers=tuple(arguments.peer),
     )
     transfer = _transfer_of(arguments)

@@ -41,17 +41,18 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_cache_options(parser: argparse.ArgumentParser) -> Options:
-    """Adds the options of the KV cache and the store; returns their group."""
+def add_cache_options(parser: argparse.ArgumentParser, *, store: bool = True) -> Options:
+    """Adds the options of the KV cache, and those of the `store`; returns their group."""
     group = parser.add_argument_group("KV cache")
-    group.add_argument("--store", metavar="URL", help="for example disk:///var/cache/kv")
-    add_lookup_timeout(group)
-    group.add_argument(
-        "--overlap-loads",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="compute the beginning of a prompt while its end is loaded",
-    )
+    if store:
+        group.add_argument("--store", metavar="URL", help="for example disk:///var/cache/kv")
+        add_lookup_timeout(group)
+        group.add_argument(
+            "--overlap-loads",
+            action=argparse.BooleanOptionalAction,
+            default=True,
+            help="compute the beginning of a prompt while its end is loaded",
+        )
     group.add_argument("--dtype", default="auto", metavar="D", help="of model and cache")
     add_number(group, "--tokens-per-block", "a power of two", default=32, metavar="T")
     add_number(group, "--kv-cache-tokens", "at most so many tokens fit the cache")
@@ -165,13 +166,20 @@ def check_model(name: str) -> None:
         raise ConfigurationError(f"model: '{directory}' is not a directory; give one with a model")
 
 
-def open_llm(arguments: argparse.Namespace, *, transfer: TransferConfig | None = None) -> LLM:
+def open_llm(
+    arguments: argparse.Namespace,
+    *,
+    transfer: TransferConfig | None = None,
+    connector: KvCacheConnectorConfig | None = None,
+) -> LLM:
     """Makes the engine that `arguments` describe, which publishes or fetches prompts by `transfer`.
+
+    Its `connector` is the one of the options unless it is given.
 
     Raises:
         ConfigurationError: names the option or the field, and what is right.
     """
-    connector = connector_of(arguments, transfer=transfer)
+    connector = connector or connector_of(arguments, transfer=transfer)
     check_model(arguments.model)
     from kvconnect.engine.llm import LLM
 

@@ -13,9 +13,17 @@ from kvconnect.errors import MissingExtra
 if TYPE_CHECKING:
     from kvconnect.server.http.listener import Listener
 
-__all__ = ["ROUTER_SECRET", "add_http_options", "http_fields", "missing_extra", "tell_url"]
+__all__ = [
+    "ADMIN_KEY",
+    "ROUTER_SECRET",
+    "add_http_options",
+    "http_fields",
+    "missing_extra",
+    "tell_url",
+]
 
 ROUTER_SECRET = "KVCONNECT_ROUTER_SECRET"  # noqa: S105  its name
+ADMIN_KEY = "KVCONNECT_ADMIN_KEY"
 _API_KEY = "KVCONNECT_API_KEY"
 _EXTRA = ("httpx2", "jiter", "prometheus_client", "starlette", "uvicorn")
 

@@ -15,12 +15,15 @@ from kvconnect.server.errors import ErrorAnswer, RequestRefused, answer_of
 from kvconnect.server.settings import HttpSettings
 from kvconnect.trace import count
 
-__all__ = ["OPEN_PATHS", "Gate"]
+__all__ = ["ADMIN_PATHS", "OPEN_PATHS", "Gate"]
 
 _access = logging.getLogger("kvconnect.access")
 
 OPEN_PATHS = frozenset({"/health"})
 """The paths that need no API key."""
+
+ADMIN_PATHS = "/v1/cache/"
+"""What the paths begin with that need the admin key, in the place of the API key."""
 
 
 class Gate:
@@ -29,12 +32,14 @@ class Gate:
     Args:
         app: answers the requests that pass.
         settings: its `api_key` is required of clients, and its `access_log` has a line for each.
+        admin_key: required for `ADMIN_PATHS`; ``None``: they are refused.
     """
 
-    def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: HttpSettings, admin_key: str | None = None) -> None:
         self._app = app
         key = settings.api_key
         self._expected = None if key is None else key.encode()
+        self._admin = None if admin_key is None else admin_key.encode()
         self._logs = settings.access_log
         if self._logs:
             _access.setLevel(logging.INFO)  # the root's is higher
@@ -82,16 +87,24 @@ class Gate:
             )
 
     def _check_key(self, scope: Scope) -> None:
-        if self._expected is None or scope["path"] in OPEN_PATHS:
-            return
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        sent = given.strip().encode("latin-1")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(sent, self._expected):
-            raise RequestRefused(
-                401,
-                "Authorization: 'Bearer' and the server's API key are needed",
-                "invalid_api_key",
-            )
+        if scope["path"].startswith(ADMIN_PATHS):
+            if self._admin is None:
+                raise RequestRefused(
+                    403, "this server was started without an admin key", "no_admin_key"
+                )
+            _check_bearer(scope, self._admin, "admin key")
+        elif self._expected is not None and scope["path"] not in OPEN_PATHS:
+            _check_bearer(scope, self._expected, "API key")
+
+
+def _check_bearer(scope: Scope, expected: bytes, name: str) -> None:
+    scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+    sent = given.strip().encode("latin-1")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(sent, expected):
+        code = f"invalid_{name.lower().replace(' ', '_')}"
+        raise RequestRefused(
+            401, f"Authorization: 'Bearer' and the server's {name} are needed", code
+        )
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:

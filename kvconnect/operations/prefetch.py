@@ -1,0 +1,102 @@
+"""The verb ``prefetch``: copies blocks to the fastest tier of a tiered store."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from kvconnect.backend import Backend, StoredEntry
+from kvconnect.backends.guard.store import GuardedBackend
+from kvconnect.backends.url import StoreUrl
+from kvconnect.errors import BadFrame, ConfigurationError
+from kvconnect.keys import BlockKey
+from kvconnect.operations.choice import choose, token_reader
+from kvconnect.operations.frame_reader import read_frames
+from kvconnect.operations.progress import Progress
+from kvconnect.operations.saving import Saved, save_missing
+from kvconnect.operations.visit import listed, parts, visiting
+from kvconnect.operations.wanted import Wanted
+
+__all__ = ["prefetch"]
+
+_KEYS_PER_DESCRIBE = 256
+
+
+async def prefetch(url: str, wanted: Wanted, done: Saved) -> None:
+    """Copies the `wanted` blocks of the tiered store of `url` to its fastest tier.
+
+    A tier in a process's own memory is passed over: nothing could be put there from outside. The
+    beginnings of prompts are copied first. What the tier has is skipped, so that repeating it
+    after an interruption copies the rest. Damaged blocks are left out.
+
+    Args:
+        url: of the store.
+        wanted: the blocks.
+        done: the counts are added to it while blocks are copied.
+
+    Raises:
+        ConfigurationError: the store has no faster tier to copy to, or the tiers cannot list their
+            blocks.
+        BackendUnavailable: a tier fails.
+        RetryLater: the tier takes no more.
+        BadFrame: all is done but for damaged blocks.
+    """
+    async with visiting(url, "store") as store:
+        target, sources = _tiers(url, store)
+        done.opened = True
+        chosen = await choose(listed(url, store), wanted, token_reader(url))
+        done.set_missing(chosen)
+        left = await _without(target, chosen.keys, done)
+        bad: set[BlockKey] = set()
+        async with Progress("prefetch", len(left), "blocks") as progress:
+            for source in sources:
+                async for batch in read_frames(source, _entries(source, tuple(left))):
+                    bad |= {one.entry.key for one in batch if one.problem}
+                    sound = [
+                        one.entry.block(one.data) for one in batch if not (one.problem or one.gone)
+                    ]
+                    await save_missing(target, sound, done)
+                    progress.advance(len(sound))
+                    for block in sound:
+                        del left[block.key]
+        done.bad = len(bad & left.keys())
+    done.complete = True
+    if done.bad:
+        raise BadFrame(f"{done.bad} bad blocks were left out; 'kvconnect verify' lists them")
+
+
+def _tiers(url: str, store: GuardedBackend) -> tuple[Backend, Sequence[Backend]]:
+    """Returns the tier to copy to, and the slower ones that blocks come from."""
+    name = str(StoreUrl.parse(url))
+    tiers = parts(store)
+    # What a process keeps in its memory ends with it: only a server can fill its own.
+    lasting = [one for one in tiers.values() if one.capabilities.durable or one.capabilities.shared]
+    if len(tiers) < 2:
+        raise ConfigurationError(
+            f"{name}: {next(iter(tiers))} has no faster tier; give a tiered: store"
+        )
+    if len(lasting) < 2:
+        raise ConfigurationError(
+            f"{name}: of {', '.join(tiers)} no two keep blocks outside of a process's memory; "
+            "'kvconnect warm --server' fills the memory of a running server"
+        )
+    if not all(one.capabilities.enumerable for one in lasting):
+        raise ConfigurationError(f"{name}: a tier cannot list what it holds")
+    return lasting[0], lasting[1:]
+
+
+async def _without(target: Backend, keys: Sequence[BlockKey], done: Saved) -> dict[BlockKey, None]:
+    """Returns those of `keys` that `target` does not have, in order; counts the others."""
+    left: dict[BlockKey, None] = {}
+    for start in range(0, len(keys), _KEYS_PER_DESCRIBE):
+        piece = keys[start : start + _KEYS_PER_DESCRIBE]
+        known = zip(piece, await target.describe(piece), strict=True)
+        left |= {key: None for key, entry in known if entry is None}
+    done.present = len(keys) - len(left)
+    return left
+
+
+async def _entries(source: Backend, keys: Sequence[BlockKey]) -> AsyncIterator[StoredEntry]:
+    for start in range(0, len(keys), _KEYS_PER_DESCRIBE):
+        for entry in await source.describe(keys[start : start + _KEYS_PER_DESCRIBE]):
+            if entry is not None:
+                yield entry
