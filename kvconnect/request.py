@@ -12,6 +12,7 @@ import numpy as np
 
 from kvconnect.config import KvCacheRetentionConfig
 from kvconnect.errors import ConfigurationError
+from kvconnect.explain.account import PromptAccount
 from kvconnect.keys import BlockKey, KeyChain, Namespace
 from kvconnect.sampling_params import SamplingParams
 from kvconnect.tokens import LateTokens, TokenArray, TokenBuffer
@@ -64,6 +65,7 @@ class LlmRequest:
         reused_device_tokens, reused_store_tokens, computed_tokens: what its prompt cost so far.
         reused_host_tokens: those of `reused_device_tokens` that the host tier brought back.
         lookup_late: the connector had no answer of its store when the request was admitted.
+        account: the outcome of each token of its prompt.
         num_connector_matched_tokens: tokens of the connector's match that this admission takes; 0:
             none of them may be loaded. Set before `update_state_after_alloc`.
         is_finished: its generation ended, or was aborted; set before `request_finished`.
@@ -90,6 +92,7 @@ class LlmRequest:
         self.request_id = request_id
         self.tokens = TokenBuffer(tokens)
         self.prompt_len = len(tokens)
+        self.account = PromptAccount(len(tokens))
         self.sampling_params = sampling_params or _GREEDY
         self.namespace = namespace or _NO_NAMESPACE
         self.retention = retention

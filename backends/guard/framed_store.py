@@ -5,6 +5,7 @@ Belongs to an event loop, like the store. Applies no deadline.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -31,11 +32,13 @@ class FramedStore:
     Attributes:
         framing: makes the frames.
         labels: the labels of its counters.
+        damaged: the keys of the last frames that could not be used.
     """
 
     def __init__(self, inner: Backend, framing: Framing, name: str) -> None:
         self.framing = framing
         self.labels: Labels = ()
+        self.damaged: deque[BlockKey] = deque(maxlen=256)
         self._inner = inner
         self._name = name
 
@@ -140,6 +143,7 @@ class FramedStore:
     async def _report(self, wrong: Mapping[BlockKey, Recompute]) -> None:
         """Logs and counts frames that cannot be used; deletes those that no reader can use."""
         bad = [key for key, error in wrong.items() if isinstance(error, BadFrame)]
+        self.damaged.extend(wrong)
         for key, error in wrong.items():
             drops = isinstance(error, BadFrame)
             kind = "bad_frame" if drops else "other_codec"

@@ -364,6 +364,10 @@ class GuardedBackend(Backend):
             return counted(await self.inner.save(blocks), len(blocks), self.name, "save")
         return await self._framed.save(blocks, call)
 
+    def was_damaged(self, key: BlockKey) -> bool:
+        """Returns whether `key` is one of the last blocks that came and could not be used."""
+        return self._framed is not None and key in self._framed.damaged
+
     async def _children(self, key: BlockKey | None) -> Sequence[Child]:
         return checked_children(await self.inner.children(key), self.name)
 

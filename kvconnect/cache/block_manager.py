@@ -21,12 +21,12 @@ from kvconnect.cache.pool.held_blocks import as_id_array
 from kvconnect.cache.pool.matching import Matcher
 from kvconnect.cache.pool.slabs import Slabs
 from kvconnect.cache.sequence.pin_table import PinTable
-from kvconnect.cache.tree.radix_tree import RadixTree
+from kvconnect.cache.tree.radix_tree import RadixTree, shared_tokens
 from kvconnect.config import KvCacheConfig, KvCacheRetentionConfig
 from kvconnect.errors import ConfigurationError, DuplicateRequest, SequencesLive
 from kvconnect.keys import KeyChain
 from kvconnect.layout import KvCacheLayout
-from kvconnect.tokens import Tokens
+from kvconnect.tokens import TokenArray, Tokens
 
 __all__ = ["BlockManager", "SequenceAllocation"]
 
@@ -147,6 +147,22 @@ class BlockManager(PinTable):
         """
         plan = self._planner.plan(prompt, keys)
         return None if plan is None else plan.num_matched
+
+    def nearest(self, prompt: Prompt) -> tuple[int, TokenArray] | None:
+        """Returns the first token of `prompt` that differs from published blocks, and theirs.
+
+        At most a block of published tokens from that position on. Changes nothing. Returns ``None``
+        if no published block continues the published prefix of `prompt` with other tokens.
+        """
+        root = self._tree.roots.get(prompt.namespace)
+        if root is None:
+            return None
+        at, instead = self._tree.nearest(root, prompt.tokens)
+        rest = bytes(prompt.tokens[at * self._tree.stride :])
+        shared = shared_tokens(rest, instead)
+        if not instead or 4 * shared >= min(len(rest), len(instead)):
+            return None
+        return at * self._tokens_per_block + shared, np.frombuffer(instead[4 * shared :], np.int32)
 
     def num_free_blocks(self, *, window: int | None = None) -> int:
         """Returns how many blocks the pool can allocate now without memory of other pools."""

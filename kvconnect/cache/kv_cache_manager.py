@@ -28,7 +28,7 @@ from kvconnect.request import (
     RequestState,
     ScheduledBatch,
 )
-from kvconnect.tokens import common_length
+from kvconnect.tokens import TokenArray, common_length
 
 __all__ = ["KVCacheManager"]
 
@@ -180,6 +180,11 @@ class KVCacheManager(BaseKVCacheManager):
             extra_key=request.extra_key,
         )
         return max(matched, min(published, most))
+
+    def nearest_cached(self, request: LlmRequest) -> tuple[int, TokenArray] | None:
+        """Returns where `request` leaves what is cached; see `BaseKVCacheManager`."""
+        prompt = Prompt.of(request.tokens.view[: request.prompt_len], request.namespace.id)
+        return self.blocks.nearest(prompt)
 
     def expect_chunks(self, max_chunk_tokens: int) -> None:
         """Sets the most prompt tokens of a request that one step computes."""

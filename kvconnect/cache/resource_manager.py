@@ -14,6 +14,7 @@ from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import ExternalMatcher, LlmRequest, ScheduledBatch
+from kvconnect.tokens import TokenArray
 
 __all__ = ["BaseKVCacheManager", "BaseResourceManager", "KVCacheManagerFactory", "PinnedBlocks"]
 
@@ -133,6 +134,15 @@ class BaseKVCacheManager(BaseResourceManager):
             published: this many first tokens, in whole blocks, are counted as published.
         """
         return 0
+
+    def nearest_cached(self, request: LlmRequest) -> tuple[int, TokenArray] | None:
+        """Returns where the prompt of `request` leaves what is cached, and the tokens there.
+
+        That is the position of the first token that differs, within the namespace of `request`, and
+        at most a block of cached tokens from there on. Changes nothing. Returns ``None``, the
+        default, if the cache has a prefix of the prompt and nothing that continues it otherwise.
+        """
+        return None
 
     def expect_chunks(self, max_chunk_tokens: int) -> None:
         """Sets the most prompt tokens that a request computes in one step; called at the start.

@@ -38,6 +38,7 @@ COMMANDS = {
     "make-model": "write a small random model with a byte-level tokenizer",
     "ls": "list the blocks in a store",
     "stats": "sum up what is in a store",
+    "explain": "say what a store has of prompts, and what stands in the way of the rest",
     "verify": "read every block of a store and check it",
     "prune": "delete blocks of a store by age, use, size, model or salt",
     "warm": "compute what a store lacks of prompts, and save it",

@@ -14,7 +14,7 @@ from kvconnect.operations.prompt_store import PromptStore, Which
 from kvconnect.operations.result import Result
 from kvconnect.tokens import TokenArray
 
-__all__ = ["add_wanted", "given_prompts", "report", "store_and_wanted"]
+__all__ = ["add_wanted", "given_prompts", "report", "store_and_wanted", "tokens_of"]
 
 
 def add_wanted(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +83,7 @@ def given_prompts(arguments: argparse.Namespace, store: PromptStore) -> Which:
     which: Which = {"lora": arguments.lora}
     # Sampling parameters in a line of a file are of no use here, and no error.
     if prompts := list(read_prompts(arguments, {})):
-        which["prompts"] = [_tokens(store, one) for one in prompts]
+        which["prompts"] = [tokens_of(store, one) for one in prompts]
         which["salt"] = [one.cache_salt for one in prompts]
     return which
 
@@ -108,7 +108,8 @@ def report(
     print("; ".join([*parts, *filter(None, notes)]), flush=True)
 
 
-def _tokens(store: PromptStore, prompt: GivenPrompt) -> TokenArray:
+def tokens_of(store: PromptStore, prompt: GivenPrompt) -> TokenArray:
+    """Returns the token ids of `prompt`, by the tokenizer of the store's model."""
     if prompt.form == "messages":
         return store.chat_tokens(prompt.content)
     return store.tokens(prompt.content)

@@ -12,6 +12,7 @@ from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.parallel import Mapping, ParallelConfig
 from kvconnect.errors import ConfigurationError
+from kvconnect.explain.outcome import Outcome
 from kvconnect.keys import BlockHash, BlockKey, Shard
 from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import RankShard, StoredHeads, stored_heads
@@ -227,6 +228,7 @@ class TransferFailure:
         reason: for the log.
         writes_ended: the request's blocks get no more writes. False: the runtime keeps them in
             quarantine until `get_finished` returns the id.
+        loss: the outcome of the tokens that a load did not bring.
     """
 
     request_id: int
@@ -234,3 +236,4 @@ class TransferFailure:
     num_valid_tokens: int = 0
     reason: str = ""
     writes_ended: bool = True
+    loss: Outcome = Outcome.FAILED

@@ -17,6 +17,7 @@ from kvconnect.connector.runtime.manager import KvCacheConnectorManager
 from kvconnect.engine.attachment import Attachment, NoConnector
 from kvconnect.engine.checkpoint.loading import LoadedModel, load_model
 from kvconnect.engine.engine import Engine
+from kvconnect.engine.explainer import Explainer
 from kvconnect.engine.inbox import Inbox
 from kvconnect.engine.model.model import Model, check_sharing
 from kvconnect.engine.model.pool_groups import CacheGeometry, state_layers
@@ -118,7 +119,11 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
     inbox: Inbox[Any] = Inbox()
     args = _connector_args(options, config, geometry, digest)
     attachment = _attached(args, kv, inbox.ring, leader)
-    engine = Engine(model, kv, attachment, scheduler, layers, leader, _states(model, kv, options))
+    explainer = Explainer(kv, options.connector_config, reuses=config.enable_block_reuse)
+    states = _states(model, kv, options)
+    engine = Engine(
+        model, kv, attachment, scheduler, layers, leader, states=states, explainer=explainer
+    )
     return Assembly(loaded, geometry, kv, scheduler, intake=intake, engine=engine, inbox=inbox)
 
 

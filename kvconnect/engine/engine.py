@@ -11,6 +11,7 @@ from torch import Tensor
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.engine.attachment import Attachment
+from kvconnect.engine.explainer import Explainer
 from kvconnect.engine.live_requests import LiveRequests
 from kvconnect.engine.model.forward_step import CachedLayer, ForwardStep
 from kvconnect.engine.model.model import Model
@@ -48,6 +49,7 @@ class Engine:
         layers: memory of `kv`.
         followers: the other ranks; by default there are none.
         states: of recurrent layers; by default the model has none.
+        explainer: explains why prompts were not reused.
 
     Attributes:
         stats: counts so far, and what the engine holds now.
@@ -61,7 +63,9 @@ class Engine:
         scheduler: Scheduler,
         layers: Sequence[CachedLayer],
         followers: Leader | None = None,
+        *,
         states: StateSnapshots | None = None,
+        explainer: Explainer | None = None,
     ) -> None:
         self._states = states
         self._model = model
@@ -74,7 +78,8 @@ class Engine:
         self._followers = followers or NoFollowers()
         self._num_groups = 1 + max((layer.group for layer in layers), default=0)
         self._sampler = Sampler(model.eos_token_ids)
-        self._live = LiveRequests(kv, connector, scheduler, self._sampler)
+        self._explainer = explainer or Explainer(kv)
+        self._live = LiveRequests(kv, connector, scheduler, self._sampler, self._explainer)
         self.stats = self._live.stats
 
     @property
@@ -89,6 +94,7 @@ class Engine:
         """
         # schedule: admit what fits, allocate, share out the budget of tokens
         batch = self._schedule()
+        self._explainer.admitted(batch)
         failed = self._live.end_failed(batch)
         plan = self._plan(batch.requests)
         # connect: tell the other ranks and the connector, start its loads
@@ -241,6 +247,7 @@ class Engine:
                 )
             if request.state is not RequestState.GENERATION:
                 request.computed_tokens += request.num_scheduled_tokens
+                self._explainer.computed(request)
             # Drafts count once they are verified.
             known = request.num_scheduled_tokens - len(request.draft_tokens)
             end = first_scheduled_token(request) + known

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.engine.attachment import Attachment
+from kvconnect.engine.explainer import Explainer
 from kvconnect.engine.request.live_request import LiveRequest
 from kvconnect.engine.request.output import EngineStats
 from kvconnect.engine.request.stops import FinishReason
@@ -25,6 +26,7 @@ class LiveRequests:
         connector: is notified of each end, and reports errors of single requests.
         scheduler: of the same.
         sampler: keeps state of each.
+        explainer: is notified of each end.
 
     Attributes:
         stats: counts so far, and blocks as they were counted last.
@@ -36,11 +38,13 @@ class LiveRequests:
         connector: Attachment,
         scheduler: Scheduler,
         sampler: Sampler,
+        explainer: Explainer,
     ) -> None:
         self._kv = kv
         self._connector = connector
         self._scheduler = scheduler
         self._sampler = sampler
+        self._explainer = explainer
         self._live: dict[int, LiveRequest] = {}
         self._errors: dict[int, Exception] = {}  # what live requests are to end by
         self.stats = EngineStats(max_blocks=kv.get_max_resource_count())
@@ -146,10 +150,12 @@ class LiveRequests:
         stats.reused_store_tokens += request.reused_store_tokens
         count(
             "engine.request",
+            (),
             prompt_tokens=request.prompt_len,
             device_tokens=request.reused_device_tokens - request.reused_host_tokens,
             host_tokens=request.reused_host_tokens,
             store_tokens=request.reused_store_tokens,
+            **self._explainer.ended(request),
         )
 
     def sizes(self) -> dict[str, float]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvconnect.engine.request.chat import Conversation
     from kvconnect.engine.request.prompts import Prompt
     from kvconnect.engine.request.tokenizer import Tokenizer
+    from kvconnect.operations.explain import StoredPrompt
     from kvconnect.operations.export import Exported
     from kvconnect.operations.pin import Pinned
     from kvconnect.operations.result import Result
@@ -53,7 +54,7 @@ class Which(TypedDict, total=False):
 
 
 class PromptStore:
-    """The prompts of a store: warms, drops, exports, imports, pins and prefetches them.
+    """The prompts of a store: explains, warms, drops, exports, imports, pins, prefetches them.
 
     Every verb opens the store, blocks until it is done, and closes the store. An engine that has
     the store open goes on. All are idempotent, and may be repeated after an interruption.
@@ -80,6 +81,7 @@ class PromptStore:
     ) -> None:
         self.url = url
         self._run = run
+        self._revision = model_revision
         self._directory: Path | None = None
         text = None if model is None else fspath(model)
         if text is not None and (Path(text).is_dir() or not is_digest(text)):
@@ -155,6 +157,46 @@ class PromptStore:
         wanted = self._wanted(which, continued=continued)
         self._run(drop(self.url, wanted, done, dry_run=dry_run))
         return done
+
+    def explain(
+        self,
+        prompt: Prompt,
+        *,
+        salt: str | None = None,
+        lora: str | None = None,
+        tokens_per_block: int | None = None,
+    ) -> StoredPrompt:
+        """Returns what the store has of one prompt, and what stands in the way of the rest.
+
+        Lists all blocks of the store. The store is only read.
+
+        Args:
+            prompt: text or token ids.
+            salt: of the request; ``None``: it has none.
+            lora: its adapter; ``None``: it has none.
+            tokens_per_block: of its engine; ``None``: any.
+
+        Raises:
+            ConfigurationError: there is no model, the prompt or the salt is wrong, or the store
+                cannot list its blocks.
+            BackendUnavailable: the store fails.
+        """
+        from kvconnect.operations.explain import explain
+        from kvconnect.operations.identity import identity_of, with_texts
+
+        if self._model is None:
+            raise ConfigurationError("model: is needed to explain a prompt")
+        tokens = self.tokens(prompt)
+        wanted = identity_of(
+            self.url,
+            self._model,
+            None if self._directory is None else (self._directory, self._revision),
+            salt=salt,
+            lora=lora,
+            tokens_per_block=tokens_per_block,
+        )
+        found = run_anywhere(explain(self.url, tokens, wanted))
+        return with_texts(found, tokens, self._tokenizer)
 
     def pin(
         self,

@@ -8,6 +8,7 @@ from pathlib import Path
 from harness import PARAMS, PROMPT, disk_url, open_llm
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvconnect.explain.outcome import Outcome
 from kvconnect.prometheus import serve
 
 
@@ -41,7 +42,11 @@ def test_a_run_with_a_store_is_told(model: Path, tmp_path: Path) -> None:
             now = scrape(server.port)
         after = scrape(server.port)
     assert grown("kvconnect_requests_total") == 3
-    assert grown("kvconnect_prompt_tokens_total") == 3 * len(PROMPT)
+    outcomes = {one: grown("kvconnect_prompt_tokens_total", one) for one in Outcome}
+    assert sum(outcomes.values()) == 3 * len(PROMPT)
+    assert grown("kvconnect_prompt_tokens_total", "unexplained") == 0
+    assert outcomes[Outcome.REUSED] == output.reused_device_tokens + len(PROMPT) - 1
+    assert outcomes[Outcome.LAST] == 3
     assert grown("kvconnect_hit_tokens_total", "store") == len(PROMPT) - 1
     assert grown("kvconnect_hit_tokens_total", "device") == output.reused_device_tokens
     assert grown("kvconnect_store_bytes_total", *store, "save") > 0

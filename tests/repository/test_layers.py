@@ -12,7 +12,7 @@ import pytest
 
 VOCABULARY = (
     "address errors redaction text tokens settings config layout keys shards digest backend frame"
-    " histograms trace request sampling_params prometheus user_cache fit pace overlap"
+    " histograms trace request sampling_params prometheus user_cache fit pace overlap explain"
 )
 LAYERS = (
     *("cli", "server", "bench simulate", "operations", "integrations", "testing", "engine"),
@@ -87,7 +87,7 @@ DOORS = {
     "engine.sampling": "",
     "operations": (
         "backends.entries backends.guard backends.main_loop backends.registry backends.url digest"
-        " engine.checkpoint.hub_cache engine.llm engine.request"
+        " connector.io.identity engine.checkpoint.hub_cache engine.llm engine.request"
     ),
     "server": "engine.llm engine.request operations server.http server.openai",
     "server.http": "server.admission server.errors server.settings",

@@ -39,6 +39,42 @@ def test_a_prompt_is_completed(client):
     assert as_tokens.choices[0].text == choice.text
 
 
+@pytest.mark.parametrize("salt", [None, "mine"])
+def test_a_client_is_told_why_its_prompt_was_computed(client, salt):
+    """Without a salt in whole blocks, and without what others may have asked."""
+    body = {"kvconnect": {"explain": True}} | ({} if salt is None else {"cache_salt": salt})
+    prompts = [f"{salt} is told why. Today is {day}, says the server." for day in ("Mon", "Fri")]
+    cold, near = (
+        client.completions.create(prompt=one, extra_body=body, **COMPLETION) for one in prompts
+    )
+    (found,) = cold.usage.kvconnect["explain"]
+    most = len(prompts[0]) - 1
+    assert found["tokens"] == {"new": most, "last": 1}
+    (found,) = near.usage.kvconnect["explain"]
+    at = prompts[0].index("Mon")
+    place = at if salt else at // 16 * 16
+    assert found["tokens"] == {"reused": place, "diverged": most - place, "last": 1}
+    assert found["spans"][1] == {"start": place, "end": most, "outcome": "diverged"}
+    assert found["divergence"]["position"] == place
+    texts = {"before", "prompt", "cached"}
+    if salt is None:
+        assert texts.isdisjoint(found["divergence"])
+    else:
+        assert found["divergence"]["before"].endswith("Today is ")
+        assert found["divergence"]["prompt"].startswith("Fri")
+        assert "Mon".startswith(found["divergence"]["cached"][:3])
+
+
+def test_a_client_is_told_nothing_of_other_salts(client):
+    prompt = "Two salts ask the same thing, and neither hears of the other. " * 2
+    ask = {"kvconnect": {"explain": True}}
+    for salt in ("one", "other"):
+        answer = client.completions.create(
+            prompt=prompt, extra_body=ask | {"cache_salt": salt}, **COMPLETION
+        )
+        assert set(answer.usage.kvconnect["explain"][0]["tokens"]) == {"new", "last"}
+
+
 def test_a_prompt_that_was_answered_is_cached(client):
     prompt = "No other test asks this prompt. " * 4
     first, second = (client.completions.create(prompt=prompt, **COMPLETION) for _ in range(2))

@@ -115,7 +115,7 @@ def test_the_documented_ratios_divide_series_of_the_same_labels():
     labels = {one.name: one.labels for one in METRICS}
     lines = page.partition("```promql\n")[2].partition("```")[0].splitlines()
     ratios = [line.partition("#")[0].split(" / ") for line in lines if " / " in line]
-    assert len(ratios) == 3
+    assert len(ratios) == 4
     for sides in ratios:
         left = {() if one.startswith("sum(") else labels[names(one).pop()] for one in sides}
         summed = {one.startswith("sum(") for one in sides}  # `instance` and `job` are gone then
@@ -183,7 +183,7 @@ LEASES = (
     ("event", "numbers", "sample", "labels", "expected"),
     [
         ("engine.request", REQUEST, "requests_total", {}, 1),
-        ("engine.request", REQUEST, "prompt_tokens_total", {}, 100),
+        ("engine.request", REQUEST, "prompt_tokens_total", {"outcome": "unexplained"}, 100),
         ("engine.request", REQUEST, "hit_tokens_total", {"tier": "device"}, 10),
         ("engine.request", REQUEST, "hit_tokens_total", {"tier": "host"}, 20),
         ("engine.request", REQUEST, "hit_tokens_total", {"tier": "store"}, 5),

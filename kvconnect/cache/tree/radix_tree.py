@@ -94,6 +94,21 @@ class RadixTree:
             break
         return segment, at
 
+    def nearest(self, root: Root, tokens: TokenBytes) -> tuple[int, bytes]:
+        """Returns how many whole blocks of `tokens` are in the tree, and the block that is next.
+
+        Of several next ones it returns the one that shares most tokens with `tokens`; empty bytes
+        if there is none.
+        """
+        stride = self.stride
+        segment, at = self.walk(root, tokens, len(tokens) // stride)
+        if at < segment.end:
+            low = (at - segment.start) * stride
+            return at, bytes(segment.tokens[low : low + stride])
+        rest = bytes(tokens[at * stride : (at + 1) * stride])
+        beside = segment.children.beside(rest, rest)
+        return at, max(beside, key=lambda key: (shared_tokens(rest, key), len(key)))
+
     def step(self, segment: Segment, tokens: TokenBytes, stop: int) -> tuple[Segment, int] | None:
         """Walks like `walk`, but into one child only; returns ``None`` if no child matches."""
         at, stride = segment.end, self.stride

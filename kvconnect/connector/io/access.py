@@ -16,6 +16,7 @@ from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import BlockLoad
 from kvconnect.connector.io.staging import Slot, StagingPool
 from kvconnect.connector.io.strided import StridedCopier, StridedPlanes
+from kvconnect.explain.outcome import Outcome
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.keys import BlockKey, store_key
 from kvconnect.layout import KvCacheLayout
@@ -160,7 +161,10 @@ class Access:
                 got = await self.reader.fetch(run, rooms, shares[1])
             filled += got.filled
             if got.filled < len(run):
-                return replace(got, filled=filled)
+                missing = self.store_key(run[got.filled].key, run[got.filled].group)
+                damaged = self.store.backend.was_damaged(missing)
+                loss = Outcome.DAMAGED if damaged else got.loss
+                return replace(got, filled=filled, loss=loss)
         return Fetched(filled)
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvconnect.errors import BackendTimeout, KvConnectError
+from kvconnect.explain.outcome import Outcome
 
 __all__ = ["Fetched", "fetched"]
 
@@ -18,12 +19,14 @@ class Fetched:
     Attributes:
         filled: leading slots that hold their block.
         reason: why not all of them do.
+        loss: the same, as the outcome of the tokens.
         pending: the store may write into the slots until these are done.
     """
 
     filled: int
     reason: str = ""
     pending: tuple[Future[None], ...] = ()
+    loss: Outcome = Outcome.FAILED
 
 
 async def fetched(loading: Awaitable[int], wanted: int) -> Fetched:
@@ -32,8 +35,9 @@ async def fetched(loading: Awaitable[int], wanted: int) -> Fetched:
         filled = await loading
     except BackendTimeout as error:
         pending = () if error.pending is None else (error.pending,)
-        return Fetched(0, str(error), pending)
+        return Fetched(0, str(error), pending, Outcome.LATE)
     except KvConnectError as error:
         return Fetched(0, str(error))
     missing = filled < wanted
-    return Fetched(filled, "a block is gone from the store, or was damaged" if missing else "")
+    reason = "a block is gone from the store, or was damaged" if missing else ""
+    return Fetched(filled, reason, loss=Outcome.EVICTED)

@@ -15,6 +15,7 @@ from kvconnect.connector.io.fetched import Fetched
 from kvconnect.connector.io.orders import LoadBlocks
 from kvconnect.connector.io.staging import Slot
 from kvconnect.errors import KvConnectError, RetryLater
+from kvconnect.explain.outcome import Outcome
 from kvconnect.trace import count
 
 __all__ = ["Load", "Loads"]
@@ -59,6 +60,7 @@ class Load:
         self._started = time.monotonic()
         self.arrived: Callable[[], None] | None = None
         self.reason = ""
+        self.loss = Outcome.FAILED
         self.failure: TransferFailure | None = None
         self.wanted = len(order.blocks)  # leading blocks to bring: the later ones are computed
         self.stop = len(order.blocks)  # blocks from here on are not read
@@ -68,16 +70,18 @@ class Load:
         self.copying = 0  # pieces that have arrived and are not in the pool yet
         self.news = asyncio.Event()
 
-    def fail(self, block: int, reason: str) -> None:
+    def fail(self, block: int, reason: str, loss: Outcome = Outcome.FAILED) -> None:
         """Records that block number `block` cannot be loaded."""
         self.stop = min(self.stop, block)
-        self.reason = self.reason or reason
+        if not self.reason:
+            self.reason, self.loss = reason, loss
         self.news.set()
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, loss: Outcome = Outcome.FAILED) -> None:
         """Stops the load."""
         self.closed = True
-        self.reason = self.reason or reason
+        if not self.reason:
+            self.reason, self.loss = reason, loss
         self.news.set()
 
     def raise_floor(self, num_tokens: int, tokens_per_block: int) -> None:
@@ -262,7 +266,9 @@ class Loads:
             valid = order.start
             if not order.overlaps:
                 valid = order.num_valid(num_blocks, self.tokens_per_block)
-            load.failure = TransferFailure(order.request_id, Direction.LOAD, valid, load.reason)
+            load.failure = TransferFailure(
+                order.request_id, Direction.LOAD, valid, load.reason, loss=load.loss
+            )
         load.ended = True
         done(load)
 
@@ -281,7 +287,7 @@ class Loads:
                 heard = loop.time()
             except TimeoutError:
                 if loop.time() >= deadline:
-                    load.close(f"not done within {self._timeout_s:g} s")
+                    load.close(f"not done within {self._timeout_s:g} s", Outcome.LATE)
                 elif not self._access.store.backend.available:
                     load.close("the store does not answer any more")
                 elif loop.time() - heard >= _STALL_S:
@@ -352,7 +358,7 @@ class Loads:
             self._calls.record(filled, asyncio.get_running_loop().time() - started)
             if filled < len(slots):
                 filled = 0 if order.overlaps else filled
-                load.fail(first + filled, fetched.reason)
+                load.fail(first + filled, fetched.reason, fetched.loss)
             if filled and not load.closed:
                 arrived = slots[:filled]
                 await self._access.store.copying.run(lambda: self._copy_now(load, first, arrived))

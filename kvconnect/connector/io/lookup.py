@@ -34,6 +34,8 @@ class Hit:
         shares: the number of shares that the heads of a block are divided into, by pool group and
             block number, for blocks saved with another tensor parallelism. The others are as the
             ranks save them.
+        divergence: the first token that differs from a stored block after `keys`, and the tokens of
+            that block from there on; ``None``: none is known.
     """
 
     keys: tuple[BlockKey, ...] = ()
@@ -41,6 +43,7 @@ class Hit:
     end: int = 0
     num_stored: tuple[int, ...] = ()
     shares: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    divergence: tuple[int, tuple[int, ...]] | None = None
 
     @property
     def all_keys(self) -> tuple[BlockKey, ...]:
@@ -179,7 +182,7 @@ async def look_up(backend: Backend, query: Query, *, most_steps: int = _MOST_STE
         if end <= num_blocks * size:
             keys, tail = keys[: -(-end // size)], None
     num_stored = tuple(len(keys) if one is None else one for one in counts)
-    return Hit(keys, tail, end, num_stored, found.shares)
+    return Hit(keys, tail, end, num_stored, found.shares, found.divergence)
 
 
 class _Found:
@@ -188,11 +191,13 @@ class _Found:
     Attributes:
         backend: the store.
         shares: of blocks that are there in other shares; see `Hit`.
+        divergence: as in `Hit`.
     """
 
     def __init__(self, backend: Backend, query: Query) -> None:
         self.backend = backend
         self.shares: dict[tuple[int, int], int] = {}
+        self.divergence: tuple[int, tuple[int, ...]] | None = None
         self._query = query
 
     async def leading(self, group: int, keys: Sequence[BlockKey], first: int) -> int:
@@ -254,7 +259,7 @@ async def _find_tail(
     own = query.sizes(0)[0]
     best: tuple[int, BlockKey | None, int] = (0, None, own)
     for size in dict.fromkeys((own, found.shares.get((0, len(keys) - 1), own))):
-        tail, num_tokens = await _child(found.backend, query, keys, wanted, size)
+        tail, num_tokens = await _child(found, query, keys, wanted, size)
         if num_tokens > best[0]:
             best = (num_tokens, tail, size)
     num_tokens, tail, size = best
@@ -274,17 +279,27 @@ async def _find_tail(
 
 
 async def _child(
-    backend: Backend, query: Query, keys: Sequence[BlockKey], wanted: TokenArray, shares: int
+    found: _Found, query: Query, keys: Sequence[BlockKey], wanted: TokenArray, shares: int
 ) -> tuple[BlockKey | None, int]:
     """Returns the best child of the last of `keys` among those stored in so many `shares`."""
     parent = keys[-1] if keys else query.root
     try:
-        children = await backend.children(query.store_key(parent, 0, shares))
+        children = await found.backend.children(query.store_key(parent, 0, shares))
     except RetryLater as error:
         # The index of children is optional: without it only the tail of a hit is lost.
         warn_once("connector.children", f"only whole blocks are looked up: {error}")
         return None, 0
-    return _best_child(query, parent, wanted, children[-MAX_CHILDREN:], shares)
+    some = children[-MAX_CHILDREN:]
+    tail, num_tokens = _best_child(query, parent, wanted, some, shares)
+    first = len(keys) * query.tokens_per_block
+    for child in reversed(some):
+        if num_tokens < min(len(child.tokens), len(wanted)) and (
+            _num_shared(child.tokens, wanted) == num_tokens
+        ):
+            instead = tuple(map(int, child.tokens[num_tokens:]))
+            found.divergence = (first + num_tokens, instead)
+            break
+    return tail, num_tokens
 
 
 def _best_child(

@@ -10,13 +10,15 @@ from contextlib import ExitStack
 from kvconnect.backend import Backend
 from kvconnect.backends.lanes import Lane
 from kvconnect.backends.registry import open_backend
+from kvconnect.backends.url import StoreUrl
+from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.io.io_loop import IoLoop
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.redaction import without_passwords
 from kvconnect.trace import warn_once
 
-__all__ = ["OffloadStore"]
+__all__ = ["OffloadStore", "store_ttl_s"]
 
 
 # For the store to close once it is drained, and for threads to end after that.
@@ -155,3 +157,16 @@ class _Entry:
 
 _open_stores: dict[int, _Entry] = {}
 _lock = threading.Lock()
+
+
+def store_ttl_s(config: KvCacheConnectorConfig) -> float | None:
+    """Returns the seconds after which a block expires in the store of `config`, by its URL.
+
+    ``None``: never, or the URL does not say.
+    """
+    if config.url is None:
+        return None
+    try:
+        return StoreUrl.parse(config.url).duration("ttl")
+    except ConfigurationError:  # a scheme of others may mean something else by that name
+        return None

@@ -13,6 +13,7 @@ from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import BlockLoad, LoadBlocks
 from kvconnect.connector.io.reply import Reply
 from kvconnect.errors import ConnectorContractError
+from kvconnect.explain.outcome import Outcome
 from kvconnect.keys import KeyChain
 from kvconnect.request import LlmRequest
 from kvconnect.trace import count, warn_once
@@ -78,7 +79,9 @@ class StoreFinding:
             request.block_keys()
         asked = request.key_chain.snapshot()
         lookup = _LEFT_ALONE
-        if self.store.backend.available:
+        if not self.store.backend.available:
+            request.account.lose(Outcome.FAILED, request.num_tokens)
+        else:
             lookup = self.store.io.submit(self.budget.timed(lambda: self._look_up(asked)))
         self._prompts[request.request_id] = _Prompt(asked, lookup)
 
@@ -143,11 +146,21 @@ class StoreFinding:
             error = prompt.lookup.exception()
             if error is None:
                 prompt.hit = prompt.lookup.result()
+                self._note(request, prompt.hit)
             else:
+                request.account.lose(Outcome.FAILED, request.num_tokens)
                 prompt.hit = Hit()
                 count("connector.lookup.failed")
                 warn_once("connector.lookup", f"lookup failed, the prompt is computed: {error}")
         return prompt.hit
+
+    @staticmethod
+    def _note(request: LlmRequest, hit: Hit) -> None:
+        # An answer that comes late still says how much it would have brought.
+        if request.account.has_lost(Outcome.LATE):
+            request.account.lose(Outcome.LATE, hit.end)
+        if not request.account.is_explained:
+            request.account.divergence = hit.divergence
 
     def _could_load(self, request: LlmRequest, num_computed_tokens: int) -> bool:
         # The last token is always computed.
@@ -161,10 +174,12 @@ class StoreFinding:
         if hit is None:
             count("connector.lookup.late")
             request.lookup_late = True
+            request.account.lose(Outcome.LATE, request.num_tokens)
             return 0
         end = self._usable(request, hit, num_computed_tokens)
         num_tokens = end - num_computed_tokens
         if num_tokens < self._min_tokens:
+            request.account.lose(Outcome.SLOWER, end)
             return 0
         prompt.promised = (num_computed_tokens, end)
         return num_tokens

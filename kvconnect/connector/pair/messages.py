@@ -64,7 +64,9 @@ class WorkerMeta:
     Attributes:
         missing: for requests the number of the first block that was dropped or could not be stored.
         backlogged: ended requests wait for room in the staging memory.
+        dropped: those of `missing` whose block had no room in the staging memory.
     """
 
     missing: Mapping[int, int] = field(default_factory=dict)
     backlogged: bool = False
+    dropped: frozenset[int] = frozenset()

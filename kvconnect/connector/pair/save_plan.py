@@ -196,6 +196,8 @@ class SavePlan:
             return stop
         for number in range(first, stop):
             if self._priorities[number] < self._min_priority:
+                size = self.request.key_chain.tokens_per_block
+                self.request.account.not_saved(number * size, "below min_priority")
                 return number
         return stop
 

@@ -15,6 +15,7 @@ from kvconnect.connector.pair.finding import StoreFinding, by_group
 from kvconnect.connector.pair.messages import OffloadMeta, RequestEnd, WorkerMeta
 from kvconnect.connector.pair.save_plan import SavePlan
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
+from kvconnect.explain.account import PromptAccount
 from kvconnect.request import LlmRequest
 from kvconnect.trace import count
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from kvconnect.connector.disagg.prefill import PrefillBook
 
 __all__ = ["OffloadScheduler"]
+
+# Blocks of requests that ended are written later, and may be lost then.
+_MOST_ACCOUNTS = 64
 
 
 class OffloadScheduler(KvCacheConnectorScheduler):
@@ -64,6 +68,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._ended: list[RequestEnd] = []  # and the next are for the next step's metadata
         self._forgotten: list[int] = []
         self._backlogged = False
+        self._accounts: dict[int, PromptAccount] = {}  # of the last requests that ended
         self._shared: list[EndOrder] = []
         self._published: PrefillBook | None = None
         self._fetched: DecodeBook | None = None
@@ -211,12 +216,17 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         num_blocks = plan.num_held + (0 if end.rest is None else len(end.rest.blocks))
         if not num_blocks:
             return False
+        first = 0 if plan.num_held or end.rest is None else end.rest.blocks[0].number
+        account = plan.request.account
         if not self._finding.store.backend.available:
             count("connector.save.lost", blocks=num_blocks)
+            account.not_saved(first * self._tokens_per_block, "store unavailable")
         elif self._backlogged and self._config.on_backlog == "drop":
             count("connector.save.dropped", blocks=num_blocks)
+            account.not_saved(first * self._tokens_per_block, "backlog")
         else:
             self._ended.append(end)
+            account.saved_after_all()
             return True
         if plan.num_held:
             self._forgotten.append(end.request_id)
@@ -225,6 +235,9 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     def _end(self, plan: SavePlan, finding: StoreFinding) -> RequestEnd:
         """Returns the order for the valid blocks of an ended request that the store lacks."""
         self._learn(plan, late=Hit())
+        self._accounts[plan.request.request_id] = plan.request.account
+        if len(self._accounts) > _MOST_ACCOUNTS:
+            del self._accounts[next(iter(self._accounts))]
         request, size = plan.request, self._tokens_per_block
         valid = min(request.num_computed_tokens, request.num_tokens, plan.num_blocks * size)
         with_tail = finding.store.saves_tails and valid % size
@@ -293,8 +306,12 @@ class OffloadScheduler(KvCacheConnectorScheduler):
                 continue
             self._backlogged |= meta.backlogged
             for request_id, block in meta.missing.items():
+                why = "backlog" if request_id in meta.dropped else "save failed"
                 if (plan := self._plans.get(request_id)) is not None:
                     plan.note_missing(block, until_end=True)
+                    plan.request.account.not_saved(block * self._tokens_per_block, why)
+                elif (account := self._accounts.get(request_id)) is not None:
+                    account.not_saved(block * self._tokens_per_block, why)
 
     def _order_save(self, data: RequestData, saves: list[SaveOrder]) -> None:
         """Orders the blocks that this step fills."""

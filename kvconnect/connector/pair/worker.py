@@ -84,6 +84,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._leaving: dict[int, _Leaving] = {}
         self._saved: list[int] = []
         self._missing: dict[int, int] = {}
+        self._dropped: set[int] = set()
         self._held = HeldSaves(llm_args.layouts)
         self._saves: SaveQueue | None = None
         self._shared: set[int] = set()  # ended requests whose blocks a reader may need
@@ -238,6 +239,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         missing = len(order.blocks) - staged
         if missing:
             self._note_missing(order.request_id, order.blocks[staged].number)
+            self._dropped.add(order.request_id)
             self._queue.count_dropped(missing)
 
     def request_reset(self, request_id: int, num_committed: int) -> None:
@@ -326,7 +328,8 @@ class OffloadWorker(KvCacheConnectorWorker):
         if not (self._missing or self._leaving):
             return None
         missing, self._missing = self._missing, {}
-        return WorkerMeta(missing, bool(self._leaving))
+        dropped, self._dropped = frozenset(self._dropped), set()
+        return WorkerMeta(missing, bool(self._leaving), dropped)
 
     def _stage_leaving(self) -> None:
         """Stages the remaining blocks of ended requests, as far as there is room."""
@@ -345,6 +348,10 @@ class OffloadWorker(KvCacheConnectorWorker):
                 self._saved.append(request_id)
             elif now >= leaving.deadline:
                 self._queue.count_dropped(missing)
+                if leaving.order is not None:
+                    number = leaving.order.blocks[leaving.staged].number
+                    self._note_missing(request_id, number)
+                    self._dropped.add(request_id)
                 reason = f"no room in the staging memory for {missing} blocks"
                 if request_id in self._shared:  # its blocks are not free yet
                     warn_once("disagg.save", f"request {request_id}: {reason}")

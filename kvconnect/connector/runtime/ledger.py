@@ -329,6 +329,7 @@ class TransferLedger:
             )
             self.quarantine.note_ended(Direction.LOAD, request_id)
             if (record := self._records.get(request_id)) is not None:
+                record.request.account.lose(load.loss, load.end)
                 load_failed(record, load.start, BlockFate.KEPT)
 
     def _fail_load(self, load: Transfer, outcome: StepOutcome, load_failed: LoadFailed) -> None:
@@ -356,6 +357,7 @@ class TransferLedger:
             fate = self._exchange_blocks(load, record, num_valid)
         outcome.failed[request_id] = num_valid
         if record is not None:
+            record.request.account.lose(load.loss, load.end)
             if fate is BlockFate.LOST:
                 outcome.requeue.add(request_id)
             load_failed(record, num_valid, fate)

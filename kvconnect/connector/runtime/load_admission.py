@@ -14,6 +14,7 @@ from kvconnect.connector.runtime.ledger import TransferLedger
 from kvconnect.connector.runtime.reporting import RequestRecord
 from kvconnect.connector.runtime.request_errors import RequestErrors
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
+from kvconnect.explain.outcome import Outcome
 from kvconnect.request import ExternalMatch, LlmRequest
 
 __all__ = ["LoadAdmission"]
@@ -73,7 +74,12 @@ class LoadAdmission:
         offer = self._offer(scheduler, record, position)
         # An offer that had to wait began where the device match ended then.
         reaches = offer.position <= position and offer.end > num_device_tokens
-        if reaches and self._may_load(record) and self.is_worth(request, offer):
+        request.account.keep(Outcome.SLOWER)
+        if reaches and not self._may_load(record):
+            request.account.lose(Outcome.FAILED, offer.end)  # earlier loads have not ended
+        elif reaches and not self.is_worth(request, offer):
+            request.account.lose(Outcome.SLOWER, offer.end)
+        elif reaches:
             room = not offer.is_async or self._room(record)
             if room is None:
                 return replace(offer, num_tokens=0, deferred=True)
@@ -81,6 +87,7 @@ class LoadAdmission:
                 record.match = offer
                 request.num_connector_matched_tokens = offer.num_tokens
                 return offer
+            request.account.lose(Outcome.LATE, offer.end)  # other loads took the room
         return ExternalMatch(position)
 
     def admitted(self, record: RequestRecord) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvconnect.connector.data import Direction, TransferFailure
+from kvconnect.explain.outcome import Outcome
 from kvconnect.trace import count
 
 __all__ = ["Transfer", "TransferState", "Transfers"]
@@ -38,6 +39,7 @@ class Transfer:
         done_ranks: ranks whose worker touches the blocks no more.
         failed_ranks: ranks that reported failure.
         reason: the first one, for the log.
+        loss: the outcome of the tokens that a failed load did not bring, as the first rank says.
     """
 
     request_id: int
@@ -49,6 +51,7 @@ class Transfer:
     done_ranks: set[int] = field(default_factory=set)
     failed_ranks: set[int] = field(default_factory=set)
     reason: str = ""
+    loss: Outcome = Outcome.LATE
     progress: dict[int, int] | None = None
     state: TransferState = TransferState.ACTIVE
 
@@ -74,6 +77,8 @@ class Transfer:
     def fail(self, rank: int, failure: TransferFailure) -> None:
         """Notes that `rank` cannot finish it."""
         self.num_valid = min(self.num_valid, max(failure.num_valid_tokens, self.start))
+        if not self.failed:
+            self.loss = failure.loss
         self.reason = self.reason or failure.reason
         self.failed_ranks.add(rank)
 

@@ -91,6 +91,7 @@ class LiveRequest:
         self._ended = threading.Event()
         self._tokens: list[int] = []
         self._texts: list[str] = []
+        self._tokenizer = tokenizer
         self._logprobs = LogprobTable(tokenizer)
         self._prompt_logprobs = LogprobTable(tokenizer)
         self._listeners: list[Callable[[], None]] = []
@@ -273,6 +274,8 @@ class LiveRequest:
             kv_transfer_params=request.kv_transfer_params,
             reused_host_tokens=request.reused_host_tokens,
             lookup_late=request.lookup_late,
+            explanation=request.account.explanation(),
+            tokenizer=self._tokenizer,
             drafted_tokens=self._drafted_tokens,
             accepted_tokens=self._accepted_tokens,
             preemptions=self.preemptions,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvconnect.engine.request.logprobs import LogprobView, PromptLogprobs
 from kvconnect.engine.request.stops import FinishReason
+from kvconnect.engine.request.tokenizer import Tokenizer
+from kvconnect.explain.outcome import Explanation, with_texts
 
 __all__ = ["CompletionOutput", "EngineStats", "RequestOutput", "StreamChunk", "as_one"]
 
@@ -64,6 +66,9 @@ class RequestOutput:
             asked for.
         lookup_late: the store did not answer within ``lookup_timeout_ms``, so that the prompt was
             computed as if the store had nothing of it.
+        explanation: the outcome of each token of its prompt; of the first completion if there are
+            several. See `explain`.
+        tokenizer: makes the texts of `explain`.
     """
 
     request_id: int
@@ -84,6 +89,20 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     lookup_late: bool = False
+    explanation: Explanation = field(default=Explanation(), repr=False, compare=False)
+    tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
+
+    def explain(self) -> Explanation:
+        """Returns the outcome of each token of its prompt: reused, new, or lost, and why.
+
+        Where the prompt leaves what is cached under its own salt, the texts on both sides of that
+        place are included: some 16 tokens before it, and at most a block from there on.
+        """
+        found = self.explanation.divergence
+        if found is None or self.tokenizer is None:
+            return self.explanation
+        texts = with_texts(found, self.prompt_token_ids, self.tokenizer.decode)
+        return replace(self.explanation, divergence=texts)
 
     @property
     def logprobs(self) -> LogprobView | None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from kvconnect.engine.request.logprobs import Logprob, PromptLogprobs
 from kvconnect.engine.request.output import CompletionOutput, RequestOutput, StreamChunk
+from kvconnect.server.openai.explained import explained
 
 __all__ = ["Answer", "AnswerForm", "Prompted", "made_late", "token_text", "told_logprob"]
 
@@ -45,6 +46,8 @@ class AnswerForm:
         prompt_logprobs: include the log probabilities of the prompt.
         usage: every chunk of a stream has a ``usage``.
         running_usage: that counts the tokens so far, and is not ``null``.
+        explain: the last ``usage`` has the outcomes of the prompt's tokens.
+        has_salt: the request has a salt.
     """
 
     model: str
@@ -55,6 +58,8 @@ class AnswerForm:
     prompt_logprobs: bool = False
     usage: bool = False
     running_usage: bool = False
+    explain: bool = False
+    has_salt: bool = False
 
 
 class Answer(ABC):
@@ -88,7 +93,7 @@ class Answer(ABC):
         """
         head = _encoded(self._object(self.kind) | self._of_prompt(outputs[0]))
         choices = b",".join(map(_encoded, self._choices(outputs)))
-        usage = {"usage": _usage_of(outputs, self._form.granularity)}
+        usage = {"usage": _usage_of(outputs, self._form)}
         return head[:-1] + b',"choices":[' + choices + b"]," + _encoded(usage | dict(more))[1:]
 
     def begin(self, prompts: Sequence[Prompted]) -> Iterable[dict[str, Any]]:
@@ -110,7 +115,7 @@ class Answer(ABC):
 
     def end(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Returns the last chunk, with the counts of tokens."""
-        usage = _usage_of(outputs, self._form.granularity)
+        usage = _usage_of(outputs, self._form)
         return self._object(self.chunk_kind) | {"choices": [], "usage": usage}
 
     def _choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
@@ -199,7 +204,7 @@ def _of_prompt_token(logprobs: PromptLogprobs, index: int) -> dict[int, dict[str
     return {token: asdict(each) | {"logprob": told_logprob(each)} for token, each in found.items()}
 
 
-def _usage_of(outputs: Sequence[RequestOutput], granularity: int) -> dict[str, Any]:
+def _usage_of(outputs: Sequence[RequestOutput], form: AnswerForm) -> dict[str, Any]:
     """Returns OpenAI's ``usage`` of all prompts of a request together.
 
     ``cached_tokens`` are the prompt tokens that were not computed, wherever their KV came from.
@@ -207,15 +212,18 @@ def _usage_of(outputs: Sequence[RequestOutput], granularity: int) -> dict[str, A
 
     Args:
         outputs: of each prompt.
-        granularity: the cached tokens of each prompt are rounded down to a multiple of it.
+        form: the cached tokens of each prompt are rounded down to its granularity.
     """
-    cached = 0
+    cached, granularity = 0, form.granularity
     for output in outputs:
         reused = max(0, output.prompt_tokens - output.computed_tokens)
         cached += reused - reused % granularity
     prompt = sum(output.prompt_tokens for output in outputs)
     answer = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-    return _counts(prompt, answer) | {"prompt_tokens_details": {"cached_tokens": cached}}
+    usage = _counts(prompt, answer) | {"prompt_tokens_details": {"cached_tokens": cached}}
+    if form.explain:
+        usage["kvconnect"] = explained(outputs, granularity, has_salt=form.has_salt)
+    return usage
 
 
 def _counts(prompt: int, answer: int) -> dict[str, Any]:

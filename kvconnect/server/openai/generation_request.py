@@ -18,7 +18,7 @@ from kvconnect.server.openai.kv_transfer import KvTransferParams
 from kvconnect.server.openai.model_request import ModelRequest
 from kvconnect.settings import Settings
 
-__all__ = ["GenerationRequest", "StreamOptions"]
+__all__ = ["GenerationRequest", "KvConnectOptions", "StreamOptions"]
 
 _MAX_STOPS = 64
 _MAX_STOP_TOKENS = 1024
@@ -47,6 +47,16 @@ class StreamOptions(Settings):
     include_obfuscation: StrictBool = False
 
 
+class KvConnectOptions(Settings):
+    """The field ``kvconnect`` of a request.
+
+    Attributes:
+        explain: the answer's ``usage`` has a ``kvconnect`` with the outcome of each prompt token.
+    """
+
+    explain: StrictBool = False
+
+
 class GenerationRequest(ModelRequest):
     """The fields of both kinds of requests. Names are OpenAI's and, beyond those, vLLM's.
 
@@ -63,6 +73,7 @@ class GenerationRequest(ModelRequest):
             likeliest ones each. Not in a stream.
         cache_salt: 1 to 1,024 characters; requests share cached blocks only if theirs is equal.
         kv_transfer_params: from a router: publish the prompt and generate nothing, or fetch it.
+        kvconnect: what is asked of kvconnect itself.
     """
 
     stream: StrictBool | None = None
@@ -71,6 +82,7 @@ class GenerationRequest(ModelRequest):
     return_token_ids: StrictBool = False
     cache_salt: str | None = None
     kv_transfer_params: KvTransferParams | None = None
+    kvconnect: KvConnectOptions | None = None
     n: Integer | None = None
     max_tokens: Integer | None = None
     max_completion_tokens: Integer | None = None
@@ -176,6 +188,8 @@ class GenerationRequest(ModelRequest):
             prompt_logprobs=self.prompt_logprobs is not None,
             usage=options.include_usage,
             running_usage=options.include_usage and options.continuous_usage_stats,
+            explain=self.kvconnect is not None and self.kvconnect.explain,
+            has_salt=self.cache_salt is not None,
         )
 
     @property

@@ -1,0 +1,254 @@
+"""The verb ``explain``: what a store has of a prompt, and what stands in the way of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvconnect.backend import Backend, StoredEntry
+from kvconnect.explain.outcome import Divergence, Outcome, Span, merged
+from kvconnect.keys import KEY_NBYTES, BlockKey, salt_of
+from kvconnect.operations.choice import ReadTokens, token_reader
+from kvconnect.operations.listing import each_block
+from kvconnect.operations.progress import Progress
+from kvconnect.operations.visit import listed, visiting
+from kvconnect.tokens import TokenArray, common_length
+
+__all__ = ["Identity", "StoredPrefix", "StoredPrompt", "explain"]
+
+_HALF = 16  # bytes of a model's tag that stand for its weights, and for its layout
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The blocks that a request would use.
+
+    Attributes:
+        models: the beginnings of the tags of its model, in hexadecimal digits.
+        engines: the same of other engines with this model, by the engine's name.
+        salt: the tag of its salt.
+        namespaces: digests of its salt and adapter.
+        tokens_per_block: of its engine; ``None``: any.
+    """
+
+    models: tuple[str, ...]
+    engines: Mapping[str, str]
+    salt: bytes
+    namespaces: frozenset[bytes]
+    tokens_per_block: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrefix:
+    """The part of a prompt that is stored under one identity.
+
+    Attributes:
+        tokens: the leading tokens of the prompt, in whole blocks and tails.
+        tokens_per_block: of its blocks.
+        bytes_per_token: of the stored frames, all layers of pool group 0.
+        model, layout: hexadecimal digits of the model's tag, as ``kvconnect ls`` shows them.
+        differs: what keeps a request from using it; empty: nothing.
+    """
+
+    tokens: int
+    tokens_per_block: int
+    bytes_per_token: float
+    model: str
+    layout: str
+    differs: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class StoredPrompt:
+    """The parts of one prompt that a store has.
+
+    Attributes:
+        prompt_tokens: its length.
+        spans: its tokens by outcome: ``reused`` are stored for it, ``new`` are not stored. A store
+            does not know whether it had them before.
+        stored: the stored prefixes, what a request can use first, then the longest first.
+        divergence: where it leaves what is stored for it; ``None``: nothing else is stored there.
+    """
+
+    prompt_tokens: int = 0
+    spans: tuple[Span, ...] = ()
+    stored: list[StoredPrefix] = field(default_factory=list)
+    divergence: Divergence | None = None
+
+
+async def explain(url: str, tokens: TokenArray, identity: Identity) -> StoredPrompt:
+    """Lists the blocks of the store of `url` and returns what it has of the prompt `tokens`.
+
+    Takes some 100 bytes of memory per block, and some 300 bytes per block that may be of use.
+
+    Raises:
+        ConfigurationError: no part of the store can list its blocks.
+        BackendUnavailable: the store fails.
+    """
+    index = _Index(tokens, token_reader(url))
+    async with visiting(url, "read") as store:
+        parts = listed(url, store)
+        for name, part in parts.items():
+            async with Progress(f"list {name}", 0, "blocks") as progress:
+                async for entry in each_block(part, progress):
+                    index.add(entry)
+        found = sorted(
+            (_Found(space, *space.match(index.whole, index.stored)) for space in index.spaces()),
+            key=lambda one: -one.end,
+        )
+        own = next((one for one in found if not _differs(one.space, identity)), None)
+        divergence = None if own is None else await _divergence(own, parts, index)
+    return _described(tokens, identity, found, own, divergence)
+
+
+@dataclass(slots=True, eq=False)
+class _Space:
+    """The blocks of pool group 0 under one model's tag, namespace and size, by their parents."""
+
+    model: bytes
+    namespace: bytes
+    size: int = 0
+    nbytes: float = 0.0
+    after: dict[BlockKey, dict[BlockKey, bytes]] = field(default_factory=dict)
+
+    def match(self, whole: bytes, stored: set[BlockKey]) -> tuple[int, BlockKey | None]:
+        """Returns the bytes of `whole` that are stored from its beginning on, and the last key."""
+        best: tuple[int, BlockKey | None] = (0, None)
+        frontier = [(0, parent) for parent in self.after if parent not in stored]
+        while frontier:
+            at, parent = frontier.pop()
+            for key, tokens in self.after.get(parent, {}).items():
+                if whole.startswith(tokens, at):
+                    end = at + len(tokens)
+                    best = max(best, (end, key), key=lambda one: one[0])
+                    frontier.append((end, key))
+        return best
+
+    def roots(self, stored: set[BlockKey]) -> Iterator[bytes]:
+        """Yields the tokens of blocks that begin a prompt."""
+        for parent, blocks in self.after.items():
+            if parent not in stored:
+                yield from blocks.values()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    space: _Space
+    end: int  # in bytes
+    last: BlockKey | None
+
+
+class _Index:
+    """The blocks that may belong to a prompt, or begin like it."""
+
+    def __init__(self, tokens: TokenArray, read: ReadTokens) -> None:
+        self.whole = tokens.astype(np.int32, copy=False).tobytes()
+        self.read = read
+        self.stored: set[BlockKey] = set()
+        self._firsts = set(tokens.tolist())
+        self._spaces: dict[tuple[bytes, bytes], dict[BlockKey, tuple[BlockKey, bytes, int]]] = {}
+
+    def add(self, entry: StoredEntry) -> None:
+        """Adds a block of pool group 0, if its first token occurs in the prompt."""
+        if entry.group:
+            return
+        self.stored.add(entry.key)
+        if entry.parent is None or entry.tokens is None:
+            return
+        tokens = self.read(entry)
+        if tokens is not None and len(tokens) and int(tokens[0]) in self._firsts:
+            text = tokens.astype(np.int32, copy=False).tobytes()
+            space = self._spaces.setdefault((entry.model, entry.namespace), {})
+            space[entry.key] = (entry.parent, text, entry.nbytes)
+
+    def spaces(self) -> Iterator[_Space]:
+        """Yields the identities under which there are blocks."""
+        for (model, namespace), blocks in self._spaces.items():
+            space = _Space(model, namespace)
+            for key, (parent, tokens, nbytes) in blocks.items():
+                space.after.setdefault(parent, {})[key] = tokens
+                if len(tokens) // 4 > space.size:
+                    space.size = len(tokens) // 4
+                    space.nbytes = nbytes / space.size
+            yield space
+
+
+def _differs(space: _Space, wanted: Identity, own: _Space | None = None) -> tuple[str, ...]:
+    """Returns what keeps a request of identity `wanted` from using the blocks of `space`."""
+    found = []
+    model = space.model.hex()
+    if not any(model.startswith(one) for one in wanted.models):
+        engines = [name for name, one in wanted.engines.items() if model.startswith(one)]
+        found.append(f"engine ({engines[0]})" if engines else "model")
+    salt = salt_of(space.namespace)
+    if space.namespace[:KEY_NBYTES] not in wanted.namespaces:
+        same = salt is not None and salt == wanted.salt
+        found.append("adapter" if same else "salt")
+    if wanted.tokens_per_block not in {None, space.size} or (
+        own is not None and space.size != own.size
+    ):
+        found.append("tokens_per_block")
+    elif own is not None and not found and space.model[_HALF:] != own.model[_HALF:]:
+        found.append("dtype" if space.nbytes != own.nbytes else "layout")
+    return tuple(found)
+
+
+async def _divergence(
+    own: _Found, parts: Mapping[str, Backend], index: _Index
+) -> tuple[int, TokenArray] | None:
+    """Returns the first token that differs from what is stored next, and what is stored there."""
+    rest = np.frombuffer(index.whole, np.int32)[own.end // 4 :]
+    following = list(own.space.roots(index.stored)) if own.last is None else []
+    if own.last is not None:
+        for part in parts.values():
+            children = [one.key for one in await part.children(own.last)]
+            entries = await part.describe(children) if children else ()
+            known = (index.read(entry) for entry in entries if entry is not None)
+            following += [one.astype(np.int32).tobytes() for one in known if one is not None]
+    best: tuple[int, TokenArray] | None = None
+    for text in following:
+        tokens = np.frombuffer(text, np.int32)
+        shared = common_length(tokens, rest)
+        if shared < min(len(tokens), len(rest)) and (best is None or shared > best[0]):
+            best = (shared, tokens[shared:])
+    if best is None or own.end + 4 * best[0] == 0:
+        return None
+    return own.end // 4 + best[0], best[1]
+
+
+def _described(
+    tokens: TokenArray,
+    identity: Identity,
+    found: list[_Found],
+    own: _Found | None,
+    divergence: tuple[int, TokenArray] | None,
+) -> StoredPrompt:
+    stored = [
+        StoredPrefix(
+            one.end // 4,
+            one.space.size,
+            round(one.space.nbytes, 1),
+            one.space.model[:_HALF].hex(),
+            one.space.model[_HALF:].hex(),
+            () if one is own else _differs(one.space, identity, None if own is None else own.space),
+        )
+        for one in found
+        if one.end
+    ]
+    stored.sort(key=lambda one: (bool(one.differs), -one.tokens))
+    last = len(tokens) - 1
+    at = min(last, max(own.end // 4 if own else 0, divergence[0] if divergence else 0))
+    spans = [Span(0, at, Outcome.REUSED)]
+    others = [one for one in stored if one.differs and one.tokens > at]
+    if others:
+        end = min(last, others[0].tokens)
+        spans.append(Span(at, end, Outcome.NAMESPACE, ", ".join(others[0].differs)))
+        at = end
+    spans.append(Span(at, last, Outcome.DIVERGED if divergence and not others else Outcome.NEW))
+    spans.append(Span(last, last + 1, Outcome.LAST))
+    place = None
+    if divergence is not None and divergence[0] < last:
+        place = Divergence(divergence[0], tuple(divergence[1].tolist()))
+    return StoredPrompt(len(tokens), merged(spans), stored, place)

@@ -1,0 +1,410 @@
+"""Every prompt token under one outcome: the causes that a test plants are named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from late_store import LateStore
+from observed import hold_forwards, preempt
+
+from kvconnect import LLM, KvCacheConnectorConfig, RequestOutput, SamplingParams
+from kvconnect.connector.io.open_store import store_ttl_s
+from kvconnect.connector.io.save import SaveQueue
+from kvconnect.engine.beside_loads import BesideLoads
+from kvconnect.trace import metrics
+
+T = 16
+ONE = SamplingParams(max_tokens=1)
+Open = Callable[..., LLM]
+
+
+def words(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+PROMPT = words(70)
+OTHER = words(160, 1)
+
+
+def ask(llm: LLM, prompt: list[int], params: SamplingParams = ONE, **more: object) -> RequestOutput:
+    return llm.generate([prompt], params, **more)[0]
+
+
+def outcomes(output: RequestOutput) -> dict[str, int]:
+    """The tokens by outcome; their sum is checked."""
+    tokens = output.explain().tokens
+    assert sum(tokens.values()) == output.prompt_tokens
+    return {str(outcome): count for outcome, count in tokens.items()}
+
+
+def spans(output: RequestOutput) -> list[tuple[int, int, str, str]]:
+    found = output.explain().spans
+    return [(one.start, one.end, str(one.outcome), one.detail) for one in found]
+
+
+def stored(store: object, **more: object) -> KvCacheConnectorConfig:
+    settings = {"lookup_timeout_ms": 60_000, "overlap_loads": False} | more
+    return KvCacheConnectorConfig(backend=store, **settings)
+
+
+def drop_device(llm: LLM) -> None:
+    """Empties the device's cache, as soon as no block is being saved."""
+    until = time.monotonic() + 60
+    while not llm.reset_prefix_cache():
+        assert time.monotonic() < until
+
+
+# ---------------------------------------------------------------------- the device's cache alone
+
+
+def test_never_seen(llm: LLM):
+    assert outcomes(ask(llm, PROMPT)) == {"new": 69, "last": 1}
+
+
+def test_all_of_it_is_there(llm: LLM):
+    ask(llm, PROMPT)
+    assert outcomes(ask(llm, PROMPT)) == {"reused": 69, "last": 1}
+
+
+def test_a_token_of_the_system_prompt_was_changed(llm: LLM):
+    ask(llm, PROMPT)
+    output = ask(llm, [*PROMPT[:37], 300 - PROMPT[37] >> 1, *PROMPT[38:]])
+    assert spans(output) == [(0, 37, "reused", ""), (37, 69, "diverged", ""), (69, 70, "last", "")]
+    there = output.explain().divergence
+    assert there is not None
+    assert there.position == 37
+    assert list(there.cached) == PROMPT[37:48]
+
+
+def test_a_date_in_the_prompt(llm: LLM):
+    text = "You are a helpful assistant. Today is {}. Answer briefly, and in full sentences."
+    llm.generate([text.format("Monday")], ONE)
+    output = llm.generate([text.format("Friday")], ONE)[0]
+    there = output.explain().divergence
+    assert there is not None
+    assert there.before.endswith("Today is ")
+    assert there.prompt_text.startswith("Friday")
+    assert there.cached_text.startswith("Monday"[: len(there.cached)])
+
+
+def test_a_longer_conversation_is_new_behind_its_last_turn(llm: LLM):
+    first = ask(llm, PROMPT, SamplingParams(max_tokens=20))
+    turn = [*PROMPT, *first.output_token_ids, *words(30, 3)]
+    assert outcomes(ask(llm, turn)) == {"reused": 89, "new": 30, "last": 1}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("cache_salt", "a"), ("lora_id", "b"), ("extra_key", "c")]
+)
+def test_the_same_tokens_in_another_namespace(llm: LLM, field: str, value: str):
+    ask(llm, PROMPT)
+    output = ask(llm, PROMPT, **{field: value})
+    assert spans(output)[0] == (0, 64, "namespace", field)
+
+
+def test_evicted(open_llm: Open, llama: Path):
+    llm = open_llm(llama, max_tokens=12 * T)
+    ask(llm, PROMPT)
+    ask(llm, OTHER)
+    found = outcomes(ask(llm, PROMPT))
+    assert found.pop("last") == 1
+    assert found.pop("evicted") >= 37
+    assert set(found) <= {"reused"}
+
+
+def test_parts_of_blocks_are_lost_where_the_cache_does_not_divide_them(open_llm: Open, llama: Path):
+    from kvconnect import KvCacheConfig
+
+    config = KvCacheConfig(tokens_per_block=T, max_tokens=1024, enable_partial_reuse=False)
+    llm = open_llm(llama, kv_cache=config)
+    ask(llm, PROMPT)
+    output = ask(llm, [*PROMPT[:37], 300 - PROMPT[37] >> 1, *PROMPT[38:]])
+    assert outcomes(output) == {"reused": 32, "tail": 5, "diverged": 32, "last": 1}
+
+
+def test_log_probabilities_of_the_prompt(llm: LLM):
+    ask(llm, PROMPT)
+    output = ask(llm, PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=1))
+    assert outcomes(output) == {"logprobs": 69, "last": 1}
+
+
+def test_a_preempted_prompt_counts_once(open_llm: Open, llama: Path):
+    llm = open_llm(llama, max_num_tokens=16)
+    once: set[int] = set()
+
+    def halfway(request) -> bool:
+        first = request.request_id not in once and request.num_computed_tokens >= 32
+        once.update({request.request_id} if first else ())
+        return first
+
+    assert preempt(llm, halfway) == []
+    output = ask(llm, PROMPT, SamplingParams(max_tokens=9))
+    assert output.preemptions == 1
+    assert outcomes(output) == {"new": 69, "last": 1}
+
+
+def test_an_aborted_prompt_has_not_reached_its_end(open_llm: Open, llama: Path):
+    llm = open_llm(llama, max_num_tokens=16)
+    gate, reached = hold_forwards(llm)
+    handle = llm.submit(PROMPT, ONE)
+    assert reached.wait(60)
+    handle.abort()
+    gate.set()
+    found = outcomes(handle.result())
+    assert found["unreached"] >= 54
+    assert set(found) <= {"unreached", "new"}
+
+
+def test_completions_share_the_account_of_their_prompt(llm: LLM):
+    output = ask(llm, PROMPT, SamplingParams(max_tokens=3, n=3, temperature=1.0))
+    assert outcomes(output) == {"new": 69, "last": 1}
+
+
+def test_pools_with_windows(open_llm: Open, mixed: Path):
+    llm = open_llm(mixed)
+    assert outcomes(ask(llm, PROMPT)) == {"new": 69, "last": 1}
+    assert outcomes(ask(llm, PROMPT))["reused"] >= 64
+
+
+# ---------------------------------------------------------------------- a store
+
+
+@pytest.fixture
+def store() -> LateStore:
+    return LateStore()
+
+
+def refill(llm: LLM, prompt: list[int]) -> None:
+    """Has `prompt` in the store, and not on the device."""
+    ask(llm, prompt)
+    llm._engine._connector._worker._queue.flush(60)
+    drop_device(llm)
+
+
+def test_loaded(open_llm: Open, llama: Path, store: LateStore):
+    llm = open_llm(llama, connector=stored(store))
+    refill(llm, PROMPT)
+    assert outcomes(ask(llm, PROMPT)) == {"reused": 69, "last": 1}
+
+
+def test_a_tail_that_the_store_does_not_keep(open_llm: Open, llama: Path, store: LateStore):
+    llm = open_llm(llama, connector=stored(store, save_partial_tails=False))
+    refill(llm, PROMPT)
+    assert outcomes(ask(llm, PROMPT)) == {"reused": 64, "tail": 5, "last": 1}
+
+
+def test_diverged_from_what_is_stored(open_llm: Open, llama: Path, store: LateStore):
+    llm = open_llm(llama, connector=stored(store))
+    refill(llm, PROMPT)
+    output = ask(llm, [*PROMPT[:37], 300 - PROMPT[37] >> 1, *PROMPT[38:]])
+    assert outcomes(output) == {"reused": 37, "diverged": 32, "last": 1}
+    there = output.explain().divergence
+    assert there is not None
+    assert (there.position, list(there.cached)) == (37, PROMPT[37:48])
+
+
+def test_evicted_from_the_store(open_llm: Open, llama: Path, store: LateStore):
+    llm = open_llm(llama, connector=stored(store))
+    refill(llm, PROMPT)
+    store.frames.clear()
+    store.after.clear()
+    assert outcomes(ask(llm, PROMPT)) == {"evicted": 64, "tail": 5, "last": 1}
+
+
+def test_expired(open_llm: Open, llama: Path, store: LateStore):
+    llm = open_llm(llama, connector=stored(store))
+    explainer = llm._engine._explainer
+    explainer._ttl_s = 60.0
+    refill(llm, PROMPT)
+    refill(llm, [*OTHER[:32], 1])
+    now = explainer._clock()
+    store.frames.clear()
+    store.after.clear()
+    explainer._clock = lambda: now + 59.0
+    assert spans(ask(llm, [*OTHER[:32], 1]))[0] == (0, 32, "evicted", "")
+    explainer._clock = lambda: now + 61.0
+    assert spans(ask(llm, PROMPT))[0] == (0, 64, "expired", "")
+
+
+@pytest.mark.parametrize(
+    ("url", "seconds"), [("memory:?ttl=2m", 120.0), ("memory:", None), ("mine:?ttl=often", None)]
+)
+def test_the_time_of_blocks_is_that_of_the_url(url: str, seconds: float | None):
+    assert store_ttl_s(KvCacheConnectorConfig(url=url)) == seconds
+
+
+def test_below_the_priority(open_llm: Open, llama: Path, store: LateStore):
+    llm = open_llm(llama, connector=stored(store, min_priority=50))
+    refill(llm, PROMPT)
+    assert spans(ask(llm, PROMPT))[0] == (0, 69, "not_saved", "below min_priority")
+
+
+def test_a_save_that_failed(open_llm: Open, llama: Path, store: LateStore, monkeypatch):
+    async def full(_blocks: object) -> int:
+        return 0
+
+    llm = open_llm(llama, connector=stored(store))
+    monkeypatch.setattr(store, "save", full)
+    refill(llm, PROMPT)
+    ask(llm, OTHER[:20])  # a step in which the worker reports it
+    assert spans(ask(llm, PROMPT))[0] == (0, 69, "not_saved", "save failed")
+
+
+def test_a_save_without_room(open_llm: Open, llama: Path, store: LateStore, monkeypatch):
+    llm = open_llm(llama, connector=stored(store, save_timeout_s=0.1))
+    with monkeypatch.context() as patch:
+        patch.setattr(SaveQueue, "stage", lambda *_, **__: 0)
+        ask(llm, PROMPT)
+        drop_device(llm)
+    assert spans(ask(llm, PROMPT))[0] == (0, 69, "not_saved", "backlog")
+
+
+def test_a_store_that_is_away_while_blocks_are_saved(open_llm: Open, llama: Path, store: LateStore):
+    llm = open_llm(llama, connector=stored(store))
+    kind = type(llm._engine._connector._scheduler._finding.store.backend)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "available", property(lambda _: False))
+        ask(llm, PROMPT)
+    drop_device(llm)
+    assert spans(ask(llm, PROMPT))[0] == (0, 69, "not_saved", "store unavailable")
+
+
+def test_late_lookup(open_llm: Open, llama: Path, store: LateStore, monkeypatch):
+    llm = open_llm(llama, connector=stored(store))
+    refill(llm, PROMPT)
+    budget = type(llm._engine._connector._scheduler._finding.budget)
+    monkeypatch.setattr(budget, "wait", lambda *_: None)
+    finding = llm._engine._connector._scheduler._finding
+    monkeypatch.setattr(finding, "hit", lambda _request: None)
+    assert outcomes(ask(llm, PROMPT)) == {"late": 69, "last": 1}
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [("failing", "failed"), ("broken", "damaged")])
+def test_a_load_that_brings_nothing(
+    open_llm: Open, llama: Path, store: LateStore, fault: str, outcome: str
+):
+    llm = open_llm(llama, connector=stored(store))
+    refill(llm, PROMPT)
+    getattr(store, fault).update(store.frames)
+    found = outcomes(ask(llm, PROMPT))
+    assert found.pop("last") == 1
+    assert found.pop(outcome) >= 64
+    assert set(found) <= {"new", "tail"}
+
+
+def test_a_block_that_goes_between_lookup_and_load(open_llm: Open, llama: Path, store: LateStore):
+    llm = open_llm(llama, connector=stored(store))
+    refill(llm, PROMPT)
+    store.lost.update(store.frames)
+    assert outcomes(ask(llm, PROMPT))["evicted"] >= 64
+
+
+def test_a_store_that_failed_before_is_not_asked(open_llm: Open, llama: Path, store: LateStore):
+    llm = open_llm(llama, connector=stored(store))
+    refill(llm, PROMPT)
+    backend = llm._engine._connector._scheduler._finding.store.backend
+    kind = type(backend)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "available", property(lambda _: False))
+        assert outcomes(ask(llm, PROMPT)) == {"failed": 69, "last": 1}
+
+
+def test_a_load_that_is_slower(open_llm: Open, llama: Path, store: LateStore, monkeypatch):
+    llm = open_llm(llama, connector=stored(store))
+    refill(llm, PROMPT)
+    monkeypatch.setattr(llm._engine._connector._loads, "is_worth", lambda *_: False)
+    assert outcomes(ask(llm, PROMPT)) == {"slower": 69, "last": 1}
+
+
+def test_tokens_computed_beside_a_load(open_llm: Open, llama: Path, store: LateStore, monkeypatch):
+    monkeypatch.setattr(BesideLoads, "is_worth", lambda *_: True)
+    monkeypatch.setattr(
+        BesideLoads,
+        "chunk",
+        lambda _, request, *__, **___: T if request.num_computed_tokens < 2 * T else 0,
+    )
+    llm = open_llm(llama, connector=stored(store, overlap_loads=True))
+    refill(llm, PROMPT)
+    store.held.update(store.frames)
+    handle = llm.submit(PROMPT, ONE)
+    engine = llm._engine
+    assert store.waits.wait(60)
+    while not any(one.num_computed_tokens >= 2 * T for one in engine._scheduler.loading.values()):
+        pass
+    store.release()
+    found = outcomes(handle.result(60))
+    assert found["slower"] == 2 * T
+    assert found["reused"] >= 2 * T
+
+
+# ---------------------------------------------------------------------- sums and the ceiling
+
+
+def test_the_ceiling_is_what_a_cache_without_limits_would_have_brought(open_llm: Open, llama: Path):
+    """Compared with a set of all prefixes, within three standard errors of the distinct blocks."""
+    llm = open_llm(llama, max_tokens=12 * T)  # real hits are rare
+    rng = np.random.default_rng(4)
+    bases = [words(100, seed) for seed in range(8)]
+    seen: set[tuple[int, ...]] = set()
+    total, before = 0, metrics.snapshot().get("engine.request.ceiling_tokens", 0)
+    for number in range(120):
+        base = bases[int(rng.integers(len(bases)))][: int(rng.integers(20, 100))]
+        prompt = [*base, *words(5, 100 + number)]
+        output = ask(llm, prompt)
+        blocks = [tuple(prompt[:end]) for end in range(T, len(prompt) + 1, T)]
+        known = sum(block in seen for block in blocks)
+        total += T * known - (known * T == len(prompt))
+        total += outcomes(output).get("reused", 0) % T
+        seen.update(blocks)
+    found = metrics.snapshot()["engine.request.ceiling_tokens"] - before
+    assert abs(found - total) <= 3 * 0.013 * T * len(seen) + T
+    assert found > 2 * llm.stats().reused_device_tokens
+
+
+def test_generated_blocks_count_for_the_ceiling(llm: LLM):
+    first = ask(llm, PROMPT, SamplingParams(max_tokens=30))
+    before = metrics.snapshot()["engine.request.ceiling_tokens"]
+    turn = ask(llm, [*PROMPT, *first.output_token_ids, *words(5, 7)])
+    found = metrics.snapshot()["engine.request.ceiling_tokens"] - before
+    assert outcomes(turn)["reused"] == 99
+    assert found == pytest.approx(99, abs=1)
+
+
+def test_sums_are_exact_over_a_random_run(open_llm: Open, llama: Path):
+    check_random_run(open_llm, llama, 60)
+
+
+@pytest.mark.slow
+def test_sums_are_exact_over_a_long_random_run(open_llm: Open, llama: Path):
+    check_random_run(open_llm, llama, 10_000)
+
+
+def check_random_run(open_llm: Open, model: Path, count: int) -> None:
+    """Prompts that share prefixes, in small caches, preempted and aborted now and then."""
+    llm = open_llm(
+        model,
+        max_tokens=16 * T,
+        connector="memory:?capacity=1MiB",
+        max_num_tokens=32,
+        scheduling="max_utilization",
+    )
+    rng = np.random.default_rng(9)
+    bases = [words(120, seed) for seed in range(6)]
+    total, handles = 0, []
+    for number in range(count):
+        base = bases[int(rng.integers(len(bases)))]
+        prompt = [*base[: int(rng.integers(1, 120))], *words(int(rng.integers(0, 30)), number)]
+        salt = [None, "a", "b"][int(rng.integers(3))]
+        params = SamplingParams(max_tokens=int(rng.integers(0, 12)))
+        handles.append(llm.submit(prompt or [1], params, cache_salt=salt))
+        if rng.random() < 0.1:
+            handles[-1].abort()
+        if len(handles) >= 12:
+            total += sum(sum(outcomes(handle.result(600)).values()) for handle in handles)
+            handles = []
+    total += sum(sum(outcomes(handle.result(600)).values()) for handle in handles)
+    assert total == llm.stats().prompt_tokens
