@@ -190,6 +190,11 @@ class StoreUrl:
         """
         shown = str(self)
         for name in self.query:
+            if name == "quota" and name not in names:
+                raise ConfigurationError(
+                    f"{shown}: quota: this store does not decide what is dropped; disk and memory "
+                    "stores do, also as tiers, and take a quota"
+                )
             if name not in names and name in shown:
                 hint = nearest(name, (*names, *_OF_EVERY_SCHEME))
                 raise ConfigurationError(f"{shown}: unknown parameter '{name}'; {hint}")

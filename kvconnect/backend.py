@@ -94,6 +94,7 @@ class StoredEntry:
             store keeps them.
         pinned_until: Unix seconds until which the block is pinned; 0: it is not, ``inf``: until it
             is unpinned.
+        hits: how often the block was loaded since it was saved; ``None``: the store does not count.
     """
 
     key: BlockKey
@@ -107,6 +108,7 @@ class StoredEntry:
     model: bytes = b""
     group: int = 0
     pinned_until: float = 0.0
+    hits: int | None = None
 
     def block(self, data: Tensor) -> StoredBlock:
         """Makes a `StoredBlock` of this entry and `data`, for saving it to another store."""
@@ -284,6 +286,17 @@ class Backend(ABC):
             ConfigurationError: this store has no pins (default).
         """
         raise ConfigurationError(f"{type(self).__name__}: this store cannot pin blocks")
+
+    async def scrub(self) -> bool:
+        """Removes some of what deleted and dropped blocks left behind; no stored block changes.
+
+        It is called after `delete`, again and again until it returns ``False``: after that no byte
+        of a block that is not stored is in the medium, as far as the store can reach it.
+
+        Returns:
+            Whether there may be more (default: ``False``, `delete` leaves nothing behind).
+        """
+        return False
 
     async def stats(self) -> Mapping[str, float]:
         """Returns numbers about the store: at least ``blocks`` and ``bytes`` where known.

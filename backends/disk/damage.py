@@ -37,10 +37,11 @@ _COLUMNS = {
         "pool_group": _NUMBER,
         "model": _BYTES,
         "pinned": _NUMBER,
+        "hits": _NUMBER,
     },
 }
-# An older version's blocks have neither.
-_OPTIONAL = {("blocks", "model"), ("blocks", "pinned")}
+# An older version's blocks have none of these.
+_OPTIONAL = {("blocks", column) for column in ("model", "pinned", "hits")}
 _WRONG = {
     _NUMBER: "typeof({0}) <> 'integer'",
     _TEXT: "typeof({0}) <> 'text'",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import takewhile
@@ -88,6 +89,7 @@ class DiskDirectory(Lifetime):
         self.capacity = 0
         self._log_identity: tuple[Identity | None, Identity | None] = None, None
         self._used: dict[int, int] = {}
+        self._hits: Counter[int] = Counter()
         self._used_lock = threading.Lock()
         self._hidden: set[BlockKey] = set()
         self._outdated = False
@@ -196,20 +198,23 @@ class DiskDirectory(Lifetime):
         self.note_use(found)
         return len(found)
 
-    def note_use(self, found: Sequence[Located]) -> None:
-        """Marks `found`, a chain from its beginning, as used now."""
+    def note_use(self, found: Sequence[Located], *, loaded: bool = False) -> None:
+        """Marks `found`, a chain from its beginning, as used now, and as `loaded` once more."""
         # The end of a chain counts as used a little earlier than its beginning, so it goes first.
         now = microseconds() if self.writer is None else self.writer.use_clock.now()
         with self._used_lock:
             self._used.update((block.id, now - at) for at, block in enumerate(found))
+            if loaded:
+                self._hits.update(block.id for block in found)
 
     def flush(self) -> None:
-        """Writes the times of use since the last call to the index."""
+        """Writes the times of use and the loads since the last call to the index."""
         with self._used_lock:
             used, self._used = self._used, {}
+            hits, self._hits = self._hits, Counter()
         # Reading a block for maintenance is no use of it.
         if used and self.writer is not None and self.settings.access != "maintain":
-            self.writer.touch(used)
+            self.writer.touch(used, hits)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Deletes `keys`; in a read-only directory hides them for as long as this is open.
@@ -223,16 +228,27 @@ class DiskDirectory(Lifetime):
         else:
             self.writer.delete(keys)
 
+    def scrub(self) -> bool:
+        """Overwrites some of what dropped blocks left; returns whether there may be more.
+
+        Raises:
+            BackendUnavailable: the directory cannot be written to.
+        """
+        return self._writable().scrub()
+
     def pin(self, keys: Sequence[BlockKey], until: float | None) -> list[bool]:
         """Pins or unpins `keys`; see `Backend.pin`.
 
         Raises:
             BackendUnavailable: the directory cannot be written to.
         """
+        share = self.settings.pin_fraction * (self.settings.capacity or self.capacity)
+        return self._writable().pin(keys, until, int(share))
+
+    def _writable(self) -> IndexWriter:
         if self.writer is None:
             raise BackendUnavailable(f"disk store {self.path}: cannot be written to")
-        share = self.settings.pin_fraction * (self.settings.capacity or self.capacity)
-        return self.writer.pin(keys, until, int(share))
+        return self.writer
 
     def children(self, key: BlockKey | None) -> list[Child]:
         """Returns the stored blocks with tokens whose parent is `key`."""

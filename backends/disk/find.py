@@ -107,12 +107,13 @@ class IndexReader:
             with index_errors():
                 model = "b.model" if has_column(db, "model") else "x''"
                 self._has_pins = has_column(db, "pinned")
+                hits = "b.hits" if has_column(db, "hits") else "NULL"
         except BaseException:
             db.close()
             raise
         self._entry_columns = (
             "b.id, b.key, b.length, b.priority, b.created, b.used, b.parent, b.tokens, b.namespace,"
-            f" b.pool_group, {model}, b.pinned"
+            f" b.pool_group, {model}, b.pinned, {hits}"
         )
 
     def find(self, keys: Sequence[BlockKey]) -> list[Located]:
@@ -223,7 +224,8 @@ def _located(shown: str) -> tuple[bytes, Located]:
 
 def _entry(key: Any, *columns: Any) -> StoredEntry | None:
     """Returns the entry of a row; ``None`` if the row is damaged, which must not end a listing."""
-    length, priority, created, used, parent, tokens, namespace, group, model, pinned = columns
+    length, priority, created, used, parent, tokens, namespace, group, model, *counts = columns
+    pinned, hits = counts
     numbers = (length, priority, created, used, group, pinned)
     if not _is_key(key) or not all(isinstance(number, int) for number in numbers):
         return None
@@ -239,6 +241,7 @@ def _entry(key: Any, *columns: Any) -> StoredEntry | None:
         model=model if isinstance(model, bytes) else b"",
         group=group,
         pinned_until=inf if pinned >= FOREVER else pinned / 1e6 if pinned > microseconds() else 0.0,
+        hits=hits if isinstance(hits, int) else None,
     )
 
 

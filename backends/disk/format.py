@@ -70,7 +70,8 @@ CREATE TABLE blocks(
     namespace BLOB NOT NULL,
     pool_group INTEGER NOT NULL,
     model BLOB NOT NULL DEFAULT x'',
-    pinned INTEGER NOT NULL DEFAULT 0       -- until then it is not dropped; Unix time likewise
+    pinned INTEGER NOT NULL DEFAULT 0,      -- until then it is not dropped; Unix time likewise
+    hits INTEGER NOT NULL DEFAULT 0         -- loads of it
 ) STRICT;
 CREATE INDEX blocks_by_segment ON blocks(segment, used);
 CREATE INDEX blocks_by_parent ON blocks(parent);
@@ -86,6 +87,7 @@ _PIN_INDEXES = (
 _LATER_COLUMNS = {
     "model": "BLOB NOT NULL DEFAULT x''",
     "pinned": "INTEGER NOT NULL DEFAULT 0",
+    "hits": "INTEGER NOT NULL DEFAULT 0",
 }
 # Tables that refuse values of another type. An index that an older SQLite has made goes on without.
 _HAS_STRICT = (3, 37, 0)

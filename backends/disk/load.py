@@ -47,5 +47,5 @@ def load(
     # A slot may have been given to another block while it was read. Its row goes first: if the row
     # is still there, the slot was not touched before now.
     del found[directory.reader.alive(found) :]
-    directory.note_use(found)
+    directory.note_use(found, loaded=True)
     return len(found)

@@ -9,7 +9,8 @@ from contextlib import suppress
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.disk.directory import DiskDirectory
 from kvconnect.backends.disk.errors import NO_SPACE, IndexDamaged, IndexFull, SegmentLost
-from kvconnect.backends.disk.writer import IndexWriter, Reservation
+from kvconnect.backends.disk.rows import Reservation
+from kvconnect.backends.disk.writer import IndexWriter
 from kvconnect.frame import FrameChecksum
 from kvconnect.trace import count, warn_once
 

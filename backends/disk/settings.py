@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvconnect.backend import DEFAULT_PIN_FRACTION, Access
+from kvconnect.backends.quotas import Quotas
 
 __all__ = ["DiskSettings", "Durability"]
 
@@ -24,3 +25,4 @@ class DiskSettings:
     pin_fraction: float = DEFAULT_PIN_FRACTION
     frame_sizes: frozenset[int] = frozenset()
     access: Access = "store"
+    quotas: Quotas | None = None

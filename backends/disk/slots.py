@@ -7,17 +7,18 @@ share a directory count the same bytes and never take the same slot.
 from __future__ import annotations
 
 import sqlite3
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.backends.disk.damage import whole_numbers
 from kvconnect.backends.disk.errors import NO_SPACE
+from kvconnect.backends.disk.eviction import TENANT, Eviction
 from kvconnect.backends.disk.files.direct_io import Location, aligned_size
 from kvconnect.backends.disk.files.owner import owners
 from kvconnect.backends.disk.files.segments import SegmentFiles
 from kvconnect.backends.disk.format import index_nbytes, log_nbytes
+from kvconnect.backends.quotas import Quotas
 from kvconnect.backends.url import format_size
 from kvconnect.frame import ALIGNMENT
 from kvconnect.keys import BlockKey
@@ -30,8 +31,8 @@ __all__ = ["SlotAllocator", "slot_size"]
 _SEGMENTS_MIN = 16
 _SEGMENTS_MAX = 256
 _SEGMENT_NBYTES = 1 << 30
-# Not the greatest number that the index takes, but far in the future.
-_LATEST = 1 << 62
+# The most tenants that a query names; the first are those furthest above their share.
+_MOST_GIVERS = 500
 # In very small stores the index must not take all the room there is.
 _INDEX_SHARE = 8
 
@@ -60,20 +61,12 @@ class _Segment:
     used: int | None  # when its newest block was last used; None if it holds none
 
 
-@dataclass(frozen=True, slots=True)
-class _Victim:
-    id: int
-    key: bytes
-    location: Location
-    parent: bytes | None
-    used: int
-
-
 class SlotAllocator:
     """The allocator of slots; `db` is in a write transaction whenever a method is called.
 
     Args:
         capacity: bytes of data files and index together.
+        quotas: the tenants' shares of it, if any.
         at: called with the name of the point that is reached; tests end the process there.
     """
 
@@ -84,9 +77,11 @@ class SlotAllocator:
         files: SegmentFiles,
         *,
         capacity: int,
+        quotas: Quotas | None,
         at: Callable[[str], None],
     ) -> None:
         self._db = db
+        self.eviction = Eviction(db, quotas)
         self._directory = directory
         self._files = files
         self._capacity = capacity
@@ -109,10 +104,17 @@ class SlotAllocator:
             else:
                 self._files.empty(segment)
 
-    def take(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[Location]:
+    def take(
+        self,
+        size: int,
+        wanted: int,
+        keep: Collection[BlockKey | None],
+        saving: Mapping[bytes, int],
+    ) -> list[Location]:
         """Takes up to `wanted` slots of `size` bytes, neighbours where possible, in order.
 
-        Evicts the least recently used blocks for them, but not the blocks `keep`.
+        Evicts the least recently used blocks for them, but not the blocks `keep`. `saving` has the
+        bytes of the whole save by tenant.
         """
         taken = self._unused(size, wanted)
         if len(taken) < wanted and self.release_stopped():
@@ -120,7 +122,7 @@ class SlotAllocator:
         while len(taken) < wanted and self._grow(size, wanted - len(taken)):
             taken += self._unused(size, wanted - len(taken))
         if len(taken) < wanted:
-            taken += self._reclaim(size, wanted - len(taken), keep)
+            taken += self._reclaim(size, wanted - len(taken), keep, saving)
         return sorted(taken)
 
     def reserve(self, owner: str, save: int, locations: Iterable[Location]) -> None:
@@ -135,7 +137,9 @@ class SlotAllocator:
         rows = self._db.execute(
             "DELETE FROM reserved WHERE owner=? AND save=? RETURNING segment, slot", (owner, save)
         )
-        return set(rows.fetchall())
+        ended: set[tuple[int, int]] = set(rows.fetchall())
+        self.eviction.end_saving(ended)
+        return ended
 
     def free(self, locations: Iterable[tuple[int, int]]) -> None:
         """Frees slots, given as (segment, slot)."""
@@ -298,22 +302,32 @@ class SlotAllocator:
             return True
         return False
 
-    def _reclaim(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[Location]:
+    def _reclaim(
+        self,
+        size: int,
+        wanted: int,
+        keep: Collection[BlockKey | None],
+        saving: Mapping[bytes, int],
+    ) -> list[Location]:
         """Drops blocks and returns their slots: least recently used first, chains from their end.
 
         A data file of another slot size is dropped as a whole, if all its blocks are older than the
-        next ones of this size.
+        next ones of this size. With quotas only blocks of those go that are to make room.
         """
         locations: list[Location] = []
+        usage = self.eviction.usage(saving)
         while len(locations) < wanted:
-            victims = self._oldest(size, wanted - len(locations), keep)
-            foreign = self._coldest(other_than=size)
+            givers = self.eviction.givers(usage, self.nbytes(), saving)
+            victims = self.eviction.victims(size, wanted - len(locations), keep, givers, usage)
+            only = None if givers is None else [tenant for tenant, _ in givers]
+            foreign = self._coldest(other_than=size, only=only)
             if foreign and (not victims or (foreign.used or 0) < victims[0].used):
                 self.drop_segment(foreign.id, foreign.size)
                 if self._grow(size, wanted - len(locations)):
                     locations += self._unused(size, wanted - len(locations))
+                usage = self.eviction.usage(saving)
             elif victims:
-                self._drop(victims)
+                self.eviction.drop(victims)
                 locations += [victim.location for victim in victims]
             else:
                 break
@@ -322,65 +336,26 @@ class SlotAllocator:
             self._at("evicted")
         return locations
 
-    def _oldest(self, size: int, wanted: int, keep: Collection[BlockKey | None]) -> list[_Victim]:
-        """Returns up to `wanted` blocks to drop, ordered so that children precede their parents.
-
-        Iterates over the blocks by priority and use. That is nearly the right order, for the end
-        of a chain counts as older than its beginning; a block that comes up before its last
-        child waits for it, and then is next.
-        """
-        rows = self._db.execute(
-            "SELECT id, key, segment, slot, parent, used,"
-            " (SELECT count(*) FROM blocks WHERE parent = b.key)"
-            " FROM blocks AS b WHERE size=? AND pinned=0 ORDER BY priority, used",
-            (size,),
-        )
-        victims: list[_Victim] = []
-        waiting: dict[bytes, tuple[_Victim, int]] = {}
-        dropped: Counter[bytes] = Counter()
-        for block, key, segment, slot, parent, used, children in rows:
-            if key in keep:
-                continue
-            whole_numbers([(segment, slot, used)])
-            waiting[key] = (
-                _Victim(block, key, Location(segment, slot, size), parent, used),
-                children,
-            )
-            following: bytes | None = key
-            while following in waiting and waiting[following][1] == dropped[following]:
-                victim, _ = waiting.pop(following)
-                victims.append(victim)
-                if len(victims) == wanted:
-                    rows.close()
-                    return victims
-                following = victim.parent
-                if following is not None:
-                    dropped[following] += 1
-        return victims
-
-    def _drop(self, victims: Sequence[_Victim]) -> None:
-        self._db.executemany("DELETE FROM blocks WHERE id=?", [(victim.id,) for victim in victims])
-        # The parents are now the ends of the chains. They count as used after the victims.
-        gone = {victim.key for victim in victims}
-        ends = [
-            (min(v.used, _LATEST) + 1, v.parent)
-            for v in victims
-            if v.parent and v.parent not in gone
-        ]
-        self._db.executemany("UPDATE blocks SET used=max(used, ?) WHERE key=?", ends)
-
-    def _coldest(self, other_than: int = -1, *, pinned: bool = False) -> _Segment | None:
+    def _coldest(
+        self, other_than: int = -1, *, pinned: bool = False, only: Sequence[bytes] | None = None
+    ) -> _Segment | None:
         """Returns the least recently used segment that no process writes to.
 
-        Without `pinned` one that holds no pinned block.
+        Without `pinned` one that holds no pinned block; with `only` one that holds blocks of these
+        tenants alone.
         """
+        others = "0"
+        if only is not None:
+            only = only[:_MOST_GIVERS]
+            others = f"{TENANT} NOT IN ({','.join('?' * len(only))})"
         row = self._db.execute(
-            "SELECT id, size, (SELECT max(used) FROM blocks WHERE segment = s.id) AS newest"
+            "SELECT id, size, (SELECT max(used) FROM blocks WHERE segment = s.id) AS newest"  # noqa: S608
             " FROM segments AS s WHERE size <> ? AND NOT EXISTS"
             " (SELECT 1 FROM reserved WHERE segment = s.id)"
             " AND (? OR s.id NOT IN (SELECT segment FROM blocks WHERE pinned > 0))"
+            f" AND NOT EXISTS (SELECT 1 FROM blocks WHERE segment = s.id AND {others})"
             " ORDER BY newest NULLS FIRST LIMIT 1",
-            (other_than, pinned),
+            (other_than, pinned, *(only or ())),
         ).fetchone()
         if row is None:
             return None

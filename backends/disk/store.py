@@ -23,6 +23,7 @@ from kvconnect.backends.disk.directory import DiskDirectory, ignore
 from kvconnect.backends.disk.load import load
 from kvconnect.backends.disk.save import save
 from kvconnect.backends.disk.settings import DiskSettings, Durability
+from kvconnect.backends.quotas import Quotas, quotas_of
 from kvconnect.backends.url import StoreUrl, format_size
 from kvconnect.errors import ConfigurationError
 from kvconnect.frame import FrameChecksum, frame_nbytes
@@ -39,7 +40,7 @@ T = TypeVar("T")
 
 def from_url(url: StoreUrl) -> DiskBackend:
     """Parses ``disk:///var/cache/kv?capacity=200GiB&durability=power&ttl=7d`` or ``disk:kv``."""
-    url.allow("capacity", "durability", "pin_fraction", "ttl")
+    url.allow("capacity", "durability", "pin_fraction", "quota", "ttl")
     if url.location:
         shown = str(replace(url, query={})).partition("//")[2]
         raise ConfigurationError(
@@ -55,6 +56,7 @@ def from_url(url: StoreUrl) -> DiskBackend:
         durability="power" if power else "process",
         ttl=url.duration("ttl"),
         pin_fraction=url.fraction("pin_fraction", DEFAULT_PIN_FRACTION),
+        quotas=quotas_of(url),
     )
 
 
@@ -73,6 +75,7 @@ class DiskBackend(Backend):
         durability: the event that stored blocks survive: the ``process`` killed, or ``power`` lost.
         ttl: seconds after which a block is dropped, used or not; ``None``: never.
         pin_fraction: the share of `capacity` that pinned blocks may take, 0 to 1.
+        quotas: the tenants' shares of `capacity`; ``None``: all blocks are alike.
     """
 
     capabilities = Capabilities(
@@ -94,11 +97,12 @@ class DiskBackend(Backend):
         durability: Durability = "process",
         ttl: float | None = None,
         pin_fraction: float = DEFAULT_PIN_FRACTION,
+        quotas: Quotas | None = None,
     ) -> None:
         if capacity is not None and capacity < 1:
             raise ConfigurationError(f"capacity={capacity}: must be at least one byte")
         self._settings = DiskSettings(
-            Path(path).absolute(), capacity, durability, ttl, pin_fraction
+            Path(path).absolute(), capacity, durability, ttl, pin_fraction, quotas=quotas
         )
         self._client: DiskClient | None = None  # while it is open
         self.at: Callable[[str], None] = ignore
@@ -209,6 +213,14 @@ class DiskBackend(Backend):
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
         """Returns the entry that `scan` would yield for each of `keys`."""
         return await self._run("index", lambda directory: directory.reader.describe(keys))
+
+    async def scrub(self) -> bool:
+        """Overwrites free slots, and the ends of longer ones, 16 MiB at a time; see `Backend`.
+
+        Raises:
+            BackendUnavailable: the directory cannot be written to.
+        """
+        return await self._run("saves", lambda directory: directory.scrub())
 
     async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
         """Pins or unpins `keys`, for all processes and across restarts; see `Backend.pin`.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.disk.damage import expect_schema, expect_sound, whole_numbers
@@ -24,44 +24,21 @@ from kvconnect.backends.disk.find import (
     valid,
 )
 from kvconnect.backends.disk.format import IndexLog, connect, log_nbytes, make_index
+from kvconnect.backends.disk.leftovers import Leftovers
 from kvconnect.backends.disk.path import identity, log_identity
+from kvconnect.backends.disk.rows import INSERT, Reservation, row_of
 from kvconnect.backends.disk.settings import DiskSettings
 from kvconnect.backends.disk.slots import SlotAllocator, slot_size
 from kvconnect.backends.disk.use_clock import SANE, UseClock
-from kvconnect.backends.entries import tokens_to_bytes
+from kvconnect.backends.quotas import tenant_of
 from kvconnect.keys import BlockKey
 
-__all__ = ["IndexWriter", "Reservation"]
+__all__ = ["IndexWriter"]
 
 _EXPIRED_PER_SAVE = 256
 _EXPIRED_AT_OPEN = 16384
 # Seconds between two looks for damage while it is open.
 _CHECK_S = 60.0
-_INSERT = (
-    "INSERT OR IGNORE INTO blocks(key, segment, slot, size, length, priority, created, used,"
-    " parent, tokens, namespace, pool_group, model)"
-    " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-)
-
-
-@dataclass(slots=True)
-class Reservation:
-    """The slots that a save may write to.
-
-    Attributes:
-        save: names it among those of this owner.
-        count: the leading blocks that are stored once `new` is written and committed.
-        new: position in the save, block and slot of those that are not stored yet.
-    """
-
-    save: int
-    count: int
-    new: list[tuple[int, StoredBlock, Location]]
-
-    @property
-    def locations(self) -> list[Location]:
-        """The slots of `new`."""
-        return [location for _, _, location in self.new]
 
 
 class IndexWriter:
@@ -104,13 +81,17 @@ class IndexWriter:
         self.identity = identity(directory)
         self._db = connect(directory, settings.durability, log)
         self.log_identity = log_identity(directory)
-        self._slots = SlotAllocator(self._db, directory, files, capacity=capacity, at=at)
+        self._slots = SlotAllocator(
+            self._db, directory, files, capacity=capacity, quotas=settings.quotas, at=at
+        )
+        self._leftovers = Leftovers(self._db)
         self._log = IndexLog(self._db, directory, log)
         try:
             with index_errors():
                 expect_sound(self._db)
             with self._transaction():
                 self._owner = Owner(directory)
+                self._slots.eviction.prepare()
                 newest = self._db.execute("SELECT max(used) FROM blocks WHERE used<?", (SANE,))
                 self.use_clock = UseClock(newest.fetchone()[0] or 0)
                 newest.close()
@@ -162,8 +143,8 @@ class IndexWriter:
             ours = self._slots.end_reservation(self._owner.name, reservation.save)
             # If this process looked stopped, the slots may be another's by now.
             new = [entry for entry in reservation.new if entry[2].key in ours]
-            rows = [_row(now, used, *entry) for entry in new]
-            inserted = self._db.executemany(_INSERT, rows).rowcount
+            rows = [row_of(now, used, *entry) for entry in new]
+            inserted = self._db.executemany(INSERT, rows).rowcount
             if inserted < len(new):  # another process was faster with some
                 expect_schema(self._db)  # or something does not let them in
                 self._slots.free(self._rowless([location.key for _, _, location in new]))
@@ -211,9 +192,23 @@ class IndexWriter:
         if not found:
             return
         self._at("erasing")
-        self._files.zero(found)
+        self._files.zero([(location, 0) for location in found])
         with self._transaction():
             self._slots.free(self._slots.end_reservation(self._owner.name, erasure))
+
+    def scrub(self) -> bool:
+        """Overwrites some bytes in slots that no block has; returns whether there may be more.
+
+        Other writes wait meanwhile.
+
+        Raises:
+            OSError: any of these bytes may have been overwritten.
+        """
+        with self._transaction():
+            left = self._leftovers.following()
+            if left:
+                self._files.zero(left)
+        return bool(left)
 
     def pin(self, keys: Sequence[BlockKey], until: float | None, most: int) -> list[bool]:
         """Pins or unpins `keys`; all pinned blocks take `most` bytes at most; see `Backend.pin`."""
@@ -241,14 +236,17 @@ class IndexWriter:
                 expect_sound(self._db)
             self._check_at = time.monotonic() + _CHECK_S
 
-    def touch(self, used: Mapping[int, int]) -> None:
-        """Records when the copies with these ids were used, unless the log cannot be moved."""
+    def touch(self, used: Mapping[int, int], hits: Mapping[int, int]) -> None:
+        """Records when the copies with these ids were used, and how often loaded.
+
+        Does nothing while the log cannot be moved.
+        """
         if self._log.stuck:
             return
         with self._transaction():
             self._db.executemany(
-                "UPDATE blocks SET used=max(used, ?) WHERE id=?",
-                [(stamp, block) for block, stamp in used.items()],
+                "UPDATE blocks SET used=max(used, ?), hits=hits+? WHERE id=?",
+                [(stamp, hits.get(block, 0), block) for block, stamp in used.items()],
             )
 
     def tidy(self) -> None:
@@ -292,11 +290,13 @@ class IndexWriter:
     def _take(self, blocks: Sequence[StoredBlock], present: Collection[BlockKey]) -> Reservation:
         new: dict[BlockKey, tuple[int, StoredBlock]] = {}
         by_size: dict[int, list[BlockKey]] = {}
+        saving: Counter[bytes] = Counter()
         for at, block in enumerate(blocks):
             if block.key not in present and block.key not in new:
                 new[block.key] = (at, block)
                 size = slot_size(block.data.numel(), self._settings.frame_sizes)
                 by_size.setdefault(size, []).append(block.key)
+                saving[tenant_of(block.namespace)] += size
         # Rows that have expired, or are unusable, would prevent the new ones.
         self._slots.free(self._deleted(list(new)))
         keep = {block.key for block in blocks} | {block.parent for block in blocks}
@@ -304,7 +304,7 @@ class IndexWriter:
         located: list[tuple[int, StoredBlock, Location]] = []
         count = len(blocks)
         for size, keys in by_size.items():
-            locations = self._slots.take(size, len(keys), keep)
+            locations = self._slots.take(size, len(keys), keep, saving)
             located += [
                 (*new[key], location) for key, location in zip(keys, locations, strict=False)
             ]
@@ -313,6 +313,9 @@ class IndexWriter:
         self._slots.free(location.key for at, _, location in located if at >= count)
         kept = sorted((entry for entry in located if entry[0] < count), key=lambda entry: entry[0])
         self._slots.reserve(self._owner.name, self._saves, [location for _, _, location in kept])
+        self._slots.eviction.begin_saving(
+            (*location.key, tenant_of(block.namespace)) for _, block, location in kept
+        )
         return Reservation(self._saves, count, kept)
 
     def _rowless(self, slots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -361,23 +364,3 @@ class IndexWriter:
                         self._db.execute("ROLLBACK")
                 raise
             self._log.bound()
-
-
-def _row(
-    now: int, used: int, at: int, block: StoredBlock, location: Location
-) -> tuple[object, ...]:
-    return (
-        block.key,
-        location.segment,
-        location.slot,
-        location.size,
-        block.data.numel(),
-        block.priority,
-        now,
-        used - at,  # the end of a chain is older than its beginning, so it goes first
-        block.parent,
-        None if block.tokens is None else tokens_to_bytes(block.tokens),
-        block.namespace,
-        block.group,
-        block.model,
-    )

@@ -56,6 +56,7 @@ def checked_entry(answer: object, name: str, operation: str = "scan") -> StoredE
         and (answer.tokens is None or _is_tokens(answer.tokens))
         and all(_is_bytes(value) for value in (answer.namespace, answer.model))
         and (answer.pinned_until == inf or _is_number(answer.pinned_until))
+        and (answer.hits is None or isinstance(answer.hits, int))
     ):
         _refuse(answer, name, operation)
     return answer

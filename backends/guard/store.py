@@ -282,6 +282,11 @@ class GuardedBackend(Backend):
         self._opened()
         return await self._calls.run("pin", lambda _: self._pin(keys, until))
 
+    async def scrub(self) -> bool:
+        """Removes some of what blocks left that are gone, within the deadline; see `Backend`."""
+        self._opened()
+        return bool(await self._calls.run("scrub", lambda _: self.inner.scrub()))
+
     async def stats(self) -> Mapping[str, float]:
         """Returns numbers about the store, and about the calls to it.
 

@@ -15,6 +15,7 @@ from kvconnect.backends.host.copier import Copy, copy_all
 from kvconnect.backends.host.index import MemoryBlock, MemoryIndex
 from kvconnect.backends.host.region import MemoryRegion
 from kvconnect.backends.lanes import Lane
+from kvconnect.backends.quotas import Quotas
 from kvconnect.backends.url import format_size
 from kvconnect.errors import ConfigurationError
 from kvconnect.frame import ALIGNMENT, FrameChecksum, frame_nbytes
@@ -25,6 +26,7 @@ __all__ = ["HostBlocks", "unit_nbytes"]
 
 # One layout: a block is one unit, one copy. Several: blocks of any size share units without waste.
 _SHARED_UNIT = 64 << 10
+_SCRUB_NBYTES = 16 << 20
 # The units of a block, if values are shorter than blocks.
 _PARTS = 16
 
@@ -59,11 +61,12 @@ class HostBlocks:
     Args:
         region: holds the bytes.
         lane: the two threads for copies.
+        quotas: the tenants' shares of the region; ``None``: all blocks are alike.
     """
 
-    def __init__(self, region: MemoryRegion, lane: Lane) -> None:
+    def __init__(self, region: MemoryRegion, lane: Lane, quotas: Quotas | None = None) -> None:
         self.region = region
-        self.index = MemoryIndex(region.num_units)
+        self.index = MemoryIndex(region.num_units, quotas)
         self._lane = lane
         self._lock = threading.Lock()
 
@@ -122,6 +125,8 @@ class HostBlocks:
                 if block is not None
             ]
             await copy_all(copies, self._lane)
+            for block in blocks[:fitting]:
+                block.hits += 1
         finally:
             self.release(blocks)
         return fitting
@@ -166,6 +171,17 @@ class HostBlocks:
         """Deletes `keys`; their memory is free once it is held no more."""
         with self._lock:
             self.index.delete(keys)
+
+    def scrub(self) -> bool:
+        """Overwrites some of the free memory that held blocks; returns whether there may be more.
+
+        Blocks for some milliseconds.
+        """
+        with self._lock:
+            units = self.index.take_leftovers(max(1, _SCRUB_NBYTES // self.region.unit))
+            for view in self.region.views(units, len(units) * self.region.unit):
+                view[:] = 0
+        return bool(units)
 
     def pin(self, keys: Sequence[BlockKey], until: float | None, most: int) -> list[bool]:
         """Pins or unpins `keys`; all pinned blocks take `most` bytes at most; see `Backend.pin`."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvconnect.backend import MAX_CHILDREN, Child, StoredBlock, StoredEntry
 from kvconnect.backends.entries import BlockMetadata
+from kvconnect.backends.quotas import Quotas, tenant_of
 from kvconnect.keys import BlockKey
 
 __all__ = ["MemoryBlock", "MemoryIndex"]
@@ -20,7 +22,7 @@ class MemoryBlock:
     """A block of a region.
 
     `used` counts operations, not seconds. While `holds` is above zero a copy runs on its units.
-    `pinned_until` is in Unix seconds.
+    `pinned_until` is in Unix seconds. `hits` counts loads.
     """
 
     key: BlockKey
@@ -34,13 +36,15 @@ class MemoryBlock:
     queued: bool = False
     dropped: bool = False
     pinned_until: float = 0.0
+    hits: int = 0
 
     def entry(self) -> StoredEntry:
         """Returns the entry of the block for `Backend.scan`."""
         entry = self.metadata.entry(
             self.key, self.nbytes, created_at=self.created_at, used_at=self.used_at
         )
-        return replace(entry, pinned_until=self.pinned_until) if self.pinned else entry
+        pinned_until = self.pinned_until if self.pinned else 0.0
+        return replace(entry, pinned_until=pinned_until, hits=self.hits)
 
     @property
     def pinned(self) -> bool:
@@ -53,18 +57,23 @@ class MemoryIndex:
 
     Only leaves, blocks without stored children, are dropped: lowest priority first, then least
     recently used. So a chain is dropped from its end, and using a block keeps its ancestors. Pinned
-    leaves are no candidates until their pins end.
+    leaves are no candidates until their pins end. With `quotas` the leaves of one tenant go before
+    those of another.
     """
 
-    def __init__(self, num_units: int) -> None:
+    def __init__(self, num_units: int, quotas: Quotas | None = None) -> None:
         self.num_units = num_units
+        self._quotas = quotas
+        self._usage: Counter[bytes] = Counter()  # units by tenant
         # Taken from the end: blocks saved together get neighbouring units.
         self._free = list(range(num_units - 1, -1, -1))
+        self._written: set[int] = set()  # units that held a block since they were overwritten
         self._blocks: dict[BlockKey, MemoryBlock] = {}
         self._children: dict[BlockKey | None, dict[BlockKey, None]] = {}
         # (priority, used, tie-break, block): each leaf once. `used` may be older than the block's
         # own, which is seen when it comes up; so using a block costs nothing here.
-        self._leaves: list[tuple[int, int, int, MemoryBlock]] = []
+        # Of each tenant, with quotas; else all of them are one tenant's.
+        self._leaves: dict[bytes, list[tuple[int, int, int, MemoryBlock]]] = {}
         self._pushes = 0
         self._clock = 0
         self._pinned: dict[BlockKey, MemoryBlock] = {}
@@ -118,7 +127,7 @@ class MemoryIndex:
         if parent is not None:
             parent.used = now
         while len(self._free) < num_units:
-            victim = self._oldest_leaf(now)
+            victim = self._victim(block, num_units, now)
             if victim is None:
                 return None
             self._drop(victim)
@@ -128,12 +137,14 @@ class MemoryIndex:
         tokens = None if block.tokens is None else block.tokens.copy()
         metadata = replace(BlockMetadata.of(block), tokens=tokens)
         wall = time.time()
+        self._written.update(units)
+        self._usage[self._tenant(block.namespace)] += num_units
         return MemoryBlock(block.key, metadata, block.data.numel(), units, now, wall, wall)
 
     def publish(self, block: MemoryBlock) -> None:
         """Makes a reserved block present; frees its units if its key is present by now."""
         if block.key in self._blocks:
-            self._free.extend(reversed(block.units))
+            self.cancel(block)
             return
         self._blocks[block.key] = block
         self._children.setdefault(block.metadata.parent, {})[block.key] = None
@@ -141,6 +152,7 @@ class MemoryIndex:
 
     def cancel(self, block: MemoryBlock) -> None:
         """Frees the units of a block that was reserved and not published."""
+        self._count_less(block)
         self._free.extend(reversed(block.units))
 
     def hold(self, blocks: Iterable[MemoryBlock]) -> None:
@@ -161,6 +173,13 @@ class MemoryIndex:
             block = self._blocks.get(key)
             if block is not None:
                 self._drop(block)
+
+    def take_leftovers(self, most: int) -> list[int]:
+        """Returns up to `most` free units that held blocks; the caller overwrites them at once."""
+        written = (unit for unit in self._free if unit in self._written)
+        units = list(islice(written, most))
+        self._written.difference_update(units)
+        return units
 
     def pinned(self) -> list[MemoryBlock]:
         """Returns the blocks that are pinned now."""
@@ -213,18 +232,42 @@ class MemoryIndex:
             return
         block.queued = True
         self._pushes += 1
-        heapq.heappush(self._leaves, (block.metadata.priority, block.used, self._pushes, block))
-        if len(self._leaves) > 2 * len(self._blocks) + 64:
+        tenant = self._tenant(block.metadata.namespace)
+        leaves = self._leaves.setdefault(tenant, [])
+        heapq.heappush(leaves, (block.metadata.priority, block.used, self._pushes, block))
+        if len(leaves) > 2 * self._usage[tenant] + 64:
             # Deleted blocks stay behind in the heap; do not let them pile up.
-            self._leaves = [leaf for leaf in self._leaves if not leaf[3].dropped]
-            heapq.heapify(self._leaves)
+            leaves[:] = [leaf for leaf in leaves if not leaf[3].dropped]
+            heapq.heapify(leaves)
 
-    def _oldest_leaf(self, now: int) -> MemoryBlock | None:
+    def _tenant(self, namespace: bytes) -> bytes:
+        return b"" if self._quotas is None else tenant_of(namespace)
+
+    def _count_less(self, block: MemoryBlock) -> None:
+        """Subtracts the units of `block` from those of its tenant."""
+        tenant = self._tenant(block.metadata.namespace)
+        self._usage[tenant] -= len(block.units)
+        if not self._usage[tenant]:  # there are as many tenants as salts
+            del self._usage[tenant]
+            self._leaves.pop(tenant, None)
+
+    def _victim(self, block: StoredBlock, num_units: int, now: int) -> MemoryBlock | None:
+        """Returns the block to drop next for `block`, which takes `num_units`, if any."""
         self._end_pins()
+        if self._quotas is None:
+            return self._oldest_leaf(b"", now)
+        tenant = self._tenant(block.namespace)
+        usage = self._usage + Counter({tenant: num_units})
+        givers = self._quotas.givers(usage, self.num_units, {tenant})
+        leaves = (self._oldest_leaf(giver, now) for giver, _ in givers)
+        return next((leaf for leaf in leaves if leaf is not None), None)
+
+    def _oldest_leaf(self, tenant: bytes, now: int) -> MemoryBlock | None:
+        leaves = self._leaves.get(tenant, [])
         kept = []
         victim = None
-        while self._leaves and victim is None:
-            _, used, _, block = heapq.heappop(self._leaves)
+        while leaves and victim is None:
+            _, used, _, block = heapq.heappop(leaves)
             block.queued = False
             if block.dropped or block.key in self._children or block.key in self._pinned:
                 continue
@@ -242,6 +285,7 @@ class MemoryIndex:
         block.dropped = True
         del self._blocks[block.key]
         self._pinned.pop(block.key, None)
+        self._count_less(block)
         above = block.metadata.parent
         siblings = self._children[above]
         del siblings[block.key]

@@ -18,6 +18,7 @@ from kvconnect.backend import (
 from kvconnect.backends.host.blocks import HostBlocks, unit_nbytes
 from kvconnect.backends.host.region import MemoryRegion
 from kvconnect.backends.lanes import Lane
+from kvconnect.backends.quotas import Quotas, quotas_of
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.frame import FrameChecksum
@@ -31,13 +32,14 @@ DEFAULT_CAPACITY = 1 << 30
 
 def from_url(url: StoreUrl) -> MemoryBackend:
     """Parses ``memory:?capacity=4GiB&pin_fraction=0.5``."""
-    url.allow("capacity", "pin_fraction")
+    url.allow("capacity", "pin_fraction", "quota")
     if url.location or url.path:
         raise ConfigurationError(f"{url}: has no place; write memory: or memory:?capacity=4GiB")
     return MemoryBackend(
         url.size("capacity") or DEFAULT_CAPACITY,
         short_values=bool(url.codec),
         pin_fraction=url.fraction("pin_fraction", DEFAULT_PIN_FRACTION),
+        quotas=quotas_of(url),
     )
 
 
@@ -53,6 +55,7 @@ class MemoryBackend(Backend):
         short_values: values will be shorter than the layouts say, because they are compressed; then
             memory is allocated in smaller units.
         pin_fraction: the share of `capacity` that pinned blocks may take, 0 to 1.
+        quotas: the tenants' shares of `capacity`; ``None``: all blocks are alike.
     """
 
     capabilities = Capabilities(
@@ -70,12 +73,14 @@ class MemoryBackend(Backend):
         *,
         short_values: bool = False,
         pin_fraction: float = DEFAULT_PIN_FRACTION,
+        quotas: Quotas | None = None,
     ) -> None:
         if capacity < 1:
             raise ConfigurationError(f"capacity={capacity}: must be at least one byte")
         self.capacity = capacity
         self._short_values = short_values
         self._pin_fraction = pin_fraction
+        self._quotas = quotas
         self._blocks: HostBlocks | None = None
         self._copying: Lane | None = None
 
@@ -88,7 +93,7 @@ class MemoryBackend(Backend):
         unit = unit_nbytes(self.capacity, layouts, short_values=self._short_values)
         region = MemoryRegion(self.capacity, unit)
         self._copying = Lane("kvconnect-memory", 2)
-        self._blocks = HostBlocks(region, self._copying)
+        self._blocks = HostBlocks(region, self._copying, self._quotas)
 
     async def close(self) -> None:
         """Frees the region, as soon as copies in flight have ended."""
@@ -138,6 +143,10 @@ class MemoryBackend(Backend):
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
         """Returns the entry that `scan` would yield for each of `keys`."""
         return self._opened().describe(keys)
+
+    async def scrub(self) -> bool:
+        """Overwrites memory that blocks have left, 16 MiB at a time; see `Backend.scrub`."""
+        return self._opened().scrub()
 
     async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
         """Pins or unpins `keys`; see `Backend.pin`."""

@@ -15,7 +15,7 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once
 
-__all__ = ["check_server", "scan_page", "survey", "takes_writes"]
+__all__ = ["check_server", "scan_names", "scan_page", "survey", "takes_writes"]
 
 _OLDEST = (6, 2)
 _PAGE = 512
@@ -68,8 +68,13 @@ def takes_writes(names: Names, nbytes: int, wire: Wire) -> bool:
 
 def scan_page(names: Names, cursor: int, wire: Wire) -> tuple[int, list[BlockKey]]:
     """Returns the cursor of the next step of SCAN, 0 after the last, and this one's blocks."""
-    after, found = _step(wire, names.prefix + b"b:", cursor)
+    after, found = scan_names(names, b"b:", cursor, wire)
     return after, [key for name in found if (key := names.key(name)) is not None]
+
+
+def scan_names(names: Names, stem: bytes, cursor: int, wire: Wire) -> tuple[int, list[bytes]]:
+    """Returns the cursor of the next step of SCAN, and this one's names that begin with `stem`."""
+    return _step(wire, names.prefix + stem, cursor)
 
 
 def survey(names: Names, wire: Wire) -> dict[str, int]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock, StoredEntry
 from kvconnect.backends.redis.find import RedisChildren, RedisFinder
+from kvconnect.backends.redis.leftovers import RedisLeftovers
 from kvconnect.backends.redis.load import RedisReader
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.save import RedisWriter
@@ -41,6 +42,7 @@ class _Parts:
     children: RedisChildren
     reader: RedisReader
     writer: RedisWriter
+    leftovers: RedisLeftovers
 
 
 class RedisBackend(Backend):
@@ -81,6 +83,7 @@ class RedisBackend(Backend):
             children,
             RedisReader(router, finder),
             RedisWriter(router, finder, children),
+            RedisLeftovers(router),
         )
 
     async def close(self) -> None:
@@ -142,6 +145,13 @@ class RedisBackend(Backend):
         Counts as use with servers older than Redis 7.2. An LFU policy hides the time of use.
         """
         return await self._opened().finder.describe(keys)
+
+    async def scrub(self) -> bool:
+        """Removes tokens of absent blocks from lists of children, and parts that no block names.
+
+        Goes through a page of names for each call; see `Backend.scrub`.
+        """
+        return await self._opened().leftovers.remove_some()
 
     async def stats(self) -> Mapping[str, float]:
         """Returns ``blocks`` and their ``bytes``, estimated where there are very many.

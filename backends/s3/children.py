@@ -131,6 +131,10 @@ class S3Children:
             new = reduce(lambda children, change: change(children), changes, old)
             if new is old:
                 return
+            if not new:
+                # Its name has the parent's key. A block that is listed meanwhile loses the hint.
+                self._bucket.remove(self._name(parent))
+                return
             try:
                 self._bucket.put(self._name(parent), [_encode(new)], replaces=etag)
                 return

@@ -195,6 +195,13 @@ class TieredBackend(Backend):
             raise BackendUnavailable("tiered store: no tier with pins answers")
         return [any(of_key) for of_key in zip(*answers, strict=True)]
 
+    async def scrub(self) -> bool:
+        """Removes some of what blocks left in the tiers that answer; see `Backend.scrub`."""
+        self._opened()
+        default = False
+        calls = (tier.answer(tier.guard.scrub(), default) for tier in self.tiers if tier.alive)
+        return any(await asyncio.gather(*calls))
+
     async def stats(self) -> dict[str, float]:
         """Returns each tier's numbers as ``<tier>.<name>``, and the greatest of some.
 

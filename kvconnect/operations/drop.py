@@ -21,8 +21,8 @@ _KEYS_PER_DELETE = 256
 async def drop(url: str, wanted: Wanted, done: Result, *, dry_run: bool = False) -> None:
     """Deletes the `wanted` blocks of the store of `url`, the ends of prompts first.
 
-    Pinned blocks are deleted, too. Repeating it after an interruption deletes the rest. In a disk
-    store the bytes of deleted blocks are overwritten.
+    Pinned blocks are deleted, too. Repeating it after an interruption deletes the rest. Then what
+    blocks left behind that were dropped before is removed, too; see `Backend.scrub`.
 
     Args:
         url: of the store.
@@ -66,6 +66,11 @@ async def _delete(
                         tokens[entry.key] = len(known)
             done.tokens += sum(tokens.values())
             progress.advance(len(piece))
+    if not dry_run:
+        async with Progress("scrub", 0, "parts") as progress:
+            for store in stores.values():
+                while await store.scrub():
+                    progress.advance(1)
 
 
 async def _expect_all(store: GuardedBackend, answering: Mapping[str, Backend]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property
 from math import inf
 from os import PathLike, fspath
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvconnect.operations.pin import Pinned
     from kvconnect.operations.result import Result
     from kvconnect.operations.saving import Saved
+    from kvconnect.operations.tenants import TenantUse
     from kvconnect.operations.warm import WarmPrompt
 
 __all__ = ["PromptStore", "Which"]
@@ -249,6 +250,25 @@ class PromptStore:
         done = Pinned() if into is None else into
         self._run(pin(self.url, self._wanted(which), None, done))
         return done
+
+    def tenants(self, names: Mapping[bytes, str] | None = None) -> list[TenantUse]:
+        """Returns the use that each tenant makes of the whole store, whatever the model.
+
+        Args:
+            names: of tenants, by their `kvconnect.keys.salt_tag`.
+
+        Raises:
+            ConfigurationError: a store that cannot list its blocks.
+            BackendUnavailable: the store fails.
+        """
+        from kvconnect.operations.tenants import each_tenant
+        from kvconnect.operations.visit import listed, visiting
+
+        async def found() -> list[TenantUse]:
+            async with visiting(self.url, "read") as store:
+                return await each_tenant(listed(self.url, store), names or {})
+
+        return run_anywhere(found())
 
     def export(
         self,

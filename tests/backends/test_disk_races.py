@@ -102,7 +102,7 @@ def test_no_index_is_replaced_while_it_is_opened_or_closed(path, settings, monke
     directory = DiskDirectory(settings, lanes)
     assert replaceable
     opened, replaceable[:] = set(replaceable), []
-    directory.writer.touch({})
+    directory.writer.touch({}, {})
     assert replaceable
     assert {free for _, free in replaceable} == {True}
     replaceable.clear()

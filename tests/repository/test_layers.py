@@ -28,7 +28,7 @@ FACADE = HEIGHT["engine"]
 APART = {("engine", "backends"), ("transfer", "cache")}
 """Layers that must not know each other although one stands above the other."""
 
-STORE = "backends.url backends.lanes backends.entries"
+STORE = "backends.url backends.lanes backends.entries backends.quotas"
 CONTRACT = "connector.scheduler connector.worker connector.data connector.stream"
 TRANSFER = (
     "transfer.transport transfer.pull transfer.reads transfer.regions transfer.local"

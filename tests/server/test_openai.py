@@ -114,6 +114,32 @@ def test_cached_blocks_are_shared_under_one_salt_only(client):
     assert all(cached(salt) for salt in (None, "a", "b"))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_counts_do_not_tell_anothers_prompt_character_by_character(client, stream):
+    """Exact counts gave away 21 characters of another's prompt to 523 requests."""
+    begun = f"{stream}: the password of the store is".ljust(48)
+    secret = "cabbadcabdbcadbacbdca"
+
+    def cached(prompt: str, salt: str | None = None) -> int:
+        answer = client.completions.create(
+            prompt=prompt,
+            extra_body={} if salt is None else {"cache_salt": salt},
+            stream=stream,
+            stream_options={"include_usage": True} if stream else openai.omit,
+            **COMPLETION | {"max_tokens": 1},
+        )
+        *_, last = answer if stream else [answer]
+        return last.usage.prompt_tokens_details.cached_tokens
+
+    for salt in (None, "mine"):
+        cached(begun + secret + ". Keep it.", salt)
+    for known in (0, 6, 14):  # also who knows a part of it does not learn the next character
+        guesses = (secret[known], "z")
+        assert [cached(begun + secret[:known] + one + "?") for one in guesses] == [48, 48], known
+    # A tenant reads its own prompts alone, and its counts are exact.
+    assert cached(begun + secret[:5] + "?", "mine") == 48 + 5
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "n": 3}, {"stop": ["e", "o"]}])
 def test_a_stream_is_the_whole_answer_in_pieces(client, sampling):
     asked = {**COMPLETION, "prompt": PROMPT, **sampling}

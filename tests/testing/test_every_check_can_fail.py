@@ -65,6 +65,7 @@ WRONG = {
     "contract.save_again": wrong.memory(wrong.CountsNewOnes),
     "contract.duplicates": wrong.memory(wrong.CountsKeys),
     "contract.delete": wrong.memory(wrong.DeleteRaises),
+    "contract.scrub": wrong.memory(wrong.ScrubsTooMuch),
     "contract.own_copy": wrong.memory(wrong.KeepsBuffers),
     "contract.read_only_input": wrong.memory(wrong.SpoilsInput),
     "contract.metadata": wrong.memory(wrong.NeedsTokens),

@@ -113,6 +113,12 @@ class DeleteRaises(MemoryBackend):
         await super().delete(keys)
 
 
+class ScrubsTooMuch(MemoryBackend):
+    async def scrub(self):
+        await self.delete([entry.key async for entry in self.scan()])
+        return False
+
+
 class DictBackend(Backend):
     """Right, apart from what its subclasses do."""
 

@@ -175,18 +175,20 @@ class SegmentFiles:
             [partial(self._write, part) for part in parts(locations, buffers, checksums)]
         )
 
-    def zero(self, locations: Sequence[Location]) -> None:
-        """Overwrites whole slots with zeros, on the medium, too; skips those of lost files.
+    def zero(self, ends: Sequence[tuple[Location, int]]) -> None:
+        """Overwrites slots with zeros, each from an aligned offset in it on; skips lost files.
+
+        The zeros are on the medium when this returns.
 
         Raises:
             OSError: any of the slots may have been overwritten in part.
         """
-        size = max(location.size for location in locations)
+        size = max(location.size for location, _ in ends)
         zeros = scratch(min(size, _ZEROS_NBYTES))
         written = []
-        for location in locations:
+        for location, begin in ends:
             with suppress(SegmentLost), self._using(location) as fd:
-                for start in range(0, location.size, len(zeros)):
+                for start in range(begin, location.size, len(zeros)):
                     piece = zeros[: min(len(zeros), location.size - start)]
                     write_at(fd, [piece], location.offset + start)
                 written.append(location)

@@ -14,13 +14,16 @@ from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size, parse_size
 from kvconnect.cli.command import add_json
 from kvconnect.cli.visit import add_url
+from kvconnect.errors import ConfigurationError
 from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
-from kvconnect.operations.visit import parts, visiting
+from kvconnect.operations.tenants import TenantUse, each_tenant, read_names
+from kvconnect.operations.visit import listed, parts, visiting
 
 __all__ = ["add_options", "run"]
 
 _SHOWN = 20
+_TENANT = "{:<32}  {:>9}  {:>10}  {:>9}  {:>12}"
 _OWN = ("breaker_state", "running", "abandoned")
 _SIZES = ("bytes", "file_bytes", "capacity", "pinned_bytes", "used_memory", "maxmemory")
 
@@ -32,14 +35,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "are divided between models, namespaces and pool groups."
     )
     add_url(parser)
+    parser.add_argument(
+        "--by", choices=("tenant",), help="blocks, bytes, hits and tokens saved of each tenant"
+    )
+    parser.add_argument(
+        "--tenants",
+        metavar="FILE",
+        help='names for --by tenant: a JSON object, {"digest of the salt": "name"}',
+    )
     parser.add_argument("--quick", action="store_true", help="do not list the blocks")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints the numbers."""
-    run_to_end(_sum_up(arguments))
+    """Prints the numbers.
+
+    Raises:
+        ConfigurationError: options that exclude each other, or a file of names that is none.
+    """
+    if arguments.tenants is not None and arguments.by is None:
+        raise ConfigurationError("--tenants: needs --by tenant")
+    if arguments.by is None:
+        run_to_end(_sum_up(arguments))
+        return
+    if arguments.quick:
+        raise ConfigurationError("--quick: lists no blocks, which --by tenant needs")
+    names = {} if arguments.tenants is None else read_names(arguments.tenants)
+    run_to_end(_by_tenant(arguments, names))
 
 
 @dataclass(slots=True)
@@ -101,6 +124,26 @@ async def _sum_up(arguments: argparse.Namespace) -> None:
         _print_numbers(numbers)
         if census is not None:
             _print_census(census)
+
+
+async def _by_tenant(arguments: argparse.Namespace, names: Mapping[bytes, str]) -> None:
+    async with visiting(arguments.url, "read") as store:
+        found = await each_tenant(listed(arguments.url, store), names)
+    if arguments.json:
+        print(json.dumps({"tenants": [one.as_json() for one in found]}))
+        return
+    print(_TENANT.format("TENANT", "BLOCKS", "BYTES", "HITS", "TOKENS SAVED"))
+    for one in found:
+        hits, saved = (
+            "-" if number is None else str(number) for number in (one.hits, one.tokens_saved)
+        )
+        print(_TENANT.format(_shown(one), one.blocks, format_size(one.bytes), hits, saved))
+
+
+def _shown(one: TenantUse) -> str:
+    if one.name is not None:
+        return one.name
+    return "(unknown)" if one.digest is None else one.digest.hex()
 
 
 def _of_store(numbers: Mapping[str, float], url: StoreUrl) -> dict[str, float]:

@@ -17,6 +17,7 @@ __all__ = ["expect_stored"]
 
 _SIZES = (0, 1, 4095, 4096, 4097, 2 << 20)
 _LARGE = 32 << 20
+_MOST_SCRUBS = 10_000
 
 
 async def expect_stored(
@@ -238,6 +239,24 @@ async def delete(subject: Subject) -> None:
         saved = await store.save([blocks.block(key) for key in keys])
         demand(saved == 4, f"saving a deleted block again said {saved}")
         await expect_stored(store, blocks, keys)
+
+
+@check("contract")
+async def scrub(subject: Subject) -> None:
+    """A scrub after deletes comes to an end, and no stored block changes by it."""
+    blocks = subject.blocks("scrub")
+    keys = blocks.keys(count=6)
+    async with subject.opened() as store:
+        await store.save([blocks.block(key) for key in keys])
+        await store.delete(keys[::2])
+        for _ in range(_MOST_SCRUBS):
+            if not await store.scrub():
+                break
+        else:
+            demand(condition=False, message=f"scrub said {_MOST_SCRUBS} times that there is more")
+        found = [await store.lookup([key]) for key in keys]
+        demand(found == [0, 1] * 3, f"after deleting every other block, lookups say {found}")
+        await expect_stored(store, blocks, keys[1::2])
 
 
 @check("contract")

@@ -1,0 +1,59 @@
+"""The bytes in slots that no stored block has: those of blocks that were dropped."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from kvconnect.backends.disk.damage import whole_numbers
+from kvconnect.backends.disk.files.direct_io import Location, aligned_size
+
+__all__ = ["Leftovers"]
+
+# Others wait while so much is overwritten.
+_NBYTES = 16 << 20
+_ROWS = 256
+_BEGIN = (0, -1), 0
+_FREE = (
+    "SELECT segment, slot, size FROM free JOIN segments ON id = segment"
+    " WHERE (segment, slot) > (?, ?) AND slot >= 0 AND slot < slots ORDER BY segment, slot LIMIT ?"
+)
+_LONGER = (
+    "SELECT b.id, b.segment, b.slot, s.size, b.length FROM blocks AS b"
+    " JOIN segments AS s ON s.id = b.segment WHERE b.id > ? AND b.slot >= 0 AND b.slot < s.slots"
+    " AND b.length >= 0 AND (b.length + 4095) / 4096 * 4096 < s.size ORDER BY b.id LIMIT ?"
+)
+
+
+class Leftovers:
+    """Goes through free slots, and through the ends of slots that are longer than their blocks.
+
+    Args:
+        db: is in a write transaction whenever a method is called.
+    """
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._slot, self._block = _BEGIN
+
+    def following(self) -> list[tuple[Location, int]]:
+        """Returns the next slots, each with the offset from which on its bytes are left over.
+
+        Returns none at the end; the call after that begins anew.
+        """
+        found: list[tuple[Location, int]] = []
+        nbytes = 0
+        for segment, slot, size in whole_numbers(
+            self._db.execute(_FREE, (*self._slot, _ROWS)).fetchall()
+        ):
+            found.append((Location(segment, slot, size), 0))
+            self._slot = segment, slot
+            if (nbytes := nbytes + size) >= _NBYTES:
+                break
+        if found:
+            return found
+        rows = whole_numbers(self._db.execute(_LONGER, (self._block, _ROWS)).fetchall())
+        for self._block, segment, slot, size, length in rows:
+            found.append((Location(segment, slot, size), aligned_size(length)))
+        if not found:
+            self._slot, self._block = _BEGIN
+        return found

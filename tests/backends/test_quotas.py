@@ -1,0 +1,288 @@
+"""Quotas: who is above its share goes first, and who is below it loses nothing to others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections import Counter
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvconnect.backends import open_backend
+from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.backends.memory.store import MemoryBackend
+from kvconnect.backends.quotas import Quotas, quotas_of, tenant_of
+from kvconnect.backends.url import StoreUrl
+from kvconnect.errors import ConfigurationError
+from kvconnect.keys import Namespace, salt_tag
+from kvconnect.testing import BlockMaker
+
+SLOTS = 96
+CAPACITY = SLOTS * BlockMaker().frame_nbytes
+
+
+def space(name) -> bytes:
+    return Namespace(str(name)).tag()
+
+
+def tenant(name) -> bytes:
+    return salt_tag(str(name))
+
+
+@pytest.fixture(params=["memory", "disk"])
+def make(request, tmp_path):
+    def made(quotas: Quotas | None, capacity: int = CAPACITY):
+        if request.param == "memory":
+            return MemoryBackend(capacity, quotas=quotas)
+        return DiskBackend(tmp_path / "kv", capacity=capacity, quotas=quotas)
+
+    return made
+
+
+@pytest.fixture
+def kit():
+    return BlockMaker()
+
+
+@asynccontextmanager
+async def opened(store, kit):
+    await store.open([kit.layout])
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def chain(kit, name, number, count=4, **options):
+    keys = kit.keys(name, number, count=count)
+    return [replace(one, namespace=space(name)) for one in kit.chain(keys, **options)]
+
+
+async def press(store, kit, name, blocks, start=0, size=4):
+    for number in range(start, start + blocks // size):
+        await store.save(chain(kit, name, number, size))
+
+
+async def counts(store) -> Counter[bytes]:
+    return Counter([tenant_of(entry.namespace) async for entry in store.scan()])
+
+
+async def room(store) -> int:
+    """The blocks that a full store holds."""
+    return int((await store.stats())["blocks"])
+
+
+async def test_without_others_a_tenant_may_have_the_whole_store(make, kit):
+    async with opened(make(Quotas(0.1)), kit) as store:
+        await press(store, kit, "a", 2 * SLOTS)
+        assert await room(store) > SLOTS * 3 // 4
+
+
+async def test_a_flood_takes_nothing_from_who_is_below_its_share(make, kit):
+    """Without quotas all of it is gone after one capacity of others' blocks."""
+    async with opened(make(Quotas(0.25)), kit) as store:
+        mine = [one for number in range(4) for one in chain(kit, "mine", number)]
+        for start in range(0, len(mine), 4):
+            assert await store.save(mine[start : start + 4]) == 4
+        await press(store, kit, "flood", 5 * SLOTS)
+        assert [await store.lookup([one.key]) for one in mine] == [1] * 16
+    # Not used for long, and still there: the flood had to live with the rest.
+
+
+async def test_priority_of_others_does_not_count(make, kit):
+    async with opened(make(Quotas(0.25)), kit) as store:
+        await store.save(chain(kit, "mine", 0, 8, priority=1))
+        for number in range(3 * SLOTS // 8):
+            await store.save(chain(kit, "flood", number, 8, priority=99))
+        assert (await counts(store))[tenant("mine")] == 8
+
+
+async def test_who_is_above_its_share_gives_it_back(make, kit):
+    async with opened(make(Quotas(0.5)), kit) as store:
+        await press(store, kit, "first", 2 * SLOTS)
+        whole = await room(store)
+        await press(store, kit, "second", 2 * SLOTS)
+        found = await counts(store)
+        assert abs(found[tenant("first")] - whole / 2) <= 1
+        assert abs(found[tenant("second")] - whole / 2) <= 1
+
+
+async def test_twenty_tenants_at_once_have_their_shares_within_one_block(make, kit):
+    async with opened(make(Quotas(0.05)), kit) as store:
+        for turn in range(12):
+            for name in range(20):
+                await store.save(chain(kit, name, turn, 1 + (name + turn) % 3))
+        whole, found = await room(store), await counts(store)
+        assert all(abs(found[tenant(name)] - whole / 20) <= 1 for name in range(20)), found
+
+
+async def test_more_tenants_than_shares_have_less_each(make, kit):
+    async with opened(make(Quotas(0.5)), kit) as store:
+        for turn in range(2 * SLOTS // 8):
+            for name in range(8):
+                await store.save(chain(kit, name, turn, 1))
+        whole, found = await room(store), await counts(store)
+        assert all(abs(found[tenant(name)] - whole / 8) <= 1 for name in range(8)), found
+
+
+async def test_a_tenant_that_comes_when_all_is_shared_out_gets_a_part(make, kit):
+    async with opened(make(Quotas(0.5)), kit) as store:
+        for name in ("first", "second", "third"):
+            await press(store, kit, name, 2 * SLOTS)
+        whole, found = await room(store), await counts(store)
+        assert all(abs(n - whole / 3) <= 1 for n in found.values()), found
+
+
+def test_who_is_below_its_share_gives_only_to_itself():
+    """Also where those above it cannot: what they have may be pinned."""
+    usage = {b"above": 40, b"below": 20, b"saves": 10, b"far above": 90}
+    givers = Quotas(0.1).givers(usage, 300, {b"saves"})
+    assert givers == [(b"far above", 50), (b"above", 10), (b"saves", 0)]
+
+
+async def test_who_has_no_share_goes_first(make, kit):
+    async with opened(make(Quotas(0.0, {tenant("paid"): 0.5})), kit) as store:
+        await press(store, kit, "paid", 24)
+        await press(store, kit, "free", 2 * SLOTS)
+        await press(store, kit, "paid", 16, start=100)
+        found = await counts(store)
+        assert found[tenant("paid")] == 40
+
+
+async def test_pinned_blocks_of_a_tenant_above_its_share_stay(make, kit):
+    async with opened(make(Quotas(0.1)), kit) as store:
+        pinned = [one for number in range(5) for one in chain(kit, "pinned", number)]
+        for start in range(0, 20, 4):
+            await store.save(pinned[start : start + 4])
+        assert all(await store.pin([one.key for one in pinned], float("inf")))
+        below = chain(kit, "below", 0)
+        assert await store.save(below) == 4
+        await press(store, kit, "flood", 2 * SLOTS)
+        assert [await store.lookup([one.key]) for one in [*pinned, *below]] == [1] * 24
+
+
+async def test_below_its_share_a_tenant_loses_at_most_two_points_of_hits_beside_a_flood(make, kit):
+    async def hits(store, *, flood: bool) -> int:
+        found = 0
+        for turn in range(40):
+            prompt = chain(kit, "mine", turn % 6)
+            found += await store.lookup([one.key for one in prompt])
+            await store.save(prompt)
+            if flood:
+                await press(store, kit, "flood", 40, start=10 * turn)
+        return found
+
+    async with opened(make(Quotas(0.5)), kit) as store:
+        alone = await hits(store, flood=False)
+        await store.delete([one.key for number in range(6) for one in chain(kit, "mine", number)])
+        beside = await hits(store, flood=True)
+    assert alone == 34 * 4
+    assert beside >= 0.98 * alone
+
+
+# ------------------------------------------------------------------ threads and processes
+
+LARGE = 256 << 10  # in smaller stores so many writers find the index's log too long
+
+SAVER = """
+import sys
+from test_quotas import save_much
+save_much(sys.argv[1], [int(name) for name in sys.argv[2:]], first=8)
+"""
+
+
+def save_much(path: str, names, first: int, turns: int = 8) -> None:
+    """Saves blocks of tenants to a disk store, whose threads save those of several at once."""
+
+    async def work() -> None:
+        kit = BlockMaker()
+        store = DiskBackend(path, capacity=SLOTS * LARGE, quotas=Quotas(0.05))
+        await store.open([kit.layout])
+
+        async def save(name) -> None:
+            for turn in range(first, first + turns):
+                block = kit.block(kit.key(name, turn), nbytes=LARGE)
+                await store.save([replace(block, namespace=space(name))])
+
+        await asyncio.gather(*map(save, names))
+        await store.close()
+
+    asyncio.run(work())
+
+
+def test_twenty_tenants_in_threads_of_two_processes(tmp_path, kit):
+    path = str(tmp_path / "kv")
+    save_much(path, range(20), first=0)
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", SAVER, path, *map(str, range(start, 20, 2))],
+            cwd=Path(__file__).parent,
+        )
+        for start in range(2)
+    ]
+    assert [child.wait(60) for child in children] == [0, 0]
+
+    async def found_in(store):
+        async with opened(store, kit):
+            return await room(store), await counts(store)
+
+    whole, found = asyncio.run(found_in(DiskBackend(path)))
+    assert whole > SLOTS * 3 // 4
+    assert all(abs(found[tenant(name)] - whole / 20) <= 1 for name in range(20)), found
+
+
+async def test_blocks_that_are_being_written_count(tmp_path, kit):
+    store = DiskBackend(tmp_path / "kv", capacity=CAPACITY, quotas=Quotas(0.4))
+    async with opened(store, kit):
+        await press(store, kit, "a", 2 * SLOTS)
+        await press(store, kit, "b", 2 * SLOTS)
+        before = await counts(store)
+        writer = store._client.directory.writer
+        writing = [writer.reserve(chain(kit, "a", number, 4)) for number in range(900, 903)]
+        assert (await counts(store))[tenant("b")] == before[tenant("b")]
+        for one in writing:
+            writer.release(one)
+
+
+# ------------------------------------------------------------------ settings
+
+
+@pytest.mark.parametrize(("text", "share"), [("10%", 0.1), ("0.25", 0.25), ("100%", 1), ("0", 0)])
+def test_a_share_of_all(text, share):
+    assert quotas_of(StoreUrl.parse(f"memory:?quota={text}")) == Quotas(share)
+
+
+def test_shares_of_some(tmp_path):
+    file = tmp_path / "quotas.json"
+    file.write_text(json.dumps({tenant("a").hex(): "30%", "*": "1.5%"}))
+    found = quotas_of(StoreUrl.parse(f"disk:kv?quota={file}"))
+    assert found == Quotas(0.015, {tenant("a"): 0.3})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "No such file.*or a file"),
+        ("[]", "a JSON object of tenants and shares"),
+        ('{"*": "110%"}', r"'\*': a share of the capacity such as 10% or 0.1 is needed"),
+        ('{"*": 0.1}', "as text"),
+        ('{"tenant-7": "10%"}', "'tenant-7': give the 32 hexadecimal digits"),
+    ],
+)
+def test_files_that_are_none(tmp_path, content, said):
+    file = tmp_path / "quotas.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigurationError, match=said):
+        open_backend(f"disk:{tmp_path}/kv?quota={file}")
+
+
+@pytest.mark.parametrize("url", ["redis://host", "s3://bucket/kv", "nixl://", "tiered:"])
+def test_stores_that_do_not_decide_refuse_a_quota(url):
+    with pytest.raises(ConfigurationError, match="disk and memory stores do, also as tiers"):
+        open_backend(f"{url}?quota=10%")
