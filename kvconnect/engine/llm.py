@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvconnect.cache.pool.events import KvCacheEvent
 from kvconnect.config import KvCacheConnectorConfig
-from kvconnect.engine.assembly import assembled
+from kvconnect.engine.assembly import Assembly, assembled
 from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.engine.generation import Generation
 from kvconnect.engine.keywords import takes
@@ -17,11 +17,16 @@ from kvconnect.engine.options import EngineOptions
 from kvconnect.engine.request.output import EngineStats
 from kvconnect.engine.request.prompts import Prompt
 from kvconnect.engine.thread import EngineThread
+from kvconnect.errors import ConfigurationError
+from kvconnect.events.settings import EventsConfig
 from kvconnect.keys import BlockKey, Namespace, Shard, chain_key, store_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import SamplingParams
 from kvconnect.shards import stored_heads
 from kvconnect.tokens import as_token_array
+
+if TYPE_CHECKING:
+    from kvconnect.events.publisher import EventPublisher, EventsAddress
 
 __all__ = ["LLM"]
 
@@ -53,7 +58,8 @@ class LLM(Generation):
 
     @takes(EngineOptions)
     def __init__(self, options: EngineOptions) -> None:
-        parts = assembled(options)
+        self._events = _publisher(options.events_config)
+        parts = _assembled(options, self._events)
         self._model, self.tokenizer = parts.loaded.model, parts.loaded.tokenizer
         self.layouts = parts.geometry.layouts
         self.options = options
@@ -63,11 +69,14 @@ class LLM(Generation):
         self._engine = parts.engine
         self._ids = itertools.count()
         self._thread = EngineThread(
-            self._engine, parts.inbox, close_s=_close_s(options.connector_config)
+            self._engine,
+            parts.inbox,
+            close_s=_close_s(options.connector_config),
+            after_step=None if self._events is None else self._events.ring,
         )
         # Weakly: an error that ended the engine refers to the frames it was raised in, some of them
         # the caller's, which refer to this object. A thread that runs is held by itself.
-        weakref.finalize(self, _end, weakref.ref(self._thread))
+        weakref.finalize(self, _end, weakref.ref(self._thread), self._events)
         close_at_exit(self)
 
     @property
@@ -84,6 +93,11 @@ class LLM(Generation):
     def process_ids(self) -> tuple[int, ...]:
         """The process ids of the ranks, by rank: this one first. For monitoring, and for tests."""
         return self._engine.process_ids
+
+    @property
+    def events_address(self) -> EventsAddress | None:
+        """The sockets that publish stored and removed blocks; ``None``: none does."""
+        return None if self._events is None else self._events.address
 
     def check_health(self) -> None:
         """Checks that requests are accepted; never blocks.
@@ -139,9 +153,10 @@ class LLM(Generation):
         """Returns the changes of the KV cache since the last call, oldest first; never blocks.
 
         The newest ``KvCacheConfig.event_buffer_max_size`` are kept: by default none. A gap in their
-        ``event_id`` shows that some were not taken in time.
+        ``event_id`` shows that some were not taken in time. With `events` the publisher takes them,
+        and this returns an empty list.
         """
-        return self._kv.take_events()
+        return self._kv.take_events() if self._events is None else []
 
     def stats(self) -> EngineStats:
         """Returns counts so far, and what the engine holds now."""
@@ -157,9 +172,12 @@ class LLM(Generation):
     def close(self) -> None:
         """Aborts running requests, drains the store, ends the thread; blocks meanwhile. Idempotent.
 
-        With a connector it returns within ``save_timeout_s`` + 2 s, whatever the connector does.
+        With a connector it returns within ``save_timeout_s`` + 2 s, whatever the connector does;
+        with `events` within 1 s more.
         """
         self._thread.close()
+        if self._events is not None:
+            self._events.close()
 
     def __enter__(self) -> Self:
         return self
@@ -168,9 +186,37 @@ class LLM(Generation):
         self.close()
 
 
-def _end(thread: weakref.ref[EngineThread]) -> None:
+def _publisher(config: EventsConfig | None) -> EventPublisher | None:
+    """Returns the publisher, which listens already: a port that is taken is reported early."""
+    if config is None:
+        return None
+    try:
+        from kvconnect.events.publisher import EventPublisher
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"events: need '{error.name}'; pip install 'kvconnect[events]'"
+        ) from error
+    return EventPublisher(config)
+
+
+def _assembled(options: EngineOptions, events: EventPublisher | None) -> Assembly:
+    """Returns the parts of the engine; `events` publishes what its cache does."""
+    try:
+        parts = assembled(options)
+    except BaseException:
+        if events is not None:
+            events.close()
+        raise
+    if events is not None:
+        events.start(parts.kv.take_events, parts.geometry.layouts)
+    return parts
+
+
+def _end(thread: weakref.ref[EngineThread], events: EventPublisher | None) -> None:
     if (running := thread()) is not None:
         running.close(wait=False)
+    if events is not None:
+        events.close()
 
 
 def _close_s(config: KvCacheConnectorConfig | None) -> float | None:

@@ -16,6 +16,7 @@ from kvconnect.engine.ranks.settings import check_tensor_parallel_size
 from kvconnect.engine.sampling.drafts import NgramSpeculation, Speculation
 from kvconnect.engine.scheduler import SchedulingPolicy
 from kvconnect.errors import ConfigurationError
+from kvconnect.events.settings import Events, EventsConfig
 from kvconnect.text import shown
 
 __all__ = ["EngineOptions"]
@@ -55,11 +56,15 @@ class EngineOptions:
             one engine of several ranks at a time. For models with a tensor-parallel plan in
             transformers, the built-in cache manager, and stores that are given by a URL.
 
+        events: where stored and removed blocks are published over ZeroMQ, as vLLM does: an
+            endpoint, or an `EventsConfig` (or its fields as a dict). Needs the extra ``events``.
+
     Attributes:
         directory: of the model.
         cache_config: of `kv_cache`.
         connector_config: of `connector`; ``None``: there is none.
         cache_factory: makes the cache manager.
+        events_config: of `events`; ``None``: nothing is published.
         speculation: of greedy requests; ``None``: none.
 
     Raises:
@@ -81,11 +86,13 @@ class EngineOptions:
     scheduling: SchedulingPolicy = DEFAULT_SCHEDULING
     speculative: Speculation | None = None
     tensor_parallel_size: int = 1
+    events: Events | None = None
 
     directory: Path = field(init=False)
     cache_config: KvCacheConfig = field(init=False)
     connector_config: KvCacheConnectorConfig | None = field(init=False)
     cache_factory: KVCacheManagerFactory = field(init=False)
+    events_config: EventsConfig | None = field(init=False)
     speculation: NgramSpeculation | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,9 +105,13 @@ class EngineOptions:
         if config is not None:
             check_store(config)
         given = {} if self.kv_cache is None else self.kv_cache
+        cache, events = KvCacheConfig.given("kv_cache", given), EventsConfig.of(self.events)
+        if events is not None:
+            cache = cache.model_copy(update={"event_buffer_max_size": events.max_queued})
         parsed = {
             "connector_config": config,
-            "cache_config": KvCacheConfig.given("kv_cache", given),
+            "cache_config": cache,
+            "events_config": events,
             "speculation": NgramSpeculation.of(self.speculative),
             "cache_factory": _manager_factory(self.kv_cache_manager),
             "directory": _directory(self.model),

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -50,6 +51,7 @@ class EngineThread:
         engine: no other thread may use it from now on.
         inbox: empty; rung when a transfer of the engine's connector ended.
         close_s: the longest wait of `close`; ``None``: until the thread has ended.
+        after_step: called by the thread after every step; must not block.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class EngineThread:
         inbox: Inbox[LiveRequest | Abort | ResetCache | Close],
         *,
         close_s: float | None = None,
+        after_step: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
+        self._after_step = after_step or (lambda: None)
         self._inbox = inbox
         self._close_s = close_s
         self._closing = False
@@ -153,7 +157,9 @@ class EngineThread:
             self._receive()
             if self._closing:
                 break
-            if not self._engine.step():
+            had_effect = self._engine.step()
+            self._after_step()
+            if not had_effect:
                 self._inbox.wait(self._engine.wait_seconds())
         self._engine.abort_all()
 

@@ -30,7 +30,6 @@ _DAMAGED: _Names = {
     ("pieces",): "transfer.pull.corrupt",
     ("digests",): "transfer.bad_digests",
 }
-_NIXL_FAULTS = ("late", "bad_digest", "avoided", "rebuilds")
 _STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
 _ROLES = ("prefill", "decode")
 
@@ -450,8 +449,14 @@ METRICS: tuple[Metric, ...] = (
         "kvconnect_nixl_faults_total",
         "What went wrong between `nixl:` stores: answers that were late, blocks of a bad_digest, "
         "peers that were avoided for a while, rebuilds of the transport.",
-        _totals(_each("store.nixl.{}", _NIXL_FAULTS)),
+        _totals(_each("store.nixl.{}", ("late", "bad_digest", "avoided", "rebuilds"))),
         ("reason",),
+    ),
+    Metric(
+        "kvconnect_kv_events_total",
+        "Events of stored and removed blocks: published, or dropped before they were.",
+        _totals(_each("events.{}.events", ("published", "dropped"))),
+        ("event",),
     ),
 )
 """All metrics, in the order of ``docs/metrics.md``."""

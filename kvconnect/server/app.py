@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -86,8 +88,11 @@ class _Model:
 
 
 async def _health(llm: LLM, admission: Admission, request: Request) -> Response:
-    """Answers whether requests are accepted."""
+    """Answers whether requests are accepted, and where events are published."""
     if admission.closed:
         raise ShuttingDown
     llm.check_health()
-    return JSONResponse({"status": "ok"})
+    told: dict[str, Any] = {"status": "ok"}
+    if (events := llm.events_address) is not None:
+        told["events"] = asdict(events)
+    return JSONResponse(told)

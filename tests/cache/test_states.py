@@ -157,9 +157,9 @@ def test_reclaimed_snapshots_go_to_the_host():
 def test_a_second_call_for_one_end_names_the_same_block():
     blocks = manager()
     blocks.add_sequence(1, prompt(20))
-    block = blocks.state_snapshot(1, 16)
-    assert blocks.state_snapshot(1, 16) == block
-    assert blocks.next_state_end(1, 0) == 16, "the block is not written: no chunk passes it"
+    block = blocks.state_snapshot(1, 8)
+    assert blocks.state_snapshot(1, 8) == block
+    assert blocks.next_state_end(1, 0) == 8, "the block is not written: no chunk passes it"
     blocks.abort(1, 12)  # the step was discarded
     assert blocks.match(prompt(20)) == 0
     assert blocks.num_free_blocks(window=T) == 8

@@ -10,12 +10,13 @@ import pytest
 
 from kvconnect import LLM, KvCacheConfig, KvCacheRetentionConfig, TokenRangeRetentionConfig
 from kvconnect.cli.commands import generate, serve
+from kvconnect.cli.options.events_options import events_of
 from kvconnect.config import DEFAULT_SCHEDULING
 from kvconnect.engine import llm as module
 from kvconnect.engine.sampling.drafts import NgramSpeculation
 from kvconnect.errors import ConfigurationError
 
-OTHERWISE = {"kv_cache", "connector", "speculative"}
+OTHERWISE = {"kv_cache", "connector", "speculative", "events"}
 """Made of several options each."""
 IN_PYTHON_ONLY = {"kv_cache_manager", "enable_chunked_prefill", "max_logprobs"}
 
@@ -118,3 +119,16 @@ RETENTION = ("--retention", "0:16=90:30s", "32:=10", "decode=5:1m")
 def test_an_option_reaches_the_engine(given, arguments, expected):
     found = given(*arguments)
     assert {name: found[name] for name in expected} == expected
+
+
+def test_events_are_published_where_the_options_say():
+    parser = argparse.ArgumentParser()
+    serve.add_options(parser)
+    plain = parser.parse_args(["MODEL"])
+    assert events_of(plain) is None
+    given = ["--events", "tcp://*:5557", "--events-topic", "kv", "--events-buffer", "7"]
+    found = events_of(parser.parse_args(["MODEL", *given]))
+    assert (found.endpoint, found.replay) == ("tcp://*:5557", "tcp://*:5558")
+    assert (found.topic, found.buffer_steps) == ("kv", 7)
+    with pytest.raises(ConfigurationError, match="need --events"):
+        events_of(parser.parse_args(["MODEL", *given[2:]]))

@@ -13,7 +13,10 @@ import pytest
 import torch
 from bench_engine import T
 from test_window_lookup import ask, query, store_of
+from window_engine import llm_args
 
+from kvconnect.config import KvCacheConnectorConfig, TransferConfig
+from kvconnect.connector.disagg.node import TransferNode as DisaggNode
 from kvconnect.connector.io.lookup import Query
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Shard
@@ -93,3 +96,10 @@ def test_the_last_block_of_a_prompt_is_not_used_in_part() -> None:
 def test_states_of_several_ranks_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="tensor_parallel_size=2"):
         stored_heads([STATES], Shard(tp_rank=0, tp_size=2))
+
+
+def test_states_are_not_sent_from_engine_to_engine() -> None:
+    transfer = TransferConfig(role="prefill", listen="127.0.0.1:0")
+    args = llm_args(KvCacheConnectorConfig(transfer=transfer), (STATES,))
+    with pytest.raises(ConfigurationError, match="recurrent layers"):
+        DisaggNode(args)

@@ -16,6 +16,7 @@ VOCABULARY = (
 )
 LAYERS = (
     *("cli", "server", "bench simulate", "operations", "integrations", "testing", "engine"),
+    "events",
     "connector",
     *("backends", "transfer", "cache", "kernels", VOCABULARY),
 )
@@ -65,6 +66,7 @@ DOORS = {
     "kernels.cuda.compile": "",
     "kernels.cuda": "kernels.blocks kernels.cuda.compile",
     "digest": "",
+    "events": "cache.pool.events",
     "engine.checkpoint": "engine.model engine.request.tokenizer",
     "transfer.control": "transfer.acceptor transfer.seal transfer.secret",
     "transfer.leases": "transfer.control.messages transfer.control.keyed transfer.control.events",
@@ -93,7 +95,8 @@ DOORS = {
     "server.http": "server.admission server.errors server.settings",
     "server.openai": "engine.llm engine.request",
     "server.route": (
-        "server.admission server.errors server.http server.openai.kv_transfer server.settings"
+        "events server.admission server.errors server.http server.openai.kv_transfer"
+        " server.settings"
         " server.trust"
     ),
 }

@@ -25,6 +25,7 @@ from kvconnect.server.route import client as route_client
 from kvconnect.server.route.app import make_app
 from kvconnect.server.route.client import InstanceClient
 from kvconnect.server.route.fleet import Fleet
+from kvconnect.server.route.followed_events import FollowedEvents
 from kvconnect.server.route.health import ask_all
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.server.trust import ROUTER_SECRET_HEADER
@@ -370,14 +371,14 @@ async def asking(after_s: float, **settings: float) -> AsyncIterator[tuple[Fleet
 async def test_a_router_that_was_stopped_does_not_take_its_servers_for_dead():
     async with asking(0.1, health_timeout_s=1.5) as (fleet, client):
         _stopped(0.05, 2.0)
-        await ask_all(fleet, client)
+        await ask_all(fleet, client, FollowedEvents(10))
         assert fleet.decode[0].down is None
 
 
 async def test_a_server_that_does_not_say_how_it_is_counts_as_dead_in_time():
     async with asking(120, health_timeout_s=0.3) as (fleet, client):
         started = time.monotonic()
-        await ask_all(fleet, client)
+        await ask_all(fleet, client, FollowedEvents(10))
         assert fleet.decode[0].down is not None
         assert time.monotonic() - started < 60
 

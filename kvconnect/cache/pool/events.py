@@ -37,6 +37,7 @@ class PublishedBlock:
         priority: the retention priority.
         lora_id: the adapter of the namespace.
         has_cache_salt: whether the namespace has a salt.
+        namespace: digest of the namespace, 32 bytes.
     """
 
     key: BlockKey
@@ -45,6 +46,7 @@ class PublishedBlock:
     priority: int
     lora_id: int | str | None
     has_cache_salt: bool
+    namespace: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,17 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """The event that blocks left all levels."""
+    """The event that blocks left all levels.
+
+    Attributes:
+        keys: of the blocks.
+        level: that they were in last, with the meaning of `PublishedBlock.level`.
+        is_tail: they are one block that was partly filled.
+    """
 
     keys: tuple[BlockKey, ...]
+    level: int
+    is_tail: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +80,13 @@ class Updated:
     """The event that a block changed its level or its priority.
 
     `level` and `priority` are (old, new), or ``None`` if unchanged. The end of a priority's
-    duration is not reported.
+    duration is not reported. `is_tail` says that the block is partly filled.
     """
 
     key: BlockKey
     level: tuple[int, int] | None = None
     priority: tuple[int, int] | None = None
+    is_tail: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +154,7 @@ class EventLog:
                 state.retention.priority,
                 namespace.lora_id,
                 namespace.has_cache_salt,
+                namespace.digest,
             )
             for i, key in enumerate(keys, first)
         )
@@ -151,20 +163,26 @@ class EventLog:
     def moved(self, group: int, segment: Segment, *, to_primary: bool) -> None:
         """Records that the blocks of `segment` changed their level."""
         level = (SECONDARY, PRIMARY) if to_primary else (PRIMARY, SECONDARY)
+        is_tail = self._is_tail(segment)
         for key in self._keys(segment):
-            self._add(group, Updated(key, level=level))
+            self._add(group, Updated(key, level=level, is_tail=is_tail))
 
     def reprioritised(self, group: int, segment: Segment, priority: int) -> None:
         """Records that the blocks of `segment` change to `priority`; called before the change."""
         old = segment.pools[group].retention.priority
+        is_tail = self._is_tail(segment)
         for key in self._keys(segment):
-            self._add(group, Updated(key, priority=(old, priority)))
+            self._add(group, Updated(key, priority=(old, priority), is_tail=is_tail))
 
     def removed(self, group: int, segment: Segment, first: int = 0) -> None:
-        """Records that the blocks of `segment` from its index `first` on left the pool."""
+        """Records that the blocks of `segment` from its index `first` on leave the pool.
+
+        Called before they do.
+        """
         keys = self._keys(segment, first)
         if keys:
-            self._add(group, Removed(tuple(keys)))
+            level = SECONDARY if segment.pools[group].ids is None else PRIMARY
+            self._add(group, Removed(tuple(keys), level, self._is_tail(segment)))
 
     def removed_all(self) -> None:
         """Records that all blocks leave all pools; called before they do."""
@@ -193,6 +211,9 @@ class EventLog:
         if root.chain_root is None:
             self._tree.root(root.namespace, root_key(b"", self._layouts, root.namespace))
         return index.keys_of(segment, first)
+
+    def _is_tail(self, segment: Segment) -> bool:
+        return len(segment.tokens) < len(segment) * self._tree.stride
 
     def _key_before(self, segment: Segment, first: int) -> BlockKey | None:
         if first:

@@ -198,10 +198,10 @@ class PublishedBlocks:
 
         Returns its primary blocks. The tree drops `segment` if no pool has it and no child is left.
         """
-        ids = self._leave_primary(segment)
-        self.candidates.primary.discard(segment)
         if self._events is not None:
             self._events.removed(self.group, segment)
+        ids = self._leave_primary(segment)
+        self.candidates.primary.discard(segment)
         if segment.parent is not None:
             above = segment.parent.pools[self.group]
             above.resident_below -= 1

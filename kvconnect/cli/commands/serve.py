@@ -18,6 +18,7 @@ from kvconnect.cli.options.engine_options import (
     connector_of,
     open_llm,
 )
+from kvconnect.cli.options.events_options import add_events_options, events_of
 from kvconnect.cli.options.http_options import (
     ADMIN_KEY,
     ROUTER_SECRET,
@@ -47,6 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     _add_server(parser)
     _add_transfer(parser)
+    add_events_options(parser)
     add_cache_options(parser)
     add_engine_options(parser)
     parser.set_defaults(run=run)
@@ -132,6 +134,7 @@ def run(arguments: argparse.Namespace) -> None:
         EngineClosed: the engine failed.
     """
     connector_of(arguments)  # reports a wrong URL at once, not after all imports
+    events_of(arguments)
     try:
         from kvconnect.server.http.listener import Listener
         from kvconnect.server.run import serve
@@ -154,7 +157,7 @@ def run(arguments: argparse.Namespace) -> None:
     # First, so that a port that is taken is reported before the model is loaded.
     listener = Listener.bind(settings)
     try:
-        with open_llm(arguments, transfer=transfer) as llm:
+        with open_llm(arguments, transfer=transfer, events=events_of(arguments)) as llm:
             if template is not None:
                 use_template(llm, template)
             ready = partial(tell_url, settings.model_names[0], listener)

@@ -16,6 +16,7 @@ from kvconnect.config import (
     TransferConfig,
 )
 from kvconnect.errors import ConfigurationError
+from kvconnect.events.settings import EventsConfig
 
 if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
@@ -171,10 +172,12 @@ def open_llm(
     *,
     transfer: TransferConfig | None = None,
     connector: KvCacheConnectorConfig | None = None,
+    events: EventsConfig | None = None,
 ) -> LLM:
     """Makes the engine that `arguments` describe, which publishes or fetches prompts by `transfer`.
 
-    Its `connector` is the one of the options unless it is given.
+    Its `connector` is the one of the options unless it is given. It publishes what its cache holds
+    by `events`.
 
     Raises:
         ConfigurationError: names the option or the field, and what is right.
@@ -188,6 +191,7 @@ def open_llm(
         "kv_cache": _cache_config(arguments),
         "connector": connector,
         "speculative": _speculation(arguments),
+        "events": events,
     }
     return LLM(**given)
 

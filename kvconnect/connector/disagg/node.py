@@ -54,6 +54,11 @@ class TransferNode(PeerNode):
             raise ConfigurationError("KvCacheConnectorConfig: transfer is needed")
         if llm_args.pipeline_parallel_size > 1:
             raise ConfigurationError("transfer: pipeline stages are not served")
+        if any(layout.kind == "state" for layout in llm_args.layouts):
+            raise ConfigurationError(
+                "transfer: models with recurrent layers are not served, as a prompt may end "
+                "between two snapshots of their states"
+            )
         _, port = host_and_port(config.listen)
         if llm_args.tensor_parallel_size > 1 and config.role != "decode" and not port:
             raise ConfigurationError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvconnect.backend import MAX_CHILDREN, Backend, Child
+from kvconnect.connector.io.window_search import WindowSearch, blocks_needed
 from kvconnect.errors import RetryLater
 from kvconnect.keys import BlockKey, KeyChain, Shard, chain_key, store_key, store_keys
 from kvconnect.shards import StoredHeads
@@ -49,10 +50,6 @@ class Hit:
     def all_keys(self) -> tuple[BlockKey, ...]:
         """The keys, with that of the tail."""
         return self.keys if self.tail is None else (*self.keys, self.tail)
-
-
-_STATES_AT_ONCE = 32
-"""So many blocks are searched for a snapshot of states at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +175,14 @@ async def look_up(backend: Backend, query: Query, *, most_steps: int = _MOST_STE
     end = min(num_blocks * size + tail_tokens, query.most)
     if any(window is not None for window in query.windows):
         path = keys if tail is None else (*keys, tail)
-        end = await _Windows(found, query, path).step_back(end, most_steps)
+        search = WindowSearch(
+            found.leading,
+            path,
+            windows=query.windows,
+            states=query.states,
+            tokens_per_block=size,
+        )
+        end = await search.step_back(end, most_steps)
         if end <= num_blocks * size:
             keys, tail = keys[: -(-end // size)], None
     num_stored = tuple(len(keys) if one is None else one for one in counts)
@@ -327,106 +331,3 @@ def _num_shared(tokens: TokenArray, wanted: TokenArray) -> int:
     length = min(len(tokens), len(wanted))
     differs = np.flatnonzero(tokens[:length] != wanted[:length])
     return int(differs[0]) if len(differs) else length
-
-
-class _Windows:
-    """Finds the end of a hit at which each group with a window has every block it needs.
-
-    Args:
-        found: what is in the store.
-        query: the question.
-        path: keys of the blocks that a hit may use.
-    """
-
-    def __init__(self, found: _Found, query: Query, path: Sequence[BlockKey]) -> None:
-        self._found = found
-        self._query = query
-        self._path = path
-        windows = enumerate(query.windows)
-        self._windows = {group: window for group, window in windows if window is not None}
-        self._states = query.states
-        # From this block on, up to where the hit ends, the group has every block.
-        self._known = dict.fromkeys(self._windows, len(path))
-
-    async def step_back(self, end: int, most_steps: int) -> int:
-        """Returns the largest end of a hit up to `end`; smaller if that takes over `most_steps`."""
-        steps = 0
-        settled: set[int] = set()
-        while end and len(settled) < len(self._windows) and steps <= most_steps:
-            for group in self._windows:
-                if group in settled:
-                    continue
-                reached = await self._reach(group, end)
-                if reached < end:
-                    # The other groups were checked for another end.
-                    end, settled = reached, set()
-                    steps += 1
-                    break
-                settled.add(group)
-        if len(settled) < len(self._windows):
-            end = await self._from_the_first(end)
-        return end
-
-    async def _reach(self, group: int, end: int) -> int:
-        """Returns `end` if the group has the blocks needed there, else its first missing token."""
-        if group in self._states:
-            return await self._last_state(group, end)
-        size = self._query.tokens_per_block
-        needed = blocks_needed(self._windows[group], end, size)
-        unknown = range(needed.start, min(needed.stop, self._known[group]))
-        if not unknown:
-            return end
-        present = await self._present(group, unknown)
-        self._known[group] = unknown.start
-        return end if present == len(unknown) else (unknown.start + present) * size
-
-    async def _last_state(self, group: int, end: int) -> int:
-        """Returns the last position up to `end` with a snapshot of the states, or 0.
-
-        Most prompts have one at `end`. Snapshots are rare, so otherwise the presence of a run of
-        blocks says nothing, and each block is looked up by itself.
-        """
-        size = self._query.tokens_per_block
-        stop, count = end // size, 1
-        while stop:
-            numbers = range(max(0, stop - count), stop)
-            present = await asyncio.gather(
-                *(self._present(group, range(number, number + 1)) for number in numbers)
-            )
-            found = [number for number, there in zip(numbers, present, strict=True) if there]
-            if found:
-                return (found[-1] + 1) * size
-            stop, count = numbers.start, _STATES_AT_ONCE
-        return 0
-
-    async def _from_the_first(self, end: int) -> int:
-        """Returns an end at which every group has what it needs.
-
-        Groups with a window have every block from the first one on then.
-        """
-        size = self._query.tokens_per_block
-        for group in self._windows.keys() - self._states:
-            blocks = range(-(-end // size))
-            present = await self._present(group, blocks)
-            if present < len(blocks):
-                end = present * size
-        for group in self._states:
-            end = await self._last_state(group, end)
-        return end
-
-    async def _present(self, group: int, blocks: range) -> int:
-        if not blocks:
-            return 0
-        keys = [self._path[number] for number in blocks]
-        return await self._found.leading(group, keys, blocks.start)
-
-
-def blocks_needed(window: int | None, end: int, tokens_per_block: int) -> range:
-    """Returns the numbers of the blocks that computing tokens from `end` on needs.
-
-    With full attention (`window` is ``None``) every block of ``[0, end)``; else those that overlap
-    ``[end - window + 1, end)``, and the one that `end` is inside of. After a commit of `end` tokens
-    a running sequence holds no block before these.
-    """
-    first = 0 if window is None else max(0, end - window + 1) // tokens_per_block
-    return range(first, -(-end // tokens_per_block))

@@ -59,14 +59,14 @@ class Fleet:
         unless its load is much higher than that of others. Ties are broken by the lowest load, then
         by the longest time since the last choice.
 
-        From then on it counts as holding `prompt`: later requests with that prefix wait for its
-        blocks.
+        From then on a server without events counts as holding `prompt`, one with events does while
+        the request runs: later requests with that prefix wait for its blocks.
         """
         servers = self.prefill if role == "prefill" else self.decode
         able = [one for one in servers if one.down is None and one not in but]
         if not able:
             return None
-        held = {one: one.prefixes.matched(prompt.prefixes) for one in able}
+        held = {one: one.pieces_of(prompt) for one in able}
         loads = {one: _REQUEST[role] + prompt.num_pieces - held[one] for one in able}
         idlest = min(one.load for one in able)
         most = idlest + _SLACK[role]

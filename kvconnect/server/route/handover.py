@@ -19,6 +19,7 @@ from kvconnect.server.route.client import InstanceClient
 from kvconnect.server.route.fleet import Choice, Fleet
 from kvconnect.server.route.instance import Address, Instance, InstanceFailed
 from kvconnect.server.route.opened import Opened, begin
+from kvconnect.server.route.prompt_tokens import with_tokens
 from kvconnect.server.route.routed import RoutedRequest
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.trace import count
@@ -86,6 +87,7 @@ class Handover:
             ServerAnswered: a server refused the request, as all others would.
             RequestRefused: no server answers (429, 503), or not in time (504).
         """
+        self._prompt = await with_tokens(self._request, self._fleet, self._client)
         while True:
             begun = False
             try:
@@ -103,7 +105,7 @@ class Handover:
     async def _attempt(self, stack: AsyncExitStack) -> Answering:
         decode = self._decode()
         prefill = self._prefill()
-        stack.enter_context(decode.instance.loaded(decode.load))
+        stack.enter_context(decode.instance.loaded(decode.load, self._prompt.prefixes))
         if prefill is None:
             return await self._open(stack, decode.instance, None)
         address = prefill.instance.address
@@ -161,7 +163,7 @@ class Handover:
         instance = choice.instance
         params = {"do_remote_decode": True, "transfer_id": transfer_id}
         body = self._request.body(params, without=_GENERATING)
-        with instance.loaded(choice.load):
+        with instance.loaded(choice.load, self._prompt.prefixes):
             async with (
                 instance.answering(self._prefill_until),
                 self._client.post(instance, self._request.path, body, transfers=True) as answer,

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Literal, TypeAlias
+from itertools import takewhile
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from kvconnect.server.route.prompt import HeldPrefixes
+from kvconnect.server.route.prompt import HeldPrefixes, Prompt
+
+if TYPE_CHECKING:
+    from kvconnect.events.held import HeldBlocks
 
 __all__ = ["Address", "Instance", "InstanceFailed", "Outcome", "Role"]
 
@@ -44,7 +49,8 @@ class Instance:
         max_prefixes: remembered at most.
 
     Attributes:
-        prefixes: that it has computed.
+        prefixes: that it has computed, as far as requests through this router tell.
+        held: the blocks that it has, as its events say; ``None``: it publishes none.
         address: of its control channel, as its last answer said; ``None``: not known.
         load: pieces of prompts that it still has to compute, and what each request counts besides.
         running: requests that it answers.
@@ -57,24 +63,54 @@ class Instance:
         self.name = f"{role} {number}"
         self.url = url
         self.prefixes = HeldPrefixes(max_prefixes)
+        self.held: HeldBlocks | None = None
         self.address: Address | None = None
         self.load = 0
         self.running = 0
         self.chosen = 0
         self.down: str | None = None
         self._engine: str | None = None
+        self._coming: Counter[bytes] = Counter()
         self._waits: set[asyncio.Timeout] = set()
 
     @contextmanager
-    def loaded(self, load: int) -> Iterator[None]:
-        """Counts a running request of so much load."""
+    def loaded(self, load: int, prefixes: Sequence[bytes] = ()) -> Iterator[None]:
+        """Counts a running request of so much load, which computes `prefixes`."""
         self.load += load
         self.running += 1
+        self._coming.update(prefixes)
         try:
             yield
         finally:
             self.load -= load
             self.running -= 1
+            self._coming.subtract(prefixes)
+            for prefix in prefixes:
+                if not self._coming[prefix]:
+                    del self._coming[prefix]
+
+    def pieces_of(self, prompt: Prompt) -> int:
+        """Returns how many leading pieces of `prompt` it has, or computes now.
+
+        They are known if it publishes events and the token ids are known, else they are guessed
+        from the requests that it got.
+        """
+        if self.held is None or prompt.tokens is None:
+            return self.prefixes.matched(prompt.prefixes)
+        coming = sum(1 for _ in takewhile(self._coming.__contains__, prompt.prefixes))
+        return max(coming, self._known(self.held, prompt, prompt.tokens))
+
+    @staticmethod
+    def _known(held: HeldBlocks, prompt: Prompt, tokens: Sequence[int]) -> int:
+        if held.block_size is None or not tokens:
+            return 0
+        links = prompt.links(held.block_size)
+        blocks = held.matched(links)
+        if links and blocks == len(links):
+            return len(prompt.prefixes)  # all that can be held
+        return min(
+            prompt.num_pieces * blocks * held.block_size // len(tokens), len(prompt.prefixes)
+        )
 
     @asynccontextmanager
     async def answering(self, until: float) -> AsyncIterator[None]:

@@ -6,9 +6,13 @@ import json
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Self
+
+from kvconnect.errors import ConfigurationError
+from kvconnect.events.links import prefix_links
+from kvconnect.keys import Namespace
 
 __all__ = ["HeldPrefixes", "Prompt"]
 
@@ -29,11 +33,24 @@ class Prompt:
         num_pieces: of the whole prompt, the last one that is not full included.
         single: a prefill server may compute it: it is not a list of several prompts, and its own
             log probabilities are not asked for.
+        tokens: its token ids; ``None``: it is a text, and no server was asked for them.
+        namespace: how events name its salt; empty: it has none.
     """
 
     prefixes: tuple[bytes, ...]
     num_pieces: int
     single: bool
+    tokens: array[int] | None = None
+    namespace: str = ""
+    _links: dict[int, list[bytes]] = field(default_factory=dict, repr=False, compare=False)
+
+    def links(self, block_size: int) -> list[bytes]:
+        """Returns the hashes of its full blocks, as `HeldBlocks` knows them; each made once."""
+        found = self._links.get(block_size)
+        if found is None:
+            links = prefix_links(self.tokens or (), block_size, None, self.namespace)
+            found = self._links[block_size] = list(links)
+        return found
 
     @classmethod
     def of(cls, path: str, body: Mapping[str, Any]) -> Self:
@@ -56,7 +73,8 @@ class Prompt:
         for start in range(0, len(data) // step * step, step):
             chained.update(data[start : start + step])
             prefixes.append(chained.digest())
-        return cls(tuple(prefixes), -(-len(first) // size), single)
+        tokens = None if isinstance(first, str) else first
+        return cls(tuple(prefixes), -(-len(first) // size), single, tokens, _namespace_of(body))
 
 
 class HeldPrefixes:
@@ -92,6 +110,16 @@ class HeldPrefixes:
     def clear(self) -> None:
         """Forgets all prefixes."""
         self._held.clear()
+
+
+def _namespace_of(body: Mapping[str, Any]) -> str:
+    salt = body.get("cache_salt")
+    if salt is None or not isinstance(salt, str):
+        return ""
+    try:
+        return Namespace(salt).id.digest.hex()
+    except ConfigurationError:  # the server refuses it
+        return ""
 
 
 def _first(body: Mapping[str, Any]) -> tuple[str | array[int], bool]:

@@ -15,6 +15,7 @@ from kvconnect.server.http.listener import Listener
 from kvconnect.server.route.app import make_app
 from kvconnect.server.route.client import InstanceClient
 from kvconnect.server.route.fleet import Fleet
+from kvconnect.server.route.followed_events import FollowedEvents
 from kvconnect.server.route.health import ask_all, watch
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.trace import metrics
@@ -61,6 +62,7 @@ class _RouteServer(HttpServer):
     ) -> None:
         most = _OUTGOING * settings.max_requests
         super().__init__(app, settings, admission, ready, max_outgoing=most, outgoing=_OUTGOING)
+        self._events = FollowedEvents(settings.max_prefixes)
         self._fleet = fleet
         self._client = client
         self._interval_s = settings.health_interval_s
@@ -68,8 +70,9 @@ class _RouteServer(HttpServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Checks all servers once, then accepts connections."""
-        await ask_all(self._fleet, self._client)
-        self._watching = asyncio.create_task(watch(self._fleet, self._client, self._interval_s))
+        await ask_all(self._fleet, self._client, self._events)
+        watching = watch(self._fleet, self._client, self._events, self._interval_s)
+        self._watching = asyncio.create_task(watching)
         await super().startup(sockets)
 
     def has_failed(self) -> bool:
@@ -85,4 +88,5 @@ class _RouteServer(HttpServer):
             await asyncio.wait({watching})
             if not watching.cancelled():
                 watching.result()
+        await self._events.close()
         await self._client.close()

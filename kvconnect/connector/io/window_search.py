@@ -1,0 +1,125 @@
+"""Finds the end of a hit at which groups with a window, and states, have what they need."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvconnect.keys import BlockKey
+
+__all__ = ["WindowSearch", "blocks_needed"]
+
+_STATES_AT_ONCE = 32
+"""So many blocks are searched for a snapshot of states at once."""
+
+
+class WindowSearch:
+    """Finds the end of a hit at which each group with a window has every block it needs.
+
+    Args:
+        leading: returns how many of these keys, blocks of a group from a number on, are there.
+        path: keys of the blocks that a hit may use.
+        windows: the attention window of each pool group.
+        states: the groups whose blocks are snapshots of states.
+        tokens_per_block: tokens of a full block.
+    """
+
+    def __init__(
+        self,
+        leading: Callable[[int, Sequence[BlockKey], int], Awaitable[int]],
+        path: Sequence[BlockKey],
+        *,
+        windows: Sequence[int | None],
+        states: frozenset[int],
+        tokens_per_block: int,
+    ) -> None:
+        self._leading = leading
+        self._path = path
+        self._size = tokens_per_block
+        self._windows = {group: one for group, one in enumerate(windows) if one is not None}
+        self._states = states
+        # From this block on, up to where the hit ends, the group has every block.
+        self._known = dict.fromkeys(self._windows, len(path))
+
+    async def step_back(self, end: int, most_steps: int) -> int:
+        """Returns the largest end of a hit up to `end`; smaller if that takes over `most_steps`."""
+        steps = 0
+        settled: set[int] = set()
+        while end and len(settled) < len(self._windows) and steps <= most_steps:
+            for group in self._windows:
+                if group in settled:
+                    continue
+                reached = await self._reach(group, end)
+                if reached < end:
+                    # The other groups were checked for another end.
+                    end, settled = reached, set()
+                    steps += 1
+                    break
+                settled.add(group)
+        if len(settled) < len(self._windows):
+            end = await self._from_the_first(end)
+        return end
+
+    async def _reach(self, group: int, end: int) -> int:
+        """Returns `end` if the group has the blocks needed there, else its first missing token."""
+        if group in self._states:
+            return await self._last_state(group, end)
+        size = self._size
+        needed = blocks_needed(self._windows[group], end, size)
+        unknown = range(needed.start, min(needed.stop, self._known[group]))
+        if not unknown:
+            return end
+        present = await self._present(group, unknown)
+        self._known[group] = unknown.start
+        return end if present == len(unknown) else (unknown.start + present) * size
+
+    async def _last_state(self, group: int, end: int) -> int:
+        """Returns the last position up to `end` with a snapshot of the states, or 0.
+
+        Most prompts have one at `end`. Snapshots are rare, so otherwise the presence of a run of
+        blocks says nothing, and each block is looked up by itself.
+        """
+        size = self._size
+        stop, count = end // size, 1
+        while stop:
+            numbers = range(max(0, stop - count), stop)
+            present = await asyncio.gather(
+                *(self._present(group, range(number, number + 1)) for number in numbers)
+            )
+            found = [number for number, there in zip(numbers, present, strict=True) if there]
+            if found:
+                return (found[-1] + 1) * size
+            stop, count = numbers.start, _STATES_AT_ONCE
+        return 0
+
+    async def _from_the_first(self, end: int) -> int:
+        """Returns an end at which every group has what it needs.
+
+        Groups with a window have every block from the first one on then.
+        """
+        size = self._size
+        for group in self._windows.keys() - self._states:
+            blocks = range(-(-end // size))
+            present = await self._present(group, blocks)
+            if present < len(blocks):
+                end = present * size
+        for group in self._states:
+            end = await self._last_state(group, end)
+        return end
+
+    async def _present(self, group: int, blocks: range) -> int:
+        if not blocks:
+            return 0
+        keys = [self._path[number] for number in blocks]
+        return await self._leading(group, keys, blocks.start)
+
+
+def blocks_needed(window: int | None, end: int, tokens_per_block: int) -> range:
+    """Returns the numbers of the blocks that computing tokens from `end` on needs.
+
+    With full attention (`window` is ``None``) every block of ``[0, end)``; else those that overlap
+    ``[end - window + 1, end)``, and the one that `end` is inside of. After a commit of `end` tokens
+    a running sequence holds no block before these.
+    """
+    first = 0 if window is None else max(0, end - window + 1) // tokens_per_block
+    return range(first, -(-end // tokens_per_block))

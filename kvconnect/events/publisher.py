@@ -1,0 +1,226 @@
+"""The thread that publishes events over ZeroMQ, in vLLM's format."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import msgspec
+import zmq
+
+from kvconnect.cache.pool.events import KvCacheEvent
+from kvconnect.errors import ConfigurationError
+from kvconnect.events.format import END_OF_REPLAY, AllBlocksCleared, Batch, WireEvent, number_frame
+from kvconnect.events.settings import EventsConfig
+from kvconnect.events.translation import Translation
+from kvconnect.layout import KvCacheLayout
+from kvconnect.trace import count, warn_once
+
+__all__ = ["EventPublisher", "EventsAddress"]
+
+_EVENTS_OF_BATCH = 256
+_KEPT_NBYTES = 64 << 20
+_UNSENT = 1000
+"""Messages that are kept for one slow subscriber; later ones do not reach it."""
+_LINGER_MS = 200
+_CLOSE_S = 1.0
+_ERROR_WAIT_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class EventsAddress:
+    """The sockets of a publisher.
+
+    Attributes:
+        publisher: a name that no other publisher ever has.
+        endpoint: of the PUB socket, ``tcp://HOST:PORT``; the host is 0.0.0.0 for all addresses.
+        replay_endpoint: of the ROUTER socket.
+        topic: of the messages.
+    """
+
+    publisher: str
+    endpoint: str
+    replay_endpoint: str
+    topic: str
+
+
+class EventPublisher:
+    """Publishes what `take` returns. Slow subscribers miss batches, and delay nothing.
+
+    Batches are numbered from 0. The first one clears all blocks: subscribers of an earlier process
+    at the same endpoint then know that its cache is gone. So does the batch after events that were
+    dropped because the publisher was too slow: what left the cache unseen must not count as held.
+
+    The sockets listen once this is made. `start` starts the thread; until then nothing is sent.
+
+    Args:
+        config: of the sockets.
+
+    Attributes:
+        address: of the sockets.
+
+    Raises:
+        ConfigurationError: an endpoint cannot be listened on.
+    """
+
+    def __init__(self, config: EventsConfig) -> None:
+        self._context = zmq.Context()
+        try:
+            self._pub = self._listen(zmq.PUB, config.endpoint, "endpoint", _UNSENT)
+            self._router = self._listen(
+                zmq.ROUTER, config.replay, "replay_endpoint", config.buffer_steps + 1
+            )
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self.address = EventsAddress(
+            uuid.uuid4().hex, _bound(self._pub), _bound(self._router), config.topic
+        )
+        self._topic = config.topic.encode()
+        self._kept = _KeptBatches(config.buffer_steps)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._numbers = itertools.count()
+        self._next_id = 0
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(
+        self,
+        take: Callable[[], list[KvCacheEvent]],
+        layouts: Sequence[KvCacheLayout],
+    ) -> None:
+        """Starts the thread that publishes what `take` returns, for pools of `layouts`."""
+        self._take = take
+        self._translation = Translation(layouts)
+        self._thread = threading.Thread(target=self._run, name="kvconnect-events", daemon=True)
+        self._thread.start()
+
+    def ring(self) -> None:
+        """Makes the thread take events; from any thread, in about a microsecond."""
+        with self._lock:  # a closed number may be another file by now
+            if not self._closing:
+                os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Publishes the last events and closes the sockets; blocks for about 1 s at most."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            os.eventfd_write(self._bell, 1)
+        if self._thread is None:
+            self._shut(0)
+        else:
+            self._thread.join(_CLOSE_S)
+
+    # ---------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._bell, zmq.POLLIN)
+        poller.register(self._router, zmq.POLLIN)
+        self._send([AllBlocksCleared()])
+        try:
+            while not self._closing:
+                try:
+                    self._serve(dict(poller.poll()))
+                except zmq.ZMQError as error:
+                    warn_once("events", f"events of the KV cache: {error}")
+                    time.sleep(_ERROR_WAIT_S)
+            self._publish()
+        finally:
+            self._shut(_LINGER_MS)
+
+    def _serve(self, ready: dict[object, int]) -> None:
+        if self._bell in ready:
+            os.eventfd_read(self._bell)
+            self._publish()
+        if self._router in ready:
+            self._replay()
+
+    def _publish(self) -> None:
+        events = iter(self._translated(self._take()))
+        while batch := list(islice(events, _EVENTS_OF_BATCH)):
+            self._send(batch)
+
+    def _translated(self, events: list[KvCacheEvent]) -> Iterator[WireEvent]:
+        for event in events:
+            if event.event_id != self._next_id:
+                count("events.dropped", events=event.event_id - self._next_id)
+                yield AllBlocksCleared()
+            self._next_id = event.event_id + 1
+            yield from self._translation.of(event)
+
+    def _send(self, events: list[WireEvent]) -> None:
+        payload = self._encoder.encode(Batch(time.time(), events, 0))
+        number = next(self._numbers)
+        self._kept.add(number, payload)
+        self._pub.send_multipart((self._topic, number_frame(number), payload))
+        count("events.published", events=len(events), bytes=len(payload))
+
+    def _replay(self) -> None:
+        """Answers one request: the kept batches from its number on, then the end."""
+        frames = self._router.recv_multipart()
+        if len(frames) != 3 or frames[1] or len(frames[2]) != len(END_OF_REPLAY):
+            count("events.bad_replay")
+            return
+        client, empty, first = frames
+        sent = 0
+        for number, payload in self._kept.since(int.from_bytes(first, "big")):
+            frame = number_frame(number)
+            self._router.send_multipart((client, empty, self._topic, frame, payload))
+            sent += 1
+        self._router.send_multipart((client, empty, b"", END_OF_REPLAY, b""))
+        count("events.replayed", batches=sent)
+
+    def _shut(self, linger_ms: int) -> None:
+        with self._lock:
+            self._closing = True
+            os.close(self._bell)
+        self._context.destroy(linger=linger_ms)
+
+    def _listen(self, kind: int, endpoint: str, field: str, unsent: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(unsent)
+        if "[" in endpoint:
+            socket.setsockopt(zmq.IPV6, 1)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigurationError(f"events.{field}: '{endpoint}': {error}") from error
+        return socket
+
+
+class _KeptBatches:
+    """The newest batches, for replay."""
+
+    def __init__(self, most: int) -> None:
+        self._batches: deque[tuple[int, bytes]] = deque()
+        self._most = most
+        self._nbytes = 0
+
+    def add(self, number: int, payload: bytes) -> None:
+        """Adds a batch; drops the oldest ones beyond the limits."""
+        self._batches.append((number, payload))
+        self._nbytes += len(payload)
+        while len(self._batches) > self._most or (
+            self._nbytes > _KEPT_NBYTES and len(self._batches) > 1
+        ):
+            self._nbytes -= len(self._batches.popleft()[1])
+
+    def since(self, number: int) -> Iterator[tuple[int, bytes]]:
+        """Yields the kept batches from `number` on."""
+        return (one for one in self._batches if one[0] >= number)
+
+
+def _bound(socket: zmq.Socket[bytes]) -> str:
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
