@@ -69,9 +69,7 @@ def parse_duration(text: str, *, field: str = "duration", zero: bool = False) ->
     """
     value = _quantity(text, _TIME_UNITS, field, "a duration such as 30s, 12h or 7d")
     if value <= 0 and not zero:
-        raise ConfigurationError(
-            f"{field}={text_without_passwords(text)}: must be longer than nothing"
-        )
+        raise ConfigurationError(f"{field}={text_without_passwords(text)}: must be above 0 seconds")
     if value > _LONGEST_S:  # systems and servers refuse it only once it is used
         raise ConfigurationError(f"{field}={text_without_passwords(text)}: must be at most 36500d")
     return value

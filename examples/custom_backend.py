@@ -2,9 +2,7 @@
 
 Usage: ``python examples/custom_backend.py [MODEL_DIR]``
 
-It answers a prompt, starts a new engine on the same folder, answers again, and shows that the
-second one found the first one's blocks. Deadlines, checksums, metrics and recovery are put around
-every backend by the framework; none of that is needed here.
+Two engines answer one prompt, one after the other. The second one loads the first one's blocks.
 """
 
 from __future__ import annotations

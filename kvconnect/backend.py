@@ -285,7 +285,9 @@ class Backend(ABC):
         Raises:
             ConfigurationError: this store has no pins (default).
         """
-        raise ConfigurationError(f"{type(self).__name__}: this store cannot pin blocks")
+        raise ConfigurationError(
+            f"{type(self).__name__}: this store cannot pin blocks; disk and memory stores can"
+        )
 
     async def scrub(self) -> bool:
         """Removes some of what deleted and dropped blocks left behind; no stored block changes.

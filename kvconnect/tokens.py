@@ -53,7 +53,7 @@ def as_token_array(tokens: Tokens, *, field: str = "tokens") -> TokenArray:
     low, high = int(array.min()), int(array.max())
     if low < _INT32.min or high > _INT32.max:
         bad = low if low < _INT32.min else high
-        raise ConfigurationError(f"{field}: token id {bad} is outside int32")
+        raise ConfigurationError(f"{field}: token id {bad} is outside int32; give 0 to 2147483647")
     return array.astype(np.int32)
 
 

@@ -83,7 +83,10 @@ class Breaker:
             return
         if self.state is not BreakerState.CLOSED:
             count("store.refused", self.labels)
-            raise BackendUnavailable(f"{self.name}: is left alone for now ({self._reason})")
+            raise BackendUnavailable(
+                f"{self.name}: is left alone for now ({self._reason}); "
+                "it is used again once it answers"
+            )
 
     def succeeded(self) -> None:
         """Records that a call was answered."""

@@ -73,7 +73,7 @@ class GuardedBackend(Backend):
         place: str = "",
     ) -> None:
         if deadline_s <= 0:
-            raise ConfigurationError(f"deadline_s={deadline_s}: must be longer than nothing")
+            raise ConfigurationError(f"deadline_s={deadline_s}: must be above 0 seconds")
         if failures_to_open < 1:
             raise ConfigurationError(f"failures_to_open={failures_to_open}: must be at least 1")
         self.inner = inner

@@ -124,7 +124,7 @@ class Wire:
                 found.append(reply)
                 continue
             if nbytes > _MAX_REPLIES_NBYTES:
-                raise self._garbled("small answers without end")
+                raise self._garbled("the server sent small answers without end")
             if self._start == self._end:
                 self._fill()
             nbytes += self._feed()
@@ -142,7 +142,7 @@ class Wire:
                 return line
             searched = max(0, self._end - self._start - 1)  # its end may be torn apart
             if searched > _MAX_LINE_NBYTES:
-                raise self._garbled("a line without end")
+                raise self._garbled("the server sent a line without end")
             self._fill()
 
     def bulk_nbytes(self) -> int | hiredis.ReplyError | None:
@@ -153,7 +153,7 @@ class Wire:
         if not line.startswith(b"$") or not line[1:].removeprefix(b"-").isdigit():
             raise self._garbled(f"{line[:32]!r} where a value was due")
         if len(line) > _MAX_LENGTH_NBYTES:
-            raise self._garbled("a value of a length that no value has")
+            raise self._garbled("the server announced a value of an impossible length")
         nbytes = int(line[1:])
         if nbytes == -1:
             return None
@@ -193,20 +193,20 @@ class Wire:
     def end_bulk(self) -> None:
         """Reads the end of a value."""
         if self.exactly(2) != b"\r\n":
-            raise self._garbled("a value longer than it was said to be")
+            raise self._garbled("the server sent a value longer than it had announced")
 
     def done(self) -> None:
         """Checks that no byte is left: it would be taken for the answer to the next command."""
         decrypted = 0 if self._plain else self._sock.pending()  # type: ignore[attr-defined]
         if self._start != self._end or self._reader.has_data() or decrypted:
-            raise self._garbled("more than was asked for")
+            raise self._garbled("the server sent more than was asked for")
 
     def _feed(self) -> int:
         """Parses the bytes that wait in the hold; returns how many they were."""
         data = bytes(self._hold[self._start : self._end])
         recent = self._fed + data
         if _HUGE.search(recent):
-            raise self._garbled("a list of millions")
+            raise self._garbled("the server sent a list of millions of entries")
         self._fed = recent[-_HUGE_NBYTES:]
         self._reader.feed(data)
         self._start = self._end

@@ -212,7 +212,9 @@ class S3Bucket:
                     raise
             else:
                 if not etag:
-                    raise BackendUnavailable(f"{self.settings}: writing {name}: no receipt")
+                    raise BackendUnavailable(
+                        f"{self.settings}: writing {name}: the service did not confirm it"
+                    )
                 return etag
         # A service without conditional writes: the last writer wins, of equal content.
         self._has_conditions = False

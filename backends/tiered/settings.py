@@ -48,7 +48,7 @@ class TieredSettings:
                     f"write={write}: unknown; {nearest(write, ('through', 'behind'))}"
                 )
         if self.patience_s <= 0 or self.deadline_s <= 0:
-            raise ConfigurationError("patience, deadline: must be longer than nothing")
+            raise ConfigurationError("patience, deadline: must be above 0 seconds")
         if self.queue_nbytes < 1:
             raise ConfigurationError(f"queue={self.queue_nbytes}: must be at least one byte")
 

@@ -156,12 +156,14 @@ class TieredBackend(Backend):
         A tier that does not answer now deletes them when it does, if this is open until then.
 
         Raises:
-            BackendUnavailable: no tier could delete anything.
+            BackendUnavailable: no tier could delete; drop it again once a tier answers anything.
         """
         self._opened()
         deleted = await asyncio.gather(*(tier.delete(keys) for tier in self.tiers))
         if not any(deleted):
-            raise BackendUnavailable("tiered store: no tier could delete")
+            raise BackendUnavailable(
+                "tiered store: no tier could delete; drop it again once a tier answers"
+            )
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
         """Returns the stored blocks whose parent is `key`, of all tiers that answer soon."""
@@ -192,7 +194,9 @@ class TieredBackend(Backend):
         calls = (tier.answer(tier.guard.pin(keys, until), None) for tier in pinning if tier.alive)
         answers = [answer for answer in await asyncio.gather(*calls) if answer is not None]
         if not answers:
-            raise BackendUnavailable("tiered store: no tier with pins answers")
+            raise BackendUnavailable(
+                "tiered store: no tier with pins answers; try again once one does"
+            )
         return [any(of_key) for of_key in zip(*answers, strict=True)]
 
     async def scrub(self) -> bool:

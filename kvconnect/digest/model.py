@@ -61,7 +61,9 @@ def digest_of(
         ConfigurationError, ModelChanged: as `model_digest`.
     """
     if "config.json" not in files.files:
-        raise ConfigurationError(f"model: '{files.directory}' has no config.json")
+        raise ConfigurationError(
+            f"model: '{files.directory}' has no config.json; give a Hugging Face model directory"
+        )
     check_revision(revision)
     if not files.weights:
         names = ", ".join(WEIGHTS)
@@ -100,7 +102,7 @@ def _settings(files: ModelFiles) -> dict[str, object]:
     except ValueError as error:
         raise ConfigurationError(f"model: '{path}' is not JSON ({error})") from error
     if not isinstance(settings, dict):
-        raise ConfigurationError(f"model: '{path}' is not a JSON object")
+        raise ConfigurationError(f"model: '{path}' is not a JSON object; replace the file")
     return {name: value for name, value in settings.items() if name not in _VOLATILE}
 
 

@@ -322,7 +322,7 @@ class ArchiveReader:
             raise self._bad("ends too early")
 
     def _bad(self, why: str) -> BadFrame:
-        return BadFrame(f"{self._path}: {why}")
+        return BadFrame(f"{self._path}: {why}; export it again")
 
 
 def _chained(key: bytes, before: bytes, *pieces: bytes | memoryview) -> bytes:

@@ -127,7 +127,9 @@ class _Finder:
             found = self._parents
         for digits, keys in self._named.items():
             if len(keys) > 1:
-                raise ConfigurationError(f"key: '{digits}': {len(keys)} blocks begin so; give more")
+                raise ConfigurationError(
+                    f"key: '{digits}': {len(keys)} blocks begin with these digits; give more digits"
+                )
             chosen.missing_keys += not keys
             found |= {key: self._parents[key] for key in keys}
         for index in self._indexes:

@@ -74,7 +74,7 @@ def _check(path: Path, key: bytes, checksums: bytearray, progress: Progress) -> 
             checksums += reader.checksum_at_end[:_SHORT]
             progress.advance(1)
         if reader.manifest is None:
-            raise BadFrame(f"{path}: ends too early")
+            raise BadFrame(f"{path}: ends too early; export it again")
         return reader.manifest
 
 
@@ -98,7 +98,7 @@ def _unchanged(path: Path, reader: ArchiveReader, checksums: bytes) -> Iterator[
     for number, block in enumerate(reader.blocks()):
         expected = checksums[number * _SHORT : (number + 1) * _SHORT]
         if reader.checksum_at_end[:_SHORT] != expected:
-            raise BadFrame(f"{path}: was changed after it had been checked")
+            raise BadFrame(f"{path}: was changed after it had been checked; import it again")
         yield block
 
 

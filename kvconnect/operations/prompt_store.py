@@ -225,7 +225,7 @@ class PromptStore:
         from kvconnect.operations.pin import Pinned, pin
 
         if for_s is not None and not for_s > 0:
-            raise ConfigurationError(f"for_s={for_s}: must be longer than nothing")
+            raise ConfigurationError(f"for_s={for_s}: must be above 0 seconds")
         done = Pinned() if into is None else into
         until = inf if for_s is None else time.time() + for_s
         self._run(pin(self.url, self._wanted(which, ancestors=True), until, done))

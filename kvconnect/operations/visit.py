@@ -55,5 +55,8 @@ def listed(url: str, store: GuardedBackend) -> dict[str, Backend]:
     """
     found = {name: part for name, part in parts(store).items() if part.capabilities.enumerable}
     if not found:
-        raise ConfigurationError(f"{StoreUrl.parse(url)}: this store cannot list what it holds")
+        raise ConfigurationError(
+            f"{StoreUrl.parse(url)}: this store cannot list its blocks; "
+            "only lookups by key are possible"
+        )
     return found

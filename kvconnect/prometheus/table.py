@@ -459,4 +459,4 @@ METRICS: tuple[Metric, ...] = (
         ("event",),
     ),
 )
-"""All metrics, in the order of ``docs/metrics.md``."""
+"""All metrics, in the order of ``docs/reference/metrics.md``."""

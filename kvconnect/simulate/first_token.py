@@ -54,7 +54,7 @@ class LoadRates:
 
     def __post_init__(self) -> None:
         if not self.load_tokens_per_s > 0:
-            raise ConfigurationError(f"store_rate: {self.label} must be more than nothing")
+            raise ConfigurationError(f"store_rate: {self.label} must be above 0")
         for name in ("store_first_byte_s", "step_s"):
             value: float = getattr(self, name)
             if not (value >= 0 and isfinite(value)):

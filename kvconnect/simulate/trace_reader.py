@@ -99,7 +99,9 @@ class TraceReader:
         try:
             line = self._file.readline(_LONGEST_LINE)
         except (gzip.BadGzipFile, EOFError) as error:
-            raise ConfigurationError(f"trace '{self.name}': not a whole gzip file") from error
+            raise ConfigurationError(
+                f"trace '{self.name}': not a whole gzip file; copy it again"
+            ) from error
         if len(line) == _LONGEST_LINE:
             self._line += 1
             self._refuse("line", None, f"is longer than {_LONGEST_LINE >> 20} MiB")

@@ -1,8 +1,8 @@
 """The tools that check whether a backend keeps its promises, for everybody's backends.
 
 ``class TestMine(BackendConformance)`` for pytest, `check_backend` and ``kvconnect check URL``
-without; and the tools with which they make things fail. ``docs/writing-a-backend.md`` walks through
-one backend.
+without; and the tools with which they make things fail. ``docs/how-to/writing-a-backend.md``
+walks through one backend.
 """
 
 from __future__ import annotations

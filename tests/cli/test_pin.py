@@ -102,5 +102,5 @@ def test_a_store_without_pins_is_refused_by_name(kvconnect, url, monkeypatch):
 
 def test_a_time_that_is_over_is_refused(url):
     for wrong in (0, -1, float("nan")):
-        with pytest.raises(ConfigurationError, match="must be longer than nothing"):
+        with pytest.raises(ConfigurationError, match="must be above 0 seconds"):
             PromptStore(url).pin(for_s=wrong, everything=True)

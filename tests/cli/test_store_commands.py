@@ -412,7 +412,7 @@ def test_a_store_that_lists_nothing_says_so(kvconnect, monkeypatch, url):
     monkeypatch.setattr(DiskBackend, "capabilities", Capabilities())
     code, _, err = kvconnect("verify", url)
     assert code == 2
-    assert "this store cannot list what it holds" in err
+    assert "this store cannot list its blocks" in err
 
 
 # ------------------------------------------------------------------------------------ a real engine

@@ -322,7 +322,7 @@ STORED = ("--device-cache", "1Mtok", "--external", "9Mtok")
         ),
         ([*STORED, "--store-rate", "8000"], "--store-rate=8000: of what"),
         ([*STORED, "--store-rate", "8ktok,"], "--store-rate=: a size such as"),
-        ([*STORED, "--store-rate", "0"], "store_rate: 0 must be more than nothing"),
+        ([*STORED, "--store-rate", "0"], "store_rate: 0 must be above 0"),
         ([*STORED, "--store-rate", "1GiB"], "--store-rate=1GiB: how many tokens are that?"),
         ([*STORED, "--store-first-byte", "1s"], "--store-first-byte 1.0: needs --store-rate"),
         ([*STORED, "--step-tokens", "0"], "--step-tokens 0: needs --store-rate"),

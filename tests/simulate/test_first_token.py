@@ -135,7 +135,7 @@ def test_a_single_block_is_loaded_or_computed():
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"load": 0.0}, "store_rate: r must be more than nothing"),
+        ({"load": 0.0}, "store_rate: r must be above 0"),
         ({"store_first_byte_s": -1}, "store_first_byte_s: -1 must be a number of seconds"),
         ({"store_first_byte_s": float("inf")}, "store_first_byte_s: inf"),
         ({"step_s": float("nan")}, "step_s: nan must be a number of seconds"),

@@ -1,4 +1,4 @@
-"""The code of ``docs/writing-a-backend.md`` does what the page says."""
+"""The code of ``docs/how-to/writing-a-backend.md`` does what the page says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "writing-a-backend.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/writing-a-backend.md").read_text(encoding="utf-8")
 FILES = re.findall(r"```python\n# ([\w.]+)(.*?)\n(.*?)```", PAGE, re.DOTALL)
 
 

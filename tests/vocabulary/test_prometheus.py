@@ -67,7 +67,7 @@ def labels_of():
 def test_the_documented_table_is_what_is_exported():
     rows = re.findall(
         r"^\| `(kvconnect_\w+)` \| (\w+) \| ?(.*?) ?\| (.+) \|$",
-        (ROOT / "docs/metrics.md").read_text(encoding="utf-8"),
+        (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8"),
         re.MULTILINE,
     )
     documented = [
@@ -111,7 +111,7 @@ def test_the_dashboard_uses_labels_that_its_metrics_have():
 
 
 def test_the_documented_ratios_divide_series_of_the_same_labels():
-    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
     labels = {one.name: one.labels for one in METRICS}
     lines = page.partition("```promql\n")[2].partition("```")[0].splitlines()
     ratios = [line.partition("#")[0].split(" / ") for line in lines if " / " in line]

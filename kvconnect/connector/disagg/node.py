@@ -51,9 +51,13 @@ class TransferNode(PeerNode):
     def __init__(self, llm_args: LlmArgs) -> None:
         config = llm_args.kv_connector_config.transfer
         if config is None:
-            raise ConfigurationError("KvCacheConnectorConfig: transfer is needed")
+            raise ConfigurationError(
+                "KvCacheConnectorConfig: transfer is missing; give transfer=TransferConfig(role=…)"
+            )
         if llm_args.pipeline_parallel_size > 1:
-            raise ConfigurationError("transfer: pipeline stages are not served")
+            raise ConfigurationError(
+                "transfer: pipeline stages are not served; use pipeline_parallel_size=1"
+            )
         if any(layout.kind == "state" for layout in llm_args.layouts):
             raise ConfigurationError(
                 "transfer: models with recurrent layers are not served, as a prompt may end "
@@ -196,7 +200,9 @@ class TransferNode(PeerNode):
     def offers(self) -> Offers:
         """The prompts that other engines may read."""
         if self._offers is None:
-            raise UsageError("the engine hands out nothing")
+            raise UsageError(
+                "transfer: this engine publishes no prompts; give role='prefill' or 'both'"
+            )
         return self._offers
 
     @property
@@ -226,7 +232,9 @@ class TransferNode(PeerNode):
         """Begins a load after the work that the device still does with its blocks."""
         fetcher = self._fetcher
         if fetcher is None:
-            raise UsageError("this engine fetches nothing")
+            raise UsageError(
+                "transfer: this engine fetches no prompts; give role='decode' or 'both'"
+            )
         fetcher.expect(order, done)
         self.device.after(lambda: fetcher.begin(order))
 

@@ -100,10 +100,15 @@ def adapter_digest(directory: Path) -> str:
     try:
         before = _files(directory)
         if not before:
-            raise ConfigurationError(f"adapter: '{directory}' has no files of a LoRA adapter")
+            raise ConfigurationError(
+                f"adapter: '{directory}' has no files of a LoRA adapter; give its directory"
+            )
         digest = _digest(directory, before)
         if _files(directory) != before:
-            raise ModelChanged(f"adapter: '{directory}' changed while it was read")
+            raise ModelChanged(
+                f"adapter: '{directory}' changed while it was read; try again when no process "
+                "writes to it"
+            )
     except OSError as error:
         raise ConfigurationError(
             f"adapter: '{directory}' cannot be read ({error.strerror})"

@@ -108,7 +108,10 @@ def refuse_changed(files: ModelFiles, since_ns: int) -> None:
     try:
         changed = next((at for path in paths for at in _changed(path, since_ns, seen)), None)
     except OSError as error:
-        raise ModelChanged(f"model: '{directory}' changed while it was read") from error
+        raise ModelChanged(
+            f"model: '{directory}' changed while it was read; try again when no process "
+            "writes to it"
+        ) from error
     if changed is not None:
         raise ModelChanged(
             f"model: '{changed}' changed after this process had started, so the engine may have "
@@ -142,7 +145,9 @@ def _refuse_switched(snapshot: Path, paths: Iterable[Path], since_ns: int) -> No
             ours = ours if repository.stat().st_mtime_ns <= since_ns else []
         states = [(path, FileIdentity.of(path.lstat())) for path in (*ours, *paths)]
     except (OSError, UnicodeError) as error:
-        raise ModelChanged(f"model: '{snapshot}' changed while it was read") from error
+        raise ModelChanged(
+            f"model: '{snapshot}' changed while it was read; try again when no process writes to it"
+        ) from error
     changed = next((path for path, state in states if state.changed_ns > since_ns), None)
     if changed is not None:
         raise ModelChanged(

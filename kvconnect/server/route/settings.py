@@ -60,7 +60,7 @@ class RouteSettings(HttpSettings):
                 raise ValueError(f"number {number + 1} has a path; give 'http://host:port'")
         plain = tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
         if len(set(plain)) < len(plain):
-            raise ValueError("a server is named twice")
+            raise ValueError("a server is named twice; give each once")
         return plain
 
     @model_validator(mode="after")

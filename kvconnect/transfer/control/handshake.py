@@ -122,7 +122,9 @@ class _Handshake:
             self._wire.write(frame(ours), self._until)
         theirs = self._wire.read(self._until)
         if len(theirs) != _OPENING.size or not theirs.startswith(_MAGIC):
-            raise BadMessage("what is there does not speak kvconnect's control protocol")
+            raise BadMessage(
+                "what is there does not speak kvconnect's control protocol; check the address"
+            )
         if not self._initiator:
             self._wire.write(frame(ours), self._until)
         _, version, their_flags, _ = _OPENING.unpack(theirs)
