@@ -68,6 +68,9 @@ UNLIKE = {
     "decode_tokens_per_s": "as above",
     "num_draft_tokens": "a command without --speculative has none, and says the number with it",
     "for_s": "a soak has an end; a pin is kept until it is unpinned, if no time is given",
+    "state_interval": "`PromptCache` rounds the default up to whole blocks",
+    "tokens_per_block": "`explain` finds blocks of every size, if it is not given",
+    "scheduling": "chats of a server that give no max_tokens would run one at a time",
     "role": "a server without one has no transfer; a transfer has one",
     "prefill": "names a rate of a server, and servers of a router",
 }
@@ -223,7 +226,9 @@ def test_an_options_name_has_no_unit():
 
 
 def test_what_is_a_time_takes_any_unit():
-    words = re.compile(r"timeout|interval|older|unused|first-byte$|^--(for|step|idle|dead)$")
+    words = re.compile(
+        r"timeout|(?<!state-)interval|older|unused|first-byte$|^--(for|step|idle|dead)$"
+    )
     seen = set()
     for _, action in ALL:
         (option, *_) = action.option_strings[-1:]

@@ -23,7 +23,7 @@ IN_PYTHON_ONLY = {"kv_cache_manager", "enable_chunked_prefill", "max_logprobs"}
 
 @pytest.mark.parametrize(
     ("command", "others"),
-    [(one, {"scheduling": DEFAULT_SCHEDULING}) for one in (generate, serve)],
+    [(generate, {"scheduling": DEFAULT_SCHEDULING}), (serve, {"scheduling": "max_utilization"})],
 )
 def test_every_argument_of_the_engine_has_an_option_with_its_default(command, others):
     parser = argparse.ArgumentParser()

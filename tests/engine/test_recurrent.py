@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -149,6 +151,16 @@ def test_a_manager_without_snapshots_reuses_nothing(tiny, open_llm, reference, p
 def test_what_states_cannot_do_is_refused(tiny, options, message):
     with pytest.raises(ConfigurationError, match=message):
         LLM(tiny("qwen3_next"), kv_cache=KvCacheConfig(max_tokens=256), **options)
+
+
+def test_a_single_token_that_is_computed_otherwise_than_several_is_refused(tiny, tmp_path):
+    """At its default `time_step_min` transformers bounds time steps of several tokens only."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny("zamba2"), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"time_step_min": 0.001}))
+    with pytest.raises(UnsupportedModel, match="Zamba2MambaMixer computes something else"):
+        LLM(model, kv_cache=KvCacheConfig(max_tokens=256))
 
 
 def test_a_prefix_without_its_states_ends_the_engine(tiny, open_llm, prompts):

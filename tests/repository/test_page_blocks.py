@@ -198,6 +198,8 @@ def stand_ins(words: list[str], folder: Path) -> list[str]:
     }
     chosen = [places.get(word, word) for word in words]
     if words[0] == "simulate":
+        if "--state-size" in chosen:
+            chosen = [re.sub("MiB", "KiB", word) for word in chosen]
         chosen = [re.sub("[GT]iB", "MiB", word) for word in chosen]
     for index, word in enumerate(chosen[:-1]):
         if word == "--requests":

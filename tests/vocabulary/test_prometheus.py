@@ -150,7 +150,7 @@ def test_alerts_use_metrics_labels_and_values_that_there_are():
 
 
 def test_every_alert_is_documented_and_loaded():
-    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
     documented = re.findall(r"^\| `(Kvconnect\w+)` \|", page, re.MULTILINE)
     assert documented == [rule["alert"] for rule in rules()]
     prometheus = yaml.safe_load((ALERTS.parent / "prometheus.yaml").read_text(encoding="utf-8"))

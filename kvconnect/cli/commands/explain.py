@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tokens-per-block",
         type=int,
-        metavar="N",
+        metavar="T",
         help="of the engine that will ask (default: any)",
     )
     add_json(parser, "print one JSON object per prompt")

@@ -50,7 +50,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_transfer(parser)
     add_events_options(parser)
     add_cache_options(parser)
-    add_engine_options(parser)
+    # Chats without max_tokens would run one at a time: each may need all that the model can answer.
+    add_engine_options(parser, scheduling="max_utilization")
     parser.set_defaults(run=run)
 
 

@@ -91,8 +91,10 @@ def add_lookup_timeout(parser: Options) -> None:
     add_old_name(parser, "--lookup-timeout-ms", "--lookup-timeout", float)
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> Options:
-    """Adds the options of the engine; returns their group.
+def add_engine_options(
+    parser: argparse.ArgumentParser, *, scheduling: str = DEFAULT_SCHEDULING
+) -> Options:
+    """Adds the options of the engine, with this default of ``--scheduling``; returns their group.
 
     An option that is named like an argument of `LLM` becomes that argument.
     """
@@ -102,10 +104,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> Options:
     group.add_argument(
         "--scheduling",
         choices=("guaranteed_no_evict", "max_utilization"),
-        default=DEFAULT_SCHEDULING,
+        default=scheduling,
         help="start a request only if all that run can get to their end, or as soon as its prompt "
         "fits: blocks that run out are taken from the last one started, which goes on later "
-        f"(default: {DEFAULT_SCHEDULING})",
+        f"(default: {scheduling})",
     )
     group.add_argument(
         "--speculative",
