@@ -17,6 +17,8 @@ _EXPLORE_FIRST = 4
 """The first one of them, of those that cost little; then one after twice as many."""
 _LATE, _SLACK_S = 1.25, 0.01
 """News is overdue after so many times the expected seconds, and so many more."""
+_NUM_SLOW = 3
+"""So many slow loads in a row are a slow store."""
 _TINY_S = 1e-9
 """Shorter than what clocks tell apart."""
 _REACH = 4
@@ -82,13 +84,15 @@ class StepPace:
 class LoadPace:
     """The seconds of a store's loads: ``first_byte_s + seconds_per_unit * amount``.
 
-    A load that agrees with the earlier ones within a factor of two counts for half. Any other
-    replaces them, as far as it came: stores become slow, and fast again, from one load to the next.
+    A load that agrees with the earlier ones within a factor of two counts for half. A faster one
+    replaces them, as far as it came. A slower one is ignored, unless it is the third in a row: then
+    the store has become slow.
     The unit of an amount is the caller's (bytes, tokens, blocks), the same in every call.
     """
 
     def __init__(self) -> None:
         self._measured: tuple[float, float] | None = None
+        self._num_slow = 0
         self._silence_s = 0.0
         self._num_rejected = 0
         self._piece = 0.0
@@ -131,11 +135,16 @@ class LoadPace:
             total: the amount that was asked for.
         """
         self._piece = min(piece, 1.25 * self._piece) if self._piece else piece
-        self._gap_s = _mixed(self._gap_s, gap_s, 1.0)
         self._silence_s = 0.0
         self._num_rejected = 0
         (before, early), (amount, late) = first, last
         old = self._measured
+        if old is not None and late > 2 * (old[0] + old[1] * amount):
+            self._num_slow += 1
+            if self._num_slow < _NUM_SLOW:
+                return
+        self._num_slow = 0
+        self._gap_s = _mixed(self._gap_s, gap_s, 1.0)
         if amount > before:
             seconds_per_unit = max(0.0, late - early) / (amount - before)
             own = max(0.0, early - before * seconds_per_unit), seconds_per_unit
@@ -274,7 +283,7 @@ class RunningLoad:
         else:
             start = first_byte_s
         left = self._total - self.amount
-        come = min(ceil(more / self._piece) * self._piece, left)
+        come = min(max(1, ceil(more / self._piece)) * self._piece, left)
         news = start + min(self._piece, left) * rate
         return news, max(news, start + gap_s), start + come * rate
 

@@ -28,7 +28,7 @@ HIDDEN = "***"
 
 _HARMLESS = frozenset(
     (
-        *("codec", "key_file", "capacity", "ttl", "durability", "pin_fraction"),
+        *("codec", "key_file", "capacity", "ttl", "durability", "pin_fraction", "quota"),
         *("connections", "db", "prefix", "sentinel_user", "timeout"),
         *("tls", "tls_ca", "tls_cert", "tls_key", "tls_verify"),
         *("addressing_style", "blocks_per_object", "ca_bundle", "concurrency", "endpoint_url"),

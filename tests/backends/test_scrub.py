@@ -136,7 +136,7 @@ async def test_redis_holds_no_key_of_a_tenant(dropped, redis_server, kit):
             await store.delete(keys)
         else:
             client.delete(*(f"scrub:b:{key.hex()}" for key in keys))
-        assert any(holds(in_redis(client), one) for one in gone)
+            assert any(holds(in_redis(client), one) for one in gone)
         await scrubbed(store)
         assert not any(holds(in_redis(client), one) for one in gone)
         assert await store.lookup([one.key for one in kept]) == 3

@@ -64,7 +64,7 @@ REFUSED = {
         (("--total", "1MiB", "--piece", "3KiB"), "--piece 3KiB: must be a multiple of 8 bytes"),
         (("--rates", "1,fast"), "--rates 1,fast: give numbers > 0"),
         (("--rates", "0"), "--rates 0: give numbers > 0"),
-        (("--idle", "0"), "--idle=0: must be longer than nothing"),
+        (("--idle", "0"), "--idle=0: must be above 0 seconds"),
         *at_least_one("--rounds"),
     ],
 }

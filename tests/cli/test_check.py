@@ -66,7 +66,7 @@ def test_with_a_small_store_what_it_drops_is_checked(kvconnect, bounded_files):
         (["memory:", "--small", "memory:"], "makes small stores of this kind itself"),
         (["files:/x", "--small", "files:/y"], "write {capacity} where its size"),
         (["files:/x", "--small", "memory:?capactiy={capacity}"], "did you mean 'capacity'"),
-        (["memory:", "--soak", "--minutes", "0"], "must be longer than nothing"),
+        (["memory:", "--soak", "--minutes", "0"], "must be above 0 seconds"),
         (["memory:", "--tensor-parallel-size", "0"], "--tensor-parallel-size 0: must be at least"),
     ],
 )

@@ -49,7 +49,9 @@ def test_an_engine_loads_what_was_warmed_and_a_repeated_warm_computes_nothing(
     assert out.startswith(f"saved 7 blocks, {nbytes // 1024} KiB, 215 tokens; 1 tokens of the")
     assert out.endswith("; 0 were there already\n")
     assert submitted == [152, 64]
-    with LLM(model, connector={"url": url, "lookup_timeout_ms": 60_000}) as llm:
+    with LLM(
+        model, connector={"url": url, "lookup_timeout_ms": 60_000, "overlap_loads": False}
+    ) as llm:
         outputs = llm.generate([TEXT, PROMPT], {"max_tokens": 1})
     assert [one.reused_store_tokens for one in outputs] == [151, 63]
     del submitted[:]

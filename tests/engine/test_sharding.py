@@ -42,6 +42,8 @@ class Rank:
 class Uncached:
     """A step of one prompt that attends to what it was given."""
 
+    states = None
+
     def __init__(self, prompt: Sequence[int]) -> None:
         self.input_ids = torch.tensor([prompt])
         self.position_ids = torch.arange(len(prompt))[None]

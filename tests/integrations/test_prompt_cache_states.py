@@ -49,7 +49,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h": {
         "layer_types": ["linear_attention", "moe", "full_attention", "linear_attention"]
     },
-    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 6},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1, "initializer_range": 1.0},
 }

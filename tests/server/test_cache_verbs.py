@@ -31,7 +31,15 @@ def url(folder) -> str:
 @pytest.fixture(scope="module")
 def admin(model, folder, url) -> ServerProcess:
     """A server with a store, an API key and an admin key."""
-    arguments = ("--store", url, "--lookup-timeout", "60s", "--max-queue", "8")
+    arguments = (
+        "--store",
+        url,
+        "--lookup-timeout",
+        "60s",
+        "--no-overlap-loads",
+        "--max-queue",
+        "8",
+    )
     keys = ("--api-key", "of-clients", "--admin-key", "of-the-admin")
     with running(model, folder / "output", *arguments, *keys) as one:
         yield one

@@ -76,6 +76,7 @@ class Slow:
     """An engine that does nothing until it is told to."""
 
     max_seq_len = 100
+    events_address = None
     layout = SimpleNamespace(tokens_per_block=16)
 
     def __init__(self) -> None:

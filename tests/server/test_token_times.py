@@ -41,6 +41,8 @@ def output(*lengths, ttft_ms=200.0, reason="length"):
 
 
 class Handle:
+    submitted_at = 100.0
+
     def __init__(self, result, clock=None, at=0.0):
         self._result, self._clock, self._at = result, clock, at
 

@@ -165,10 +165,11 @@ def test_loads_that_come_whole_are_predicted_at_their_size():
     assert 0.25 < pace.predict(500) < 0.5
 
 
-@pytest.mark.parametrize(("before", "after"), [(1000.0, 100.0), (100.0, 1000.0)])
-def test_a_store_that_became_slow_or_fast_is_known_after_two_loads(before, after):
+@pytest.mark.parametrize(("before", "after", "num"), [(1000.0, 100.0, 3), (100.0, 1000.0, 1)])
+def test_a_store_that_became_slow_or_fast_is_known_after_a_few_loads(before, after, num):
     pace = steady(rate=before)
-    for _ in range(2):
+    for _ in range(num):
+        assert pace.predict(1000) == pytest.approx(0.05 + 1000 / before, rel=0.05)
         a_load(
             pace, (100, 0.05 + 100 / after), (1000, 0.05 + 1000 / after), end=0.05 + 1000 / after
         )

@@ -40,6 +40,11 @@ class RequestHandle:
         return all(live.done for live in self._lives)
 
     @property
+    def submitted_at(self) -> float:
+        """Returns when it was submitted, in seconds of `time.perf_counter`."""
+        return self._lives[0].request.arrived_at
+
+    @property
     def prompt_token_ids(self) -> Sequence[int]:
         """The tokens of its prompt."""
         request = self._lives[0].request
