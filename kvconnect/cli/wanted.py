@@ -10,11 +10,19 @@ from kvconnect.cli.prompts import GivenPrompt, add_prompt_options, read_prompts
 from kvconnect.cli.visit import add_url
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import check_salt
-from kvconnect.operations.prompt_store import PromptStore, Which
+from kvconnect.operations.prompt_store import PromptStore
 from kvconnect.operations.result import Result
+from kvconnect.operations.which import Which
 from kvconnect.tokens import TokenArray
 
-__all__ = ["add_wanted", "given_prompts", "report", "store_and_wanted", "tokens_of"]
+__all__ = [
+    "add_model_revision",
+    "add_wanted",
+    "given_prompts",
+    "report",
+    "store_and_wanted",
+    "tokens_of",
+]
 
 
 def add_wanted(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +35,7 @@ def add_wanted(parser: argparse.ArgumentParser) -> None:
         help="only blocks of this model: its directory, its name in the Hugging Face cache, or the "
         "first digits of its digest; text and chats need the directory or the name",
     )
-    parser.add_argument(
-        "--model-revision",
-        metavar="NAME",
-        help="what engines name the weights of MODEL, if they do (model_revision)",
-    )
+    add_model_revision(parser)
     group = parser.add_argument_group("which blocks")
     add_prompt_options(group, required=False)
     group.add_argument(
@@ -49,6 +53,15 @@ def add_wanted(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--lora", metavar="ID", help="of requests with this adapter")
     group.add_argument("--all", action="store_true", help="all blocks, of MODEL if it is given")
+
+
+def add_model_revision(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that says what engines name the weights of the argument MODEL."""
+    parser.add_argument(
+        "--model-revision",
+        metavar="NAME",
+        help="what engines name the weights of MODEL, if they do (model_revision)",
+    )
 
 
 def store_and_wanted(arguments: argparse.Namespace) -> tuple[PromptStore, Which]:
@@ -93,8 +106,11 @@ def report(
 ) -> None:
     """Prints the counts of `done` behind `what`, and the `notes` that are not empty.
 
-    With ``--json`` it prints the counts and `more` as an object.
+    With ``--json`` it prints the counts and `more` as an object. If the store could not be opened,
+    it prints no line: there are no counts.
     """
+    if not done.opened:
+        return
     if arguments.json:
         print(json.dumps(done.numbers() | more), flush=True)
         return

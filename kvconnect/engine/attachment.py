@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.ranks.communicator import Communicator, SingleProcess
-from kvconnect.connector.runtime.ledger import StepOutcome
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
+from kvconnect.connector.runtime.step_outcome import StepOutcome
 from kvconnect.errors import ConfigurationError
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 from kvconnect.text import shown

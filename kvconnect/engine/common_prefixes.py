@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.keys import BlockKey
-from kvconnect.request import LlmRequest
+from kvconnect.request import LlmRequest, RequestState
 from kvconnect.tokens import common_length
 
-__all__ = ["CommonPrefixes"]
+__all__ = ["CommonPrefixes", "brings_prefix"]
 
 
 class _Beginning(NamedTuple):
@@ -82,6 +82,11 @@ class CommonPrefixes:
         """
         end = self._ends.get(request.request_id, 0)
         return end if end > start else request.num_tokens
+
+
+def brings_prefix(request: LlmRequest) -> bool:
+    """Returns whether `request` computes its prompt now, or loads it beside computing."""
+    return request.state is RequestState.CONTEXT or request.load_end > 0
 
 
 def _beginning(request: LlmRequest) -> _Beginning | None:

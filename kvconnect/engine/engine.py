@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
-from kvconnect.connector.runtime.ledger import StepOutcome
+from kvconnect.connector.runtime.step_outcome import StepOutcome
 from kvconnect.engine.attachment import Attachment
 from kvconnect.engine.explainer import Explainer
 from kvconnect.engine.live_requests import LiveRequests
+from kvconnect.engine.loaded_tokens import join_load, note_loaded
 from kvconnect.engine.model.forward_step import CachedLayer, ForwardStep
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.sequence_step import (
@@ -256,10 +257,10 @@ class Engine:
                 prefilled.append(self._live[request.request_id])
             request.num_computed_tokens, request.num_external_tokens = end, 0
             if request.state is RequestState.CONTEXT:
-                self._join_load(request)
+                join_load(request)
         for request_id, valid in failed_loads.items():
             if live := self._live.get(request_id):
-                self._note_loaded(live.request, valid)
+                note_loaded(live.request, valid)
         return prefilled
 
     # ------------------------------------------------------------------ sample
@@ -342,9 +343,9 @@ class Engine:
                 request.loaded_from = loaded_from or 0
                 self._scheduler.resume(request)
                 if loaded_from is None:
-                    self._note_loaded(request, valid)
+                    note_loaded(request, valid)
                 else:
-                    self._join_load(request)
+                    join_load(request)
                     self._kv.update_resources(ScheduledBatch([request]))  # others wait for them
         for request_id in outcome.saved:
             if request := self._scheduler.saving.pop(request_id, None):
@@ -358,24 +359,13 @@ class Engine:
             live = self._live.get(request_id)
             if live is None:
                 continue
-            self._note_loaded(live.request, valid)
+            note_loaded(live.request, valid)
             if request_id in outcome.requeue:
                 self._send_back(live.request)
             elif live.request.state is RequestState.LOADING:
                 self._scheduler.resume(live.request)
         while (victim := self._scheduler.one_too_many()) is not None:
             self._send_back(victim)
-
-    def _note_loaded(self, request: LlmRequest, valid: int) -> None:
-        """Notes that a load ended with `valid` leading tokens present."""
-        request.reused_store_tokens += max(0, valid - request.num_computed_tokens)
-        request.num_computed_tokens, request.num_external_tokens = valid, 0
-        request.load_end = request.loaded_from = 0
-
-    def _join_load(self, request: LlmRequest) -> None:
-        """Adds what a load brought to the computed tokens of `request`, if these reach it."""
-        if request.load_end and request.num_computed_tokens >= request.loaded_from:
-            self._note_loaded(request, request.load_end)
 
     def _send_back(self, request: LlmRequest) -> None:
         """Preempts: computed blocks stay in the cache until others need them."""

@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias, get_args
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.engine.beside_loads import BesideLoads
-from kvconnect.engine.common_prefixes import CommonPrefixes
-from kvconnect.engine.model.sequence_step import first_scheduled_token
-from kvconnect.engine.sampling.drafts import NO_DRAFTS, NgramDrafter, NgramSpeculation
+from kvconnect.engine.common_prefixes import CommonPrefixes, brings_prefix
+from kvconnect.engine.model.sequence_step import first_scheduled_token, remaining_tokens
+from kvconnect.engine.sampling.drafts import NO_DRAFTS, NgramDrafter, NgramSpeculation, set_drafts
 from kvconnect.engine.snapshots import snapshot_end
 from kvconnect.errors import ConfigurationError, OutOfBlocks, nearest
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
@@ -109,7 +109,9 @@ class Scheduler:
         """
         generation = [r for r in self.running if r.state is RequestState.GENERATION]
         context = [r for r in self.running if r.state is not RequestState.GENERATION]
-        self._propose(generation, context)
+        if self._drafter is not None:
+            spare = self._max_num_tokens - len(generation) - len(context)
+            set_drafts(self._drafter, generation, spare)
         batch = ScheduledBatch(generation_requests=generation)
         batch.context_requests += self._fitting(context, batch)
         if batch.requests:
@@ -189,31 +191,15 @@ class Scheduler:
 
     # ------------------------------------------------------------------ what runs
 
-    def _propose(self, generation: list[LlmRequest], context: list[LlmRequest]) -> None:
-        """Proposes drafts for plain greedy requests, within the budget and ``max_tokens``."""
-        if self._drafter is None:
-            return
-        spare = self._max_num_tokens - len(generation) - len(context)
-        for request in generation:
-            request.draft_tokens = NO_DRAFTS
-            params = request.sampling_params
-            if params.temperature > 0 or params.adjusts_logits:
-                continue
-            # One token comes with every step anyway.
-            useful = params.max_tokens - request.num_generated_tokens - 1
-            limit = min(spare, useful)
-            request.draft_tokens = self._drafter.propose(request.tokens.view, limit)
-            spare -= len(request.draft_tokens)
-
     def _fitting(self, context: list[LlmRequest], batch: ScheduledBatch) -> list[LlmRequest]:
         """Returns those of `context`, from the first on, that this step can compute."""
         chosen: list[LlmRequest] = []
         _, tokens = self._room(batch)
         for request in context:
-            if not self._goes_into(tokens, _remaining(request)):
+            if not self._goes_into(tokens, remaining_tokens(request)):
                 break
             chosen.append(request)
-            tokens -= _remaining(request)
+            tokens -= remaining_tokens(request)
         return chosen
 
     def _goes_into(self, tokens: int, wanted: int) -> bool:
@@ -239,7 +225,7 @@ class Scheduler:
         seats, tokens = self._room(batch)
         if self.waiting and seats > 0 and tokens > 0:
             # All of these end their prompts in this step: the budget has room for more.
-            prefixes.add([*batch.context_requests, *filter(_brings_prefix, self.loading.values())])
+            prefixes.add([*batch.context_requests, *filter(brings_prefix, self.loading.values())])
             if self._guaranteed:
                 self._take_in_candidates(batch, prefixes)
             else:
@@ -252,7 +238,7 @@ class Scheduler:
         tokens = self._max_num_tokens - sum(
             1 + len(request.draft_tokens) for request in batch.generation_requests
         )
-        return seats, tokens - sum(map(_remaining, batch.context_requests))
+        return seats, tokens - sum(map(remaining_tokens, batch.context_requests))
 
     def _take_in_candidates(self, batch: ScheduledBatch, prefixes: CommonPrefixes) -> None:
         """Admits those that fit, in blocks and in tokens, before any reuse.
@@ -265,7 +251,7 @@ class Scheduler:
             passed = len(batch.deferred_requests)
             chosen, held = self._candidates(prefixes, *self._room(batch))
             refused = self._take_in([one for one in chosen if one not in held], batch)
-            prefixes.discard(one for one in chosen if not _brings_prefix(one))
+            prefixes.discard(one for one in chosen if not brings_prefix(one))
             back = held + refused
             self.waiting.extendleft(one for one in reversed(chosen) if one in back)
 
@@ -320,10 +306,10 @@ class Scheduler:
             refused = self._take_in([request], batch)
             if request.state is not RequestState.QUEUED:
                 seats -= 1
-            if _brings_prefix(request):
+            if brings_prefix(request):
                 prefixes.add([request])
             if request.state is RequestState.CONTEXT:
-                tokens -= _remaining(request)
+                tokens -= remaining_tokens(request)
         self.waiting.extendleft(reversed(held + refused))
 
     def _have_room(self, requests: Iterable[LlmRequest]) -> bool:
@@ -409,12 +395,3 @@ class Scheduler:
                 end = snapshot_end(self._kv, request, start, end, stepped=self._stepped)
             request.num_scheduled_tokens = end - start
             budget -= request.num_scheduled_tokens
-
-
-def _brings_prefix(request: LlmRequest) -> bool:
-    """Returns whether `request` computes its prompt now, or loads it beside computing."""
-    return request.state is RequestState.CONTEXT or request.load_end > 0
-
-
-def _remaining(request: LlmRequest) -> int:
-    return request.num_tokens - first_scheduled_token(request)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from functools import cached_property
 from math import inf
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.keys import check_salt
 from kvconnect.operations.run import run_anywhere
 from kvconnect.operations.selection import is_digest, model_prefix
-from kvconnect.operations.wanted import Wanted, WantedPrompt, key_digits, tenant
+from kvconnect.operations.wanted import Wanted
+from kvconnect.operations.which import Which, check_names, prompts_to_warm, wanted_blocks
 from kvconnect.tokens import TokenArray, as_token_array
 
 if TYPE_CHECKING:
@@ -28,30 +28,8 @@ if TYPE_CHECKING:
     from kvconnect.operations.result import Result
     from kvconnect.operations.saving import Saved
     from kvconnect.operations.tenants import TenantUse
-    from kvconnect.operations.warm import WarmPrompt
 
-__all__ = ["PromptStore", "Which"]
-
-
-class Which(TypedDict, total=False):
-    """The blocks that a verb of `PromptStore` is about.
-
-    | name | meaning | default |
-    |---|---|---|
-    | ``prompts`` | the blocks of a prompt or several: text, token ids, or dicts as in `LLM` | |
-    | ``messages`` | the blocks of a conversation or several, by the model's chat template | |
-    | ``keys`` | the blocks whose store keys begin so, as ``kvconnect ls`` shows them | |
-    | ``salt`` | of this tenant; a list has one for each of ``prompts`` | of a prompt: no salt |
-    | ``lora`` | of this adapter | any; of a prompt: none |
-    | ``everything`` | all blocks, of the model if there is one | ``False`` |
-    """
-
-    prompts: Prompt | Sequence[Prompt]
-    messages: Conversation | Sequence[Conversation]
-    keys: Sequence[str]
-    salt: str | Sequence[str | None] | None
-    lora: str | None
-    everything: bool
+__all__ = ["PromptStore"]
 
 
 class PromptStore:
@@ -117,7 +95,7 @@ class PromptStore:
         from kvconnect.operations.saving import Saved
         from kvconnect.operations.warm import check_store, connector_to, warm
 
-        prompts = self._to_warm(which)
+        prompts = prompts_to_warm(which, self._prompts(which))
         done = Saved() if into is None else into
         if llm is not None:
             self._run(warm(self.url, prompts, llm, done))
@@ -393,62 +371,16 @@ class PromptStore:
         Raises:
             ConfigurationError: it names nothing, or something twice.
         """
-        known = Which.__annotations__
-        if wrong := [name for name in which if name not in known]:
-            raise ConfigurationError(f"{wrong[0]}: unknown; give some of {', '.join(known)}")
-        salt, lora = which.get("salt"), which.get("lora")
-        prompts = [*map(self.tokens, self._list(which)), *self._chats(which)]
-        keys = key_digits(which.get("keys", ()))
-        if which.get("everything") and (prompts or keys or salt is not None or lora is not None):
-            raise ConfigurationError("everything: give nothing else with it")
-        if prompts:
-            if keys:
-                raise ConfigurationError("keys: give prompts or keys, not both")
-            return Wanted(prompts=tuple(self._of(prompts, salt, lora)), continued=continued)
-        if keys:
-            return Wanted(keys=keys, continued=continued, ancestors=ancestors)
-        if salt is not None and not isinstance(salt, str):
-            raise ConfigurationError("salt: a list has one for each prompt; there are no prompts")
-        if salt is None and lora is None and not which.get("everything"):
-            raise ConfigurationError(
-                "nothing says which blocks; give prompts, messages, keys, a salt, an adapter "
-                "(lora), or everything=True"
-            )
-        return Wanted(selection=tenant(salt, lora, self._model, named=False))
+        check_names(which)
+        prompts = self._prompts(which)
+        return wanted_blocks(which, prompts, self._model, continued=continued, ancestors=ancestors)
 
-    def _to_warm(self, which: Which) -> list[WarmPrompt]:
-        from kvconnect.engine.request.prompts import one_each
-        from kvconnect.operations.warm import WarmPrompt
-
-        prompts = [*map(self.tokens, self._list(which)), *self._chats(which)]
-        others = which.get("keys") or which.get("everything")
-        if not prompts or others:
-            raise ConfigurationError("warm: give prompts or messages, and nothing else")
-        salts: list[str | None] = one_each("salt", which.get("salt"), len(prompts))
-        for salt in salts:
-            check_salt(salt, "salt")
-        lora = which.get("lora")
-        return [WarmPrompt(one, salt, lora) for one, salt in zip(prompts, salts, strict=True)]
-
-    def _list(self, which: Which) -> list[Prompt]:
+    def _prompts(self, which: Which) -> list[TokenArray]:
+        """Returns the token ids of the prompts and conversations of `which`."""
+        from kvconnect.engine.request.chat import as_conversations
         from kvconnect.engine.request.prompts import as_prompts
 
-        return as_prompts(which["prompts"]) if "prompts" in which else []
-
-    def _chats(self, which: Which) -> Iterable[TokenArray]:
-        from kvconnect.engine.request.chat import as_conversations
-
-        found = as_conversations(which["messages"]) if "messages" in which else []
-        return map(self.chat_tokens, found)
-
-    def _of(
-        self,
-        prompts: Sequence[TokenArray],
-        salt: str | Sequence[str | None] | None,
-        lora: str | None,
-    ) -> Iterable[WantedPrompt]:
-        from kvconnect.engine.request.prompts import one_each
-
-        salts: list[str | None] = one_each("salt", salt, len(prompts))
-        for tokens, one in zip(prompts, salts, strict=True):
-            yield WantedPrompt(tokens, tenant(one, lora, self._model, named=True))
+        prompts = as_prompts(which["prompts"]) if "prompts" in which else []
+        found = [*map(self.tokens, prompts)]
+        chats = as_conversations(which["messages"]) if "messages" in which else []
+        return [*found, *map(self.chat_tokens, chats)]

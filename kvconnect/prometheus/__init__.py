@@ -4,8 +4,8 @@
 same to an existing registry of the application. Nothing is counted twice, and nothing is computed
 between scrapes.
 
-Imports the vocabulary. Begin with `table`, which lists every metric, as read from a `snapshot`;
-`server` serves them.
+Imports the vocabulary. Begin with `table`, which lists every metric; `readers` reads their samples
+from a `snapshot`, `server` serves them.
 """
 
 from __future__ import annotations

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import product
-from typing import TypeAlias
-
 from kvconnect.digest.doubts import Doubt
-from kvconnect.explain.outcome import Outcome
 from kvconnect.histograms import SIZES, TIMES
 from kvconnect.overlap import Decision
-from kvconnect.prometheus.snapshot import Metric, Sample, Snapshot
+from kvconnect.prometheus.readers import (
+    Names,
+    by_label,
+    calls_in_flight,
+    distribution,
+    each,
+    of_calls,
+    of_each_call,
+    of_stores,
+    outcomes,
+    sizes,
+    store_sizes,
+    totals,
+)
+from kvconnect.prometheus.snapshot import Metric
 
 __all__ = ["METRICS"]
 
@@ -24,7 +33,7 @@ _LEASE_EVENTS = (
 _CONTROL_FAULTS = (
     *("refused", "not_opened", "pushed_out", "not_connected", "silent", "bad_message", "not_taken"),
 )
-_DAMAGED: _Names = {
+_DAMAGED: Names = {
     ("messages",): "transfer.control.damaged",
     ("requests",): "transfer.tcp.malformed",
     ("pieces",): "transfer.pull.corrupt",
@@ -33,86 +42,6 @@ _DAMAGED: _Names = {
 _STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
 _ROLES = ("prefill", "decode")
 
-# ---------------------------------------------------------------------- how each is read
-
-_Names: TypeAlias = Mapping[tuple[str, ...], str]
-"""The name in `kvconnect.trace` of each part of a metric, by the values of its labels."""
-
-
-def _each(pattern: str, *values: Sequence[object]) -> _Names:
-    """Returns the names that `pattern` makes of the values of each label, in every combination."""
-    return {tuple(map(str, one)): pattern.format(*one) for one in product(*values)}
-
-
-def _totals(names: _Names) -> Callable[[Snapshot], Iterable[Sample]]:
-    return lambda now: [(values, now.total(name)) for values, name in names.items()]
-
-
-def _by_label(
-    name: str, label: str, values: Sequence[str]
-) -> Callable[[Snapshot], Iterable[Sample]]:
-    """Reads a counter whose events have a `label`: one sample for each of its `values`."""
-    return lambda now: [((value,), now.labelled(name, (label, value))) for value in values]
-
-
-def _sizes(names: _Names) -> Callable[[Snapshot], Iterable[Sample]]:
-    return lambda now: [
-        (values, size) for values, name in names.items() for size in now.gauge(name).values()
-    ]
-
-
-def _of_stores(names: _Names) -> Callable[[Snapshot], Iterable[Sample]]:
-    return lambda now: [
-        ((*store, *values), counters.get(name, 0))
-        for store, counters in now.stores()
-        for values, name in names.items()
-    ]
-
-
-def _of_calls(names: _Names) -> Callable[[Snapshot], Iterable[Sample]]:
-    """Reads like `_of_stores`, by operation, but only operations that were called."""
-    return lambda now: [
-        ((*store, *values), counters.get(name, 0))
-        for store, counters in now.stores()
-        for values, name in names.items()
-        if "store." + values[0] in counters
-    ]
-
-
-def _store_sizes(name: str) -> Callable[[Snapshot], Iterable[Sample]]:
-    return lambda now: now.gauge(name).items()
-
-
-def _outcomes(now: Snapshot) -> Iterator[Sample]:
-    explained = 0.0
-    for outcome in Outcome:
-        explained += (tokens := now.total(f"engine.request.{outcome}_tokens"))
-        yield (str(outcome),), tokens
-    yield ("unexplained",), now.total("engine.request.prompt_tokens") - explained
-
-
-def _calls_in_flight(now: Snapshot) -> Iterator[Sample]:
-    abandoned = now.gauge("store.abandoned")
-    for store, running in now.gauge("store.running").items():
-        yield (*store, "in_time"), running - abandoned.get(store, 0)
-        yield (*store, "abandoned"), abandoned.get(store, 0)
-
-
-def _distribution(name: str) -> Callable[[Snapshot], Iterable[Sample]]:
-    return lambda now: [
-        ((labels.get("model", ""),), found) for labels, found in now.distributions(name)
-    ]
-
-
-def _of_each_call(number: str, operations: Sequence[str]) -> Callable[[Snapshot], Iterable[Sample]]:
-    """Reads the histogram of a number of a store's calls, by operation."""
-    return lambda now: [
-        ((labels.get("store", ""), labels.get("place", ""), operation), found)
-        for operation in operations
-        for labels, found in now.distributions(f"store.{operation}.{number}")
-    ]
-
-
 _STORE = ("store", "place")
 _CALL = (*_STORE, "operation")
 
@@ -120,38 +49,38 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "kvconnect_requests_total",
         "Requests that ended; each looked its prompt up.",
-        _totals({(): "engine.request"}),
+        totals({(): "engine.request"}),
     ),
     Metric(
         "kvconnect_uncached_requests_total",
         "Requests whose KV keys cannot tell apart: neither looked up nor saved; by the reason, as "
         "in `kvconnect.digest.doubts`.",
-        _by_label("engine.request.uncached", "reason", [doubt.value for doubt in Doubt]),
+        by_label("engine.request.uncached", "reason", [doubt.value for doubt in Doubt]),
         ("reason",),
     ),
     Metric(
         "kvconnect_live_requests",
         "Requests in the engine: waiting, loading, running, or kept until they are saved.",
-        _sizes(_each("engine.requests.{}", ("waiting", "loading", "running", "saving"))),
+        sizes(each("engine.requests.{}", ("waiting", "loading", "running", "saving"))),
         ("state",),
     ),
     Metric(
         "kvconnect_http_answers_total",
         "Answers over HTTP by status; 499: the client left before there was one.",
-        _totals(_each("server.answer.{}", _STATUSES)),
+        totals(each("server.answer.{}", _STATUSES)),
         ("status",),
     ),
     Metric(
         "kvconnect_first_token_seconds",
         "From when a prompt of a request over HTTP came to the engine to its first token.",
-        _distribution("server.first_token.seconds"),
+        distribution("server.first_token.seconds"),
         ("model",),
         TIMES,
     ),
     Metric(
         "kvconnect_between_tokens_seconds",
         "Mean time between the tokens of an answer over HTTP, of each answer.",
-        _distribution("server.between_tokens.seconds"),
+        distribution("server.between_tokens.seconds"),
         ("model",),
         TIMES,
     ),
@@ -159,96 +88,96 @@ METRICS: tuple[Metric, ...] = (
         "kvconnect_route_answers_total",
         "What servers behind `kvconnect route` were asked, by role and outcome: ok, busy, failed, "
         "late; all but the first go to another one.",
-        _totals(_each("route.{}.{}", _ROLES, ("ok", "busy", "failed", "late"))),
+        totals(each("route.{}.{}", _ROLES, ("ok", "busy", "failed", "late"))),
         ("role", "outcome"),
     ),
     Metric(
         "kvconnect_route_prompt_pieces_total",
         "Pieces of 256 characters or 64 tokens of the prompts that a server was chosen for.",
-        _totals(_each("route.{}.chosen.pieces", _ROLES)),
+        totals(each("route.{}.chosen.pieces", _ROLES)),
         ("role",),
     ),
     Metric(
         "kvconnect_route_held_pieces_total",
         "Those of them that it had computed before.",
-        _totals(_each("route.{}.chosen.held_pieces", _ROLES)),
+        totals(each("route.{}.chosen.held_pieces", _ROLES)),
         ("role",),
     ),
     Metric(
         "kvconnect_route_computed_by_decode_total",
         "Prompts that no prefill server was left for.",
-        _totals({(): "route.computed_by_decode"}),
+        totals({(): "route.computed_by_decode"}),
     ),
     Metric(
         "kvconnect_route_servers",
         "Servers by role: up, or down.",
-        _sizes(_each("route.{}.{}", _ROLES, ("up", "down"))),
+        sizes(each("route.{}.{}", _ROLES, ("up", "down"))),
         ("role", "state"),
     ),
     Metric(
         "kvconnect_route_running_requests",
         "Requests under way on servers, by role.",
-        _sizes(_each("route.{}.running", _ROLES)),
+        sizes(each("route.{}.running", _ROLES)),
         ("role",),
     ),
     Metric(
         "kvconnect_prompt_tokens_total",
         "Tokens of their prompts, by outcome: reused, new, or the reason why they were computed "
         "although they might have been reused; unexplained: of engines that count no outcomes.",
-        _outcomes,
+        outcomes,
         ("outcome",),
     ),
     Metric(
         "kvconnect_ceiling_tokens_total",
         "Prompt tokens that a cache without limits would have brought, in whole blocks; an "
         "estimate, with a standard error of 1.3 % of the distinct blocks.",
-        _totals({(): "engine.request.ceiling_tokens"}),
+        totals({(): "engine.request.ceiling_tokens"}),
     ),
     Metric(
         "kvconnect_hit_tokens_total",
         "Prompt tokens that were not computed, by where their KV came from: device, host or store.",
-        _totals(_each("engine.request.{}_tokens", ("device", "host", "store"))),
+        totals(each("engine.request.{}_tokens", ("device", "host", "store"))),
         ("tier",),
     ),
     Metric(
         "kvconnect_device_blocks",
         "KV blocks on the device: used by requests, or free (perhaps cached).",
-        _sizes(_each("engine.blocks.{}", ("used", "free"))),
+        sizes(each("engine.blocks.{}", ("used", "free"))),
         ("state",),
     ),
     Metric(
         "kvconnect_host_blocks_total",
         "Blocks moved to the host tier (offload) and back (onboard).",
-        _totals(_each("cache.{}.blocks", ("offload", "onboard"))),
+        totals(each("cache.{}.blocks", ("offload", "onboard"))),
         ("direction",),
     ),
     Metric(
         "kvconnect_late_lookups_total",
         "Admissions that did not wait longer for the store's answer.",
-        _totals({(): "connector.lookup.late"}),
+        totals({(): "connector.lookup.late"}),
     ),
     Metric(
         "kvconnect_load_decisions_total",
         "Prompts that a store had a part of, by how they got it: load, compute (the load was not "
         "started, or brought nothing in time), or both at once.",
-        _by_label("engine.load", "decision", [decision.value for decision in Decision]),
+        by_label("engine.load", "decision", [decision.value for decision in Decision]),
         ("decision",),
     ),
     Metric(
         "kvconnect_load_predicted_seconds_total",
         "Time that loads were predicted to take, or both at once; only of those with a prediction.",
-        _totals({(): "engine.load.predicted.seconds"}),
+        totals({(): "engine.load.predicted.seconds"}),
     ),
     Metric(
         "kvconnect_load_seconds_total",
         "Time that these took.",
-        _totals({(): "engine.load.predicted.took"}),
+        totals({(): "engine.load.predicted.took"}),
     ),
     Metric(
         "kvconnect_transfers_total",
         "Loads and saves of requests, by how they ended.",
-        _totals(
-            _each(
+        totals(
+            each(
                 "connector.{}.{}",
                 ("load", "save"),
                 ("completed", "failed", "cancelled", "timed_out"),
@@ -259,157 +188,157 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "kvconnect_unsaved_blocks_total",
         "Blocks that were not saved: no room to stage them (dropped), or the store failed (lost).",
-        _totals(_each("connector.save.{}.blocks", ("dropped", "lost"))),
+        totals(each("connector.save.{}.blocks", ("dropped", "lost"))),
         ("reason",),
     ),
     Metric(
         "kvconnect_staging_bytes",
         "Host memory for blocks on their way: taken by loads, by saves, or free.",
-        _sizes(_each("connector.staging.{}", ("load", "save", "free"))),
+        sizes(each("connector.staging.{}", ("load", "save", "free"))),
         ("use",),
     ),
     Metric(
         "kvconnect_store_calls_total",
         "Calls to a store, whatever came of them; refused ones too.",
-        _of_calls(_each("store.{}", _OPERATIONS)),
+        of_calls(each("store.{}", _OPERATIONS)),
         _CALL,
     ),
     Metric(
         "kvconnect_store_seconds_total",
         "Time that they took.",
-        _of_calls(_each("store.{}.seconds", _OPERATIONS)),
+        of_calls(each("store.{}.seconds", _OPERATIONS)),
         _CALL,
     ),
     Metric(
         "kvconnect_store_call_seconds",
         "Time that each of them took.",
-        _of_each_call("seconds", _OPERATIONS),
+        of_each_call("seconds", _OPERATIONS),
         _CALL,
         TIMES,
     ),
     Metric(
         "kvconnect_store_call_bytes",
         "Bytes of the blocks that a call loaded or saved, before codecs; of calls that moved any.",
-        _of_each_call("bytes", ("load", "save")),
+        of_each_call("bytes", ("load", "save")),
         _CALL,
         SIZES,
     ),
     Metric(
         "kvconnect_store_blocks_total",
         "Blocks that were loaded and found sound, or saved.",
-        _of_calls({("load",): "store.load.loaded", ("save",): "store.save.saved"}),
+        of_calls({("load",): "store.load.loaded", ("save",): "store.save.saved"}),
         _CALL,
     ),
     Metric(
         "kvconnect_store_bytes_total",
         "Bytes of these blocks, before codecs.",
-        _of_calls({("load",): "store.load.bytes", ("save",): "store.save.bytes"}),
+        of_calls({("load",): "store.load.bytes", ("save",): "store.save.bytes"}),
         _CALL,
     ),
     Metric(
         "kvconnect_store_misses_total",
         "Lookups that did not find all they asked for. No failure.",
-        _of_stores({(): "store.lookup.misses"}),
+        of_stores({(): "store.lookup.misses"}),
         _STORE,
     ),
     Metric(
         "kvconnect_store_failures_total",
         "What went wrong: failure (the store's error), timeout, refused (by the open breaker), "
         "bad_frame (damaged, dropped), other_codec (sound, of no use here).",
-        _of_stores(_each("store.{}", _FAILURES)),
+        of_stores(each("store.{}", _FAILURES)),
         (*_STORE, "kind"),
     ),
     Metric(
         "kvconnect_store_breaker_state",
         "0: closed, the store is used; 1: half-open, it is probed; 2: open, it is left alone.",
-        _store_sizes("store.breaker_state"),
+        store_sizes("store.breaker_state"),
         _STORE,
     ),
     Metric(
         "kvconnect_store_breaker_openings_total",
         "How often the breaker opened.",
-        _of_stores({(): "store.breaker.opened"}),
+        of_stores({(): "store.breaker.opened"}),
         _STORE,
     ),
     Metric(
         "kvconnect_store_calls_in_flight",
         "Calls that have not ended: in_time, or abandoned at their deadline.",
-        _calls_in_flight,
+        calls_in_flight,
         (*_STORE, "state"),
     ),
     Metric(
         "kvconnect_store_used_bytes",
         "Bytes that blocks take in a store that knows.",
-        _store_sizes("store.bytes"),
+        store_sizes("store.bytes"),
         _STORE,
     ),
     Metric(
         "kvconnect_store_capacity_bytes",
         "Bytes that they may take.",
-        _store_sizes("store.capacity"),
+        store_sizes("store.capacity"),
         _STORE,
     ),
     Metric(
         "kvconnect_transfer_tokens_total",
         "Prompt tokens that were to come from another engine: fetched, or computed_instead.",
-        _totals(_each("transfer.{}.tokens", ("fetched", "computed_instead"))),
+        totals(each("transfer.{}.tokens", ("fetched", "computed_instead"))),
         ("outcome",),
     ),
     Metric(
         "kvconnect_transfer_pulls_total",
         "Reads from peers' memory that ended, failed ones too.",
-        _totals({(): "transfer.pull"}),
+        totals({(): "transfer.pull"}),
     ),
     Metric(
         "kvconnect_transfer_pull_seconds_total",
         "Time that they took.",
-        _totals({(): "transfer.pull.seconds"}),
+        totals({(): "transfer.pull.seconds"}),
     ),
     Metric(
         "kvconnect_transfer_bytes_total",
         "Bytes of those that succeeded.",
-        _totals({(): "transfer.pull.bytes"}),
+        totals({(): "transfer.pull.bytes"}),
     ),
     Metric(
         "kvconnect_transfer_pull_failures_total",
         "Those that failed: peer (it died, was disconnected or broke the protocol), corrupt (other "
         "bytes came than those that it sent), refused (no such memory), deadline, abandoned, "
         "closed (by this side, for all).",
-        _totals(_each("transfer.pull.{}", _PULL_FAILURES)),
+        totals(each("transfer.pull.{}", _PULL_FAILURES)),
         ("reason",),
     ),
     Metric(
         "kvconnect_transfer_late_reads_total",
         "Prompts that were read when their lease was over, so discarded.",
-        _totals({(): "transfer.late_reads"}),
+        totals({(): "transfer.late_reads"}),
     ),
     Metric(
         "kvconnect_transfer_leases_total",
         "Prompts offered, or for which there was no_room; claims granted, or claims_refused (too "
         "many waited); how leases ended: released, aborted or expired; and late_messages, which "
         "came by a connection that another has replaced.",
-        _totals(_each("transfer.lease.{}", _LEASE_EVENTS)),
+        totals(each("transfer.lease.{}", _LEASE_EVENTS)),
         ("event",),
     ),
     Metric(
         "kvconnect_transfer_leased_bytes",
         "Bytes of blocks that are kept for peers.",
-        _sizes({(): "transfer.leased_bytes"}),
+        sizes({(): "transfer.leased_bytes"}),
     ),
     Metric(
         "kvconnect_transfer_quarantined_blocks",
         "Blocks that failed reads may still write to.",
-        _sizes({(): "transfer.quarantined_blocks"}),
+        sizes({(): "transfer.quarantined_blocks"}),
     ),
     Metric(
         "kvconnect_transfer_rebuilds_total",
         "How often the transport was built anew because of too many of them.",
-        _totals({(): "transfer.rebuilds"}),
+        totals({(): "transfer.rebuilds"}),
     ),
     Metric(
         "kvconnect_transfer_peers",
         "Connected engines: readers fetch from this one, from sources it fetches.",
-        _sizes(_each("transfer.peers.{}", ("readers", "sources"))),
+        sizes(each("transfer.peers.{}", ("readers", "sources"))),
         ("role",),
     ),
     Metric(
@@ -417,45 +346,45 @@ METRICS: tuple[Metric, ...] = (
         "Control connections that did not come about (refused, not_opened, not_connected), gave "
         "their place to another one (pushed_out), or ended by a fault (silent, bad_message, "
         "not_taken).",
-        _totals(_each("transfer.control.{}", _CONTROL_FAULTS)),
+        totals(each("transfer.control.{}", _CONTROL_FAULTS)),
         ("reason",),
     ),
     Metric(
         "kvconnect_transfer_damaged_total",
         "Messages of the control channel, requests and pieces of blocks over TCP, and digests that "
         "were not as the other side made them. Each ended its connection, or its load.",
-        _totals(_DAMAGED),
+        totals(_DAMAGED),
         ("what",),
     ),
     Metric(
         "kvconnect_transfer_errors_total",
         "Errors that no code is known to raise, by the thread that went on after them: nixl, fetch"
         ". Each is logged.",
-        _totals(_each("transfer.{}.error", ("nixl", "fetch"))),
+        totals(each("transfer.{}.error", ("nixl", "fetch"))),
         ("thread",),
     ),
     Metric(
         "kvconnect_nixl_blocks_total",
         "Blocks of `nixl:` stores: granted to peers, fetched from them.",
-        _totals(_each("store.nixl.{}.blocks", ("granted", "fetched"))),
+        totals(each("store.nixl.{}.blocks", ("granted", "fetched"))),
         ("event",),
     ),
     Metric(
         "kvconnect_nixl_bytes_total",
         "Bytes that `nixl:` stores fetched from peers.",
-        _totals({(): "store.nixl.fetched.bytes"}),
+        totals({(): "store.nixl.fetched.bytes"}),
     ),
     Metric(
         "kvconnect_nixl_faults_total",
         "What went wrong between `nixl:` stores: answers that were late, blocks of a bad_digest, "
         "peers that were avoided for a while, rebuilds of the transport.",
-        _totals(_each("store.nixl.{}", ("late", "bad_digest", "avoided", "rebuilds"))),
+        totals(each("store.nixl.{}", ("late", "bad_digest", "avoided", "rebuilds"))),
         ("reason",),
     ),
     Metric(
         "kvconnect_kv_events_total",
         "Events of stored and removed blocks: published, or dropped before they were.",
-        _totals(_each("events.{}.events", ("published", "dropped"))),
+        totals(each("events.{}.events", ("published", "dropped"))),
         ("event",),
     ),
 )

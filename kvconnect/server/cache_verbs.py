@@ -18,10 +18,11 @@ from kvconnect.engine.llm import LLM
 from kvconnect.errors import BadFrame, ConfigurationError
 from kvconnect.operations.pin import Pinned
 from kvconnect.operations.progress import is_shown
-from kvconnect.operations.prompt_store import PromptStore, Which
+from kvconnect.operations.prompt_store import PromptStore
 from kvconnect.operations.result import Result
 from kvconnect.operations.run import AbortableRun
 from kvconnect.operations.saving import Saved
+from kvconnect.operations.which import Which
 from kvconnect.server.admission import Admission, Ticket
 from kvconnect.server.endpoint import Endpoint, check_model
 from kvconnect.server.errors import ShuttingDown, answer_of

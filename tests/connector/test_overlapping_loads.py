@@ -19,8 +19,9 @@ from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.io.load import Load
 from kvconnect.connector.io.orders import BlockLoad, LoadBlocks
 from kvconnect.connector.ranks.communicator import Report
-from kvconnect.connector.runtime.ledger import BlockFate, StepOutcome, TransferLedger
+from kvconnect.connector.runtime.ledger import TransferLedger
 from kvconnect.connector.runtime.reporting import RequestRecord
+from kvconnect.connector.runtime.step_outcome import BlockFate, StepOutcome
 from kvconnect.errors import ConnectorContractError
 from kvconnect.request import LlmRequest, RequestState
 from kvconnect.trace import metrics

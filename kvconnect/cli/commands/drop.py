@@ -53,8 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         store.drop(continued=arguments.continued, dry_run=arguments.dry_run, into=done, **which)
     finally:
-        if done.opened:
-            _report(arguments, done)
+        _report(arguments, done)
     if not done.blocks:
         raise NothingMatched("no block matched")
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from kvconnect.cli.command import NothingMatched, add_json
 from kvconnect.cli.prompts import add_prompt_options, read_prompts
 from kvconnect.cli.visit import add_url
-from kvconnect.cli.wanted import tokens_of
+from kvconnect.cli.wanted import add_model_revision, tokens_of
 from kvconnect.explain.outcome import Outcome
 from kvconnect.keys import check_salt
 from kvconnect.operations.explain import StoredPrompt
@@ -42,11 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the model's directory, its name in the Hugging Face cache, or the first digits of "
         "its digest; text and chats need the directory or the name",
     )
-    parser.add_argument(
-        "--model-revision",
-        metavar="NAME",
-        help="what engines name the weights of MODEL, if they do (model_revision)",
-    )
+    add_model_revision(parser)
     group = parser.add_argument_group("which prompts")
     add_prompt_options(group)
     group.add_argument("--salt", metavar="TEXT", help="of requests with this cache_salt")

@@ -45,14 +45,13 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         store.export(arguments.output, key_file=arguments.key_file, into=done, **which)
     finally:
-        if done.opened:
-            report(
-                arguments,
-                done,
-                "exported",
-                f"{done.resumed} were there from before" * bool(done.resumed),
-                f"{done.bad} are bad" * bool(done.bad),
-                f"{done.gone} were dropped meanwhile" * bool(done.gone),
-            )
+        report(
+            arguments,
+            done,
+            "exported",
+            f"{done.resumed} were there from before" * bool(done.resumed),
+            f"{done.bad} are bad" * bool(done.bad),
+            f"{done.gone} were dropped meanwhile" * bool(done.gone),
+        )
     if not done.blocks:
         raise NothingMatched("no block matched")

@@ -6,7 +6,7 @@ import argparse
 
 from kvconnect.cli.command import add_json
 from kvconnect.cli.visit import add_url
-from kvconnect.cli.wanted import report
+from kvconnect.cli.wanted import add_model_revision, report
 from kvconnect.operations.prompt_store import PromptStore
 
 __all__ = ["add_options", "run"]
@@ -30,11 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="refuse a file of another model: the model's directory, its name in the Hugging Face "
         "cache, or the first digits of its digest",
     )
-    parser.add_argument(
-        "--model-revision",
-        metavar="NAME",
-        help="what engines name the weights of MODEL, if they do (model_revision)",
-    )
+    add_model_revision(parser)
     parser.add_argument("--key-file", metavar="F", help="the key file that it was made with")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -54,5 +50,4 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         store.import_(arguments.file, key_file=arguments.key_file, into=done)
     finally:
-        if done.opened:
-            report(arguments, done, "imported", f"{done.present} were there already")
+        report(arguments, done, "imported", f"{done.present} were there already")

@@ -41,9 +41,8 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         store.pin(for_s=arguments.for_s, into=done, **which)
     finally:
-        if done.opened:
-            refused = f"{done.refused} have no room in the share of pinned blocks (pin_fraction)"
-            report(arguments, done, "pinned", refused * bool(done.refused))
+        refused = f"{done.refused} have no room in the share of pinned blocks (pin_fraction)"
+        report(arguments, done, "pinned", refused * bool(done.refused))
     if done.refused:
         raise RetryLater(f"{done.refused} blocks are not pinned")
     if not done.blocks:

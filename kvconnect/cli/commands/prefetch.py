@@ -38,8 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         store.prefetch(into=done, **which)
     finally:
-        if done.opened:
-            bad = f"{done.bad} are bad" * bool(done.bad)
-            report(arguments, done, "copied", f"{done.present} were there already", bad)
+        bad = f"{done.bad} are bad" * bool(done.bad)
+        report(arguments, done, "copied", f"{done.present} were there already", bad)
     if not done.blocks + done.present:
         raise NothingMatched("no block matched")

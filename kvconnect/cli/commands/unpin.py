@@ -35,7 +35,6 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         store.unpin(into=done, **which)
     finally:
-        if done.opened:
-            report(arguments, done, "unpinned")
+        report(arguments, done, "unpinned")
     if not done.blocks:
         raise NothingMatched("no pinned block matched")

@@ -72,8 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         (_by_model if arguments.server is None else _by_server)(arguments, done)
     finally:
-        if done.opened:
-            report(arguments, done, "saved", f"{done.present} were there already")
+        report(arguments, done, "saved", f"{done.present} were there already")
     if not done.complete:
         raise RetryLater("some blocks were not saved; the store is full, or fails")
 

@@ -1,18 +1,22 @@
-"""The saves that wait for the end of their request, if ``save_on`` is ``"finish"``."""
+"""The saves that wait: for the end of their request, and after that for room."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.connector.io.orders import SaveOrder
 from kvconnect.layout import KvCacheLayout
 
-__all__ = ["HeldSaves"]
+__all__ = ["HeldSaves", "LeavingSave"]
 
 
 class HeldSaves:
-    """The save orders of each request, held until the request ends or loses its blocks."""
+    """The save orders of each request, held until the request ends or loses its blocks.
+
+    They are held if ``save_on`` is ``"finish"``.
+    """
 
     def __init__(self, layouts: Sequence[KvCacheLayout]) -> None:
         self._windows = [layout.window for layout in layouts]
@@ -50,3 +54,17 @@ class HeldSaves:
             return None
         ordered = tuple(blocks[key] for key in sorted(blocks))
         return SaveOrder(request_id, ordered, orders[0].namespace)
+
+
+@dataclass(slots=True)
+class LeavingSave:
+    """The blocks of an ended request that are not staged yet, and the deadline for that."""
+
+    order: SaveOrder | None
+    deadline: float
+    staged: int = 0
+
+    @property
+    def missing(self) -> int:
+        """The number of blocks that are not staged."""
+        return 0 if self.order is None else len(self.order.blocks) - self.staged

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,7 @@ from kvconnect.connector.io.open_store import OffloadStore
 from kvconnect.connector.io.orders import SaveOrder
 from kvconnect.connector.io.save import SaveQueue
 from kvconnect.connector.io.strided import StridedPlanes
-from kvconnect.connector.pair.held_saves import HeldSaves
+from kvconnect.connector.pair.held_saves import HeldSaves, LeavingSave
 from kvconnect.connector.pair.messages import OffloadMeta, WorkerMeta
 from kvconnect.connector.stream import ForwardStream, cuda_stream
 from kvconnect.connector.worker import KvCacheConnectorWorker
@@ -36,20 +36,6 @@ __all__ = ["OffloadWorker"]
 # The worker's deadlines end before the runtime's: the worker knows that its writes are over, but
 # the runtime could only put the blocks in quarantine.
 _OWN_SHARE = 0.9
-
-
-@dataclass(slots=True)
-class _Leaving:
-    """The blocks of an ended request that are not staged yet, and the deadline for that."""
-
-    order: SaveOrder | None
-    deadline: float
-    staged: int = 0
-
-    @property
-    def missing(self) -> int:
-        """The number of blocks that are not staged."""
-        return 0 if self.order is None else len(self.order.blocks) - self.staged
 
 
 def _silent() -> None:
@@ -81,7 +67,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._ended: deque[tuple[int, TransferFailure | None]] = deque()
         self._failed: list[TransferFailure] = []
         self._load_times: dict[int, list[tuple[int, float]]] = {}
-        self._leaving: dict[int, _Leaving] = {}
+        self._leaving: dict[int, LeavingSave] = {}
         self._saved: list[int] = []
         self._missing: dict[int, int] = {}
         self._dropped: set[int] = set()
@@ -165,7 +151,7 @@ class OffloadWorker(KvCacheConnectorWorker):
                 self._held.add(rest)
             order = self._held.take(end.request_id, end.num_tokens)
             deadline = time.monotonic() + timeout_s if end.waits else 0.0
-            self._leaving[end.request_id] = _Leaving(order, deadline)
+            self._leaving[end.request_id] = LeavingSave(order, deadline)
 
     # ------------------------------------------------------------------ loads
 

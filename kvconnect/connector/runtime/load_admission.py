@@ -103,6 +103,27 @@ class LoadAdmission:
         dropped, self._dropped = tuple(self._dropped), []
         return dropped
 
+    def start(self, record: RequestRecord) -> bool:
+        """Starts the load matched for this admission; returns whether it is in the background.
+
+        The record has no `match` afterwards.
+        """
+        request = record.request
+        match, record.match = record.match, None
+        if match is None:
+            return False
+        # With windows a match may be cut to before the position that was asked for.
+        start = min(match.position, request.num_computed_tokens)
+        start -= start % self._tokens_per_block
+        self._ledger.start_load(
+            request.request_id,
+            start,
+            match.end,
+            is_async=match.is_async,
+            overlaps=match.overlaps,
+        )
+        return match.is_async
+
     # ------------------------------------------------------------------ inside
 
     def _offer(

@@ -10,7 +10,7 @@ from typing import Any
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.connector.data import Direction, LlmArgs
 from kvconnect.connector.ranks.communicator import Communicator, Instructions, Report, SingleProcess
-from kvconnect.connector.runtime.ledger import BlockFate, StepOutcome, TransferLedger
+from kvconnect.connector.runtime.ledger import TransferLedger
 from kvconnect.connector.runtime.load_admission import LoadAdmission
 from kvconnect.connector.runtime.loading import build_pair, connector_classes
 from kvconnect.connector.runtime.pools import check_attachable, checked_pools
@@ -19,6 +19,7 @@ from kvconnect.connector.runtime.rank_orders import RankOrders
 from kvconnect.connector.runtime.reporting import RequestRecord, StepReporter
 from kvconnect.connector.runtime.request_errors import RequestErrors
 from kvconnect.connector.runtime.save_admission import SaveAdmission
+from kvconnect.connector.runtime.step_outcome import BlockFate, StepOutcome
 from kvconnect.errors import DuplicateRequest, UsageError
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 
@@ -103,7 +104,6 @@ class KvCacheConnectorManager:
             divisible=divisible,
         )
         self._saves = SaveAdmission(self._scheduler, self._ledger, self._reporter, self._errors)
-        self._tokens_per_block = tokens_per_block
         self._outcome: StepOutcome | None = None
         self._poll_s = _FIRST_POLL_S
         kv.set_external_matcher(self)
@@ -221,7 +221,7 @@ class KvCacheConnectorManager:
             request.request_id
             for requests in (loading, batch.context_requests)
             for request in requests
-            if self._start_load(request)
+            if self._loads.start(self._record(request))
         ]
         for request in batch.context_requests:
             if not request.load_end:
@@ -323,24 +323,6 @@ class KvCacheConnectorManager:
         if record is None:
             raise UsageError(f"request {request.request_id}: on_new_request was not called")
         return record
-
-    def _start_load(self, request: LlmRequest) -> bool:
-        """Starts the load matched for this admission; returns whether it is in the background."""
-        record = self._record(request)
-        match, record.match = record.match, None
-        if match is None:
-            return False
-        # With windows a match may be cut to before the position that was asked for.
-        start = min(match.position, request.num_computed_tokens)
-        start -= start % self._tokens_per_block
-        self._ledger.start_load(
-            request.request_id,
-            start,
-            match.end,
-            is_async=match.is_async,
-            overlaps=match.overlaps,
-        )
-        return match.is_async
 
     def _begin(
         self,

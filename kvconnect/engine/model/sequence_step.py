@@ -11,7 +11,7 @@ from kvconnect.engine.model.attention import BlockTable
 from kvconnect.request import LlmRequest, RequestState
 from kvconnect.tokens import TokenArray
 
-__all__ = ["SequenceStep", "first_scheduled_token", "planned", "sampled_rows"]
+__all__ = ["SequenceStep", "first_scheduled_token", "planned", "remaining_tokens", "sampled_rows"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +44,11 @@ class SequenceStep:
 def first_scheduled_token(request: LlmRequest) -> int:
     """Returns the first token of `request` to compute, after a load of this step."""
     return max(request.num_computed_tokens, request.num_external_tokens)
+
+
+def remaining_tokens(request: LlmRequest) -> int:
+    """Returns how many known tokens of `request` are to be computed, after a load of this step."""
+    return request.num_tokens - first_scheduled_token(request)
 
 
 def planned(

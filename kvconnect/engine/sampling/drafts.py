@@ -6,17 +6,25 @@ and one token more comes for free. The output is that of plain greedy decoding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal, Self, TypeAlias
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from kvconnect.errors import ConfigurationError
+from kvconnect.request import LlmRequest
 from kvconnect.settings import Settings
 from kvconnect.tokens import TokenArray
 
-__all__ = ["NO_DRAFTS", "NgramDrafter", "NgramSpeculation", "Speculation", "accepted_run"]
+__all__ = [
+    "NO_DRAFTS",
+    "NgramDrafter",
+    "NgramSpeculation",
+    "Speculation",
+    "accepted_run",
+    "set_drafts",
+]
 
 NO_DRAFTS: TokenArray = np.empty(0, np.int32)
 
@@ -94,6 +102,25 @@ class NgramDrafter:
         if not len(found) or size < settings.min_ngram_size:
             return NO_DRAFTS
         return np.resize(tokens[found[-1] + 1 :], count)
+
+
+def set_drafts(drafter: NgramDrafter, requests: Iterable[LlmRequest], spare: int) -> None:
+    """Sets the drafts of plain greedy `requests`, within ``max_tokens``; the others have none.
+
+    Args:
+        drafter: proposes them.
+        requests: generate in the next step.
+        spare: the tokens of its budget that are left for drafts.
+    """
+    for request in requests:
+        request.draft_tokens = NO_DRAFTS
+        params = request.sampling_params
+        if params.temperature > 0 or params.adjusts_logits:
+            continue
+        # One token comes with every step anyway.
+        useful = params.max_tokens - request.num_generated_tokens - 1
+        request.draft_tokens = drafter.propose(request.tokens.view, min(spare, useful))
+        spare -= len(request.draft_tokens)
 
 
 def accepted_run(drafts: TokenArray, chosen: Sequence[int]) -> list[int]:
