@@ -12,14 +12,15 @@ __all__ = ["Leftovers"]
 # Others wait while so much is overwritten.
 _NBYTES = 16 << 20
 _ROWS = 256
-_BEGIN = (0, -1), 0
+_BEGIN: tuple[tuple[int, int], int, int | None] = (0, -1), 0, None
 _FREE = (
     "SELECT segment, slot, size FROM free JOIN segments ON id = segment"
     " WHERE (segment, slot) > (?, ?) AND slot >= 0 AND slot < slots ORDER BY segment, slot LIMIT ?"
 )
 _LONGER = (
     "SELECT b.id, b.segment, b.slot, s.size, b.length FROM blocks AS b"
-    " JOIN segments AS s ON s.id = b.segment WHERE b.id > ? AND b.slot >= 0 AND b.slot < s.slots"
+    " JOIN segments AS s ON s.id = b.segment WHERE b.id > ? AND b.id <= ?"
+    " AND b.slot >= 0 AND b.slot < s.slots"
     " AND b.length >= 0 AND (b.length + 4095) / 4096 * 4096 < s.size ORDER BY b.id LIMIT ?"
 )
 
@@ -33,7 +34,7 @@ class Leftovers:
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
-        self._slot, self._block = _BEGIN
+        self._slot, self._block, self._last = _BEGIN
 
     def following(self) -> list[tuple[Location, int]]:
         """Returns the next slots, each with the offset from which on its bytes are left over.
@@ -51,9 +52,13 @@ class Leftovers:
                 break
         if found:
             return found
-        rows = whole_numbers(self._db.execute(_LONGER, (self._block, _ROWS)).fetchall())
+        if self._last is None:  # of the blocks that are there now: others may come without end
+            last = self._db.execute("SELECT coalesce(max(id), 0) FROM blocks").fetchall()
+            ((self._last,),) = whole_numbers(last)
+        bounds = self._block, self._last, _ROWS
+        rows = whole_numbers(self._db.execute(_LONGER, bounds).fetchall())
         for self._block, segment, slot, size, length in rows:
             found.append((Location(segment, slot, size), aligned_size(length)))
         if not found:
-            self._slot, self._block = _BEGIN
+            self._slot, self._block, self._last = _BEGIN
         return found

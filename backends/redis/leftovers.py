@@ -81,15 +81,19 @@ class RedisLeftovers:
 
     async def _drop_parts(self, names: Sequence[bytes]) -> None:
         """Deletes parts that no block names, but those that a writer has yet to name: they end."""
-        ours = [(name, *owner) for name in names if (owner := self._owner(name)) is not None]
+        ends = await self._router.look([about(b"PTTL", name) for name in names])
+        # In this order: a writer makes parts stay once a block names them.
+        ours = [
+            (name, *owner)
+            for name, end in zip(names, ends, strict=True)
+            if end == _NO_EXPIRY and (owner := self._owner(name)) is not None
+        ]
         heads = await self._heads([key for _, key, _ in ours])
-        left = [
+        stale = [
             name
             for (name, _, nonce), head in zip(ours, heads, strict=True)
             if head is None or head.nonce != nonce
         ]
-        ends = await self._router.look([about(b"PTTL", name) for name in left])
-        stale = [name for name, end in zip(left, ends, strict=True) if end == _NO_EXPIRY]
         await self._router.ask([about(b"UNLINK", name) for name in stale])
 
     async def _heads(self, keys: Sequence[BlockKey]) -> list[Head | None]:

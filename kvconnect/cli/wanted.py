@@ -95,7 +95,8 @@ def given_prompts(arguments: argparse.Namespace, store: PromptStore) -> Which:
     """
     which: Which = {"lora": arguments.lora}
     # Sampling parameters in a line of a file are of no use here, and no error.
-    if prompts := list(read_prompts(arguments, {})):
+    prompts = list(read_prompts(arguments, {}))
+    if prompts or arguments.jsonl:  # a file without a line names no block
         which["prompts"] = [tokens_of(store, one) for one in prompts]
         which["salt"] = [one.cache_salt for one in prompts]
     return which

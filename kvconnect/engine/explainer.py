@@ -160,8 +160,8 @@ class Explainer:
     ) -> Iterator[Span]:
         """Yields the span from `at` on that another namespace had."""
         size = request.key_chain.tokens_per_block
+        mine = self._number(request.namespace)  # first: it may forget all others
         found = self._anywhere.find(anywhere[at // size :])
-        mine = self._number(request.namespace)
         there = np.flatnonzero((found >= 0) & (found != mine))
         if len(there):
             end = min((at // size + int(there[-1]) + 1) * size, last)

@@ -31,7 +31,8 @@ def snapshot_end(
     if due is None or due >= end:
         return end
     if stepped and start == 0:
-        while (later := kv.next_state_end(request, due)) is not None and later < end:
+        last = min(end, request.num_tokens - 1)
+        while (later := kv.next_state_end(request, due)) is not None and later <= last:
             due = later
     return due
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping
 
 from kvconnect.backend import Backend
@@ -16,6 +18,7 @@ from kvconnect.operations.wanted import Wanted
 __all__ = ["drop"]
 
 _KEYS_PER_DELETE = 256
+_LONGEST_PAUSE_S = 0.5
 
 
 async def drop(url: str, wanted: Wanted, done: Result, *, dry_run: bool = False) -> None:
@@ -69,8 +72,12 @@ async def _delete(
     if not dry_run:
         async with Progress("scrub", 0, "parts") as progress:
             for store in stores.values():
+                begun = time.monotonic()
                 while await store.scrub():
                     progress.advance(1)
+                    # Those that wait for the store meanwhile have as much time as this took.
+                    await asyncio.sleep(min(time.monotonic() - begun, _LONGEST_PAUSE_S))
+                    begun = time.monotonic()
 
 
 async def _expect_all(store: GuardedBackend, answering: Mapping[str, Backend]) -> None:

@@ -72,12 +72,18 @@ def wanted_blocks(
     """
     salt, lora = which.get("salt"), which.get("lora")
     keys = key_digits(which.get("keys", ()))
+    named = [name for name in ("prompts", "messages", "keys") if name in which]
+    if named and not (prompts or keys):
+        # Else the salt alone would name all blocks of its tenant.
+        raise ConfigurationError(f"{named[0]}: is empty; leave it out, or give some")
     if which.get("everything") and (prompts or keys or salt is not None or lora is not None):
         raise ConfigurationError("everything: give nothing else with it")
     if prompts:
         if keys:
             raise ConfigurationError("keys: give prompts or keys, not both")
         return Wanted(prompts=tuple(_each(prompts, salt, lora, model)), continued=continued)
+    if keys and (salt is not None or lora is not None):
+        raise ConfigurationError("keys: give neither a salt nor an adapter with them")
     if keys:
         return Wanted(keys=keys, continued=continued, ancestors=ancestors)
     if salt is not None and not isinstance(salt, str):

@@ -46,7 +46,7 @@ class _VerbRequest(ModelRequest):
 
     prompts: Any = None
     messages: Any = None
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] | None = None
     salt: str | list[str | None] | None = None
     lora: str | None = None
     everything: bool = False
@@ -56,11 +56,12 @@ class _VerbRequest(ModelRequest):
     def which(self) -> Which:
         """Returns the blocks that are meant."""
         which: Which = {
-            "keys": self.keys,
             "salt": self.salt,
             "lora": self.lora,
             "everything": self.everything,
         }
+        if self.keys is not None:
+            which["keys"] = self.keys
         if self.prompts is not None:
             which["prompts"] = self.prompts
         if self.messages is not None:

@@ -100,6 +100,18 @@ async def test_disk_writers_go_on_meanwhile(make_disk, path, kit):
             assert torch.equal(buffer, one.data)
 
 
+async def test_disk_a_pass_ends_beside_a_writer(make_disk, kit):
+    """A block that is stored meanwhile does not prolong it."""
+    async with kit.opened(make_disk()) as engine, kit.opened(make_disk(), "maintain") as store:
+        for number in range(20):
+            one = a_block(kit, f"short {number}", nbytes=69632)
+            await engine.save([replace(one, data=one.data[: 65536 + 100])])
+            if not await store.scrub():
+                break
+        else:
+            pytest.fail("it goes on as long as blocks are stored")
+
+
 @pytest.mark.parametrize("make_bare", ["memory"], indirect=True)
 async def test_memory_that_is_free_holds_nothing(make_bare, kit):
     kept, gone = a_chain(kit, "kept", 3, tenant="yours"), a_chain(kit, "gone", 4)
@@ -136,7 +148,8 @@ async def test_redis_holds_no_key_of_a_tenant(dropped, redis_server, kit):
             await store.delete(keys)
         else:
             client.delete(*(f"scrub:b:{key.hex()}" for key in keys))
-            assert any(holds(in_redis(client), one) for one in gone)
+        left = any(holds(in_redis(client), one) for one in gone)
+        assert left == (dropped == "by the server")
         await scrubbed(store)
         assert not any(holds(in_redis(client), one) for one in gone)
         assert await store.lookup([one.key for one in kept]) == 3
@@ -156,6 +169,36 @@ async def test_redis_parts_that_are_being_written_stay(redis_server, kit):
         client.persist(name)
         await scrubbed(store)
         assert not client.exists(name)
+    client.close()
+
+
+async def test_redis_a_block_that_is_completed_meanwhile_stays(redis_server, kit, monkeypatch):
+    client = redis.Redis.from_url(redis_server.url)
+    client.flushdb()
+    store = open_backend(f"{redis_server.url}?prefix=scrub:").inner
+    async with kit.opened(store):
+        one = a_block(kit, "in parts", nbytes=5 << 20)
+        assert await store.save([one]) == 1
+        head, parts = f"scrub:b:{one.key.hex()}", client.keys("scrub:p:*")
+        content = client.get(head)
+        client.delete(head, *client.keys("scrub:c:*"))
+        for name in parts:
+            client.pexpire(name, 600_000)
+        router = store._opened().router
+        look = router.look
+
+        async def look_and_complete(asks):
+            found = await look(asks)
+            if any(ask.name in {head.encode(), *parts} for ask in asks):
+                client.set(head, content)
+                for name in parts:
+                    client.persist(name)
+            return found
+
+        monkeypatch.setattr(router, "look", look_and_complete)
+        await scrubbed(store)
+        assert client.keys("scrub:p:*") == parts
+        assert await store.lookup([one.key]) == 1
     client.close()
 
 

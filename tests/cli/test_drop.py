@@ -207,3 +207,14 @@ def test_interrupted_drop_says_how_far_it_came_and_goes_on(kvconnect, url, monke
     assert 10 <= len(entries(url)) <= 20
     assert kvconnect("drop", url, "--salt", "mine")[0] == 0
     assert not entries(url)
+
+
+def test_a_file_without_prompts_does_not_stand_for_a_whole_tenant(kvconnect, url, tmp_path):
+    mine = tenant(*SPACES)
+    fill(url, mine)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    code, _, err = kvconnect("drop", url, "--jsonl", empty, "--salt", "mine")
+    assert code == 2
+    assert "prompts: is empty" in err
+    assert entries(url).keys() == {one.key for one in mine}

@@ -106,6 +106,14 @@ def test_the_same_tokens_in_another_namespace(llm: LLM, field: str, value: str):
     assert spans(output)[0] == (0, 64, "namespace", field)
 
 
+def test_a_new_tenant_beyond_those_that_are_remembered(llm: LLM, monkeypatch):
+    monkeypatch.setattr("kvconnect.engine.explainer._MOST_NAMESPACES", 2)
+    for salt in "ab":
+        ask(llm, PROMPT, cache_salt=salt)
+    assert outcomes(ask(llm, PROMPT, cache_salt="c")) == {"new": 69, "last": 1}
+    assert spans(ask(llm, PROMPT, cache_salt="d"))[0] == (0, 64, "namespace", "cache_salt")
+
+
 def test_evicted(open_llm: Open, llama: Path):
     llm = open_llm(llama, max_tokens=12 * T)
     ask(llm, PROMPT)

@@ -103,6 +103,14 @@ def test_mixers_without_states_for_chunks_have_a_long_first_chunk(
     assert output.reused_device_tokens == 96
 
 
+def test_a_long_first_chunk_fills_a_budget_that_ends_with_a_snapshot(tiny, open_llm, prompts):
+    """Or all tokens from the snapshot before would be computed one by one."""
+    llm = open_llm(tiny("mamba"), kv_cache=cache(), max_num_tokens=64)
+    batches = watch_batches(llm)
+    llm.generate([prompts[4]], SamplingParams(max_tokens=1))
+    assert [count for ((_, count),) in batches] == [64, 32, 4]
+
+
 def test_undivided_prompts_have_their_snapshots_in_the_answer(tiny, open_llm, reference, prompts):
     llm = open_llm(tiny("qwen3_next"), kv_cache=cache(), enable_chunked_prefill=False)
     batches = watch_batches(llm)

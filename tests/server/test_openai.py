@@ -41,7 +41,7 @@ def test_a_prompt_is_completed(client):
 
 @pytest.mark.parametrize("salt", [None, "mine"])
 def test_a_client_is_told_why_its_prompt_was_computed(client, salt):
-    """Without a salt in whole blocks, and without what others may have asked."""
+    """Without a salt in whole blocks only."""
     body = {"kvconnect": {"explain": True}} | ({} if salt is None else {"cache_salt": salt})
     prompts = [f"{salt} is told why. Today is {day}, says the server." for day in ("Mon", "Fri")]
     cold, near = (
@@ -52,17 +52,37 @@ def test_a_client_is_told_why_its_prompt_was_computed(client, salt):
     assert found["tokens"] == {"new": most, "last": 1}
     (found,) = near.usage.kvconnect["explain"]
     at = prompts[0].index("Mon")
-    place = at if salt else at // 16 * 16
-    assert found["tokens"] == {"reused": place, "diverged": most - place, "last": 1}
-    assert found["spans"][1] == {"start": place, "end": most, "outcome": "diverged"}
-    assert found["divergence"]["position"] == place
-    texts = {"before", "prompt", "cached"}
     if salt is None:
-        assert texts.isdisjoint(found["divergence"])
+        place = at // 16 * 16
+        assert found["tokens"] == {"reused": place, "new": most - place, "last": 1}
+        assert "divergence" not in found
     else:
+        assert found["tokens"] == {"reused": at, "diverged": most - at, "last": 1}
+        assert found["spans"][1] == {"start": at, "end": most, "outcome": "diverged"}
+        assert found["divergence"]["position"] == at
         assert found["divergence"]["before"].endswith("Today is ")
         assert found["divergence"]["prompt"].startswith("Fri")
         assert "Mon".startswith(found["divergence"]["cached"][:3])
+
+
+def test_without_a_salt_the_part_of_a_block_at_the_end_tells_nothing(client):
+    """Otherwise a guess of one more token of an unsalted prompt would be answered."""
+    whole, rest = "Another client's prompt is known so far, and then goes on:"[:48], "7391 is it"
+    told = {"kvconnect": {"explain": True}}
+
+    def ask(prompt: str) -> object:
+        answer = client.completions.create(prompt=prompt, extra_body=told, **COMPLETION)
+        return answer.usage.kvconnect
+
+    client.completions.create(prompt=whole + rest, **COMPLETION)
+    for length in range(1, 5):
+        right, wrong = ask(f"{whole}{rest[:length]}\0"), ask(f"{whole}{'x' * length}\0")
+        assert right == wrong
+        assert right["explain"][0]["tokens"] == {"reused": 48, "new": length, "last": 1}
+    assert ask(whole + rest) == ask(whole + rest[::-1])
+    longer = " and then it goes on for several blocks"
+    assert ask(whole + rest + longer) == ask(whole + rest[::-1] + longer)
+    assert ask("A\0") == ask("Z\0")  # a first token, which other prompts have
 
 
 def test_a_client_is_told_nothing_of_other_salts(client):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,13 @@ from kvconnect.explain.outcome import Outcome, Span, merged
 
 __all__ = ["explained"]
 
+_OF_THE_REQUEST = frozenset({Outcome.LAST, Outcome.LOGPROBS, Outcome.UNREACHED})
+"""The outcomes that depend on no other request."""
+_OTHERS = frozenset({Outcome.NAMESPACE})
+"""The outcomes that tell of other tenants' prompts."""
+_FINE = _OTHERS | {Outcome.TAIL, Outcome.DIVERGED}
+"""Those and the outcomes that tell of single tokens of prompts without a salt."""
+
 
 def explained(
     outputs: Sequence[RequestOutput], granularity: int, *, has_salt: bool
@@ -18,12 +25,13 @@ def explained(
     """Returns the explanation of each prompt of a request.
 
     A client learns nothing of prompts under other salts: ``namespace`` counts as ``new``. Without a
-    salt it shares its cache with anybody. It then gets spans of whole blocks, and no cached text:
-    otherwise it could read others' prompts token by token.
+    salt it shares its cache with anybody. It then learns of whole blocks only: otherwise it could
+    read others' prompts token by token. ``diverged`` and ``tail`` count as ``new`` then, as does
+    the part of a block before the last token, and no divergence is shown.
 
     Args:
         outputs: of each prompt.
-        granularity: the end of each span is rounded down to a multiple of it, but for the last two.
+        granularity: without a salt: tokens of a block; the ends of spans are rounded down to it.
         has_salt: the request has a salt.
     """
     return {"explain": [_one(output, granularity, has_salt=has_salt) for output in outputs]}
@@ -31,17 +39,10 @@ def explained(
 
 def _one(output: RequestOutput, granularity: int, *, has_salt: bool) -> dict[str, Any]:
     found = output.explain()
-    spans = merged(_shown(span, has_salt=has_salt) for span in found.spans)
-    most = output.prompt_tokens - 1
-    if not has_salt:
-        spans = merged(
-            replace(
-                span,
-                start=_floor(span.start, granularity, most),
-                end=_floor(span.end, granularity, most),
-            )
-            for span in spans
-        )
+    if has_salt:
+        spans = merged(_shown(span, _OTHERS) for span in found.spans)
+    else:
+        spans = merged(_in_blocks(found.spans, granularity, output.prompt_tokens - 1))
     tokens: dict[str, int] = {}
     for span in spans:
         tokens[span.outcome] = tokens.get(span.outcome, 0) + len(span)
@@ -54,23 +55,30 @@ def _one(output: RequestOutput, granularity: int, *, has_salt: bool) -> dict[str
         ],
     }
     there = found.divergence
-    if there is not None:
-        shown["divergence"] = {"position": _floor(there.position, granularity, most)}
-        if has_salt:
-            shown["divergence"] |= {
-                "before": there.before,
-                "prompt": there.prompt_text,
-                "cached": there.cached_text,
-            }
+    if has_salt and there is not None:
+        shown["divergence"] = {
+            "position": there.position,
+            "before": there.before,
+            "prompt": there.prompt_text,
+            "cached": there.cached_text,
+        }
     return shown
 
 
-def _shown(span: Span, *, has_salt: bool) -> Span:
-    hidden = {Outcome.NAMESPACE} if has_salt else {Outcome.NAMESPACE, Outcome.TAIL}
-    if span.outcome in hidden:
-        return replace(span, outcome=Outcome.NEW, detail="")
-    return span
+def _in_blocks(spans: Sequence[Span], size: int, last: int) -> Iterator[Span]:
+    """Yields what `spans` tell of whole blocks; `last` is the last token."""
+    end = last - last % size
+    for span in spans:
+        low, high = min(span.start, end), min(span.end, end)
+        yield replace(_shown(span, _FINE), start=low - low % size, end=high - high % size)
+    for span in spans:
+        rest = replace(span, start=max(span.start, end))
+        yield rest if rest.outcome in _OF_THE_REQUEST else _new(rest)
 
 
-def _floor(position: int, granularity: int, most: int) -> int:
-    return position if position >= most else position - position % granularity
+def _shown(span: Span, hidden: frozenset[Outcome]) -> Span:
+    return _new(span) if span.outcome in hidden else span
+
+
+def _new(span: Span) -> Span:
+    return replace(span, outcome=Outcome.NEW, detail="")
