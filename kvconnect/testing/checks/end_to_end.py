@@ -129,6 +129,8 @@ async def same_tokens_whatever_fails(subject: Subject) -> None:
             inner = subject.bare(subject.make_backend())
             faulty = FaultyBackend(inner, seed=subject.seed)
             faulty.set(state)
-            _compare(_generate(faulty, prompts, overlaps=True), prompts, f"does '{state}'")
+            # An engine that overlaps loads may compute a prompt before the store has answered.
+            overlaps = state in ("lie", "truncate")
+            _compare(_generate(faulty, prompts, overlaps=overlaps), prompts, f"does '{state}'")
 
     await asyncio.to_thread(run)
