@@ -61,7 +61,7 @@ def _prompts(dice: random.Random) -> list[list[int]]:
     return prompts + dice.sample(prompts, 8)
 
 
-def _run(model: Path, store: Backend | str, seed: int) -> None:
+def _run(model: Path, store: Backend | str, seed: int, *, overlaps: bool = False) -> None:
     dice = random.Random(seed)
     prompts = _prompts(dice)
     params = [SamplingParams(max_tokens=dice.randrange(1, 30), ignore_eos=True) for _ in prompts]
@@ -69,7 +69,7 @@ def _run(model: Path, store: Backend | str, seed: int) -> None:
         wanted = [o.output_token_ids for o in llm.generate(prompts, params)]
     aborted = {i for i in range(len(prompts)) if dice.random() < 0.2}
     for round_number in range(2):
-        with _small_engine(model, store, dice) as llm:
+        with _small_engine(model, store, dice, overlaps=overlaps) as llm:
             handles = [llm.submit(p, s) for p, s in zip(prompts, params, strict=True)]
             for i in aborted if round_number == 0 else ():
                 handles[i].abort()
@@ -85,13 +85,14 @@ def _run(model: Path, store: Backend | str, seed: int) -> None:
             assert stats.running_requests == stats.loading_requests == stats.waiting_requests == 0
 
 
-def _small_engine(model: Path, store: Backend | str, dice: random.Random) -> LLM:
+def _small_engine(model: Path, store: Backend | str, dice: random.Random, *, overlaps: bool) -> LLM:
     source = {"url": store} if isinstance(store, str) else {"backend": store}
     config = KvCacheConnectorConfig(
         **source,
         lookup_timeout_ms=dice.choice([0, 2, 50]),
         load_timeout_s=dice.choice([0.05, 5]),
         save_timeout_s=60,
+        overlap_loads=overlaps,
         on_backlog=dice.choice(["drop", "wait"]),
         save_on=dice.choice(["full", "finish"]),
         staging_bytes=dice.choice([1 << 20, 1 << 17]),
@@ -111,9 +112,10 @@ def _small_engine(model: Path, store: Backend | str, dice: random.Random) -> LLM
     )
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_on_a_moody_store(model: Path, seed: int) -> None:
-    _run(model, Moody(seed), seed)
+def test_on_a_moody_store(model: Path, seed: int, overlaps: bool) -> None:
+    _run(model, Moody(seed), seed, overlaps=overlaps)
 
 
 def test_on_a_small_disk_store(model: Path, tmp_path: Path) -> None:
@@ -123,5 +125,5 @@ def test_on_a_small_disk_store(model: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 200))
 def test_many_of_them(model: Path, tmp_path: Path, seed: int) -> None:
-    _run(model, Moody(seed), seed)
-    _run(model, disk_url(tmp_path / "store", "256KiB"), seed)
+    _run(model, Moody(seed), seed, overlaps=bool(seed % 2))
+    _run(model, disk_url(tmp_path / "store", "256KiB"), seed, overlaps=bool(seed % 2))

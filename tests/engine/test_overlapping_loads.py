@@ -235,31 +235,6 @@ def test_while_blocks_come_as_it_computes(store, open_late, beside, arrivals, re
     check_nothing_is_left(llm, store)
 
 
-def test_steps_that_are_smaller_than_a_block(store, open_late, beside, arrivals, reference, llama):
-    keys = store.keys_of(PROMPT)
-    store.held = set(keys[:-5])
-    llm = open_late(max_num_tokens=3)
-
-    def decide(request: LlmRequest, budget: int) -> int:
-        left = request.loaded_from - request.num_computed_tokens
-        return min(left, budget, arrivals.after(llm, 5)(request, T * budget))
-
-    beside.decide = decide
-    output = llm.generate(PROMPT, GREEDY)[0]
-    check(output, *reference(llama, [PROMPT], 12), reused=len(PROMPT) - 1 - 8 * T)
-    check_nothing_is_left(llm, store)
-
-
-def test_a_store_that_hangs_beside_steps_that_are_smaller_than_a_block(
-    store, open_late, reference, llama
-):
-    store.held = set(store.keys_of(PROMPT))
-    llm = open_late(max_num_tokens=3)
-    output = llm.generate(PROMPT, GREEDY)[0]
-    check(output, *reference(llama, [PROMPT], 12), reused=0)
-    check_nothing_is_left(llm, store)
-
-
 def test_behind_what_the_device_has(store, open_late, beside, arrivals, reference, llama):
     llm = open_late()
     beside.decide = nothing
