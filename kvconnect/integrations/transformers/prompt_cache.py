@@ -39,7 +39,7 @@ from kvconnect.integrations.transformers.saving import SavingTo
 from kvconnect.integrations.transformers.states import empty_cache
 from kvconnect.integrations.transformers.stored_cache import StoredCache
 from kvconnect.integrations.transformers.structure import Change
-from kvconnect.keys import Namespace, check_salt, root_key
+from kvconnect.keys import BlockKey, Namespace, check_salt, root_key
 from kvconnect.text import shown
 from kvconnect.trace import count, metrics, warn_once
 
@@ -199,17 +199,7 @@ class PromptCache:
             return StoredCache(None, layers=layers, not_cached=note_doubt(*doubt))
         layouts = self._geometry.layouts
         root = root_key(self._digest, layouts, namespace)
-        rows = [
-            CachedRow(
-                prompt,
-                root,
-                tokens_per_block=layouts[0].tokens_per_block,
-                namespace=namespace,
-                num_groups=len(self._geometry.attention),
-                num_states=len(self._geometry.states),
-            )
-            for prompt in prompts
-        ]
+        rows = self._rows(prompts, root, namespace)
         restored = restore(
             self._store,
             layouts,
@@ -226,6 +216,21 @@ class PromptCache:
             self._live.add(cache)
         compute_until(self._model, cache, inputs, cache.snapshots.ends)
         return cache
+
+    def _rows(
+        self, prompts: Sequence[PromptRow], root: BlockKey, namespace: Namespace
+    ) -> list[CachedRow]:
+        return [
+            CachedRow(
+                prompt,
+                root,
+                tokens_per_block=self._geometry.layouts[0].tokens_per_block,
+                namespace=namespace,
+                num_groups=len(self._geometry.attention),
+                num_states=len(self._geometry.states),
+            )
+            for prompt in prompts
+        ]
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Checks the model, saves all computed tokens, and blocks until they are stored.

@@ -79,21 +79,55 @@ def restore(
     if load is None:
         return nothing
     size = layouts[0].tokens_per_block
-    whole = [-(-end // size) * size for end in ends]
     has_windows = any(layout.window is not None for layout in layouts)  # or states
+    divisible = len(layouts) == 1 and not has_windows
+    layers, states, missing = _loaded(store, layouts, rows, hits, ends, device)
+    reached, num_loaded = num_tokens, 0
+    for row, end, count in zip(rows, ends, missing, strict=True):
+        valid = end
+        if count is not None:
+            valid = min(end, count * size) if divisible else 0
+            row.note_missing(valid)
+            reached = min(reached, row.offset + valid)
+        num_loaded += valid
+    choice.end(load, min(num_loaded, load.num_tokens))
+    # A window was loaded for the end that was planned, and for no other.
+    if reached < num_tokens and has_windows:
+        return nothing
+    if max(reached - row.offset for row in rows) <= 0:
+        return nothing
+    kept = {number: (k[:, :reached], v[:, :reached]) for number, (k, v) in layers.items()}
+    return Restored(reached, kept, states, branch)
+
+
+def _loaded(
+    store: StoreAccess,
+    layouts: Sequence[KvCacheLayout],
+    rows: Sequence[CachedRow],
+    hits: Sequence[Hit],
+    ends: Sequence[int],
+    device: torch.device,
+) -> tuple[dict[int, LayerTensors], tuple[Tensor, ...], list[int | None]]:
+    """Loads tokens up to `ends` of each row, and blocks until the loads have ended.
+
+    Returns:
+        The layers and the snapshots; for each row the blocks that came, or ``None`` if all did.
+    """
+    size = layouts[0].tokens_per_block
+    whole = [-(-end // size) * size for end in ends]
     layers = new_layers(
         layouts,
         batch=len(rows),
         num_tokens=max(row.offset + length for row, length in zip(rows, whole, strict=True)),
         device=device,
-        zeroed=has_windows or any(row.offset for row in rows),
+        zeroed=any(layout.window is not None for layout in layouts)
+        or any(row.offset for row in rows),
     )
     states = {
         group: new_snapshot(layout, len(rows), device)
         for group, layout in enumerate(layouts)
         if layout.kind == "state"
     }
-    divisible = len(layouts) == 1 and not has_windows
     with ExitStack() as attached:
         orders: list[list[BlockLoad]] = []
         for number, (row, hit) in enumerate(zip(rows, hits, strict=True)):
@@ -108,22 +142,10 @@ def restore(
                 order += _loads(hit, group, layout, ends[number], first)
             orders.append(order)
         loaded = store.load_all(orders)
-    reached, num_loaded = num_tokens, 0
-    for row, end, order, count in zip(rows, ends, orders, loaded, strict=True):
-        valid = end
-        if count < len(order):
-            valid = min(end, count * size) if divisible else 0
-            row.note_missing(valid)
-            reached = min(reached, row.offset + valid)
-        num_loaded += valid
-    choice.end(load, min(num_loaded, load.num_tokens))
-    # A window was loaded for the end that was planned, and for no other.
-    if reached < num_tokens and has_windows:
-        return nothing
-    if max(reached - row.offset for row in rows) <= 0:
-        return nothing
-    kept = {number: (k[:, :reached], v[:, :reached]) for number, (k, v) in layers.items()}
-    return Restored(reached, kept, tuple(states.values()), branch)
+    missing = [
+        count if count < len(order) else None for order, count in zip(orders, loaded, strict=True)
+    ]
+    return layers, tuple(states.values()), missing
 
 
 def _find(
