@@ -99,8 +99,8 @@ class Chunk:
     """The tokens of a loading prompt to compute in the next step.
 
     Attributes:
-        tokens: 0: none. The chunk ends at the end of a block, at ``loaded_from``, or behind the
-            match: then the load is not needed any more.
+        tokens: 0: none. The chunk ends at the end of a block, if so many tokens may be computed, at
+            ``loaded_from``, or behind the match: then the load is not needed any more.
         look_again_after: seconds after which to ask again, or as soon as the load brings news;
             ``None``: after the step. Never ``None`` while the load alone goes on.
         predicted: seconds from now, to compare with the real ones; ``None``: model or load are
@@ -145,9 +145,9 @@ def next_chunk(
 ) -> Chunk:
     """Returns what to compute of `prompt` in the next step, beside its load.
 
-    The chunk leads to the predicted meeting, or is the first of several to it. It is one block
-    at least. Nothing is computed if that takes longer than the load's predicted rest, or if
-    `max_tokens` are less. Steps grow by a factor of four at most beyond the largest that was
+    The chunk leads to the predicted meeting, or is the first of several to it. It ends with a
+    block, unless `max_tokens` are less than one. Nothing is computed if that takes longer than the
+    load's predicted rest. Steps grow by a factor of four at most beyond the largest that was
     measured.
 
     Args:
@@ -159,8 +159,9 @@ def next_chunk(
         alone: no other request runs. Beside others nothing is computed, unless the load's predicted
             rest is longer than computing all: then the prompt is one that no store has.
     """
-    first, left = prompt.end_of(1) - prompt.position, prompt.loaded_from - prompt.position
-    if not 0 < first <= max_tokens:
+    left = prompt.loaded_from - prompt.position
+    first = min(prompt.end_of(1) - prompt.position, max_tokens)
+    if first <= 0:
         return Chunk(0)
     rest_s = load.rest(left, seconds)
     limit = min(max_tokens, model.reach)
@@ -179,7 +180,7 @@ def next_chunk(
     if end > prompt.position + limit:
         end = prompt.position + limit
         if end < prompt.match_end:
-            end -= end % prompt.tokens_per_block
+            end = max(prompt.position + first, end - end % prompt.tokens_per_block)
     return Chunk(end - prompt.position, None, shown)
 
 

@@ -56,8 +56,9 @@ class LlmRequest:
             from 0 and is at least `num_computed_tokens` while a load is pending, else 0.
         load_end: the end of the tokens that a load brings from their last one on, while the tokens
             before them are computed; 0: there is no such load.
-        loaded_from: the tokens from here to `load_end` are valid on the device, on every rank. When
-            the computed tokens reach it, those up to `load_end` are valid, too.
+        loaded_from: the load has brought the tokens from here to `load_end`, on every rank.
+        load_floor: the end of the block in which the tokens computed beside the load end; 0: none are.
+            Computing zeroes the rest of that block, so that what a load brought of it is lost.
         load_times: when its load came how far: positions, and seconds since the load's start. The
             engine empties the list.
         draft_tokens: proposed tokens to verify in this step.
@@ -104,6 +105,7 @@ class LlmRequest:
         self.num_external_tokens = 0
         self.load_end = 0
         self.loaded_from = 0
+        self.load_floor = 0
         self.load_times: list[tuple[int, float]] = []
         self.draft_tokens = _NO_TOKENS
         self.arrived_at = time.perf_counter()
@@ -130,6 +132,11 @@ class LlmRequest:
     def extra_key(self) -> str | int | None:
         """The value of any other field that separates namespaces."""
         return self.namespace.extra_key
+
+    @property
+    def joins_load_at(self) -> int:
+        """The computed tokens from which on those up to `load_end` are valid, too."""
+        return max(self.loaded_from, min(self.load_floor, self.load_end))
 
     @property
     def may_reuse(self) -> bool:

@@ -326,6 +326,7 @@ class KVCacheManager(BaseKVCacheManager):
         overlaps = loading and external.overlaps
         request.num_external_tokens = external.end if external.num_tokens and not overlaps else 0
         request.load_end = request.loaded_from = external.end if overlaps else 0
+        request.load_floor = 0
         request.state = RequestState.LOADING if loading else RequestState.CONTEXT
         if self._matcher is not None:
             groups = range(len(self.layouts))

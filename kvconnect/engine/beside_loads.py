@@ -120,7 +120,7 @@ class BesideLoads:
             _prompt(
                 request,
                 position=request.num_computed_tokens,
-                loaded_from=request.loaded_from,
+                loaded_from=request.joins_load_at,
                 end=request.load_end,
             ),
             self._steps,

@@ -256,6 +256,9 @@ class Engine:
                 end -= 1
                 prefilled.append(self._live[request.request_id])
             request.num_computed_tokens, request.num_external_tokens = end, 0
+            if request.load_end:
+                size = request.key_chain.tokens_per_block
+                request.load_floor = -(-end // size) * size
             if request.state is RequestState.CONTEXT:
                 join_load(request)
         for request_id, valid in failed_loads.items():

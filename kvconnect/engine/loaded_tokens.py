@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from kvconnect.request import LlmRequest
 
-__all__ = ["join_load", "note_loaded"]
+__all__ = ["forget_load", "join_load", "note_loaded"]
 
 
 def note_loaded(request: LlmRequest, valid: int) -> None:
     """Notes that a load of `request` ended with `valid` leading tokens present."""
     request.reused_store_tokens += max(0, valid - request.num_computed_tokens)
     request.num_computed_tokens, request.num_external_tokens = valid, 0
-    request.load_end = request.loaded_from = 0
+    forget_load(request)
+
+
+def forget_load(request: LlmRequest) -> None:
+    """Removes what is known of a load of `request` that ran beside its computing."""
+    request.load_end = request.loaded_from = request.load_floor = 0
 
 
 def join_load(request: LlmRequest) -> None:
     """Adds what a load brought to the computed tokens of `request`, if these reach it."""
-    if request.load_end and request.num_computed_tokens >= request.loaded_from:
+    if request.load_end and request.num_computed_tokens >= request.joins_load_at:
         note_loaded(request, request.load_end)

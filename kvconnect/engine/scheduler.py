@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias, get_args
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.engine.beside_loads import BesideLoads
 from kvconnect.engine.common_prefixes import CommonPrefixes, brings_prefix
+from kvconnect.engine.loaded_tokens import forget_load
 from kvconnect.engine.model.sequence_step import first_scheduled_token, remaining_tokens
 from kvconnect.engine.sampling.drafts import NO_DRAFTS, NgramDrafter, NgramSpeculation, set_drafts
 from kvconnect.engine.snapshots import snapshot_end
@@ -123,7 +124,7 @@ class Scheduler:
         self._share_budget(batch, prefixes)
         for request in self.beside_loads.add_chunks(batch, self.loading.values()):
             self.resume(request)
-            request.load_end = request.loaded_from = 0
+            forget_load(request)
         return batch
 
     def _num_prompts(self) -> int:
@@ -164,7 +165,7 @@ class Scheduler:
         request.state = RequestState.QUEUED
         request.num_computed_tokens = 0
         request.num_external_tokens = 0
-        request.load_end = request.loaded_from = 0
+        forget_load(request)
         request.num_scheduled_tokens = 0
         request.draft_tokens = NO_DRAFTS
         self.waiting.appendleft(request)
@@ -389,7 +390,7 @@ class Scheduler:
             start = first_scheduled_token(request)
             end = prefixes.end(request, start)
             if request.load_end:
-                end = min(end, request.loaded_from)  # then those up to `load_end` are there
+                end = min(end, request.joins_load_at)  # then those up to `load_end` are there
             end = min(end, start + budget - behind)
             if self._divide_prompts:
                 end = snapshot_end(self._kv, request, start, end, stepped=self._stepped)

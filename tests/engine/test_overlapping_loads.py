@@ -16,7 +16,7 @@ from observed import check_idle, tokens
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, RequestOutput, SamplingParams
 from kvconnect.backends.guard.breaker import Breaker
-from kvconnect.connector.io.load import Loads
+from kvconnect.connector.io.load import Load, Loads
 from kvconnect.engine.beside_loads import BesideLoads
 from kvconnect.engine.sampling.drafts import NgramSpeculation
 from kvconnect.request import LlmRequest, RequestState
@@ -84,6 +84,11 @@ class Arrivals:
 
         patch.setattr(Loads, "_copy_now", copy_and_notify)
 
+    def wait(self, load: Load, num_blocks: int) -> None:
+        """Returns once the last `num_blocks` are there."""
+        with self._news:
+            assert self._news.wait_for(lambda: load.num_valid_blocks() >= num_blocks, 60)
+
     def after(self, llm: LLM, num_blocks: int) -> Callable[[LlmRequest, int], int]:
         """Decides to compute once the last `num_blocks` are there, and the engine knows it."""
 
@@ -91,8 +96,7 @@ class Arrivals:
             load = loads(llm)._overlapping.get(request.request_id)
             if load is None:
                 return 0  # it has ended, which the engine is about to see
-            with self._news:
-                assert self._news.wait_for(lambda: load.num_valid_blocks() >= num_blocks, 60)
+            self.wait(load, num_blocks)
             if request.loaded_from > load.order.loaded_from(num_blocks, T):
                 llm._thread._inbox.ring()
                 return 0
@@ -232,6 +236,54 @@ def test_while_blocks_come_as_it_computes(store, open_late, beside, arrivals, re
     output = llm.generate(PROMPT, GREEDY)[0]
     # After eight blocks, four have come: 9 to 12. One more is computed.
     check(output, *reference(llama, [PROMPT], 12), reused=len(PROMPT) - 1 - 9 * T)
+    check_nothing_is_left(llm, store)
+
+
+def test_steps_that_are_smaller_than_a_block(store, open_late, beside, arrivals, reference, llama):
+    keys = store.keys_of(PROMPT)
+    store.held = set(keys[:-5])
+    llm = open_late(max_num_tokens=3)
+
+    def decide(request: LlmRequest, budget: int) -> int:
+        left = request.loaded_from - request.num_computed_tokens
+        return min(left, budget, arrivals.after(llm, 5)(request, T * budget))
+
+    beside.decide = decide
+    output = llm.generate(PROMPT, GREEDY)[0]
+    check(output, *reference(llama, [PROMPT], 12), reused=len(PROMPT) - 1 - 8 * T)
+    check_nothing_is_left(llm, store)
+
+
+@pytest.mark.parametrize("num_tokens", [1, T - 1, T + 2])
+@pytest.mark.parametrize("held", [1, 3])
+def test_a_chunk_that_ends_in_a_block_that_has_come(
+    held, num_tokens, store, open_late, beside, arrivals, reference, llama
+):
+    """Computing zeroes the rest of the block that it ends in: all of that block is computed."""
+    keys = store.keys_of(PROMPT)
+    store.held = set(keys[:held])
+    llm = open_late(max_num_tokens=6 * T)
+
+    def decide(request: LlmRequest, _budget: int) -> int:
+        if request.num_computed_tokens:
+            return 0
+        arrivals.wait(loads(llm)._overlapping[request.request_id], len(keys) - held)
+        return held * T + num_tokens  # whether or not the engine knows yet what has come
+
+    beside.decide = decide
+    output = llm.generate(PROMPT, GREEDY)[0]
+    reused = len(PROMPT) - 1 - (held + -(-num_tokens // T)) * T
+    check(output, *reference(llama, [PROMPT], 12), reused=reused)
+    check_nothing_is_left(llm, store)
+
+
+def test_a_store_that_hangs_beside_steps_that_are_smaller_than_a_block(
+    store, open_late, reference, llama
+):
+    store.held = set(store.keys_of(PROMPT))
+    llm = open_late(max_num_tokens=3)
+    output = llm.generate(PROMPT, GREEDY)[0]
+    check(output, *reference(llama, [PROMPT], 12), reused=0)
     check_nothing_is_left(llm, store)
 
 

@@ -141,8 +141,9 @@ def test_a_long_way_to_the_meeting_is_cut_into_steps_of_whole_blocks():
     assert 200 - T < found.tokens <= 200
 
 
-def test_a_block_that_does_not_fit_the_step_is_left():
-    assert chunk_of(prompt_of(1024), pace=Store(1000.0).pace(), max_tokens=T - 1).tokens == 0
+def test_a_part_is_computed_of_a_block_that_does_not_fit_the_step():
+    assert chunk_of(prompt_of(1024), pace=Store(1000.0).pace(), max_tokens=T - 1).tokens == T - 1
+    assert chunk_of(prompt_of(1024), pace=Store(1000.0).pace(), max_tokens=0).tokens == 0
     found = chunk_of(prompt_of(1024, position=9), pace=Store(1000.0).pace(), max_tokens=7)
     assert found.tokens == 7
 
@@ -320,9 +321,9 @@ def test_a_chunk_is_within_what_is_missing_and_the_step(situation, max_tokens, a
         assert end <= prompt.loaded_from
     assert end <= prompt.prompt_end
     first = prompt.end_of(1) - prompt.position
-    if found.tokens and end < prompt.match_end:
-        assert end % prompt.tokens_per_block == 0 or end == prompt.loaded_from
-    if not found.tokens and 0 < first <= max_tokens:
+    if found.tokens and end < prompt.match_end and end != prompt.loaded_from:
+        assert end % prompt.tokens_per_block == 0 or found.tokens == max_tokens < first
+    if not found.tokens and first > 0:
         assert found.look_again_after > 0, "no load is waited for without end"
     if found.predicted is not None:
         assert all(isfinite(s) and s >= 0 for s in found.predicted[:3])
