@@ -41,8 +41,8 @@ class Run:
 def answer(model: Path, prompt: str, store: str, max_tokens: int) -> Run:
     """Answers `prompt` with a new engine. On return the KV cache is in `store`."""
     sampling = SamplingParams(max_tokens=max_tokens)
-    # No other request waits here, so a lookup may take longer than under load. All of the
-    # prompt shall be loaded, even where computing its beginning meanwhile would be faster.
+    # No other request waits here, so a lookup may take longer than under load. By default the
+    # beginning of a prompt is computed while its end is loaded; here all of it shall be loaded.
     connector = KvCacheConnectorConfig(url=store, lookup_timeout_ms=10_000, overlap_loads=False)
     with LLM(model, connector=connector) as llm:
         output = llm.generate(prompt, sampling)[0]

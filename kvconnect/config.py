@@ -349,7 +349,7 @@ class KvCacheConnectorConfig(Settings):
     namespace: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     lookup_timeout_ms: Annotated[float, Field(ge=0)] = DEFAULT_LOOKUP_TIMEOUT_MS
     load_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    overlap_loads: bool = False
+    overlap_loads: bool = True
     save_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     min_load_tokens: Annotated[int, Field(ge=0)] = 0
     save_on: Literal["full", "finish"] = "full"

@@ -51,7 +51,7 @@ def add_cache_options(parser: argparse.ArgumentParser, *, store: bool = True) ->
         group.add_argument(
             "--overlap-loads",
             action=argparse.BooleanOptionalAction,
-            default=False,
+            default=True,
             help="compute the beginning of a prompt while its end is loaded",
         )
     group.add_argument("--dtype", default="auto", metavar="D", help="of model and cache")
