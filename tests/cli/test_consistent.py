@@ -70,6 +70,7 @@ UNLIKE = {
     "for_s": "a soak has an end; a pin is kept until it is unpinned, if no time is given",
     "state_interval": "`PromptCache` rounds the default up to whole blocks",
     "tokens_per_block": "`explain` finds blocks of every size, if it is not given",
+    "lookup_timeout_ms": "of vLLM's tier, where only the request itself waits",
     "scheduling": "chats of a server that give no max_tokens would run one at a time",
     "role": "a server without one has no transfer; a transfer has one",
     "prefill": "names a rate of a server, and servers of a router",

@@ -648,9 +648,9 @@ class Storm:
         self._step, llm._engine.step = llm._engine.step, self.step
 
     def decide(self, request: LlmRequest, budget: int) -> int:
-        most = whole_blocks(request, budget)
-        if most and self.random.random() < 0.5:
-            return self.random.choice([most, min(most, T)])
+        most = min(request.joins_load_at - request.num_computed_tokens, budget)
+        if most > 0 and self.random.random() < 0.5:
+            return self.random.choice([most, min(most, T), self.random.randint(1, most)])
         self.llm._thread._inbox.ring()
         return 0
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from kvconnect.backends.registry import codecs_of
-from kvconnect.config import DEFAULT_LOOKUP_TIMEOUT_MS, KvCacheConnectorConfig
+from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.io.identity import check_store
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.settings import MetricsSettings
@@ -35,6 +35,7 @@ class KvConnectTierSettings(MetricsSettings):
             directory, and for one whose files are too slow to read.
         codec, key_file: as in `KvCacheConnectorConfig`, but lossless.
         lookup_timeout_ms: a request whose chunks the store has not found by then computes them.
+            Other requests do not wait.
         load_timeout_s: deadline of a load, counted from its submission.
         save_timeout_s: deadline of a call that saves, and of draining at shutdown.
         staging_bytes: host memory for chunks on their way.
@@ -47,7 +48,7 @@ class KvConnectTierSettings(MetricsSettings):
     model_revision: str | None = None
     codec: str | None = None
     key_file: str | None = None
-    lookup_timeout_ms: Annotated[float, Field(gt=0)] = DEFAULT_LOOKUP_TIMEOUT_MS
+    lookup_timeout_ms: Annotated[float, Field(gt=0)] = 1000.0
     load_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     save_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     staging_bytes: Annotated[int, Field(gt=0)] = 256 << 20
