@@ -1,11 +1,13 @@
 """Draws the pictures of the pages from the JSON files beside it: ``python docs/pictures/draw.py``.
 
-`block.json` has the parts and the way of a block, `restart.json` figures of docs/benchmarks.md.
+`block.json` has the parts and the way of a block, `restart.json` and `crossover.json` figures of
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -14,7 +16,9 @@ from typing import Any
 HERE = Path(__file__).parent
 HEIGHT = 70
 INK = "#222222"
-COLORS = {"computed": "#a4243b", "restored": "#6a994e", "floor": "#9a9a9a"}
+COLORS = {"computed": "#a4243b", "restored": "#6a994e", "floor": "#9a9a9a", "loaded": "#33658a"}
+PANEL = (330, 190)
+"""Width and height of a curve's panel."""
 
 
 def text(x: float, y: float, words: str, size: int = 13, anchor: str = "start") -> str:
@@ -91,14 +95,58 @@ def bars(data: dict[str, Any]) -> Iterator[str]:
         y += 34
 
 
+def curves(data: dict[str, Any]) -> Iterator[str]:
+    """Yields a panel for each prompt and latency: three times over the speed of the store."""
+    yield text(20, 28, data["title"], 16)
+    yield text(20, 48, f"{data['machine']}; {data['command']} ({data['day']})", 12)
+    for number, (name, words) in enumerate(data["legend"].items()):
+        yield f'<rect x="{20 + 260 * number}" y="60" width="14" height="14" fill="{COLORS[name]}"/>'
+        yield text(40 + 260 * number, 72, words, 12)
+    for number, panel in enumerate(data["panels"]):
+        across, down = number % 2, number // 2
+        yield from _panel(panel, 50 + across * (PANEL[0] + 50), 110 + down * (PANEL[1] + 70))
+
+
+def _panel(panel: dict[str, Any], left: float, top: float) -> Iterator[str]:
+    """Yields the axes and curves of a panel; times beyond twice the computed one are cut off."""
+    width, height = PANEL
+    speeds = panel["speeds"]
+    first, last = math.log2(speeds[0]), math.log2(speeds[-1])
+    most = 2 * max(panel["computed_ms"])
+
+    def at(speed: float, milliseconds: float) -> str:
+        x = left + width * (math.log2(speed) - first) / (last - first)
+        return f"{x:.1f},{top + height * (1 - min(milliseconds, most) / most):.1f}"
+
+    yield text(left, top - 8, panel["title"], 13)
+    yield (
+        f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" '
+        f'stroke="{COLORS["floor"]}"/>'
+    )
+    for value in (0, most / 2, most):
+        y = top + height * (1 - value / most)
+        yield text(left - 6, y + 4, f"{value:.0f}", 11, "end")
+    for speed in speeds:
+        x = float(at(speed, 0).split(",")[0])
+        yield text(x, top + height + 16, f"{speed:g}" if speed >= 1 else f"1/{1 / speed:g}", 11, "middle")
+    for name in ("computed", "loaded", "restored"):
+        points = [at(*one) for one in zip(speeds, panel[f"{name}_ms"], strict=True)]
+        yield (
+            f'<polyline points="{" ".join(points)}" fill="none" stroke="{COLORS[name]}" '
+            f'stroke-width="{3 if name == "restored" else 2}"/>'
+        )
+
+
 def draw(name: str) -> str:
     """Returns the picture of ``name.json`` as SVG."""
     data = json.loads((HERE / f"{name}.json").read_text(encoding="utf-8"))
     if name == "block":
         return picture(1010, 320, data["title"], way_of_a_block(data))
+    if name == "crossover":
+        return picture(800, 620, data["title"], curves(data))
     return picture(760, 335, data["title"], bars(data))
 
 
 if __name__ == "__main__":
-    for one in ("block", "restart"):
+    for one in ("block", "restart", "crossover"):
         (HERE / f"{one}.svg").write_text(draw(one), encoding="utf-8")

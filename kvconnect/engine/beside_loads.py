@@ -75,11 +75,11 @@ class BesideLoads:
         count("engine.load", labels=(("decision", "compute"),))
         return False
 
-    def add_chunks(self, batch: ScheduledBatch, loading: Iterable[LlmRequest]) -> list[LlmRequest]:
-        """Adds chunks of `loading` requests to `batch`, within the budget that it leaves.
+    def add_chunk(self, batch: ScheduledBatch, loading: Iterable[LlmRequest]) -> list[LlmRequest]:
+        """Adds a chunk of one of the `loading` requests to `batch`, within the budget that it leaves.
 
-        Loads of ``batch.loading_requests`` start with the step, and get a chunk in the next one.
-        Returns requests that need their load no more: it has brought nothing, and is computed.
+        Loads of ``batch.loading_requests`` start with the step, and may get a chunk in the next one.
+        Returns the request if it needs its load no more: it has brought nothing, and is computed.
         """
         overtaken = []
         budget = self._max_num_tokens - sum(one.num_scheduled_tokens for one in batch.requests)
@@ -93,7 +93,7 @@ class BesideLoads:
             elif num_tokens := self.chunk(request, budget, alone=alone):
                 request.num_scheduled_tokens = num_tokens
                 batch.context_requests.append(request)
-                budget -= num_tokens
+                budget = 0  # a step of several would take longer than is predicted for each
                 if request.num_computed_tokens + num_tokens > request.load_end:
                     overtaken.append(request)
         return overtaken

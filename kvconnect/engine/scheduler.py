@@ -122,7 +122,7 @@ class Scheduler:
         if len(batch.context_requests) == len(context):
             self._admit(batch, prefixes)
         self._share_budget(batch, prefixes)
-        for request in self.beside_loads.add_chunks(batch, self.loading.values()):
+        for request in self.beside_loads.add_chunk(batch, self.loading.values()):
             self.resume(request)
             forget_load(request)
         return batch

@@ -169,7 +169,7 @@ def test_every_field_and_every_error_is_in_the_tables(repository: Path):
     assert listed == set(errors.__all__) - {"KvConnectError", "nearest"}
 
 
-@pytest.mark.parametrize("name", ["block", "restart"])
+@pytest.mark.parametrize("name", ["block", "restart", "crossover"])
 def test_the_pictures_are_drawn_from_their_data(repository: Path, name: str):
     script = runpy.run_path(str(repository / "docs/pictures/draw.py"))
     drawn = (repository / f"docs/pictures/{name}.svg").read_text(encoding="utf-8")

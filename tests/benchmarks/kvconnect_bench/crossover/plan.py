@@ -25,8 +25,8 @@ class CrossoverPlan:
 
     rates: tuple[float, ...] = (0.125, 0.25, 0.5, 1, 2, 4, 16)
     first_byte_ms: tuple[float, ...] = (0.0, 50.0)
-    prompts: tuple[int, ...] = (1024, 4096, 16384, 32000)
-    users: tuple[int, ...] = (1, 4, 16)
+    prompts: tuple[int, ...] = (1024, 4096, 16384)
+    users: tuple[int, ...] = (1, 4)
     users_prompt: int = 4096
     prefix_users: int = 50
     prefix_tokens: int = 10_240

@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = """\
 Measure the time to the first token of prompts that a store holds, at stores from much slower to
 much faster than the model: computed without the store, loaded without computing meanwhile, and
-both, from both ends. By turns; takes some twenty minutes."""
+both, from both ends. By turns; takes some half an hour."""
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="default: a random Llama of 4 layers"
     )
