@@ -10,6 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,11 @@ _SUM = struct.Struct("<Q")
 PIECE_NBYTES = 256 << 10
 """Bytes under one checksum: few enough to stay in a core's second cache."""
 
-_BATCH = 8
-"""The pieces of one system call: each call may wake up the other side."""
+_SENT_PIECES = 8
+"""The pieces of one call that sends: each call may wake up the other side."""
+
+_RECEIVED_PIECES = 2
+"""The pieces of one call that receives: they are hashed afterwards, in a core's second cache."""
 
 
 class Disconnected(OSError):
@@ -46,12 +50,20 @@ class Corrupt(OSError):
 
 
 def prepare(connection: socket.socket) -> None:
-    """Sets `connection` to send small requests at once and to detect a partition within 3 s."""
+    """Sets `connection` to send small requests at once and to detect a partition within 3 s.
+
+    If both ends have one address, the bytes stay on this machine, and there is no congestion to
+    control. Then the kernel's plainest algorithm is used: BBR, for example, would spend processor
+    time on pacing the bytes.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    if connection.getpeername()[0] == connection.getsockname()[0]:
+        with suppress(OSError):  # not every sandbox lets it be chosen
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 def block_until(connection: socket.socket, option: int, seconds: float) -> None:
@@ -92,7 +104,7 @@ class Stream:
 
     The bytes of a request travel in pieces of `PIECE_NBYTES`, counted from its first byte; behind
     each piece is its xxh3-64. Both sides hash a piece while it is in the processor's cache. A
-    stream has a buffer of `_BATCH` pieces once it needs one.
+    stream has a buffer of `_SENT_PIECES` pieces once it needs one.
 
     Not thread-safe, but another thread may shut the connection down.
     """
@@ -101,7 +113,7 @@ class Stream:
         self.connection = connection
         self.seals = seals
         self._buffer: Tensor | None = None
-        self._sums = memoryview(bytearray(_SUM.size * _BATCH))
+        self._sums = memoryview(bytearray(_SUM.size * _RECEIVED_PIECES))
 
     def send(self, region: Region, runs: Runs, seed: int) -> None:
         """Sends the bytes of `runs` in `region`, as they are when their piece is copied; blocks.
@@ -116,7 +128,7 @@ class Stream:
         buffer = self._staging()
         staged = buffer.numpy().data
         view = region.view() if region.host else None
-        for batch in _batches(runs):
+        for batch in _batches(runs, _SENT_PIECES):
             end = 0
             for number, piece in batch:
                 first = end
@@ -140,7 +152,7 @@ class Stream:
         After either, some, all or none of the bytes have changed, and none changes any more.
         """
         view = region.view() if region.host else None
-        for batch in _batches(runs):
+        for batch in _batches(runs, _RECEIVED_PIECES):
             vectors, landed = [], []
             for at, (number, piece) in enumerate(batch):
                 parts = [self._staged(at, piece)] if view is None else _views(view, piece)
@@ -165,7 +177,7 @@ class Stream:
 
         if self._buffer is None:
             pinned = torch.cuda.is_available()
-            size = (PIECE_NBYTES + _SUM.size) * _BATCH
+            size = (PIECE_NBYTES + _SUM.size) * _SENT_PIECES
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         return self._buffer
 
@@ -178,10 +190,10 @@ class Stream:
             vectors = _left(vectors, received)
 
 
-def _batches(runs: Runs) -> Iterator[list[tuple[int, Runs]]]:
-    """Yields pieces with their numbers, up to `_BATCH` at a time."""
+def _batches(runs: Runs, most: int) -> Iterator[list[tuple[int, Runs]]]:
+    """Yields pieces with their numbers, up to `most` at a time."""
     numbered = enumerate(pieces(runs, PIECE_NBYTES))
-    while batch := list(islice(numbered, _BATCH)):
+    while batch := list(islice(numbered, most)):
         yield batch
 
 
@@ -197,11 +209,7 @@ def _checksum(parts: list[memoryview], seed: int, number: int) -> int:
 
 
 def _views(view: memoryview, piece: Runs) -> list[memoryview]:
-    ends = piece["offset"] + piece["nbytes"]
-    return [
-        view[offset:end]
-        for offset, end in zip(piece["offset"].tolist(), ends.tolist(), strict=True)
-    ]
+    return [view[offset : offset + nbytes] for offset, nbytes in piece.tolist()]
 
 
 def _scatter(buffer: Tensor, region: Region, piece: Runs) -> None:
