@@ -13,8 +13,7 @@ from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.io.open_store import store_ttl_s
 from kvconnect.engine.model.sequence_step import first_scheduled_token
-from kvconnect.explain.distinct import DistinctKeys
-from kvconnect.explain.key_memory import Fingerprinter, Fingerprints, KeyMemory, mixed
+from kvconnect.explain.key_memory import DistinctKeys, Fingerprinter, Fingerprints, KeyMemory, mixed
 from kvconnect.explain.outcome import Outcome, Span
 from kvconnect.keys import Namespace, salt_tag
 from kvconnect.request import LlmRequest, ScheduledBatch

@@ -1,4 +1,4 @@
-"""A bounded memory of blocks by 64-bit fingerprints of their prefixes, and these fingerprints."""
+"""Bounded memories of blocks by 64-bit fingerprints of their prefixes, and these fingerprints."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import numpy.typing as npt
 
 from kvconnect.tokens import TokenArray
 
-__all__ = ["Fingerprinter", "Fingerprints", "KeyMemory", "mixed"]
+__all__ = ["DistinctKeys", "Fingerprinter", "Fingerprints", "KeyMemory", "mixed"]
 
 Fingerprints: TypeAlias = npt.NDArray[np.uint64]
 
+_BITS = 12
+_NUM_REGISTERS = 1 << _BITS
 _SHIFT = np.uint64(31)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -86,3 +88,33 @@ class KeyMemory:
     def clear(self) -> None:
         """Forgets everything."""
         self._keys[:] = 0
+
+
+class DistinctKeys:
+    """Counts distinct fingerprints in 4 KiB: a HyperLogLog of 4,096 registers.
+
+    The estimate is that of Cohen and of Ting (2014): whenever a register changes, the inverse of
+    the probability of that change is added. Its standard error is 0.83 / sqrt(4,096) = 1.3 % of the
+    number of distinct fingerprints. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._registers = np.zeros(_NUM_REGISTERS, np.uint8)
+        self._sum = float(_NUM_REGISTERS)  # of 2**-register over all registers
+
+    def add(self, keys: Fingerprints) -> float:
+        """Adds `keys`; returns an estimate of how many of them are new."""
+        places = (keys >> np.uint64(64 - _BITS)).astype(np.intp)
+        low = keys & np.uint64((1 << (64 - _BITS)) - 1)
+        # The number of the lowest one bit, from 1 on; `low` is 0 once in 2**52 keys.
+        lowest = (low & (~low + np.uint64(1))).astype(np.float64)
+        ranks = np.frexp(lowest)[1].astype(np.uint8)
+        new = 0.0
+        for at in np.flatnonzero(ranks > self._registers[places]).tolist():
+            place, rank = places[at], ranks[at]
+            before = self._registers[place]
+            if rank > before:
+                new += _NUM_REGISTERS / self._sum
+                self._sum += 2.0 ** -int(rank) - 2.0 ** -int(before)
+                self._registers[place] = rank
+        return new

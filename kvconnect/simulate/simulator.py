@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 from operator import sub
 from typing import NamedTuple
 
 from kvconnect.cache.admission.prompt import Prompt
-from kvconnect.simulate.counting_copier import CountingCopier
 from kvconnect.simulate.external_tier import ExternalTier
 from kvconnect.simulate.first_token import ExternalHit
 from kvconnect.simulate.machine import Machine
@@ -73,7 +73,7 @@ class Simulator:
         self.tally = Tally()
         self.now = 0.0
         size = machine.tokens_per_block
-        self._copier = CountingCopier()
+        self._copier = _CountingCopier()
         self._blocks = simulated_blocks(machine, self._copier, lambda: self.now)
         # A slab of the states' pool never serves keys and values.
         self._most_blocks = machine.device_blocks - machine.state_blocks
@@ -258,3 +258,40 @@ class Simulator:
         for name, count in moved._asdict().items():
             setattr(counts, name, getattr(counts, name) + count)
         return moved
+
+
+class _CountingCopier:
+    """A `BlockCopier` that only counts, and only blocks of group 0: no states.
+
+    Attributes:
+        onboarded: blocks copied from host to device.
+        offloaded: blocks copied from device to host.
+        host_tokens: tokens copied out of a host block into a device block, for a partial match.
+        device_tokens: tokens copied between device blocks, for a partial match.
+    """
+
+    def __init__(self) -> None:
+        self.onboarded = 0
+        self.offloaded = 0
+        self.host_tokens = 0
+        self.device_tokens = 0
+
+    def onboard(self, group: int, host_ids: Sequence[int], ids: Sequence[int]) -> None:
+        """Implements `BlockCopier`."""
+        self.onboarded += 0 if group else len(ids)
+
+    def offload(self, group: int, ids: Sequence[int], host_ids: Sequence[int]) -> None:
+        """Implements `BlockCopier`."""
+        self.offloaded += 0 if group else len(ids)
+
+    def copy_tokens(
+        self, group: int, source: int, target: int, num_tokens: int, *, from_host: bool = False
+    ) -> None:
+        """Implements `BlockCopier`."""
+        if from_host:
+            self.host_tokens += num_tokens
+        else:
+            self.device_tokens += num_tokens
+
+    def move(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Implements `BlockCopier`; moves between slabs are not counted."""

@@ -295,25 +295,6 @@ async def test_writer_that_lost_every_block_leaves_nothing_behind(make_s3, kit, 
         assert await other.lookup(keys) == 4
 
 
-async def test_many_writers_and_deleters_of_the_same_blocks_leave_a_whole_store(make_s3, kit):
-    keys = kit.keys("crowd", count=10)
-    stores = [make_s3() for _ in range(3)]
-    for store in stores:
-        await store.open([kit.layout])
-
-    async def work(store, number):
-        for turn in range(3):
-            await store.save(kit.chain(keys)[(number + turn) % 4 :])
-            await store.delete(keys[number::3])
-            await kit.stored(store, keys)
-
-    await asyncio.gather(*(work(store, number) for number, store in enumerate(stores)))
-    assert await stores[0].save(kit.chain(keys)) == 10
-    assert await loaded(stores[1], kit, keys) == 10
-    for store in stores:
-        await store.close()
-
-
 async def test_writer_that_dies_between_payload_and_pointers_leaves_no_block(
     make_s3, kit, s3_server
 ):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 from harness import PARAMS, PROMPT, T, answer, open_llm
 from torch import Tensor
 
@@ -51,16 +49,6 @@ class DictBackend(Backend):
         return [child for child in self.blocks.get(key, ()) if child.key in self.frames]
 
 
-class Raises(DictBackend):
-    """Every call fails, each in its own way."""
-
-    async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        raise KeyError("lookup")
-
-    async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        raise OSError(28, "no space left on device")
-
-
 class RaisesOnLoad(DictBackend):
     """Says yes, then fails."""
 
@@ -80,49 +68,6 @@ def test_a_tail_that_does_not_load_into_a_full_pool(model: Path) -> None:
         assert got == llm.generate([other], few)[0].output_token_ids
 
 
-class Hangs(DictBackend):
-    """Never answers a lookup, a load or a save, until it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go = threading.Event()
-
-    async def _hang(self) -> None:
-        await asyncio.to_thread(self.go.wait)
-
-    async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        await self._hang()
-        return 0
-
-    async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        await self._hang()
-        return 0
-
-
-@pytest.mark.parametrize("kind", [Raises, RaisesOnLoad])
-def test_the_answer_is_the_same(model: Path, expected: list[int], kind: type[DictBackend]) -> None:
-    backend = kind()
-    for _ in range(3):
-        assert list(answer(model, backend).output_token_ids) == expected
-
-
-def test_a_hanging_store_delays_the_answer_by_its_budget_and_the_close_by_its_deadline(
-    model: Path, expected: list[int]
-) -> None:
-    backend = Hangs()
-    config = KvCacheConnectorConfig(
-        backend=backend, lookup_timeout_ms=5, load_timeout_s=1, save_timeout_s=1
-    )
-    try:
-        with open_llm(model, config) as llm:
-            output = llm.generate([PROMPT], PARAMS)[0]
-            closing = time.monotonic()
-        assert list(output.output_token_ids) == expected
-        assert time.monotonic() - closing < 60
-    finally:
-        backend.go.set()
-
-
 class LoadsLate(DictBackend):
     """Sits on every load until it is let go, and writes into its buffers only then."""
 
@@ -137,24 +82,6 @@ class LoadsLate(DictBackend):
         for buffer in into:
             buffer.fill_(0xA5)
         return len(keys)
-
-
-def test_others_go_on_while_a_load_waits(model: Path, expected: list[int]) -> None:
-    backend = LoadsLate()
-    answer(model, backend)
-    others = [PROMPT[i:] for i in range(1, 5)]
-    with open_llm(model, backend) as llm:
-        try:
-            slow = llm.submit(PROMPT, PARAMS)
-            assert backend.asked.wait(60)
-            # The store answers lookups and the engine makes tokens; nothing waits for the load.
-            done = llm.generate(others, PARAMS)
-            assert [len(output.output_token_ids) for output in done] == [24] * 4
-            assert not slow.done
-        finally:
-            backend.go.set()
-        # What came was garbage: computed instead.
-        assert list(slow.result(60).output_token_ids) == expected
 
 
 def test_a_load_that_writes_after_its_deadline_touches_nobody(
@@ -191,13 +118,3 @@ def test_who_waits_for_the_blocks_of_an_aborted_load_gets_them(
         finally:
             backend.go.set()
         assert list(waiting.result(60).output_token_ids) == expected[:23]
-
-
-def test_a_store_that_dies_and_comes_back(model: Path, expected: list[int]) -> None:
-    backend = DictBackend()
-    answer(model, backend)
-    for method in ("lookup", "load", "save"):
-        broken = type("Broken", (DictBackend,), {method: Raises.lookup})()
-        broken.frames, broken.blocks = backend.frames, backend.blocks
-        assert list(answer(model, broken).output_token_ids) == expected, method
-    assert answer(model, backend).computed_tokens == 1

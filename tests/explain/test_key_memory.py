@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.explain.distinct import DistinctKeys
-from kvconnect.explain.key_memory import Fingerprinter, KeyMemory
+from kvconnect.explain.key_memory import DistinctKeys, Fingerprinter, KeyMemory
 
 T = 4
 RNG = np.random.default_rng(5)

@@ -83,14 +83,6 @@ def test_a_fast_store_is_asked(model, prompts, clock):
     assert seen() == {"load": 5}
 
 
-def test_a_store_that_became_fast_is_asked_again(model, prompts, clock):
-    clock.token_s = SLOW
-    assert prompts.prefill(inputs(0)).loaded_tokens == (LOADED,)
-    clock.token_s = FAST
-    loaded = [prompts.prefill(inputs(one % 5)).loaded_tokens for one in range(103)]
-    assert loaded == [(0,)] * 99 + [(LOADED,)] * 4
-
-
 def test_without_decisions_a_slow_store_is_asked(model, clock):
     config = {"url": "memory:?capacity=64MiB", "lookup_timeout_ms": 60_000, "load_timeout_s": 60}
     with PromptCache(model, config, tokens_per_block=T, load_decisions=False) as prompts:

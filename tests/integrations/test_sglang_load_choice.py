@@ -107,14 +107,6 @@ def test_a_fast_store_is_asked(start, clock):
     assert seen() == {"load": 4}
 
 
-def test_a_store_that_became_fast_is_asked_again(start, clock):
-    clock.token_s = SLOW
-    server = start()
-    server.ask("a")
-    clock.token_s = FAST
-    assert [server.ask("abcd"[one % 4]) for one in range(103)] == [0] * 99 + [PAGES] * 4
-
-
 @pytest.mark.parametrize(
     ("own", "settings"),
     [

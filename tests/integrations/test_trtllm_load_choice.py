@@ -61,14 +61,6 @@ def test_a_fast_store_is_asked(runtime, clock):
     assert seen() == {"load": 4}
 
 
-def test_a_store_that_became_fast_is_asked_again(runtime, clock):
-    clock.token_s = SLOW
-    ask(runtime, 0, 10)
-    clock.token_s = FAST
-    loaded = [ask(runtime, one % 5, 20 + one) for one in range(103)]
-    assert loaded == [0] * 99 + [LOADED] * 4
-
-
 def test_without_decisions_a_slow_store_is_asked(classes, configured, tiny, clock):
     configured()
     with Pair(classes, tiny) as runtime:

@@ -64,14 +64,6 @@ def test_a_fast_store_is_asked(engine, clock):
     assert seen() == {"load": 4}
 
 
-def test_a_store_that_became_fast_is_asked_again(engine, clock):
-    clock.token_s = SLOW
-    ask(engine, 0)
-    clock.token_s = FAST
-    loaded = [ask(engine, number % 4) for number in range(104)]
-    assert loaded == [0] * 99 + [10 * T] * 5
-
-
 def test_a_request_is_decided_on_once_however_often_it_is_asked_about(engine, clock):
     clock.token_s = SLOW
     ask(engine, 0)

@@ -190,14 +190,14 @@ class FakeDriver:
         self.batches.append(Batch(descriptors, order, stream))
         early = None
         if order is AccessOrder.ANY and self.random.random() < 0.5:
-            early = [ctypes.string_at(s, n) for s, _, n in _rows(descriptors)]
+            early = [ctypes.string_at(s, n) for s, _, n in rows_of(descriptors)]
 
         def run():
-            rows = _rows(descriptors)
+            rows = rows_of(descriptors)
             self.random.shuffle(rows)
             read = early or [ctypes.string_at(s, n) for s, _, n in rows]
             for data, (_, target, size) in zip(
-                read, _rows(descriptors) if early else rows, strict=True
+                read, rows_of(descriptors) if early else rows, strict=True
             ):
                 ctypes.memmove(target, data, size)
 
@@ -247,7 +247,7 @@ class FakeDriver:
             work.finish()
 
 
-def _rows(descriptors):
+def rows_of(descriptors):
     return list(
         zip(
             descriptors.sources.tolist(),

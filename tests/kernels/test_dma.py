@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from device_copies import HostCopy, Runs, host_copies, with_ids
-from fake_driver import FakeDriver, FakeStream
+from fake_driver import FakeDriver, FakeStream, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 from shim_runs import FEW
@@ -15,17 +15,6 @@ from shim_runs import FEW
 from kvconnect.kernels.cuda.copy_policy import Direction
 from kvconnect.kernels.cuda.dma import cut, describe, submit
 from kvconnect.kernels.cuda.driver.interface import MAX_BATCH, AccessOrder, Descriptors
-
-
-def rows_of(descriptors):
-    return list(
-        zip(
-            descriptors.sources.tolist(),
-            descriptors.targets.tolist(),
-            descriptors.sizes.tolist(),
-            strict=True,
-        )
-    )
 
 
 def bytes_of(descriptors):

@@ -18,9 +18,8 @@ from kvconnect.digest.memory import content_of_tensors, module_tensors, same_bit
 from kvconnect.digest.model import check_revision, digest_of
 from kvconnect.engine.checkpoint.hub_cache import model_directory
 from kvconnect.errors import ConfigurationError, UnsupportedModel
-from kvconnect.integrations.transformers.settings import settings_of
 from kvconnect.integrations.transformers.stored_weights import difference_from_files
-from kvconnect.integrations.transformers.structure import attributes, unnamed_code
+from kvconnect.integrations.transformers.structure import attributes, settings_of, unnamed_code
 from kvconnect.integrations.transformers.twin import initial_buffers, twin_of
 
 __all__ = ["LoadedIdentity", "identify"]

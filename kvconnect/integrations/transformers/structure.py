@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
@@ -15,9 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvconnect.digest.doubts import Doubt
-from kvconnect.integrations.transformers.settings import counts
 
-__all__ = ["Change", "Structure", "attributes", "unnamed_code"]
+__all__ = ["Change", "Structure", "attributes", "settings_of", "unnamed_code"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # These do not affect what a module computes, or are compared by themselves.
@@ -25,6 +25,13 @@ _LEFT_OUT = frozenset(
     {"training", "config", "generation_config", "name_or_path", "warnings_issued"}
     | {"gradient_checkpointing", "is_gradient_checkpointing"}
 )
+# What from_pretrained sets, or what changes no key and no value.
+_HARMLESS = {
+    *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "return_dict"),
+    *("output_attentions", "output_hidden_states", "name_or_path", "model_type", "id2label"),
+    *("label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder"),
+    *("pad_token_id", "bos_token_id", "eos_token_id"),
+}
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 _KNOWN = ("torch.nn.modules.", "transformers.")
 # Code that leaves results as they are, or is a part of its library.
@@ -224,4 +231,21 @@ def _value(value: Any) -> Any:
 
 def _changed_setting(now: Mapping[str, Any], then: Mapping[str, Any]) -> str | None:
     names = (name for name in (*now, *then) if now.get(name) != then.get(name))
-    return next(filter(counts, names), None)
+    return next(filter(shapes_kv, names), None)
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """Returns all settings of `config` that shape keys and values, and some that do not."""
+    settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return {name: _without_harmless(value) for name, value in settings.items() if shapes_kv(name)}
+
+
+def shapes_kv(name: str) -> bool:
+    """Returns whether a setting of this name may shape keys and values."""
+    return name not in _HARMLESS and not name.startswith("_")
+
+
+def _without_harmless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_harmless(each) for name, each in value.items() if shapes_kv(name)}
+    return [_without_harmless(each) for each in value] if isinstance(value, list) else value
