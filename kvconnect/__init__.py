@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvconnect.backends.registry import open_backend
     from kvconnect.cache.block_manager import BlockManager
     from kvconnect.cache.kv_cache_manager import KVCacheManager
+    from kvconnect.cache_options import CacheOptions
     from kvconnect.config import (
         KvCacheConfig,
         KvCacheConnectorConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "BackendUnavailable",
     "BlockKey",
     "BlockManager",
+    "CacheOptions",
     "Capabilities",
     "Child",
     "ConfigurationError",
@@ -77,6 +79,7 @@ _MODULES = {
     "Backend": "backend",
     "BlockKey": "keys",
     "BlockManager": "cache.block_manager",
+    "CacheOptions": "cache_options",
     "Capabilities": "backend",
     "Child": "backend",
     "DecodeConnector": "connector.disagg.connectors",

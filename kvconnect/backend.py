@@ -63,6 +63,8 @@ class StoredBlock:
             `kvconnect.keys.Namespace.tag`.
         model: of the model and its cache geometry, for pruning; see `kvconnect.keys.model_tag`.
         group: pool group.
+        ttl_s: seconds after which the block is not wanted any more; ``None``: no such time. Only a
+            store with the capability ``expires_each`` has to look at it.
     """
 
     key: BlockKey
@@ -73,6 +75,7 @@ class StoredBlock:
     namespace: bytes = b""
     model: bytes = b""
     group: int = 0
+    ttl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,6 +139,8 @@ class Capabilities:
         shared: several processes may have the store open at once and see each other's blocks.
         pins: `pin` keeps blocks from being dropped.
         expires: blocks older than a configured time are not found (``ttl=`` in its URL).
+        expires_each: a block is not found longer than its own ``ttl_s`` after it was saved. One
+            that is there already keeps its time.
         max_value_bytes: longest value it takes, in bytes; ``None``: any that fits its capacity.
         variable_length: `load` takes buffers longer than the value and fills their beginning, so
             that frames may be compressed. Else a value of another length than the buffer is a miss.
@@ -149,6 +154,7 @@ class Capabilities:
     durable: bool = False
     shared: bool = False
     expires: bool = False
+    expires_each: bool = False
     pins: bool = False
     max_value_bytes: int | None = None
     variable_length: bool = False

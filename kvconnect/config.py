@@ -6,14 +6,10 @@ their base class in `kvconnect.settings`, refuses unknown fields and bad values.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
-from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
-    BeforeValidator,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -26,6 +22,12 @@ from kvconnect.address import host_and_port, is_loopback
 from kvconnect.backend import DEFAULT_RETENTION_PRIORITY, Backend
 from kvconnect.errors import ConfigurationError, nearest
 from kvconnect.redaction import without_passwords
+from kvconnect.retention import (
+    KvCacheRetentionConfig,
+    Priority,
+    TokenRangeRetentionConfig,
+    warn_of,
+)
 from kvconnect.settings import Settings
 from kvconnect.text import check_text
 
@@ -45,21 +47,11 @@ __all__ = [
     "torch_dtype",
 ]
 
-Priority = Annotated[int, Field(ge=0, le=100, strict=True)]
-
-
-def _milliseconds(value: object) -> object:
-    return value / timedelta(milliseconds=1) if isinstance(value, timedelta) else value
-
-
 DEFAULT_LOOKUP_TIMEOUT_MS = 20.0
 """The default of ``lookup_timeout_ms`` wherever others wait in the same step."""
 
 DEFAULT_SCHEDULING: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
 """The default of ``scheduling`` in `LLM` and in every command."""
-
-DurationMs = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_milliseconds)]
-"""Milliseconds, given as a number or as a ``timedelta``."""
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -72,97 +64,6 @@ def torch_dtype(name: str) -> torch.dtype:
 
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _warn_of(settings: Settings, *names: str) -> None:
-    """Warns of fields that are set and have no effect, at the line that made `settings`."""
-    for name in names:
-        if getattr(settings, name):
-            warnings.warn(
-                f"{type(settings).__name__}.{name} is deprecated and has no effect",
-                FutureWarning,
-                stacklevel=5,
-            )
-
-
-class TokenRangeRetentionConfig(Settings):
-    """The priority of prompt blocks whose first token lies in ``[token_start, token_end)``.
-
-    Attributes:
-        token_start: first token of the range.
-        token_end: end of the range, exclusive; ``None``: the end of the prompt (last range only).
-        priority: 0 (evicted first) to 100 (kept longest).
-        duration_ms: how long it lasts, from when the block was first released; ``None``: for ever.
-            Milliseconds, or a ``timedelta``.
-    """
-
-    positional: ClassVar[tuple[str, ...]] = (
-        *("token_start", "token_end", "priority", "duration_ms"),
-    )
-
-    token_start: Annotated[int, Field(ge=0)]
-    token_end: int | None = None
-    priority: Priority = DEFAULT_RETENTION_PRIORITY
-    duration_ms: DurationMs | None = None
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.token_end is not None and self.token_end <= self.token_start:
-            raise ValueError(
-                f"token_end={self.token_end} must be greater than token_start={self.token_start}"
-            )
-        return self
-
-
-_TokenRange: TypeAlias = TokenRangeRetentionConfig  # its name means the attribute in there
-
-
-class KvCacheRetentionConfig(Settings):
-    """The retention of a request's blocks: their priority, and for how long.
-
-    Attributes:
-        token_range_retention_configs: prompt ranges, in any order; they may touch, not overlap.
-        decode_retention_priority: priority of blocks whose first token was generated; may also be
-            given, and read, as `decode_retention_policy`.
-        decode_duration_ms: how long that lasts; ``None``: for ever. Milliseconds, or a
-            ``timedelta``.
-        transfer_mode, directory: accepted for compatibility, without effect.
-    """
-
-    TokenRangeRetentionConfig: ClassVar[type[_TokenRange]] = _TokenRange
-    positional: ClassVar[tuple[str, ...]] = (
-        *("token_range_retention_configs", "decode_retention_priority", "decode_duration_ms"),
-        *("transfer_mode", "directory"),
-    )
-    aliases: ClassVar[Mapping[str, str]] = {"decode_retention_policy": "decode_retention_priority"}
-
-    token_range_retention_configs: tuple[_TokenRange, ...] = ()
-    decode_retention_priority: Priority = DEFAULT_RETENTION_PRIORITY
-    decode_duration_ms: DurationMs | None = None
-    transfer_mode: int | str | None = None
-    directory: str | None = None
-
-    @property
-    def decode_retention_policy(self) -> int:
-        """The `decode_retention_priority`, by the name of TensorRT-LLM's documentation."""
-        return self.decode_retention_priority
-
-    @model_validator(mode="after")
-    def _without_effect(self) -> Self:
-        _warn_of(self, "transfer_mode", "directory")
-        return self
-
-    @model_validator(mode="after")
-    def _disjoint(self) -> Self:
-        ranges = sorted(self.token_range_retention_configs, key=lambda r: r.token_start)
-        for left, right in pairwise(ranges):
-            if left.token_end is None or left.token_end > right.token_start:
-                end = "None" if left.token_end is None else left.token_end
-                raise ValueError(
-                    f"token_range_retention_configs: [{left.token_start}, {end}) overlaps "
-                    f"[{right.token_start}, {right.token_end}); an open end is for the last range"
-                )
-        return self
 
 
 class KvCacheConfig(Settings):
@@ -215,7 +116,7 @@ class KvCacheConfig(Settings):
 
     @model_validator(mode="after")
     def _without_effect(self) -> Self:
-        _warn_of(self, "use_uvm", "sink_token_length", "transfer_mode")
+        warn_of(self, "use_uvm", "sink_token_length", "transfer_mode")
         return self
 
 
@@ -297,12 +198,16 @@ class KvCacheConnectorConfig(Settings):
     """The store or connector that KV blocks are loaded from and saved to.
 
     Give either `url`, a store driven by the built-in pair, or a connector of your own by module and
-    class names, as in TensorRT-LLM.
+    class names, as in TensorRT-LLM; or both, if your classes extend the built-in ones.
 
     Attributes:
         connector_module: module that holds both classes; required together with both class names.
-        connector_scheduler_class: name of the `KvCacheConnectorScheduler` subclass.
-        connector_worker_class: name of the `KvCacheConnectorWorker` subclass.
+            With `url`, `backend` or `transfer` one class name is enough: the other class is the
+            built-in one.
+        connector_scheduler_class: name of the `KvCacheConnectorScheduler` subclass; with a store of
+            the `OffloadScheduler` subclass.
+        connector_worker_class: name of the `KvCacheConnectorWorker` subclass; with a store of the
+            `OffloadWorker` subclass.
         url: a store, for example ``disk:///var/cache/kv?capacity=200GiB``.
         backend: instead of `url`, a store of your own; one open engine at a time uses it.
         transfer: prefill to decode between engines, with a store beside it or without.
@@ -379,21 +284,32 @@ class KvCacheConnectorConfig(Settings):
             check_text("namespace", value)
         return value
 
+    @property
+    def uses_pair(self) -> bool:
+        """Returns whether the built-in pair serves it, perhaps extended by classes of the user."""
+        return self.connector_module is None or self._names_store
+
+    @property
+    def _names_store(self) -> bool:
+        return not (self.url is None and self.backend is None and self.transfer is None)
+
     @model_validator(mode="after")
     def _one_way_in(self) -> Self:
+        if self.url is not None and self.backend is not None:
+            raise ValueError("give one of url, backend; given: url, backend")
         names = ("connector_module", "connector_scheduler_class", "connector_worker_class")
         given = [name for name in names if getattr(self, name) is not None]
-        if given and len(given) < len(names):
-            missing = ", ".join(name for name in names if name not in given)
+        if not given:
+            return self
+        missing = ", ".join(name for name in names if name not in given)
+        if self._names_store:
+            if names[0] not in given or given == [names[0]]:
+                raise ValueError(
+                    f"{names[0]} is required together with {names[1]} or {names[2]}, or both; "
+                    f"missing: {missing}"
+                )
+        elif missing:
             raise ValueError(f"{', '.join(names)} are required together; missing: {missing}")
-        ways = {"connector_module": given, "url": self.url, "backend": self.backend}
-        chosen = [name for name, value in ways.items() if value]
-        if len(chosen) > 1:
-            raise ValueError(f"give one of {', '.join(ways)}; given: {', '.join(chosen)}")
-        if given and self.transfer is not None:
-            raise ValueError(
-                "transfer goes with url or backend, or alone, not with your own classes"
-            )
-        if given and (self.codec or self.key_file):
+        elif self.codec or self.key_file:
             raise ValueError("codec and key_file are for url or backend, not for your own classes")
         return self

@@ -10,6 +10,7 @@ from typing import Any, Protocol, overload
 
 import numpy as np
 
+from kvconnect.cache_options import CacheOptions
 from kvconnect.config import KvCacheRetentionConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.explain.account import PromptAccount
@@ -40,6 +41,7 @@ class RequestState(Enum):
 
 _GREEDY = SamplingParams()
 _NO_NAMESPACE = Namespace()
+_USUAL = CacheOptions()
 _NO_TOKENS: TokenArray = np.empty(0, np.int32)
 
 
@@ -57,12 +59,13 @@ class LlmRequest:
         load_end: the end of the tokens that a load brings from their last one on, while the tokens
             before them are computed; 0: there is no such load.
         loaded_from: the load has brought the tokens from here to `load_end`, on every rank.
-        load_floor: the end of the block in which the tokens computed beside the load end; 0: none are.
+        load_floor: the end of the block in which the tokens computed beside the load end, or 0.
             Computing zeroes the rest of that block, so that what a load brought of it is lost.
         load_times: when its load came how far: positions, and seconds since the load's start. The
             engine empties the list.
         draft_tokens: proposed tokens to verify in this step.
         kv_transfer_params: free-form data that travels with a request between instances.
+        cache: its use of stores; `retention` has the worth of its blocks.
         reused_device_tokens, reused_store_tokens, computed_tokens: what its prompt cost so far.
         reused_host_tokens: those of `reused_device_tokens` that the host tier brought back.
         lookup_late: the connector had no answer of its store when the request was admitted.
@@ -87,6 +90,7 @@ class LlmRequest:
         namespace: Namespace | None = None,
         retention: KvCacheRetentionConfig | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
+        cache: CacheOptions | None = None,
     ) -> None:
         if len(tokens) == 0:
             raise ConfigurationError("prompt: at least one token is needed")
@@ -98,6 +102,7 @@ class LlmRequest:
         self.namespace = namespace or _NO_NAMESPACE
         self.retention = retention
         self.kv_transfer_params = kv_transfer_params
+        self.cache = cache or _USUAL
         self.key_chain = KeyChain(chain_root, tokens_per_block, self.tokens)
         self.state = RequestState.QUEUED
         self.num_computed_tokens = 0
@@ -192,6 +197,9 @@ class LlmRequest:
         """Keeps the first `num_tokens` tokens, and the keys of the full blocks among them."""
         self.tokens.truncate(num_tokens)
         self.key_chain.truncate(num_tokens)
+
+    def note_end(self, reason: str) -> None:
+        """Notes why its answer is complete, for traces; does nothing where none are made."""
 
     def __repr__(self) -> str:
         return (

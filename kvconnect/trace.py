@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 from kvconnect.histograms import BOUNDS
+from kvconnect.timeline import Timeline
 
 __all__ = [
     "Event",
@@ -41,13 +42,17 @@ Labels: TypeAlias = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event: its name, time, numbers, the error it ended with, and its labels."""
+    """An event: its name, time, numbers, the error it ended with, and its labels.
+
+    That of a request which is over also has its `timeline`, while a hook makes traces.
+    """
 
     name: str
     seconds: float = 0.0
     values: dict[str, float] = field(default_factory=dict)
     error: BaseException | None = None
     labels: Labels = ()
+    timeline: Timeline | None = None
 
 
 Hook = Callable[[Event], None]
@@ -85,6 +90,7 @@ class Metrics:
         self._gauges: tuple[tuple[Callable[[], Mapping[str, float]], Labels], ...] = ()
         self._lock = threading.Lock()
         self._hooks: tuple[Hook, ...] = ()
+        self._tracers = 0
         self._warned: set[str] = set()
 
     def snapshot(self) -> dict[str, float]:
@@ -138,17 +144,29 @@ class Metrics:
                 self.warn_once(f"gauges {read!r}", f"gauges of {dict(labels)}: {error!r}")
         return found
 
-    def add_hook(self, hook: Hook) -> Callable[[], None]:
+    @property
+    def traces(self) -> bool:
+        """Returns whether requests that are made now are to note their phases."""
+        return self._tracers > 0
+
+    def add_hook(self, hook: Hook, *, traces: bool = False) -> Callable[[], None]:
         """Calls `hook` with every event, on the thread of the event; returns how to remove it.
 
         An error that it raises is logged once and not raised further.
+
+        Args:
+            hook: what is called.
+            traces: it makes traces; see `traces`.
         """
         with self._lock:
             self._hooks = (*self._hooks, hook)
+            self._tracers += traces
 
         def remove() -> None:
             with self._lock:
-                self._hooks = tuple(h for h in self._hooks if h is not hook)
+                left = tuple(h for h in self._hooks if h is not hook)
+                self._tracers -= traces and len(left) < len(self._hooks)
+                self._hooks = left
 
         return remove
 

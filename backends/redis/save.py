@@ -62,6 +62,11 @@ class _Writing:
     first: Put
     parts: tuple[Put, ...]
 
+    @property
+    def is_kept(self) -> bool:
+        """Returns whether the block has no time after which it is gone."""
+        return self.first.ttl_ms is None
+
 
 class RedisWriter:
     """The writer: stores blocks. Belongs to the event loop.
@@ -74,8 +79,6 @@ class RedisWriter:
         self._router = router
         self._finder = finder
         self._children = children
-        ttl = router.settings.ttl
-        self._ttl_ms = None if ttl is None else round(ttl * 1e3)
         self._refused: dict[Address, str] = {}
 
     async def save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
@@ -113,20 +116,26 @@ class RedisWriter:
         names, view = self._router.names, block.data.numpy().data
         metadata = BlockMetadata.of(block).to_bytes()
         head = Head.of(len(view), len(metadata), secrets.token_bytes(NONCE_NBYTES))
-        ttl_ms = _ORPHAN_TTL_MS if self._ttl_ms is None else self._ttl_ms + _PART_SLACK_MS
+        ttl_ms = self._ttl_ms(block)
+        part_ms = _ORPHAN_TTL_MS if ttl_ms is None else ttl_ms + _PART_SLACK_MS
         parts = tuple(
-            Put(name, (view[head.part(number)],), ttl_ms)
+            Put(name, (view[head.part(number)],), part_ms)
             for number, name in enumerate(names.parts(block.key, head), 1)
         )
         first = Put(
             names.block(block.key),
             (head.pack() + metadata, view[head.part(0)]),
-            self._ttl_ms,
+            ttl_ms,
             replace=not parts,
             look_first=not parts,
             checksum=checksum,
         )
         return _Writing(block.key, first, parts)
+
+    def _ttl_ms(self, block: StoredBlock) -> int | None:
+        """Returns the time that `block` is kept for: the store's, or its own if that is less."""
+        times = [one for one in (self._router.settings.ttl, block.ttl_s) if one is not None]
+        return max(1, round(min(times) * 1e3)) if times else None
 
     async def _save_single(self, writings: Sequence[_Writing]) -> set[BlockKey]:
         """Stores `writings` of one value each; returns those that are there now."""
@@ -189,9 +198,9 @@ class RedisWriter:
 
     async def _keep_parts(self, writings: Sequence[_Writing]) -> list[_Writing]:
         """Makes parts last as long as what names them; returns those that had all of them."""
-        if self._ttl_ms is not None:
-            return list(writings)
-        names = [(at, part.name) for at, one in enumerate(writings) for part in one.parts]
+        names = [
+            (at, part.name) for at, one in enumerate(writings) for part in one.parts if one.is_kept
+        ]
         asks = [about(b"PERSIST", name) for _, name in names]
         pairs = zip(names, await self._router.ask(asks), strict=True)
         gone = {at for (at, _), reply in pairs if sound(reply) != 1}

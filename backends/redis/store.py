@@ -57,6 +57,7 @@ class RedisBackend(Backend):
         enumerable=True,
         shared=True,
         expires=True,
+        expires_each=True,
         variable_length=True,
         hashes_loads=True,
         seals_saves=True,

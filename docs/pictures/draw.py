@@ -128,7 +128,9 @@ def _panel(panel: dict[str, Any], left: float, top: float) -> Iterator[str]:
         yield text(left - 6, y + 4, f"{value:.0f}", 11, "end")
     for speed in speeds:
         x = float(at(speed, 0).split(",")[0])
-        yield text(x, top + height + 16, f"{speed:g}" if speed >= 1 else f"1/{1 / speed:g}", 11, "middle")
+        yield text(
+            x, top + height + 16, f"{speed:g}" if speed >= 1 else f"1/{1 / speed:g}", 11, "middle"
+        )
     for name in ("computed", "loaded", "restored"):
         points = [at(*one) for one in zip(speeds, panel[f"{name}_ms"], strict=True)]
         yield (

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvconnect import errors
+from kvconnect.cache_options import CacheOptions
 from kvconnect.config import (
     KvCacheConfig,
     KvCacheConnectorConfig,
@@ -22,6 +23,7 @@ BLANK_LINE = "\n\n"
 CLASSES: tuple[type[Settings], ...] = (
     KvCacheConnectorConfig,
     KvCacheConfig,
+    CacheOptions,
     KvCacheRetentionConfig,
     TokenRangeRetentionConfig,
     TransferConfig,

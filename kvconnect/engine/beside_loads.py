@@ -76,9 +76,9 @@ class BesideLoads:
         return False
 
     def add_chunk(self, batch: ScheduledBatch, loading: Iterable[LlmRequest]) -> list[LlmRequest]:
-        """Adds a chunk of one of the `loading` requests to `batch`, within the budget that it leaves.
+        """Adds a chunk of one `loading` request to `batch`, within the budget that it leaves.
 
-        Loads of ``batch.loading_requests`` start with the step, and may get a chunk in the next one.
+        Loads of ``batch.loading_requests`` start with the step: chunks come in the next one.
         Returns the request if it needs its load no more: it has brought nothing, and is computed.
         """
         overtaken = []

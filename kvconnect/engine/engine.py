@@ -181,6 +181,8 @@ class Engine:
         try:
             self._connector.shutdown()
         finally:
+            for request in self._scheduler.saving.values():
+                request.state = RequestState.FINISHED  # no block is read any more
             self._followers.end(None)
 
     def abandon(self) -> None:

@@ -14,13 +14,13 @@ from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.io.open_store import store_ttl_s
 from kvconnect.engine.model.sequence_step import first_scheduled_token
 from kvconnect.explain.key_memory import DistinctKeys, Fingerprinter, Fingerprints, KeyMemory, mixed
-from kvconnect.explain.outcome import Outcome, Span
+from kvconnect.explain.outcome import NotSaved, Outcome, Span
 from kvconnect.keys import Namespace, salt_tag
 from kvconnect.request import LlmRequest, ScheduledBatch
 
 __all__ = ["Explainer"]
 
-_STATES = ("", "below min_priority", "backlog", "save failed", "store unavailable")
+_STATES = ("", *NotSaved)
 """Why a block was not saved; the first one: it was, or there is no store."""
 _STATE_BITS = 4
 _MOST_NAMESPACES = 4096
@@ -216,9 +216,8 @@ class Explainer:
             if account.unsaved is not None:
                 self._not_saved(saved, size, *account.unsaved)
 
-    def _not_saved(self, own: Fingerprints, size: int, position: int, why: str) -> None:
-        state = _STATES.index(why) if why in _STATES else _STATES.index("save failed")
-        self._own.add(own[position // size :], self._value(state))
+    def _not_saved(self, own: Fingerprints, size: int, position: int, why: NotSaved) -> None:
+        self._own.add(own[position // size :], self._value(_STATES.index(why)))
 
     def _value(self, state: int) -> int:
         return int(self._clock() - self._started) << _STATE_BITS | state

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, Unpack
 
+from kvconnect.cache_options import CacheOptions
 from kvconnect.config import KvCacheRetentionConfig
 from kvconnect.engine.keywords import known_keywords
 from kvconnect.engine.model.model import Model
@@ -28,6 +29,7 @@ __all__ = ["Generation"]
 
 Params: TypeAlias = SamplingParams | Mapping[str, object]
 Retention: TypeAlias = KvCacheRetentionConfig | Mapping[str, object]
+Caching: TypeAlias = CacheOptions | Mapping[str, object]
 
 
 class Generation:
@@ -56,6 +58,8 @@ class Generation:
         extra_key: str | int | None = None,
         retention: Retention | Sequence[Retention | None] | None = None,
         kv_transfer_params: dict[str, Any] | Sequence[dict[str, Any] | None] | None = None,
+        cache: Caching | Sequence[Caching | None] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> list[RequestOutput]:
         """Answers `prompts`, texts or token ids, all at once; blocks until the last one ended.
 
@@ -71,6 +75,10 @@ class Generation:
                 a dict.
             kv_transfer_params: data for the connector that travels with the requests; one for all,
                 or a list of one each.
+            cache: whether stores are used, and the worth of all blocks of a request in the place of
+                `retention`; one for all, or a list of one each; also as a dict.
+            trace_headers: ``traceparent`` and ``tracestate`` of the caller's trace, which the spans
+                of these requests become a part of; see `kvconnect.otel`.
 
         Raises:
             ConfigurationError: a prompt or a setting is wrong; nothing was started.
@@ -80,26 +88,25 @@ class Generation:
                 are aborted.
         """
         several = as_prompts(prompts)
-        count = len(several)
-        params = one_each("sampling_params", sampling_params, count)
-        salts: list[str | None] = one_each("cache_salt", cache_salt, count)
-        kept = one_each("retention", retention, count)
-        carried = one_each("kv_transfer_params", kv_transfer_params, count)
+        given: dict[str, Any] = {
+            "sampling_params": sampling_params,
+            "cache_salt": cache_salt,
+            "retention": retention,
+            "kv_transfer_params": kv_transfer_params,
+            "cache": cache,
+        }
+        each = [one_each(name, value, len(several)) for name, value in given.items()]
         made = [
-            self._make(prompt, one, _namespace(salt, lora_id, extra_key), keep, carry)
-            for prompt, one, salt, keep, carry in zip(
-                several, params, salts, kept, carried, strict=True
+            self._make(
+                prompt,
+                one,
+                _namespace(salt, lora_id, extra_key),
+                *others,
+                trace_headers=trace_headers,
             )
+            for prompt, one, salt, *others in zip(several, *each, strict=True)
         ]
-        handles: list[RequestHandle] = []
-        try:
-            for lives in made:
-                handles.append(self._post(lives))  # noqa: PERF401  what was posted is to be aborted
-            return [handle.result() for handle in handles]
-        except BaseException:
-            for handle in handles:
-                handle.abort()
-            raise
+        return self._answers(made)
 
     def chat(
         self,
@@ -175,6 +182,8 @@ class Generation:
         extra_key: str | int | None = None,
         retention: Retention | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
+        cache: Caching | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> RequestHandle:
         """Starts one request and returns at once; see `generate`.
 
@@ -186,13 +195,23 @@ class Generation:
             extra_key: as in `generate`.
             retention: as in `generate`.
             kv_transfer_params: data for the connector that travels with the request.
+            cache: as in `generate`.
+            trace_headers: as in `generate`.
 
         Raises:
             ConfigurationError: the prompt or a setting is wrong.
             EngineClosed: the engine takes no more requests.
         """
         namespace = _namespace(cache_salt, lora_id, extra_key)
-        made = self._make(prompt, sampling_params, namespace, retention, kv_transfer_params)
+        made = self._make(
+            prompt,
+            sampling_params,
+            namespace,
+            retention,
+            kv_transfer_params,
+            cache,
+            trace_headers=trace_headers,
+        )
         return self._post(made)
 
     def generate_async(
@@ -231,12 +250,22 @@ class Generation:
         namespace: Namespace,
         retention: Retention | None,
         kv_transfer_params: dict[str, Any] | None,
+        cache: Caching | None,
+        *,
+        trace_headers: Mapping[str, str] | None,
     ) -> list[LiveRequest]:
         self._thread.check_process()
         params = _params(sampling_params)
-        keep = None if retention is None else KvCacheRetentionConfig.given("retention", retention)
+        use = CacheOptions() if cache is None else CacheOptions.given("cache", cache)
         first = self._intake.request(
-            next(self._ids), prompt, params.for_completion(0), namespace, keep, kv_transfer_params
+            next(self._ids),
+            prompt,
+            params.for_completion(0),
+            namespace,
+            _retention(retention, use),
+            kv_transfer_params,
+            use,
+            headers=trace_headers,
         )
         requests = [first] + [
             self._intake.another(first, next(self._ids), params.for_completion(index))
@@ -249,6 +278,18 @@ class Generation:
             )
             for index, request in enumerate(requests)
         ]
+
+    def _answers(self, made: Sequence[Sequence[LiveRequest]]) -> list[RequestOutput]:
+        """Runs all requests, and returns their outputs; aborts the others if one raises."""
+        handles: list[RequestHandle] = []
+        try:
+            for lives in made:
+                handles.append(self._post(lives))  # noqa: PERF401  what was posted is to be aborted
+            return [handle.result() for handle in handles]
+        except BaseException:
+            for handle in handles:
+                handle.abort()
+            raise
 
     def _post(self, lives: Sequence[LiveRequest]) -> RequestHandle:
         siblings = Siblings(lives, self._thread.post, self._thread.abort)
@@ -265,6 +306,17 @@ def _namespace(
 ) -> Namespace:
     check_salt(cache_salt)
     return Namespace(cache_salt, lora_id, extra_key)
+
+
+def _retention(given: Retention | None, cache: CacheOptions) -> KvCacheRetentionConfig | None:
+    if given is None:
+        return cache.retention()
+    if cache.retention() is not None:
+        raise ConfigurationError(
+            "retention, cache: both say how long blocks are worth keeping; give retention, or "
+            "cache with priority and ttl"
+        )
+    return KvCacheRetentionConfig.given("retention", given)
 
 
 def _params(given: Params | None) -> SamplingParams:

@@ -72,6 +72,7 @@ class LiveRequests:
 
     def finish(self, live: LiveRequest, reason: FinishReason) -> None:
         """Ends `live` and notifies its waiter."""
+        live.request.note_end(reason)
         self._let_go(live, aborted=reason == "abort")
         self._count(live.request)
         self._errors |= self._connector.take_errors()
@@ -86,6 +87,7 @@ class LiveRequests:
 
     def fail(self, live: LiveRequest, error: Exception) -> None:
         """Ends `live` by an error of its own, and notifies its waiter."""
+        live.request.note_end("error")
         self._let_go(live, aborted=True)
         live.fail(error)
         del self._live[live.request.request_id]

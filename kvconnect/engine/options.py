@@ -129,7 +129,7 @@ class EngineOptions:
         its first chunk.
         """
         config = self.connector_config
-        return config is None or config.connector_module is None
+        return config is None or config.uses_pair
 
 
 def _check_count(field: str, value: object) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from kvconnect.explain.key_memory import Fingerprints
-from kvconnect.explain.outcome import Divergence, Explanation, Outcome, Span, merged
+from kvconnect.explain.outcome import Divergence, Explanation, NotSaved, Outcome, Span, merged
 
 __all__ = ["PromptAccount"]
 
 _STORES_FAULT = (
+    Outcome.NOT_LOADED,
     Outcome.DAMAGED,
     Outcome.FAILED,
     Outcome.LATE,
@@ -46,8 +47,8 @@ class PromptAccount:
         self.num_known = 0.0
         self.prints: tuple[Fingerprints, bool] | None = None
         self.divergence: tuple[int, tuple[int, ...]] | None = None
-        self.unsaved: tuple[int, str] | None = None
-        self.when_unsaved: Callable[[int, str], None] | None = None
+        self.unsaved: tuple[int, NotSaved] | None = None
+        self.when_unsaved: Callable[[int, NotSaved], None] | None = None
         self._runs: list[tuple[int, bool]] = []  # the ends of runs of tokens, and if reused
         self._reached = 0
         self._losses: dict[Outcome, int] = {}
@@ -77,7 +78,7 @@ class PromptAccount:
         """Returns whether `lose` was called for `reason`."""
         return reason in self._losses
 
-    def not_saved(self, position: int, why: str) -> None:
+    def not_saved(self, position: int, why: NotSaved) -> None:
         """Notes that no block from that of token `position` on reached the store."""
         if self.unsaved is None or position < self.unsaved[0]:
             self.unsaved = (position, why)
@@ -85,8 +86,8 @@ class PromptAccount:
                 self.when_unsaved(position, why)
 
     def saved_after_all(self) -> None:
-        """Takes `not_saved` back, except for blocks that are not worth saving."""
-        if self.unsaved is not None and self.unsaved[1] != "below min_priority":
+        """Takes `not_saved` back, except for blocks that are not to be saved."""
+        if self.unsaved is not None and not self.unsaved[1].is_final:
             self.unsaved = None
 
     def explain(self, base: int, why: Sequence[Span]) -> None:

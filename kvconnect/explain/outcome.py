@@ -7,7 +7,16 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import groupby
 
-__all__ = ["LOST", "Divergence", "Explanation", "Outcome", "Span", "merged", "with_texts"]
+__all__ = [
+    "LOST",
+    "Divergence",
+    "Explanation",
+    "NotSaved",
+    "Outcome",
+    "Span",
+    "merged",
+    "with_texts",
+]
 
 _TOKENS_SHOWN = 16
 """The most tokens of each text around the place where a prompt leaves what is cached."""
@@ -27,6 +36,7 @@ class Outcome(StrEnum):
     EVICTED = "evicted"  # it was cached, and dropped for room
     EXPIRED = "expired"  # it was stored, and its time in the store was over
     NOT_SAVED = "not_saved"  # it was computed before, and never reached the store
+    NOT_LOADED = "not_loaded"  # the request, or a hook of its connector, refused loads
     LATE = "late"  # the store did not answer in time
     FAILED = "failed"  # the store failed, or was not asked since it had failed before
     DAMAGED = "damaged"  # what the store sent did not check out
@@ -35,6 +45,23 @@ class Outcome(StrEnum):
     LAST = "last"  # the last token is always computed
     LOGPROBS = "logprobs"  # the request wants log probabilities of its prompt
     UNREACHED = "unreached"  # the request ended before the token's turn
+
+
+class NotSaved(StrEnum):
+    """The reason why a block did not reach the store: the detail of `Outcome.NOT_SAVED`."""
+
+    BELOW_MIN_PRIORITY = "below min_priority"
+    BACKLOG = "backlog"
+    FAILED = "save failed"
+    UNAVAILABLE = "store unavailable"
+    REQUEST = "refused by the request"
+    HOOK = "refused by a hook"
+    HOOK_FAILED = "hook failed"
+
+    @property
+    def is_final(self) -> bool:
+        """Returns whether it was decided that the block is not saved, and no end of it changes."""
+        return self not in {NotSaved.BACKLOG, NotSaved.FAILED, NotSaved.UNAVAILABLE}
 
 
 LOST = frozenset(Outcome) - {Outcome.REUSED, Outcome.NEW, Outcome.UNREACHED}

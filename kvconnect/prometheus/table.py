@@ -40,6 +40,7 @@ _DAMAGED: Names = {
     ("digests",): "transfer.bad_digests",
 }
 _STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
+_HOOKS = ("may_load", "may_save", "on_hit", "priority")
 _ROLES = ("prefill", "decode")
 
 _STORE = ("store", "place")
@@ -190,6 +191,13 @@ METRICS: tuple[Metric, ...] = (
         "Blocks that were not saved: no room to stage them (dropped), or the store failed (lost).",
         totals(each("connector.save.{}.blocks", ("dropped", "lost"))),
         ("reason",),
+    ),
+    Metric(
+        "kvconnect_hook_failures_total",
+        "Failures of hooks of a connector that extends the built-in one, by the hook; each cost a "
+        "load or a save.",
+        by_label("connector.hook.failed", "hook", _HOOKS),
+        ("hook",),
     ),
     Metric(
         "kvconnect_staging_bytes",

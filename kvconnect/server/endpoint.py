@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -31,6 +31,8 @@ from kvconnect.server.threads import ServerThreads
 from kvconnect.server.times import TokenTimes
 from kvconnect.server.trust import check_transfer
 from kvconnect.text import shown
+from kvconnect.timeline import trace_headers
+from kvconnect.trace import metrics
 
 __all__ = ["Endpoint", "GenerationEndpoint", "check_model"]
 
@@ -127,10 +129,13 @@ class GenerationEndpoint(Endpoint[GenerationRequest]):
     async def _response(
         self, wanted: GenerationRequest, request: Request, ticket: Ticket
     ) -> Response:
-        return await while_connected(request.receive, self._generate(wanted, ticket))
+        headers = trace_headers(request.headers) if metrics.traces else {}
+        return await while_connected(request.receive, self._generate(wanted, headers, ticket))
 
-    async def _generate(self, wanted: GenerationRequest, ticket: Ticket) -> Response:
-        answer, handles = await self._submit(wanted)
+    async def _generate(
+        self, wanted: GenerationRequest, headers: Mapping[str, str], ticket: Ticket
+    ) -> Response:
+        answer, handles = await self._submit(wanted, headers)
         times = TokenTimes(self._settings.model_names[0], wanted.completions // len(handles))
         self._admission.submitted(ticket, handles)
         if wanted.stream:
@@ -150,7 +155,7 @@ class GenerationEndpoint(Endpoint[GenerationRequest]):
         text = await loop.run_in_executor(self._threads.tokenizing, whole)
         return Response(text, media_type="application/json")
 
-    async def _submit(self, wanted: GenerationRequest) -> _Started:
+    async def _submit(self, wanted: GenerationRequest, headers: Mapping[str, str]) -> _Started:
         """Starts `wanted`; if cancelled, returns once no thread holds it and none of it runs."""
         left = threading.Event()
 
@@ -158,7 +163,7 @@ class GenerationEndpoint(Endpoint[GenerationRequest]):
             if left.is_set():
                 raise ClientDisconnect
             answer = wanted.answer(self._llm, self._settings.model_names[0])
-            return answer, wanted.submit(self._llm)
+            return answer, wanted.submit(self._llm, headers)
 
         started = asyncio.get_running_loop().run_in_executor(self._threads.tokenizing, submit)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from urllib.parse import quote
 
@@ -115,6 +116,27 @@ async def test_blocks_are_gone_after_their_time(make_store, kit, redis_server, p
     assert await store.lookup([key]) == 0
     assert await store.children(None) == []
     assert not await load(store, kit, [key], nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [100, SPLIT])
+@pytest.mark.parametrize(
+    ("stores", "own", "kept"), [(None, 60, 60), ("1h", 60, 60), ("1m", 90, 60)]
+)
+async def test_a_block_has_a_time_of_its_own(
+    make_store, kit, redis_server, prefix, nbytes, stores, own, kept
+):
+    """Its other values outlive it a little; without it they stay for ever."""
+    store = await make_store(**({} if stores is None else {"ttl": stores}))
+    mine, plain = kit.key("own", nbytes, stores), kit.key("plain", nbytes, stores)
+    blocks = [kit.block(key, nbytes=nbytes) for key in (mine, plain)]
+    assert await store.save([replace(blocks[0], ttl_s=own), blocks[1]]) == 2
+    ttls = {name: redis_server.admin.pttl(name) for name in redis_server.names(prefix)}
+    of_mine = [ttl for name, ttl in ttls.items() if mine.hex() in name]
+    assert ttls[f"{prefix}b:{mine.hex()}"] <= 1000 * kept
+    assert len(of_mine) == (1 if nbytes == 100 else 5)
+    assert all(1000 * (kept - 30) < ttl <= 1000 * (kept + 60) for ttl in of_mine)
+    if stores is None:
+        assert {ttl for name, ttl in ttls.items() if plain.hex() in name} == {-1}
 
 
 async def test_writer_that_dies_before_the_end_leaves_no_block_and_nothing_for_ever(

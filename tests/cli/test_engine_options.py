@@ -35,6 +35,22 @@ def test_every_argument_of_the_engine_has_an_option_with_its_default(command, ot
     assert {name: arguments[name] for name in defaults} == {**defaults, "model": "MODEL", **others}
 
 
+def test_a_connector_of_ones_own_stands_beside_a_store_or_alone(given):
+    classes = ("--connector-module", "hooks", "--connector-scheduler-class", "Mine")
+    config = given("--store", "memory:", "--min-priority", "50", *classes)["connector"]
+    assert (config.url, config.min_priority) == ("memory:", 50)
+    assert (config.connector_module, config.connector_scheduler_class) == ("hooks", "Mine")
+    alone = given(*classes, "--connector-worker-class", "Other")["connector"]
+    assert (alone.url, alone.connector_worker_class) == (None, "Other")
+
+
+def test_half_a_connector_without_a_store_is_refused(kvconnect, model):
+    given = ("--connector-module", "hooks", "--connector-worker-class", "Other")
+    code, _, err = kvconnect("generate", model, "--prompt", "x", *given)
+    assert code == 2
+    assert "required together; missing: connector_scheduler_class" in err
+
+
 @pytest.fixture
 def given(kvconnect, model, monkeypatch):
     """Runs `generate`; returns by name what the engine is given, and with the first prompt."""

@@ -238,3 +238,23 @@ def test_metrics_are_served_while_it_runs(answer, kvconnect, model):
         code, _, err = kvconnect("generate", model, "--prompt", "x", "--metrics-port", port)
     assert code == 2
     assert f"metrics port {port}" in err
+
+
+HOOKS = """
+from kvconnect.connector.offload import OffloadScheduler
+
+
+class Half(OffloadScheduler):
+    def may_save(self, request, block):
+        return block.number < 2
+"""
+
+
+def test_a_module_of_ones_own_decides_what_is_saved(answer, tmp_path: Path, monkeypatch):
+    (tmp_path / "half_of_it.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    store = ("--store", f"disk://{tmp_path}/kv?capacity=1GiB", *PATIENT)
+    classes = ("--connector-module", "half_of_it", "--connector-scheduler-class", "Half")
+    answer("--prompt", TEXT, *store, *classes, "--tokens-per-block", 16)
+    (again,) = answer("--prompt", TEXT, *store, "--tokens-per-block", 16)
+    assert again["reused_store_tokens"] == 32

@@ -14,6 +14,7 @@ from observed import hold_forwards, preempt
 from kvconnect import LLM, KvCacheConnectorConfig, RequestOutput, SamplingParams
 from kvconnect.connector.io.open_store import store_ttl_s
 from kvconnect.connector.io.save import SaveQueue
+from kvconnect.connector.offload import OffloadScheduler
 from kvconnect.engine.beside_loads import BesideLoads
 from kvconnect.trace import metrics
 
@@ -186,9 +187,9 @@ def store() -> LateStore:
     return LateStore()
 
 
-def refill(llm: LLM, prompt: list[int]) -> None:
+def refill(llm: LLM, prompt: list[int], **more: object) -> None:
     """Has `prompt` in the store, and not on the device."""
-    ask(llm, prompt)
+    ask(llm, prompt, **more)
     llm._engine._connector._worker._queue.flush(60)
     drop_device(llm)
 
@@ -249,6 +250,66 @@ def test_below_the_priority(open_llm: Open, llama: Path, store: LateStore):
     llm = open_llm(llama, connector=stored(store, min_priority=50))
     refill(llm, PROMPT)
     assert spans(ask(llm, PROMPT))[0] == (0, 69, "not_saved", "below min_priority")
+
+
+@pytest.mark.parametrize("computed_first", [70, 40])
+def test_a_save_that_the_request_refused(
+    open_llm: Open, llama: Path, store: LateStore, computed_first: int
+):
+    """Also behind what an earlier one had saved, which is reused."""
+    llm = open_llm(llama, connector=stored(store))
+    if computed_first < 70:
+        refill(llm, PROMPT[:computed_first])
+    ask(llm, PROMPT, cache={"save": False})
+    drop_device(llm)
+    found = spans(ask(llm, PROMPT))
+    lost = (0, 69) if computed_first == 70 else (40, 69)
+    assert (*lost, "not_saved", "refused by the request") in found
+    assert found[0][2] == ("not_saved" if computed_first == 70 else "reused")
+
+
+def test_no_completion_of_the_request_is_saved(open_llm: Open, llama: Path, store: LateStore):
+    llm = open_llm(llama, connector=stored(store))
+    several = SamplingParams(max_tokens=20, n=3, temperature=1.0, ignore_eos=True)
+    ask(llm, PROMPT, several, cache={"save": False})
+    drop_device(llm)
+    assert not store.frames
+    ask(llm, PROMPT, several)
+    drop_device(llm)
+    assert store.frames
+
+
+def test_a_load_that_the_request_refused(open_llm: Open, llama: Path, store: LateStore):
+    llm = open_llm(llama, connector=stored(store))
+    refill(llm, PROMPT)
+    assert outcomes(ask(llm, PROMPT, cache={"load": False})) == {"not_loaded": 69, "last": 1}
+    assert outcomes(ask(llm, PROMPT, cache={"load": False})) == {"reused": 69, "last": 1}
+
+
+class Refusing(OffloadScheduler):
+    """Saves no second block; loads nothing for one salt; breaks with another."""
+
+    def may_load(self, request):
+        return request.cache_salt != "no loads"
+
+    def may_save(self, request, block):
+        if request.cache_salt == "broken":
+            raise RuntimeError("planted")
+        return block.number < 1
+
+
+def test_what_hooks_refuse(open_llm: Open, llama: Path, store: LateStore):
+    classes = {"connector_module": __name__, "connector_scheduler_class": "Refusing"}
+    llm = open_llm(llama, connector=stored(store, **classes))
+    refill(llm, PROMPT)
+    told = spans(ask(llm, PROMPT))
+    assert told[:2] == [(0, T, "reused", ""), (T, 69, "not_saved", "refused by a hook")]
+    refill(llm, PROMPT, cache_salt="broken")
+    told = spans(ask(llm, PROMPT, cache_salt="broken"))
+    assert told[0] == (0, 69, "not_saved", "hook failed")
+    refill(llm, PROMPT, cache_salt="no loads")
+    told = outcomes(ask(llm, PROMPT, cache_salt="no loads"))
+    assert told == {"not_loaded": 69, "last": 1}
 
 
 def test_a_save_that_failed(open_llm: Open, llama: Path, store: LateStore, monkeypatch):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.explain.account import PromptAccount
-from kvconnect.explain.outcome import Outcome, Span
+from kvconnect.explain.outcome import NotSaved, Outcome, Span
 
 POSITION = st.integers(0, 60)
 EVENT = st.one_of(
@@ -87,11 +87,11 @@ def test_tokens_of_a_load_that_failed_are_lost_to_it():
 def test_blocks_below_the_priority_stay_unsaved():
     account, told = PromptAccount(20), []
     account.when_unsaved = lambda *what: told.append(what)
-    account.not_saved(8, "backlog")
+    account.not_saved(8, NotSaved.BACKLOG)
     account.saved_after_all()
     assert account.unsaved is None
-    account.not_saved(4, "below min_priority")
-    account.not_saved(8, "backlog")
+    account.not_saved(4, NotSaved.BELOW_MIN_PRIORITY)
+    account.not_saved(8, NotSaved.BACKLOG)
     account.saved_after_all()
     assert account.unsaved == (4, "below min_priority")
     assert told == [(8, "backlog"), (4, "below min_priority")]

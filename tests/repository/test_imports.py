@@ -23,7 +23,7 @@ def test_importing_kvconnect_needs_no_extra(repository: Path):
     source = """
 import sys
 extras = ("transformers", "tokenizers", "safetensors", "redis", "boto3", "nixl", "numba",
-          "prometheus_client", "pytest", "hypothesis")
+          "prometheus_client", "pytest", "hypothesis", "opentelemetry")
 for name in extras:
     sys.modules[name] = None  # importing it raises
 import kvconnect, kvconnect.backends.registry, kvconnect.connector.runtime.manager

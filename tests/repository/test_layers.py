@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 VOCABULARY = (
-    "address errors redaction text tokens settings config layout keys shards digest backend frame"
-    " histograms trace request sampling_params prometheus user_cache fit pace overlap explain"
+    "address errors redaction text quantities tokens settings retention cache_options config layout"
+    " keys shards digest backend frame histograms timeline trace otel request traced_request"
+    " sampling_params prometheus user_cache fit pace overlap explain"
 )
 LAYERS = (
     *("cli", "server", "bench simulate", "operations", "integrations", "testing", "engine"),

@@ -22,6 +22,21 @@ def serve_with_router_secret(output: Path, arguments: list[str]) -> None:
     serve(output, arguments)
 
 
+def serve_with_spans(output: Path, arguments: list[str]) -> None:
+    """The same; its spans are written beside `output` at the end, and sent nowhere."""
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from kvconnect import otel
+
+    memory = InMemorySpanExporter()
+    otel.OTLPSpanExporter = lambda endpoint: memory
+    try:
+        serve(output, arguments)
+    finally:
+        spans = ",".join(span.to_json() for span in memory.get_finished_spans())
+        output.with_suffix(".spans").write_text(f"[{spans}]")
+
+
 def route(output: Path, arguments: list[str]) -> None:
     """``kvconnect route`` with `arguments`, as the command line runs it; prints to `output`."""
     _run("route", output, arguments)

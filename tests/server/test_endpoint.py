@@ -24,7 +24,7 @@ def test_a_client_that_leaves_keeps_its_place_until_its_prompt_is_let_go():
     submitted, aborted, go_on = [], [], threading.Event()
     llm = SimpleNamespace(max_seq_len=100)
 
-    def submit(llm):
+    def submit(llm, _headers):
         submitted.append(llm)
         go_on.wait(60)
         return [SimpleNamespace(done=False, abort=lambda: aborted.append(1))]

@@ -128,6 +128,7 @@ WRONG = {
     "faults.flips_bits": wrong.Unchecked,
     "faults.swaps": wrong.Unchecked,
     "time.ttl_border": wrong.ForgetsTtl,
+    "time.ttl_of_a_block": wrong.memory(wrong.IgnoresTheTtlOfBlocks),
     "time.clock_jumps_forward": wrong.ExpiresInADay,
     "time.clock_jumps_back": wrong.memory(wrong.ClockMustRise),
     "time.clock_jumps_in_a_full_store": wrong.memory(wrong.StopsWhenTheClockJumps),

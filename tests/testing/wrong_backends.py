@@ -376,6 +376,10 @@ class ExpiresWhilePinned(DiskSubject):
         return self.Store(self.directory, capacity=1 << 30, ttl=ttl_s)
 
 
+class IgnoresTheTtlOfBlocks(MemoryBackend):
+    capabilities = replace(MemoryBackend.capabilities, expires_each=True)
+
+
 class PinsUntilItCloses(DiskSubject):
     class Store(DiskBackend):
         async def close(self):

@@ -104,7 +104,21 @@ CLASSES = ("connector_module", "connector_scheduler_class", "connector_worker_cl
             {CLASSES[0]: "m", CLASSES[2]: "W"},
             "required together; missing: connector_",
         ),
-        (KvCacheConnectorConfig, dict.fromkeys(CLASSES, "x") | {"url": "disk:///x"}, "url"),
+        (
+            KvCacheConnectorConfig,
+            {CLASSES[0]: "m", "url": "disk:///x"},
+            "connector_module is required together with connector_scheduler_class or",
+        ),
+        (
+            KvCacheConnectorConfig,
+            {CLASSES[1]: "S", CLASSES[2]: "W", "url": "disk:///x"},
+            "or both; missing: connector_module",
+        ),
+        (
+            KvCacheConnectorConfig,
+            dict.fromkeys(CLASSES, "x") | {"codec": "zstd"},
+            "not for your own classes",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_its_remedy(settings, values, complaint):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import nullcontext
 from functools import partial
 
 from kvconnect.cli.command import add_duration, add_number, picked
@@ -15,6 +16,7 @@ from kvconnect.cli.options.http_options import (
     missing_extra,
     tell_url,
 )
+from kvconnect.cli.options.traces_options import traces_of
 
 __all__ = ["add_options", "run"]
 
@@ -91,6 +93,9 @@ def run(arguments: argparse.Namespace) -> None:
     )
     listener = Listener.bind(settings)
     try:
-        route(settings, listener, ready=partial(tell_url, "router", listener))
+        with traces_of(arguments) as traces:
+            routed = nullcontext if traces is None else traces.routed
+            ready = partial(tell_url, "router", listener)
+            route(settings, listener, ready=ready, routed=routed)
     finally:
         listener.close()

@@ -27,6 +27,7 @@ from kvconnect.cli.options.http_options import (
     missing_extra,
     tell_url,
 )
+from kvconnect.cli.options.traces_options import traces_of
 from kvconnect.config import TransferConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.transfer.local_secret import local_secret
@@ -134,7 +135,8 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigurationError: a bad option, an unusable model, store, host or port.
         EngineClosed: the engine failed.
     """
-    connector_of(arguments)  # reports a wrong URL at once, not after all imports
+    if arguments.store is not None or arguments.role is None:
+        connector_of(arguments)  # reports a wrong URL at once, not after all imports
     events_of(arguments)
     try:
         from kvconnect.server.http.listener import Listener
@@ -158,7 +160,10 @@ def run(arguments: argparse.Namespace) -> None:
     # First, so that a port that is taken is reported before the model is loaded.
     listener = Listener.bind(settings)
     try:
-        with open_llm(arguments, transfer=transfer, events=events_of(arguments)) as llm:
+        with (
+            traces_of(arguments, model=settings.model_names[0]),
+            open_llm(arguments, transfer=transfer, events=events_of(arguments)) as llm,
+        ):
             if template is not None:
                 use_template(llm, template)
             ready = partial(tell_url, settings.model_names[0], listener)

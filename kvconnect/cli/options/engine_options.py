@@ -54,6 +54,14 @@ def add_cache_options(parser: argparse.ArgumentParser, *, store: bool = True) ->
             default=True,
             help="compute the beginning of a prompt while its end is loaded",
         )
+        add_number(
+            group,
+            "--min-priority",
+            "save only blocks of at least this retention priority, 0 to 100",
+            default=0,
+            metavar="P",
+        )
+        _add_connector(group)
     group.add_argument("--dtype", default="auto", metavar="D", help="of model and cache")
     add_number(group, "--tokens-per-block", "a power of two", default=32, metavar="T")
     add_number(group, "--kv-cache-tokens", "at most so many tokens fit the cache")
@@ -76,6 +84,19 @@ def add_cache_options(parser: argparse.ArgumentParser, *, store: bool = True) ->
         help="tokens that each layer looks back at most, repeated over the layers",
     )
     return group
+
+
+def _add_connector(group: Options) -> None:
+    group.add_argument(
+        "--connector-module",
+        metavar="MODULE",
+        help="a module of your own with the next two, which extend the built-in classes (with "
+        "--store), or are a whole connector",
+    )
+    for half, base in (("scheduler", "OffloadScheduler"), ("worker", "OffloadWorker")):
+        group.add_argument(
+            f"--connector-{half}-class", metavar="CLASS", help=f"extends {base} (default: it)"
+        )
 
 
 def add_lookup_timeout(parser: Options) -> None:
@@ -137,12 +158,14 @@ def add_engine_options(
 def connector_of(
     arguments: argparse.Namespace, *, transfer: TransferConfig | None = None
 ) -> KvCacheConnectorConfig | None:
-    """Returns the store that `arguments` name, checked before anything slow is loaded.
+    """Returns the store or connector that `arguments` name, checked before the slow imports.
 
     Raises:
-        ConfigurationError: its URL is wrong.
+        ConfigurationError: its URL is wrong, or an option needs ``--store``.
     """
-    if arguments.store is None and transfer is None:
+    names = ("connector_module", "connector_scheduler_class", "connector_worker_class")
+    classes = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if arguments.store is None and transfer is None and not classes:
         return None
     from kvconnect.connector.io.identity import check_store
 
@@ -150,7 +173,9 @@ def connector_of(
         url=arguments.store,
         lookup_timeout_ms=arguments.lookup_timeout_ms,
         overlap_loads=arguments.overlap_loads,
+        min_priority=arguments.min_priority,
         transfer=transfer,
+        **classes,
     )
     check_store(config)
     return config

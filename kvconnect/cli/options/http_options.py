@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvconnect.backends.url import parse_size
 from kvconnect.cli.command import Options, add_duration, add_number, picked
+from kvconnect.cli.options.traces_options import add_traces_option
 from kvconnect.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def add_http_options(group: Options) -> None:
         default="text",
         help="of the log on standard error: lines, or a JSON object on each (default: text)",
     )
+    add_traces_option(group)
 
 
 def http_fields(arguments: argparse.Namespace) -> dict[str, Any]:

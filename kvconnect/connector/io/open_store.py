@@ -70,6 +70,15 @@ class OffloadStore:
         wanted = self.llm_args.kv_connector_config.save_partial_tails
         return wanted and self.backend.capabilities.enumerable
 
+    def check_ttl(self) -> None:
+        """Warns once if the store cannot expire the blocks of one request before others."""
+        if not self.backend.capabilities.expires_each:
+            warn_once(
+                f"connector.ttl {self.backend.name}",
+                f"{self.backend.name}: cannot expire single blocks; the ttl of requests has no "
+                "effect there, only the store's own ttl= has",
+            )
+
     def begin_close(self) -> float:
         """Starts the drain: `close` has ``save_timeout_s`` and a second from the first call on.
 

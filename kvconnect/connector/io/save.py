@@ -147,6 +147,7 @@ class SaveQueue:
             namespace=order.namespace,
             model=self._model,
             group=block.group,
+            ttl_s=order.ttl_s,
         )
 
     # ------------------------------------------------------------------ on the store's loop

@@ -73,13 +73,15 @@ class StoreFinding:
         self.store = store = OffloadStore.acquire(llm_args)
         self.budget = LookupBudget(config.lookup_timeout_ms / 1000, store.backend, store.io.submit)
 
-    def begin(self, request: LlmRequest) -> None:
-        """Starts the lookup of `request`, unless the store's breaker is open."""
+    def begin(self, request: LlmRequest, *, may_load: bool = True) -> None:
+        """Starts the lookup of `request` if it `may_load`, unless the store's breaker is open."""
         if self._hashes_at_once:
             request.block_keys()
         asked = request.key_chain.snapshot()
         lookup = _LEFT_ALONE
-        if not self.store.backend.available:
+        if not may_load:
+            request.account.lose(Outcome.NOT_LOADED, request.num_tokens)
+        elif not self.store.backend.available:
             request.account.lose(Outcome.FAILED, request.num_tokens)
         else:
             lookup = self.store.io.submit(self.budget.timed(lambda: self._look_up(asked)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.connector.io.orders import SaveOrder
@@ -53,7 +53,7 @@ class HeldSaves:
         if not blocks:
             return None
         ordered = tuple(blocks[key] for key in sorted(blocks))
-        return SaveOrder(request_id, ordered, orders[0].namespace)
+        return replace(orders[0], blocks=ordered)
 
 
 @dataclass(slots=True)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.connector.io.orders import BlockRun, BlockSave, SaveOrder
+from kvconnect.connector.pair.hooks import GuardedHooks
+from kvconnect.explain.outcome import NotSaved
 from kvconnect.keys import BlockKey
 from kvconnect.request import LlmRequest
 
@@ -34,7 +36,8 @@ class SavePlan:
     """The blocks that a request holds, and how many of them are stored or being saved.
 
     A store finds a block through the one before it. So a block that is not stored ends the plan, in
-    all pool groups: a block below `min_priority` for good, a dropped block until the request ends.
+    all pool groups: a block that is refused, or below `min_priority`, for good, a dropped block
+    until the request ends.
     Blocks that a window has freed belong to other requests and are never read; the window's later
     blocks are of use without them.
 
@@ -42,6 +45,7 @@ class SavePlan:
         request: whose blocks.
         min_priority: of blocks that are worth saving.
         windows: attention window of each pool group, ``None`` for full attention.
+        hooks: also decide which blocks are saved, and their priority; ``None``: there are none.
 
     Attributes:
         request: as given.
@@ -49,7 +53,7 @@ class SavePlan:
     """
 
     __slots__ = (
-        *("_groups", "_min_priority", "_open", "_priorities", "_stored_tail"),
+        *("_groups", "_hooks", "_judged", "_min_priority", "_open", "_priorities", "_stored_tail"),
         *("num_held", "request"),
     )
 
@@ -59,10 +63,13 @@ class SavePlan:
         *,
         min_priority: int = 0,
         windows: Sequence[int | None] = (None,),
+        hooks: GuardedHooks | None = None,
     ) -> None:
         self.request = request
         self.num_held = 0
         self._min_priority = min_priority
+        self._hooks = hooks if hooks is not None and hooks.judges else None
+        self._judged: dict[int, NotSaved | None] = {}  # by the hooks: blocks by their number
         self._groups = [_Group(window) for window in windows]
         self._priorities: list[int] = []
         self._open = True
@@ -101,6 +108,7 @@ class SavePlan:
         if first.window is None:
             first.block_ids = list(block_ids[: len(self._priorities)])
         num_full = self.request.num_tokens // self.request.key_chain.tokens_per_block
+        self._judged = {at: why for at, why in self._judged.items() if at < num_full}
         rewound = any((group.num_done or 0) > num_full for group in self._groups)
         for group in self._groups:
             del group.block_ids[len(block_ids) :]
@@ -113,6 +121,7 @@ class SavePlan:
         for group in self._groups:
             group.block_ids.clear()
         self._priorities.clear()
+        self._judged.clear()
 
     def note_stored(self, num_stored: Sequence[int], tail: BlockKey | None = None) -> None:
         """Records the stored leading blocks of each group, and a stored block `tail` after them."""
@@ -171,7 +180,7 @@ class SavePlan:
         if len(self._groups) > 1:
             # Stable: of equal ones group 0 first.
             blocks = sorted(blocks, key=lambda block: block.number)
-        if tail_end is not None and self._wants_tail(num_full):
+        if tail_end is not None and self._wants_tail(num_full, tail_end):
             tails = (self._tail(num_full, tail_end, group) for group in range(len(self._groups)))
             blocks = (*blocks, *tails)
         # One key has no more blocks than there are groups.
@@ -180,7 +189,7 @@ class SavePlan:
         ):
             return None
         request = self.request
-        return SaveOrder(request.request_id, blocks, request.namespace.tag())
+        return SaveOrder(request.request_id, blocks, request.namespace.tag(), request.cache.ttl)
 
     def _held(self, group: _Group, first: int, stop: int, num_committed: int) -> list[range]:
         """Returns the ranges in ``first..stop`` of blocks that are still the request's."""
@@ -192,23 +201,62 @@ class SavePlan:
         return [range(n, n + 1) for n in range(first, stop) if group.block_ids[n] >= 0]
 
     def _first_unwanted(self, first: int, stop: int) -> int:
-        if min(self._priorities[first:stop], default=self._min_priority) >= self._min_priority:
+        """Returns the first of the full blocks ``first..stop`` that is not to be saved."""
+        if (
+            self._hooks is None
+            and self.request.cache.save
+            and min(self._priorities[first:stop], default=self._min_priority) >= self._min_priority
+        ):
             return stop
         for number in range(first, stop):
-            if self._priorities[number] < self._min_priority:
-                size = self.request.key_chain.tokens_per_block
-                self.request.account.not_saved(number * size, "below min_priority")
+            if (why := self._refusal(number)) is not None:
+                self._note_refused(number, why)
                 return number
         return stop
 
-    def _wants_tail(self, number: int) -> bool:
-        return (
-            all(
-                group.num_done == number < len(group.block_ids) and group.block_ids[number] >= 0
-                for group in self._groups
-            )
-            and self._priorities[number] >= self._min_priority
-        )
+    def _refusal(self, number: int) -> NotSaved | None:
+        """Returns why the full block `number` is not to be saved; ``None``: it is."""
+        if not self.request.cache.save:
+            return NotSaved.REQUEST
+        if self._hooks is None:
+            below = self._priorities[number] < self._min_priority
+            return NotSaved.BELOW_MIN_PRIORITY if below else None
+        if number not in self._judged:
+            chain, size = self.request.key_chain, self.request.key_chain.tokens_per_block
+            (key,) = chain.keys(number, number + 1)
+            self._judged[number] = self._judge(key, number, (number + 1) * size)
+        return self._judged[number]
+
+    def _judge(self, key: BlockKey, number: int, end: int) -> NotSaved | None:
+        """Asks the hooks about the block `number`, which ends at token `end`; may rank it anew."""
+        if self._hooks is None:
+            return None
+        verdict = self._hooks.judged(self.request, self._block(key, number, end, 0))
+        if isinstance(verdict, NotSaved):
+            return verdict
+        self._priorities[number] = verdict
+        return None
+
+    def _note_refused(self, number: int, why: NotSaved) -> None:
+        if self.knows_store:  # else groups that wait for that have earlier blocks to save
+            self._open = False
+        self.request.account.not_saved(number * self.request.key_chain.tokens_per_block, why)
+
+    def _wants_tail(self, number: int, end: int) -> bool:
+        if not all(
+            group.num_done == number < len(group.block_ids) and group.block_ids[number] >= 0
+            for group in self._groups
+        ):
+            return False
+        if self._hooks is None or not self.request.cache.save:
+            why = self._refusal(number)
+        elif (key := self.request.key_chain.tail(end)) == self._stored_tail:
+            why = None
+        else:
+            why = self._judge(key, number, end)
+        if why is not None:
+            self._note_refused(number, why)
+        return why is None
 
     def _full_blocks(self, numbers: range, group: int) -> BlockRun:
         chain, first, stop = self.request.key_chain, numbers.start, numbers.stop
@@ -223,12 +271,16 @@ class SavePlan:
         )
 
     def _tail(self, number: int, end: int, group: int) -> BlockSave:
-        chain = self.request.key_chain
+        return self._block(self.request.key_chain.tail(end), number, end, group)
+
+    def _block(self, key: BlockKey, number: int, end: int, group: int) -> BlockSave:
+        """Returns the block `number`, full or a tail, whose last token is before `end`."""
+        chain, ids = self.request.key_chain, self._groups[group].block_ids
         return BlockSave(
-            chain.tail(end),
+            key,
             chain.parent(number),
             number,
-            self._groups[group].block_ids[number],
+            ids[number] if number < len(ids) else -1,
             self.request.tokens.view[number * chain.tokens_per_block : end].copy(),
             self._priorities[number],
             group,

@@ -12,10 +12,12 @@ from kvconnect.connector.disagg.messages import EndOrder
 from kvconnect.connector.io.lookup import Hit
 from kvconnect.connector.io.orders import LoadBlocks, SaveOrder
 from kvconnect.connector.pair.finding import StoreFinding, by_group
+from kvconnect.connector.pair.hooks import GuardedHooks, StoreHooks
 from kvconnect.connector.pair.messages import OffloadMeta, RequestEnd, WorkerMeta
 from kvconnect.connector.pair.save_plan import SavePlan
 from kvconnect.connector.scheduler import KvCacheConnectorScheduler
 from kvconnect.explain.account import PromptAccount
+from kvconnect.explain.outcome import NotSaved
 from kvconnect.request import LlmRequest
 from kvconnect.trace import count
 
@@ -29,7 +31,7 @@ __all__ = ["OffloadScheduler"]
 _MOST_ACCOUNTS = 64
 
 
-class OffloadScheduler(KvCacheConnectorScheduler):
+class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
     """Drives any `Backend`, together with `OffloadWorker`, through the public connector API.
 
     Lookups start when a request arrives. At admission, all requests of one step together wait at
@@ -50,6 +52,9 @@ class OffloadScheduler(KvCacheConnectorScheduler):
     The blocks of a request that ended are kept until neither a reader nor the store needs them.
     ``transfer`` without a store is the same, without lookups and saves.
 
+    A subclass may override the hooks of `StoreHooks`, and is named in the configuration beside the
+    store. The other methods are the contract with the runtime: an override calls ``super()``.
+
     Attributes:
         whole_blocks: the engine cannot use part of a block: hits end where blocks do.
         hashes_at_once: keys are known when `on_new_request` returns, for an engine that needs them
@@ -64,6 +69,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         self._config = llm_args.kv_connector_config
         self._tokens_per_block = llm_args.tokens_per_block
         self._windows = tuple(layout.window for layout in llm_args.layouts)
+        self._hooks = GuardedHooks(self, self._config.min_priority)
         self._plans: dict[int, SavePlan] = {}
         self._ended: list[RequestEnd] = []  # and the next are for the next step's metadata
         self._forgotten: list[int] = []
@@ -113,10 +119,17 @@ class OffloadScheduler(KvCacheConnectorScheduler):
             self._fetched.begin(request)
 
     def _begin(self, request: LlmRequest) -> None:
-        plan = SavePlan(request, min_priority=self._config.min_priority, windows=self._windows)
-        self._plans[request.request_id] = plan
+        self._plans[request.request_id] = SavePlan(
+            request,
+            min_priority=self._config.min_priority,
+            windows=self._windows,
+            hooks=self._hooks,
+        )
         if self._finding is not None:
-            self._finding.begin(request)
+            if request.cache.ttl is not None:
+                self._finding.store.check_ttl()
+            may_load = request.cache.load and self._hooks.may_load(request)
+            self._finding.begin(request, may_load=may_load)
 
     def get_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int
@@ -220,10 +233,10 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         account = plan.request.account
         if not self._finding.store.backend.available:
             count("connector.save.lost", blocks=num_blocks)
-            account.not_saved(first * self._tokens_per_block, "store unavailable")
+            account.not_saved(first * self._tokens_per_block, NotSaved.UNAVAILABLE)
         elif self._backlogged and self._config.on_backlog == "drop":
             count("connector.save.dropped", blocks=num_blocks)
-            account.not_saved(first * self._tokens_per_block, "backlog")
+            account.not_saved(first * self._tokens_per_block, NotSaved.BACKLOG)
         else:
             self._ended.append(end)
             account.saved_after_all()
@@ -259,7 +272,11 @@ class OffloadScheduler(KvCacheConnectorScheduler):
         if self._finding is not None:
             self._finding.budget.start_step()
             loads += filter(None, map(self._finding.order, scheduler_output.loading_requests))
-        self._overlapping.update((one.request_id, one.end) for one in loads if one.overlaps)
+        for load in loads:
+            request = self._plans[load.request_id].request
+            self._hooks.hit(request, load.end - load.start)
+            if load.overlaps:
+                self._overlapping[load.request_id] = load.end
         floors: dict[int, int] = {}
         for data in scheduler_output.new_requests:
             self._plans[data.request_id].forget_blocks()
@@ -306,7 +323,7 @@ class OffloadScheduler(KvCacheConnectorScheduler):
                 continue
             self._backlogged |= meta.backlogged
             for request_id, block in meta.missing.items():
-                why = "backlog" if request_id in meta.dropped else "save failed"
+                why = NotSaved.BACKLOG if request_id in meta.dropped else NotSaved.FAILED
                 if (plan := self._plans.get(request_id)) is not None:
                     plan.note_missing(block, until_end=True)
                     plan.request.account.not_saved(block * self._tokens_per_block, why)

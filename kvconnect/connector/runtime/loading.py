@@ -26,6 +26,7 @@ WorkerClass = type[KvCacheConnectorWorker]
 
 # Looked up by name, as a user's connector.
 _BUILT_IN = ("kvconnect.connector.offload", "OffloadScheduler", "OffloadWorker")
+_SCHEDULER, _WORKER = "connector_scheduler_class", "connector_worker_class"
 
 # Both constructors need them for a transfer, each on a thread of its own. Under pytest, importing a
 # module of an installed plugin parses it, and CPython 3.11 fails if two threads parse at once.
@@ -39,30 +40,42 @@ def connector_classes(llm_args: LlmArgs) -> tuple[SchedulerClass, WorkerClass]:
 
     Raises:
         ConfigurationError: a name does not exist; the message says what was searched.
-        ConnectorContractError: a class is not a subclass, or lacks a method.
+        ConnectorContractError: a class is not a subclass, or lacks a method. With a store or a
+            transfer it must be a subclass of the built-in one.
     """
     config = llm_args.kv_connector_config
-    scheduler: str | None
-    worker: str | None
-    if config.connector_module is not None:
-        name = config.connector_module
-        scheduler, worker = config.connector_scheduler_class, config.connector_worker_class
-    elif config.transfer is None and not llm_args.has_store:
+    if config.uses_pair:
+        return _pair_classes(llm_args)
+    module = _module(config.connector_module or "")
+    # The bases stand for their subclasses here; mypy sees that they cannot be made themselves.
+    return (
+        _class(module, _SCHEDULER, config.connector_scheduler_class, KvCacheConnectorScheduler),  # type: ignore[type-abstract]
+        _class(module, _WORKER, config.connector_worker_class, KvCacheConnectorWorker),  # type: ignore[type-abstract]
+    )
+
+
+def _pair_classes(llm_args: LlmArgs) -> tuple[SchedulerClass, WorkerClass]:
+    """Returns the classes of the built-in pair, or the user's in the place of one or both."""
+    config = llm_args.kv_connector_config
+    if config.transfer is None and not llm_args.has_store:
         raise ConfigurationError(
             "KvCacheConnectorConfig: give url, backend, transfer, or connector_module with both "
             "classes"
         )
-    else:
-        name, scheduler, worker = _BUILT_IN
-        if config.transfer is not None:
-            for part in _FOR_TRANSFER:
-                import_module(part)
-    module = _module(name)
-    # The bases stand for their subclasses here; mypy sees that they cannot be made themselves.
-    return (
-        _class(module, "connector_scheduler_class", scheduler, KvCacheConnectorScheduler),  # type: ignore[type-abstract]
-        _class(module, "connector_worker_class", worker, KvCacheConnectorWorker),  # type: ignore[type-abstract]
-    )
+    if config.transfer is not None:
+        for part in _FOR_TRANSFER:
+            import_module(part)
+    name, *names = _BUILT_IN
+    built_in = import_module(name)
+    scheduler: SchedulerClass = getattr(built_in, names[0])
+    worker: WorkerClass = getattr(built_in, names[1])
+    if config.connector_module is not None:
+        module = _module(config.connector_module)
+        if config.connector_scheduler_class is not None:
+            scheduler = _class(module, _SCHEDULER, config.connector_scheduler_class, scheduler)
+        if config.connector_worker_class is not None:
+            worker = _class(module, _WORKER, config.connector_worker_class, worker)
+    return scheduler, worker
 
 
 def _module(name: str) -> ModuleType:
@@ -97,12 +110,21 @@ def _class(module: ModuleType, field: str, name: str | None, base: type[T]) -> t
             f"{field}={shown(name)}: searched module '{module.__name__}' ({where}); {hint}"
         )
     if not inspect.isclass(found) or not issubclass(found, base):
-        raise ConnectorContractError(f"{field}={shown(name)}: is not a subclass of {base.__name__}")
+        raise ConnectorContractError(
+            f"{field}={shown(name)}: is not a subclass of {base.__name__}{_needed_for(base)}"
+        )
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise ConnectorContractError(
             f"{field}={shown(name)}: does not define {', '.join(missing)}{_grouped(found, missing)}"
         )
     return found
+
+
+def _needed_for(base: type) -> str:
+    """Returns the end of the sentence about a class that does not extend `base`."""
+    if base in {KvCacheConnectorScheduler, KvCacheConnectorWorker}:
+        return ""
+    return ", which drives url, backend and transfer; extend it, or leave these out"
 
 
 def _grouped(found: type, missing: Sequence[str]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvconnect.cache_options import CacheOptions
 from kvconnect.config import KvCacheRetentionConfig
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.request.prompts import Prompt, as_text_or_tokens
@@ -15,7 +16,10 @@ from kvconnect.keys import Namespace, root_key
 from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest, SamplingParams
 from kvconnect.text import check_text, shown
+from kvconnect.timeline import trace_headers
 from kvconnect.tokens import TokenArray, Tokens, as_token_array
+from kvconnect.trace import metrics
+from kvconnect.traced_request import TracedRequest
 
 __all__ = ["Intake"]
 
@@ -54,8 +58,11 @@ class Intake:
         namespace: Namespace,
         retention: KvCacheRetentionConfig | None,
         kv_transfer_params: dict[str, Any] | None,
+        cache: CacheOptions | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
     ) -> LlmRequest:
-        """Makes a request in the state QUEUED.
+        """Makes a request in the state QUEUED; `headers` may name the trace that it belongs to.
 
         It is checked here, on the thread of its submitter: an error in a step of the engine would
         delay other requests.
@@ -65,6 +72,10 @@ class Intake:
                 than the model or the cache can ever hold; a setting is wrong.
         """
         _check_transfer_params(kv_transfer_params)
+        if headers is not None and not isinstance(headers, Mapping):
+            raise ConfigurationError(
+                f"trace_headers: {shown(headers)} is no mapping; give the caller's headers, or None"
+            )
         if params.stop and self._tokenizer is None:
             raise ConfigurationError(
                 "stop: strings need a tokenizer, which the model's directory lacks; "
@@ -75,7 +86,8 @@ class Intake:
         if namespace.lora_id is not None:
             self._say_no_adapter(namespace.lora_id)
         tokens = self.fitting(prompt, params)
-        return LlmRequest(
+        return _made(
+            headers,
             request_id,
             tokens,
             chain_root=root_key(self._digest, self._layouts, namespace),
@@ -84,6 +96,7 @@ class Intake:
             namespace=namespace,
             retention=retention,
             kv_transfer_params=kv_transfer_params,
+            cache=cache,
         )
 
     def fitting(self, prompt: Prompt, params: SamplingParams) -> TokenArray:
@@ -120,7 +133,8 @@ class Intake:
 
     def another(self, first: LlmRequest, request_id: int, params: SamplingParams) -> LlmRequest:
         """Makes a request like `first`, in the state QUEUED, of the same tokens."""
-        return LlmRequest(
+        return _made(
+            first.timeline.headers if isinstance(first, TracedRequest) else None,
             request_id,
             first.tokens.view,
             chain_root=first.key_chain.root,
@@ -129,6 +143,7 @@ class Intake:
             namespace=first.namespace,
             retention=first.retention,
             kv_transfer_params=first.kv_transfer_params,
+            cache=first.cache,
         )
 
     def _say_no_adapter(self, lora_id: int | str) -> None:
@@ -201,6 +216,13 @@ class Intake:
                 f"{self._max_blocks}; raise KvCacheConfig.max_tokens to at least {needed * size}, "
                 "shorten the prompt or lower max_tokens"
             )
+
+
+def _made(headers: Mapping[str, str] | None, *args: Any, **named: Any) -> LlmRequest:
+    """Makes a request; it notes its phases if traces are made."""
+    if not metrics.traces:
+        return LlmRequest(*args, **named)
+    return TracedRequest(*args, headers=trace_headers(headers or {}), **named)
 
 
 def _check_transfer_params(params: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from kvconnect.cache_options import CacheOptions
 from kvconnect.config import KvCacheRetentionConfig
 
 __all__ = ["BatchOptions", "ChatOptions", "RequestOptions"]
@@ -18,6 +19,8 @@ class RequestOptions(TypedDict, total=False):
     extra_key: str | int | None
     retention: KvCacheRetentionConfig | Mapping[str, object] | None
     kv_transfer_params: dict[str, Any] | None
+    cache: CacheOptions | Mapping[str, object] | None
+    trace_headers: Mapping[str, str] | None
 
 
 class BatchOptions(TypedDict, total=False):
@@ -33,6 +36,13 @@ class BatchOptions(TypedDict, total=False):
         | None
     )
     kv_transfer_params: dict[str, Any] | Sequence[dict[str, Any] | None] | None
+    cache: (
+        CacheOptions
+        | Mapping[str, object]
+        | Sequence[CacheOptions | Mapping[str, object] | None]
+        | None
+    )
+    trace_headers: Mapping[str, str] | None
 
 
 class ChatOptions(TypedDict, total=False):

@@ -83,14 +83,14 @@ class ChatRequest(TemplateRequest, GenerationRequest):
         """The number of completions: `n` for the conversation."""
         return 1 if self.n is None else max(1, self.n)
 
-    def submit(self, llm: LLM) -> list[RequestHandle]:
+    def submit(self, llm: LLM, headers: Mapping[str, str]) -> list[RequestHandle]:
         """Starts it."""
         prompt = self.formatted(llm, self.messages)
         most = self.length
         if most is None:
             # A prompt beyond the limit is refused with what there is room for.
             most = max(1, llm.max_seq_len - len(prompt["prompt_token_ids"]))
-        return self.start(llm, [prompt], self.sampling(max_tokens=most))
+        return self.start(llm, [prompt], self.sampling(max_tokens=most), headers)
 
     def answer(self, llm: LLM, model: str) -> ChatAnswer:
         """Implements `GenerationRequest.answer`."""

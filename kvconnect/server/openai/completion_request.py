@@ -61,9 +61,9 @@ class CompletionRequest(GenerationRequest):
         """The number of completions: `n` for each prompt."""
         return len(self.prompts) * (1 if self.n is None else max(1, self.n))
 
-    def submit(self, llm: LLM) -> list[RequestHandle]:
+    def submit(self, llm: LLM, headers: Mapping[str, str]) -> list[RequestHandle]:
         """Starts it."""
-        return self.start(llm, self.prompts, self.sampling())
+        return self.start(llm, self.prompts, self.sampling(), headers)
 
     def answer(self, llm: LLM, model: str) -> CompletionAnswer:
         """Implements `GenerationRequest.answer`."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, StrictBool, StrictInt
 
+from kvconnect.cache_options import CacheOptions
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
 from kvconnect.errors import ConfigurationError
@@ -47,8 +48,8 @@ class StreamOptions(Settings):
     include_obfuscation: StrictBool = False
 
 
-class KvConnectOptions(Settings):
-    """The field ``kvconnect`` of a request.
+class KvConnectOptions(CacheOptions):
+    """The field ``kvconnect`` of a request: also the fields of `CacheOptions`.
 
     Attributes:
         explain: the answer's ``usage`` has a ``kvconnect`` with the outcome of each prompt token.
@@ -154,8 +155,12 @@ class GenerationRequest(ModelRequest):
         """The number of likeliest tokens per prompt token; ``None``: no log probabilities."""
         return self.prompt_logprobs
 
-    def submit(self, llm: LLM) -> list[RequestHandle]:
+    def submit(self, llm: LLM, headers: Mapping[str, str]) -> list[RequestHandle]:
         """Starts it, one handle for each prompt; blocks while text becomes tokens.
+
+        Args:
+            llm: answers.
+            headers: of HTTP; they may name the client's trace.
 
         Raises:
             ConfigurationError: a prompt or a parameter is wrong; nothing runs.
@@ -215,7 +220,7 @@ class GenerationRequest(ModelRequest):
         return SamplingParams(**fields)
 
     def start(
-        self, llm: LLM, prompts: Sequence[Any], params: SamplingParams
+        self, llm: LLM, prompts: Sequence[Any], params: SamplingParams, headers: Mapping[str, str]
     ) -> list[RequestHandle]:
         """Starts each of `prompts`; all or none."""
         carried = None
@@ -234,7 +239,12 @@ class GenerationRequest(ModelRequest):
             for prompt in prompts:
                 handles.append(  # noqa: PERF401  what was started is to be aborted
                     llm.submit(
-                        prompt, params, cache_salt=self.cache_salt, kv_transfer_params=carried
+                        prompt,
+                        params,
+                        cache_salt=self.cache_salt,
+                        kv_transfer_params=carried,
+                        cache=self.kvconnect,
+                        trace_headers=headers,
                     )
                 )
         except BaseException:

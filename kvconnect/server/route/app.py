@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
+from contextlib import nullcontext
 from typing import Any
 
 import httpx2
@@ -16,7 +17,7 @@ from kvconnect.server.errors import RequestRefused, ShuttingDown
 from kvconnect.server.http.gate import Gate
 from kvconnect.server.http.metrics import metrics_endpoint
 from kvconnect.server.route.client import InstanceClient
-from kvconnect.server.route.endpoint import RouteEndpoint
+from kvconnect.server.route.endpoint import Routed, RouteEndpoint
 from kvconnect.server.route.fleet import Fleet
 from kvconnect.server.route.settings import RouteSettings
 
@@ -29,6 +30,7 @@ def make_app(
     settings: RouteSettings,
     admission: Admission,
     parsing: Executor,
+    routed: Routed = nullcontext,
 ) -> ASGIApp:
     """Makes the ASGI application over `fleet`.
 
@@ -38,8 +40,9 @@ def make_app(
         settings: of the router.
         admission: of the requests that are answered.
         parsing: one thread, where long bodies are parsed; the caller ends it.
+        routed: as of `RouteEndpoint`.
     """
-    endpoint = RouteEndpoint(fleet, client, settings, admission, parsing)
+    endpoint = RouteEndpoint(fleet, client, settings, admission, parsing, routed)
     monitor = _Monitor(fleet, client, admission)
     routes = [
         Route("/v1/completions", endpoint, methods=["POST"]),

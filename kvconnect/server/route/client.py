@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import httpx2
@@ -71,7 +72,13 @@ class InstanceClient:
 
     @asynccontextmanager
     async def post(
-        self, instance: Instance, path: str, body: bytes, *, transfers: bool
+        self,
+        instance: Instance,
+        path: str,
+        body: bytes,
+        *,
+        transfers: bool,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> AsyncIterator[httpx2.Response]:
         """Yields the answer of `instance` with status 200, whose body is unread; leaving it aborts.
 
@@ -81,14 +88,16 @@ class InstanceClient:
             body: a JSON object.
             transfers: whether it has ``kv_transfer_params``, which a server takes only with the
                 secret.
+            headers: further ones.
 
         Raises:
             ServerAnswered: the request is wrong.
             InstanceFailed: another server may answer it.
         """
-        headers = {"Content-Type": "application/json"} | (self._secret if transfers else {})
+        sent = {**headers, "Content-Type": "application/json"}
+        sent |= self._secret if transfers else {}
         try:
-            answer = await self._sent(instance.url + path, body, headers)
+            answer = await self._sent(instance.url + path, body, sent)
             async with aclosing(answer):
                 if answer.status_code != httpx2.codes.OK:
                     await self._refused(instance, answer)

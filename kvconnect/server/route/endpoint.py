@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
+from typing import TypeAlias
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
@@ -22,8 +25,14 @@ from kvconnect.server.route.instance import InstanceFailed
 from kvconnect.server.route.opened import Opened
 from kvconnect.server.route.routed import RoutedRequest
 from kvconnect.server.route.settings import RouteSettings
+from kvconnect.timeline import trace_headers
 
-__all__ = ["RouteEndpoint"]
+__all__ = ["RouteEndpoint", "Routed"]
+
+Routed: TypeAlias = Callable[
+    [Mapping[str, str]], contextlib.AbstractContextManager[Mapping[str, str]]
+]
+"""Called with the headers that name a client's trace, for those that the servers get."""
 
 
 class RouteEndpoint:
@@ -37,6 +46,8 @@ class RouteEndpoint:
         settings: of the router.
         admission: shared by all endpoints.
         parsing: one thread, where long bodies are parsed.
+        routed: entered for each request, with the headers that name the client's trace; yields
+            those for the servers.
     """
 
     def __init__(
@@ -46,12 +57,14 @@ class RouteEndpoint:
         settings: RouteSettings,
         admission: Admission,
         parsing: Executor,
+        routed: Routed = contextlib.nullcontext,
     ) -> None:
         self._fleet = fleet
         self._client = client
         self._settings = settings
         self._admission = admission
         self._parsing = parsing
+        self._routed = routed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -65,7 +78,8 @@ class RouteEndpoint:
             )
             self._admission.extend(ticket, 1)
             running = _Running()
-            running.task = asyncio.create_task(self._answer(running, request, send))
+            headers = trace_headers(Headers(scope=scope))
+            running.task = asyncio.create_task(self._answer(running, request, headers, send))
             self._admission.submitted(ticket, (running,))
             try:
                 await while_connected(receive, running.task)
@@ -74,14 +88,17 @@ class RouteEndpoint:
                     raise ShuttingDown from None
                 raise
 
-    async def _answer(self, running: _Running, request: RoutedRequest, send: Send) -> None:
-        handover = Handover(self._fleet, self._client, self._settings, request)
-        try:
-            async with handover.answer() as answering:
-                await self._pass_on(running, answering, handover.until, send)
-        except ServerAnswered as answered:
-            headers = {"content-type": "application/json"}
-            await _start(Opened(answered.status, headers, answered.body), send)
+    async def _answer(
+        self, running: _Running, request: RoutedRequest, headers: Mapping[str, str], send: Send
+    ) -> None:
+        with self._routed(headers) as carried:
+            handover = Handover(self._fleet, self._client, self._settings, request, carried)
+            try:
+                async with handover.answer() as answering:
+                    await self._pass_on(running, answering, handover.until, send)
+            except ServerAnswered as answered:
+                told = {"content-type": "application/json"}
+                await _start(Opened(answered.status, told, answered.body), send)
 
     async def _pass_on(
         self, running: _Running, answering: Answering, until: float, send: Send

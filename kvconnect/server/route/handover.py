@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +57,7 @@ class Handover:
         client: sends requests to them.
         settings: of the router.
         request: that is to be answered.
+        headers: that name its trace, for the servers.
 
     Attributes:
         until: deadline of the whole answer, by the event loop's clock.
@@ -68,6 +69,7 @@ class Handover:
         client: InstanceClient,
         settings: RouteSettings,
         request: RoutedRequest,
+        headers: Mapping[str, str],
     ) -> None:
         now = asyncio.get_running_loop().time()
         self.until = now + settings.request_timeout_s
@@ -76,6 +78,7 @@ class Handover:
         self._client = client
         self._streams = settings.stream_layers
         self._request = request
+        self._headers = headers
         self._prompt = request.prompt
         self._failed: dict[Instance, InstanceFailed] = {}
 
@@ -166,7 +169,7 @@ class Handover:
         with instance.loaded(choice.load, self._prompt.prefixes):
             async with (
                 instance.answering(self._prefill_until),
-                self._client.post(instance, self._request.path, body, transfers=True) as answer,
+                self._post(instance, body, transfers=True) as answer,
             ):
                 content = await answer.aread()
         carried = _carried(instance, content, answer)
@@ -216,9 +219,9 @@ class Handover:
             ServerAnswered: it was refused, as everywhere.
             InstanceFailed: it did not begin.
         """
-        path, body = self._request.path, self._request.body(carried)
+        body = self._request.body(carried)
         async with instance.answering(self.until):
-            post = self._client.post(instance, path, body, transfers=carried is not None)
+            post = self._post(instance, body, transfers=carried is not None)
             answer = await stack.enter_async_context(post)
             try:
                 opened = await begin(answer)
@@ -229,6 +232,12 @@ class Handover:
         if opened.rest is not None:
             opened = replace(opened, rest=_pieces(instance, opened.rest))
         return Answering(opened, instance)
+
+    def _post(
+        self, instance: Instance, body: bytes, *, transfers: bool
+    ) -> AbstractAsyncContextManager[httpx2.Response]:
+        path, headers = self._request.path, self._headers
+        return self._client.post(instance, path, body, headers=headers, transfers=transfers)
 
 
 def _carried(instance: Instance, content: bytes, answer: httpx2.Response) -> KvTransferParams:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 from starlette.types import ASGIApp
 
@@ -14,6 +15,7 @@ from kvconnect.server.http.http_server import HttpServer
 from kvconnect.server.http.listener import Listener
 from kvconnect.server.route.app import make_app
 from kvconnect.server.route.client import InstanceClient
+from kvconnect.server.route.endpoint import Routed
 from kvconnect.server.route.fleet import Fleet
 from kvconnect.server.route.followed_events import FollowedEvents
 from kvconnect.server.route.health import ask_all, watch
@@ -26,11 +28,18 @@ _OUTGOING = 2
 """Connections of a request: to a prefill server and to a decode server."""
 
 
-def route(settings: RouteSettings, listener: Listener, ready: Callable[[], None]) -> None:
+def route(
+    settings: RouteSettings,
+    listener: Listener,
+    ready: Callable[[], None],
+    routed: Routed = nullcontext,
+) -> None:
     """Answers until SIGTERM or Ctrl-C, in the main thread; blocks.
 
     Signals are handled as by `kvconnect.server.run.serve`. Servers may be down at the start: they
-    get requests once they are up. `listener` is closed when this returns.
+    get requests once they are up. `listener` is closed when this returns. `routed` is entered for
+    each request, with the headers that name the client's trace, and yields those for the servers:
+    by default the same.
 
     Raises:
         ConfigurationError: the port was taken meanwhile.
@@ -40,7 +49,7 @@ def route(settings: RouteSettings, listener: Listener, ready: Callable[[], None]
     remove = metrics.add_gauges(fleet.sizes)
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="kvconnect-route-parsing") as parsing:
-            app = make_app(fleet, client, settings, admission, parsing)
+            app = make_app(fleet, client, settings, admission, parsing, routed)
             server = _RouteServer(fleet, client, app, settings, admission, ready)
             listener.listen()
             server.run(sockets=list(listener.sockets))

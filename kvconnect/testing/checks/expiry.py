@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 from kvconnect.testing.check import Violation, check, demand
 from kvconnect.testing.checks.contract import expect_stored
@@ -12,6 +13,7 @@ from kvconnect.testing.faults.faulty_backend import FaultyBackend
 from kvconnect.testing.subject import Subject
 
 _TTL_S = 60.0
+_OWN_TTL_S = 0.25
 _DAY_S = 86400.0
 
 
@@ -46,6 +48,27 @@ async def ttl_border(subject: Subject) -> None:
             start = time.monotonic()
             demand(await store.save(blocks.chain(keys)) == 4, "expired blocks are not saved again")
             await expect_fresh(start)
+
+
+@check("time")
+async def ttl_of_a_block(subject: Subject) -> None:
+    """A block with a time of its own is absent after it; others that were saved with it stay."""
+    subject.require("expires_each")
+    blocks = subject.blocks("own ttl")
+    keys = blocks.keys(count=4)
+    chain = blocks.chain(keys)
+    with ShiftedClock() as clock:
+        async with subject.opened() as store:
+            own = [replace(one, ttl_s=_OWN_TTL_S) for one in chain[2:]]
+            saved = await store.save([*chain[:2], *own])
+            demand(saved == 4, f"save stored {saved} of 4 blocks")
+            clock.forward(2 * _OWN_TTL_S)
+            await asyncio.sleep(2 * _OWN_TTL_S)  # a server may keep the time, by its own clock
+            found = await store.lookup(keys)
+            demand(found == 2, f"lookup finds {found} of 2 blocks without and 2 with a ttl_s")
+            loaded = await store.load(keys[2:3], blocks.buffers(1))
+            demand(loaded == 0, "a block whose ttl_s is over is loaded")
+            await expect_stored(store, blocks, keys[:2])
 
 
 async def _jump(subject: Subject, seconds: float) -> None:
