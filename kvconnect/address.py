@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-__all__ = ["host_and_port", "is_loopback"]
+__all__ = ["host_and_port", "is_http_url", "is_loopback"]
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -33,3 +33,8 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
+
+
+def is_http_url(url: str) -> bool:
+    """Returns whether `url` is that of a server over HTTP."""
+    return url.lower().startswith(("http://", "https://"))

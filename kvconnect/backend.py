@@ -292,7 +292,8 @@ class Backend(ABC):
             ConfigurationError: this store has no pins (default).
         """
         raise ConfigurationError(
-            f"{type(self).__name__}: this store cannot pin blocks; disk and memory stores can"
+            f"{type(self).__name__}: this store cannot pin blocks; disk, memory and Redis stores "
+            "can"
         )
 
     async def scrub(self) -> bool:

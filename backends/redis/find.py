@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -22,7 +23,7 @@ from kvconnect.backends.redis.commands import (
     sound,
     state_of,
 )
-from kvconnect.backends.redis.format import HEAD_NBYTES, Head
+from kvconnect.backends.redis.format import HEAD_NBYTES, Head, Pin
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.server import scan_page, survey
 from kvconnect.backends.redis.wire import Reply
@@ -54,7 +55,7 @@ class RedisFinder:
 
     async def states(self, keys: Sequence[BlockKey]) -> list[State]:
         """Returns the state of every one of `keys`; those found count as used."""
-        heads, parts = await self._heads(keys)
+        heads, parts = await self.heads(keys)
         touched = await self._router.ask([about(b"TOUCH", name) for _, name in parts])
         for (number, _), reply in zip(parts, touched, strict=True):
             if sound(reply) != 1:
@@ -72,8 +73,11 @@ class RedisFinder:
         return found
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Deletes `keys`: first their other values, whose names only the first one contains."""
-        heads, parts = await self._heads(keys)
+        """Deletes `keys`: first their pins, then their other values, which the first one names."""
+        if keys:
+            for reply in await self._router.ask([about(b"HDEL", self._names.pins, *keys)]):
+                sound(reply)
+        heads, parts = await self.heads(keys)
         await self.unlink([name for _, name in parts])
         there = zip(keys, heads, strict=True)
         await self.unlink([self._names.block(key) for key, h in there if h is not Outcome.ABSENT])
@@ -91,10 +95,12 @@ class RedisFinder:
         stored = [self._names.block(key) for key in keys]
         # First how long it was not used: with such servers reading ends that.
         idle = [Ask(name, command(b"OBJECT", b"IDLETIME", name)) for name in stored]
+        pinned = [about(b"HMGET", self._names.pins, *keys)] if keys else []
         replies = await self._router.look(
-            [*idle, *(_start(name, _HEAD_AND_METADATA) for name in stored)]
+            [*idle, *(_start(name, _HEAD_AND_METADATA) for name in stored), *pinned]
         )
-        idles, starts = replies[: len(keys)], replies[len(keys) :]
+        idles, starts = replies[: len(keys)], replies[len(keys) : 2 * len(keys)]
+        ends = _ends(replies[-1], len(keys)) if keys else []
         heads = [Head.parse(start) if isinstance(start, bytes) else None for start in starts]
         long = {
             at: HEAD_NBYTES + head.metadata_nbytes
@@ -104,7 +110,7 @@ class RedisFinder:
         whole = await self._router.look([_start(stored[at], nbytes) for at, nbytes in long.items()])
         for at, start in zip(long, whole, strict=True):
             starts[at] = start
-        return [_entry(*one) for one in zip(keys, heads, starts, idles, strict=True)]
+        return [_entry(*one) for one in zip(keys, heads, starts, idles, ends, strict=True)]
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
         """Lists all blocks; see `RedisBackend.scan`."""
@@ -138,7 +144,7 @@ class RedisFinder:
             del numbers["maxmemory"]
         return numbers
 
-    async def _heads(self, keys: Sequence[BlockKey]) -> tuple[list[State], list[tuple[int, bytes]]]:
+    async def heads(self, keys: Sequence[BlockKey]) -> tuple[list[State], list[tuple[int, bytes]]]:
         """Returns the states in the first values of `keys`, and the names of the others.
 
         Each name comes with the index of its key.
@@ -168,7 +174,18 @@ def _start(name: bytes, nbytes: int) -> Ask:
     return about(b"GETRANGE", name, 0, nbytes - 1)
 
 
-def _entry(key: BlockKey, head: Head | None, start: Reply, idle: Reply) -> StoredEntry | None:
+def _ends(reply: Reply, count: int) -> list[float]:
+    """Returns until when each of `count` blocks is pinned, 0 if it is not; `reply` is to HMGET."""
+    found = sound(reply)
+    if not isinstance(found, list) or len(found) != count:
+        raise BackendUnavailable(f"Redis: {str(found)[:100]} where {count} values were due")
+    pins = map(Pin.parse, found)
+    return [0.0 if pin is None or pin.until <= time.time() else pin.until for pin in pins]
+
+
+def _entry(
+    key: BlockKey, head: Head | None, start: Reply, idle: Reply, pinned_until: float
+) -> StoredEntry | None:
     if head is None or not isinstance(start, bytes):
         return None
     end = HEAD_NBYTES + head.metadata_nbytes
@@ -177,7 +194,8 @@ def _entry(key: BlockKey, head: Head | None, start: Reply, idle: Reply) -> Store
         return None
     # Under an LFU policy servers do not tell.
     used_at = time.time() - idle if isinstance(idle, int) else head.created_at
-    return metadata.entry(key, head.frame_nbytes, created_at=head.created_at, used_at=used_at)
+    entry = metadata.entry(key, head.frame_nbytes, created_at=head.created_at, used_at=used_at)
+    return replace(entry, pinned_until=pinned_until) if pinned_until else entry
 
 
 class RedisChildren:

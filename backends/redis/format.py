@@ -5,6 +5,7 @@
     <prefix>b:<key>            head | metadata | the frame, or its first part
     <prefix>p:<key>:<nonce>:1  the second part of a frame too long for one value, and so on
     <prefix>c:<key>            sorted set by time: keys and tokens of the blocks that follow
+    <prefix>pins               hash: keys of the pinned blocks, each with a `Pin`
 
 No value is above `MAX_VALUE_NBYTES`. The parts of a frame are stored first and the head last, and
 the head names them by a number drawn for this one writing: what a reader finds is one frame, of
@@ -28,6 +29,7 @@ __all__ = [
     "PART_NBYTES",
     "Head",
     "Names",
+    "Pin",
 ]
 
 MAX_VALUE_NBYTES = 4 << 20
@@ -106,6 +108,11 @@ class Head(NamedTuple):
         return max(1, -(-self.frame_nbytes // max(1, self.part_nbytes)))
 
     @property
+    def stored_nbytes(self) -> int:
+        """The bytes of all values of the block."""
+        return HEAD_NBYTES + self.metadata_nbytes + self.frame_nbytes
+
+    @property
     def value_nbytes(self) -> int:
         """The bytes of the value with the head."""
         return HEAD_NBYTES + self.metadata_nbytes + min(self.part_nbytes, self.frame_nbytes)
@@ -114,6 +121,35 @@ class Head(NamedTuple):
         """Returns the slice of the frame that part `number` holds."""
         start = number * self.part_nbytes
         return slice(start, min(start + self.part_nbytes, self.frame_nbytes))
+
+
+_PIN = struct.Struct("<dQq")
+
+
+class Pin(NamedTuple):
+    """The record of a pinned block.
+
+    Attributes:
+        until: Unix seconds; ``inf``: until it is unpinned.
+        nbytes: of the block's values.
+        expires_at_ms: Unix milliseconds at which the block expires once it is not pinned; 0: never.
+    """
+
+    until: float
+    nbytes: int
+    expires_at_ms: int
+
+    @classmethod
+    def parse(cls, data: object) -> Pin | None:
+        """Returns the pin that `data` holds; ``None`` if it holds none."""
+        if not isinstance(data, bytes) or len(data) != _PIN.size:
+            return None
+        found = cls(*_PIN.unpack(data))
+        return None if math.isnan(found.until) else found
+
+    def pack(self) -> bytes:
+        """Returns the bytes that `parse` reads."""
+        return _PIN.pack(*self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +162,11 @@ class Names:
     def probe(self) -> bytes:
         """The name of no block, for trying which commands a server accepts."""
         return self.prefix + b"probe"
+
+    @property
+    def pins(self) -> bytes:
+        """The name of the hash of pins."""
+        return self.prefix + b"pins"
 
     def block(self, key: BlockKey) -> bytes:
         """Returns the name of the block's value, or of the first of them."""

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 from kvconnect.backends.entries import child_from_bytes
-from kvconnect.backends.redis.commands import about
+from kvconnect.backends.redis.commands import Ask, about, of_another_type, sound, state_of
 from kvconnect.backends.redis.format import HEAD_NBYTES, Head
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.server import scan_names
@@ -67,8 +67,8 @@ class RedisLeftovers:
         lists = await self._router.look([about(b"ZRANGE", name, 0, -1) for name in names])
         listed = [
             (name, member, child.key)
-            for name, members in zip(names, lists, strict=True)
-            if isinstance(members, list)
+            for name, reply in zip(names, lists, strict=True)
+            if not of_another_type(reply) and isinstance(members := sound(reply), list)
             for member in members
             if isinstance(member, bytes) and (child := child_from_bytes(member)) is not None
         ]
@@ -77,7 +77,7 @@ class RedisLeftovers:
         for (name, member, _), head in zip(listed, heads, strict=True):
             if head is None:
                 gone.setdefault(name, []).append(member)
-        await self._router.ask([about(b"ZREM", name, *members) for name, members in gone.items()])
+        await self._done([about(b"ZREM", name, *members) for name, members in gone.items()])
 
     async def _drop_parts(self, names: Sequence[bytes]) -> None:
         """Deletes parts that no block names, but those that a writer has yet to name: they end."""
@@ -86,7 +86,7 @@ class RedisLeftovers:
         ours = [
             (name, *owner)
             for name, end in zip(names, ends, strict=True)
-            if end == _NO_EXPIRY and (owner := self._owner(name)) is not None
+            if sound(end) == _NO_EXPIRY and (owner := self._owner(name)) is not None
         ]
         heads = await self._heads([key for _, key, _ in ours])
         stale = [
@@ -94,12 +94,18 @@ class RedisLeftovers:
             for (name, _, nonce), head in zip(ours, heads, strict=True)
             if head is None or head.nonce != nonce
         ]
-        await self._router.ask([about(b"UNLINK", name) for name in stale])
+        await self._done([about(b"UNLINK", name) for name in stale])
+
+    async def _done(self, asks: Sequence[Ask]) -> None:
+        for reply in await self._router.ask(asks):
+            sound(reply)
 
     async def _heads(self, keys: Sequence[BlockKey]) -> list[Head | None]:
         asks = [about(b"GETRANGE", self._names.block(key), 0, HEAD_NBYTES - 1) for key in keys]
         replies = await self._router.look(asks)
-        return [Head.parse(one) if isinstance(one, bytes) else None for one in replies]
+        # An error is no answer that a block is gone: what belongs to it must stay.
+        states = map(state_of, replies)
+        return [one if isinstance(one, Head) else None for one in states]
 
     def _owner(self, name: bytes) -> tuple[BlockKey, bytes] | None:
         """Returns the block and the nonce in the name of a part."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import hiredis
 
@@ -15,7 +16,7 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.trace import warn_once
 
-__all__ = ["check_server", "scan_names", "scan_page", "survey", "takes_writes"]
+__all__ = ["Room", "check_server", "room_of", "scan_names", "scan_page", "survey", "takes_writes"]
 
 _OLDEST = (6, 2)
 _PAGE = 512
@@ -64,6 +65,28 @@ def takes_writes(names: Names, nbytes: int, wire: Wire) -> bool:
     # The server counts a value as used memory before it decides.
     room = limit - int(memory.get("used_memory", 0)) - 2 * nbytes
     return not limit or memory.get("maxmemory_policy") != "noeviction" or room > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory of one server.
+
+    Attributes:
+        maxmemory: bytes; 0: it has no limit.
+        policy: its ``maxmemory-policy``; empty: the user may not read it.
+    """
+
+    server: Address
+    maxmemory: int
+    policy: str
+
+
+def room_of(wire: Wire) -> Room:
+    """Returns what a server does once its memory is full."""
+    memory = _info(wire, "memory")
+    return Room(
+        wire.server, int(memory.get("maxmemory", 0)), memory.get("maxmemory_policy", "").strip()
+    )
 
 
 def scan_page(names: Names, cursor: int, wire: Wire) -> tuple[int, list[BlockKey]]:

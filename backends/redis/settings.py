@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from kvconnect.backend import DEFAULT_PIN_FRACTION
 from kvconnect.backends.url import StoreUrl
 from kvconnect.errors import ConfigurationError
 from kvconnect.redaction import HIDDEN, shown_host
@@ -19,7 +20,7 @@ DEFAULT_PREFIX = "kvconnect:"
 DEFAULT_CONNECTIONS = 2
 DEFAULT_TIMEOUT = 5.0
 MAX_CONNECTIONS = 64
-_COMMON = ("connections", "prefix", "timeout", "ttl")
+_COMMON = ("connections", "pin_fraction", "prefix", "timeout", "ttl")
 _TLS = ("tls_ca", "tls_cert", "tls_key", "tls_verify")
 _UNIX = "redis+unix"
 _HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.%]+)\]|(?P<name>[^\[\]:@/]+))(?::(?P<port>\d+))?")
@@ -87,6 +88,7 @@ class RedisSettings:
         prefix: before every key.
         ttl: seconds after which a block is gone; ``None``: never.
         connections: for values, to each server; so many to fetch and so many to store.
+        pin_fraction: the share of the servers' ``maxmemory`` that pinned blocks may take, 0 to 1.
         timeout: seconds; a connection on which next to nothing passes for so long is closed.
         tls: ``None``: not encrypted.
     """
@@ -101,6 +103,7 @@ class RedisSettings:
     sentinel_password: str | None = field(default=None, repr=False)
     prefix: str = DEFAULT_PREFIX
     ttl: float | None = None
+    pin_fraction: float = DEFAULT_PIN_FRACTION
     connections: int = DEFAULT_CONNECTIONS
     timeout: float = DEFAULT_TIMEOUT
     tls: Tls | None = None
@@ -164,6 +167,7 @@ class RedisSettings:
             sentinel_password=url.query.get("sentinel_password"),
             prefix=url.query.get("prefix", DEFAULT_PREFIX),
             ttl=url.duration("ttl"),
+            pin_fraction=url.fraction("pin_fraction", DEFAULT_PIN_FRACTION),
             connections=url.whole("connections", DEFAULT_CONNECTIONS),
             timeout=url.duration("timeout") or DEFAULT_TIMEOUT,
             tls=_tls(url) if encrypted else None,

@@ -2,7 +2,7 @@
 
 Redis 6.2 or newer, and Valkey. Capacity is the server's own: give it ``maxmemory`` and the policy
 ``allkeys-lru``, and it evicts the least recently used blocks; with ``noeviction`` it stores nothing
-more once it is full.
+more once it is full. Pins need ``noeviction``, or ``volatile-lru`` and blocks with a ``ttl``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock,
 from kvconnect.backends.redis.find import RedisChildren, RedisFinder
 from kvconnect.backends.redis.leftovers import RedisLeftovers
 from kvconnect.backends.redis.load import RedisReader
+from kvconnect.backends.redis.pins import RedisPins
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.save import RedisWriter
 from kvconnect.backends.redis.settings import RedisSettings
@@ -43,6 +44,7 @@ class _Parts:
     reader: RedisReader
     writer: RedisWriter
     leftovers: RedisLeftovers
+    pins: RedisPins
 
 
 class RedisBackend(Backend):
@@ -58,6 +60,7 @@ class RedisBackend(Backend):
         shared=True,
         expires=True,
         expires_each=True,
+        pins=True,
         variable_length=True,
         hashes_loads=True,
         seals_saves=True,
@@ -85,6 +88,7 @@ class RedisBackend(Backend):
             RedisReader(router, finder),
             RedisWriter(router, finder, children),
             RedisLeftovers(router),
+            RedisPins(router, finder),
         )
 
     async def close(self) -> None:
@@ -117,13 +121,13 @@ class RedisBackend(Backend):
         Raises:
             BackendUnavailable: each block is wholly stored or not at all.
         """
-        return await self._opened().writer.save(blocks, ())
+        return await self._save(blocks, ())
 
     async def save_sealed(
         self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
     ) -> int:
         """Saves like `save`; the thread that sends a frame seals it."""
-        return await self._opened().writer.save(blocks, checksums)
+        return await self._save(blocks, checksums)
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
         """Deletes `keys`, and before them their tokens in the indexes of children."""
@@ -147,6 +151,20 @@ class RedisBackend(Backend):
         """
         return await self._opened().finder.describe(keys)
 
+    async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
+        """Pins or unpins `keys`, for all processes; see `Backend.pin`.
+
+        A pinned block has no expiry in the server. After the time of a pin it has again, within a
+        minute if any process saves. The share of pinned blocks is one of all ``maxmemory``; without
+        that there is no limit. Pins last as long as the server's data.
+
+        Raises:
+            ConfigurationError: a server may drop pinned blocks: it has ``maxmemory`` and a policy
+                ``allkeys-…``, or does not tell.
+            BackendUnavailable: a server fails; some of `keys` may be pinned.
+        """
+        return await self._opened().pins.pin(keys, until)
+
     async def scrub(self) -> bool:
         """Removes tokens of absent blocks from lists of children, and parts that no block names.
 
@@ -157,9 +175,17 @@ class RedisBackend(Backend):
     async def stats(self) -> Mapping[str, float]:
         """Returns ``blocks`` and their ``bytes``, estimated where there are very many.
 
-        Also of all that the servers hold: ``used_memory`` and, where limited, ``maxmemory``.
+        Also ``pinned_blocks`` and ``pinned_bytes``, and of all that the servers hold:
+        ``used_memory`` and, where limited, ``maxmemory``.
         """
-        return await self._opened().finder.totals()
+        opened = self._opened()
+        return await opened.finder.totals() | await opened.pins.totals()
+
+    async def _save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
+        opened = self._opened()
+        saved = await opened.writer.save(blocks, checksums)
+        await opened.pins.sweep_when_due()
+        return saved
 
     def _opened(self) -> _Parts:
         if self._parts is None:

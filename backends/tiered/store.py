@@ -181,19 +181,31 @@ class TieredBackend(Backend):
     async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
         """Pins or unpins `keys` in every tier that has pins and answers; see `Backend.pin`.
 
-        Each tier pins within the share of its own capacity. A key is pinned if any tier pins it.
+        Each tier pins within the share of its own capacity. A key is pinned if any tier pins it. A
+        tier that refuses, since its server may drop pinned blocks, is passed over.
 
         Raises:
-            ConfigurationError: no tier has pins.
+            ConfigurationError: no tier has pins, or each of them refuses.
             BackendUnavailable: no tier that has pins answers.
         """
         self._opened()
         pinning = [tier for tier in self.tiers if tier.guard.capabilities.pins]
         if not pinning:
             return await super().pin(keys, until)
-        calls = (tier.answer(tier.guard.pin(keys, until), None) for tier in pinning if tier.alive)
+        refusals: list[ConfigurationError] = []
+
+        async def asked(tier: Tier) -> Sequence[bool] | None:
+            try:
+                return await tier.answer(tier.guard.pin(keys, until), None)
+            except ConfigurationError as error:
+                refusals.append(error)
+                return None
+
+        calls = (asked(tier) for tier in pinning if tier.alive)
         answers = [answer for answer in await asyncio.gather(*calls) if answer is not None]
         if not answers:
+            if refusals:
+                raise refusals[0]
             raise BackendUnavailable(
                 "tiered store: no tier with pins answers; try again once one does"
             )

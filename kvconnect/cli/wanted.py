@@ -22,6 +22,7 @@ __all__ = [
     "report",
     "store_and_wanted",
     "tokens_of",
+    "wanted_of_server",
 ]
 
 
@@ -85,6 +86,25 @@ def store_and_wanted(arguments: argparse.Namespace) -> tuple[PromptStore, Which]
             "--lora or --all"
         )
     return store, which
+
+
+def wanted_of_server(arguments: argparse.Namespace) -> dict[str, object]:
+    """Returns the body of a request to a server about the blocks that `arguments` name.
+
+    Raises:
+        ConfigurationError: a prompt cannot be read.
+    """
+    # Conversations stand behind the others, as the server's answer counts them.
+    given = sorted(read_prompts(arguments, {}), key=lambda one: one.form == "messages")
+    chats = [one.content for one in given if one.form == "messages"]
+    others = [one.content for one in given if one.form != "messages"]
+    body: dict[str, object] = {
+        "prompts": others or None,
+        "messages": chats or None,
+        "salt": [one.cache_salt for one in given] if given else arguments.salt,
+        "lora": arguments.lora,
+    }
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def given_prompts(arguments: argparse.Namespace, store: PromptStore) -> Which:

@@ -99,6 +99,11 @@ class LLM(Generation):
         """The sockets that publish stored and removed blocks; ``None``: none does."""
         return None if self._events is None else self._events.address
 
+    @property
+    def events_problem(self) -> str | None:
+        """The error for which no events are published now; ``None``: there is none."""
+        return None if self._events is None else self._events.problem
+
     def check_health(self) -> None:
         """Checks that requests are accepted; never blocks.
 
@@ -139,7 +144,8 @@ class LLM(Generation):
     def reset_prefix_cache(self) -> bool:
         """Drops the cached blocks of device and host; the store keeps its blocks.
 
-        Blocks for a step.
+        Events that are kept for replay are dropped as well, in any case: they hold token ids.
+        Blocks for a step, and at most 1 s more for the publisher of events.
 
         Returns:
             False: a request holds blocks, or they are being saved; nothing was dropped.
@@ -147,7 +153,10 @@ class LLM(Generation):
         Raises:
             EngineClosed: the engine takes no more requests.
         """
-        return self._thread.reset_cache()
+        dropped = self._thread.reset_cache()
+        if self._events is not None:
+            self._events.forget()
+        return dropped
 
     def take_events(self) -> list[KvCacheEvent]:
         """Returns the changes of the KV cache since the last call, oldest first; never blocks.

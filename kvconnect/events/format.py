@@ -22,6 +22,7 @@ __all__ = [
     "Hash",
     "WireEvent",
     "batch_number",
+    "most_nbytes",
     "number_frame",
 ]
 
@@ -94,6 +95,26 @@ class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     ts: float
     events: list[WireEvent]
     data_parallel_rank: int | None = None
+
+
+_EVENT_NBYTES = 400
+"""More than an event has beside its tokens and blocks, but for the name of its adapter."""
+_TOKEN_NBYTES = 5
+_BLOCK_NBYTES = 2 + 32 + 4 + 64
+"""Of a key and a digest in hexadecimal."""
+
+
+def most_nbytes(event: WireEvent) -> int:
+    """Returns a bound of the bytes of `event` in a message."""
+    match event:
+        case BlockStored():
+            name = 4 * len(event.lora_name or "")
+            blocks = _BLOCK_NBYTES * len(event.block_hashes)
+            return _EVENT_NBYTES + name + _TOKEN_NBYTES * len(event.token_ids) + blocks
+        case BlockRemoved():
+            return _EVENT_NBYTES + _BLOCK_NBYTES * len(event.block_hashes)
+        case AllBlocksCleared():
+            return _EVENT_NBYTES
 
 
 def number_frame(number: int) -> bytes:

@@ -8,16 +8,22 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import msgspec
 import zmq
 
 from kvconnect.cache.pool.events import KvCacheEvent
 from kvconnect.errors import ConfigurationError
-from kvconnect.events.format import END_OF_REPLAY, AllBlocksCleared, Batch, WireEvent, number_frame
+from kvconnect.events.format import (
+    END_OF_REPLAY,
+    AllBlocksCleared,
+    Batch,
+    WireEvent,
+    most_nbytes,
+    number_frame,
+)
 from kvconnect.events.settings import EventsConfig
 from kvconnect.events.translation import Translation
 from kvconnect.layout import KvCacheLayout
@@ -25,10 +31,11 @@ from kvconnect.trace import count, warn_once
 
 __all__ = ["EventPublisher", "EventsAddress"]
 
-_EVENTS_OF_BATCH = 256
+_BATCH_NBYTES = 64 << 10
+"""The longest batch, but for one that has a single event."""
 _KEPT_NBYTES = 64 << 20
 _UNSENT = 1000
-"""Messages that are kept for one slow subscriber; later ones do not reach it."""
+"""Messages that are kept for one slow subscriber, so 64 MiB; later ones do not reach it."""
 _LINGER_MS = 200
 _CLOSE_S = 1.0
 _ERROR_WAIT_S = 0.1
@@ -53,6 +60,9 @@ class EventsAddress:
 
 class EventPublisher:
     """Publishes what `take` returns. Slow subscribers miss batches, and delay nothing.
+
+    After an error of any kind, which `problem` shows, the thread goes on. It drops the events that
+    wait then, and its next batch clears all blocks, too.
 
     Batches are numbered from 0. The first one clears all blocks: subscribers of an earlier process
     at the same endpoint then know that its cache is gone. So does the batch after events that were
@@ -90,6 +100,9 @@ class EventPublisher:
         self._next_id = 0
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
+        self._lost = True  # subscribers of an earlier process may believe anything
+        self._problem: str | None = None
+        self._forgetting: list[threading.Event] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -110,6 +123,28 @@ class EventPublisher:
             if not self._closing:
                 os.eventfd_write(self._bell, 1)
 
+    @property
+    def problem(self) -> str | None:
+        """The error for which nothing is published now; ``None``: there is none."""
+        thread = self._thread
+        if thread is not None and not thread.is_alive() and not self._closing:
+            return "the thread that publishes events has ended"
+        return self._problem
+
+    def forget(self) -> None:
+        """Publishes the events so far, then drops all that is kept for replay.
+
+        From any thread; blocks until it is done, for some milliseconds. What slow subscribers have
+        yet to receive is not dropped.
+        """
+        done = threading.Event()
+        with self._lock:
+            if self._closing or self._thread is None or not self._thread.is_alive():
+                return  # it answers no replay
+            self._forgetting.append(done)
+            os.eventfd_write(self._bell, 1)
+        done.wait()
+
     def close(self) -> None:
         """Publishes the last events and closes the sockets; blocks for about 1 s at most."""
         with self._lock:
@@ -128,17 +163,25 @@ class EventPublisher:
         poller = zmq.Poller()
         poller.register(self._bell, zmq.POLLIN)
         poller.register(self._router, zmq.POLLIN)
-        self._send([AllBlocksCleared()])
         try:
             while not self._closing:
                 try:
-                    self._serve(dict(poller.poll()))
-                except zmq.ZMQError as error:
-                    warn_once("events", f"events of the KV cache: {error}")
-                    time.sleep(_ERROR_WAIT_S)
+                    if self._lost:
+                        self._publish()
+                    else:
+                        self._serve(dict(poller.poll()))
+                except Exception as error:  # noqa: BLE001  shown by `problem`
+                    self._failed(error)
             self._publish()
         finally:
             self._shut(_LINGER_MS)
+            self._forget_kept(self._forgetting)
+
+    def _failed(self, error: Exception) -> None:
+        self._problem = f"{type(error).__name__}: {error}"
+        self._lost = True
+        warn_once("events", f"events of the KV cache are not published: {self._problem}")
+        time.sleep(_ERROR_WAIT_S)
 
     def _serve(self, ready: dict[object, int]) -> None:
         if self._bell in ready:
@@ -148,9 +191,26 @@ class EventPublisher:
             self._replay()
 
     def _publish(self) -> None:
-        events = iter(self._translated(self._take()))
-        while batch := list(islice(events, _EVENTS_OF_BATCH)):
-            self._send(batch)
+        with self._lock:  # first: those who ask later may mean events that are not taken here
+            forgetting, self._forgetting = self._forgetting, []
+        try:
+            events = self._take()
+            if self._lost:
+                self._send([AllBlocksCleared()])
+                self._lost = False
+            if self._problem is None:
+                for batch in _batches(self._translated(events)):
+                    self._send(batch)
+            self._problem = None
+        finally:
+            self._forget_kept(forgetting)
+
+    def _forget_kept(self, forgetting: Sequence[threading.Event]) -> None:
+        """Drops what is kept for replay, if any caller of `forget` waits for it."""
+        if forgetting:
+            self._kept.clear()
+        for done in forgetting:
+            done.set()
 
     def _translated(self, events: list[KvCacheEvent]) -> Iterator[WireEvent]:
         for event in events:
@@ -217,9 +277,29 @@ class _KeptBatches:
         ):
             self._nbytes -= len(self._batches.popleft()[1])
 
+    def clear(self) -> None:
+        """Drops all batches."""
+        self._batches.clear()
+        self._nbytes = 0
+
     def since(self, number: int) -> Iterator[tuple[int, bytes]]:
         """Yields the kept batches from `number` on."""
         return (one for one in self._batches if one[0] >= number)
+
+
+def _batches(events: Iterable[WireEvent]) -> Iterator[list[WireEvent]]:
+    """Yields `events` in batches of up to `_BATCH_NBYTES`."""
+    batch: list[WireEvent] = []
+    nbytes = 0
+    for event in events:
+        size = most_nbytes(event)
+        if batch and nbytes + size > _BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(event)
+        nbytes += size
+    if batch:
+        yield batch
 
 
 def _bound(socket: zmq.Socket[bytes]) -> str:

@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from kvconnect.cache.pool.events import Created, KvCacheEvent, Removed, Stored, Updated
+from kvconnect.cache.pool.events import (
+    Created,
+    KvCacheEvent,
+    PublishedBlock,
+    Removed,
+    Stored,
+    Updated,
+)
 from kvconnect.events.format import CPU, GPU, BlockRemoved, BlockStored, WireEvent
-from kvconnect.keys import Namespace
+from kvconnect.keys import BlockKey, Namespace
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["Translation"]
 
 _MEDIA = (GPU, CPU)
 """By level: primary, secondary."""
+
+_EVENT_BLOCKS = 256
+_EVENT_TOKENS = 4096
+"""The most blocks and tokens of one event; a longer one is divided."""
 
 
 class Translation:
@@ -25,6 +36,7 @@ class Translation:
 
     def __init__(self, layouts: Sequence[KvCacheLayout]) -> None:
         self._tokens_per_block = layouts[0].tokens_per_block
+        self._blocks = min(_EVENT_BLOCKS, max(1, _EVENT_TOKENS // self._tokens_per_block))
         self._groups = {layout.window: group for group, layout in enumerate(layouts)}
 
     def of(self, event: KvCacheEvent) -> Iterator[WireEvent]:
@@ -34,7 +46,9 @@ class Translation:
             case Stored():
                 yield from self._stored(event.data, event.window, group)
             case Removed(keys=keys, level=level, is_tail=False):
-                yield BlockRemoved(list(keys), _MEDIA[level], group)
+                for start in range(0, len(keys), _EVENT_BLOCKS):
+                    piece = keys[start : start + _EVENT_BLOCKS]
+                    yield BlockRemoved(list(piece), _MEDIA[level], group)
             case Updated(key=key, level=(old, new), is_tail=False):
                 # In this order, so that the block is never gone in between.
                 yield BlockStored([key], None, [], 0, None, _MEDIA[new], None, group_idx=group)
@@ -44,14 +58,25 @@ class Translation:
 
     def _stored(self, stored: Stored, window: int | None, group: int) -> Iterator[WireEvent]:
         blocks = [one for one in stored.blocks if len(one.tokens) == self._tokens_per_block]
-        if not blocks:
-            return
+        parent = stored.parent_key
+        for start in range(0, len(blocks), self._blocks):
+            piece = blocks[start : start + self._blocks]
+            yield self._stored_piece(piece, parent, window, group)
+            parent = piece[-1].key
+
+    def _stored_piece(
+        self,
+        blocks: Sequence[PublishedBlock],
+        parent: BlockKey | None,
+        window: int | None,
+        group: int,
+    ) -> BlockStored:
         first = blocks[0]
         lora = first.lora_id
         plain = Namespace(lora_id=lora).id.digest == first.namespace
-        yield BlockStored(
+        return BlockStored(
             [one.key for one in blocks],
-            stored.parent_key,
+            parent,
             list(chain.from_iterable(one.tokens for one in blocks)),
             self._tokens_per_block,
             lora if isinstance(lora, int) else None,

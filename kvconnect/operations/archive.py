@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
+import io
 import os
 import struct
+import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -32,8 +32,15 @@ from kvconnect.backends.entries import BlockMetadata
 from kvconnect.backends.guard.encryption import read_key_file
 from kvconnect.errors import BadFrame, ConfigurationError
 from kvconnect.keys import KEY_NBYTES, BlockKey
+from kvconnect.operations.manifest import Manifest
 
-__all__ = ["ArchiveReader", "ArchiveWriter", "Manifest", "ModelPart", "file_key"]
+__all__ = [
+    "ArchiveReader",
+    "ArchiveStream",
+    "ArchiveWriter",
+    "archive_id",
+    "file_key",
+]
 
 _MAGIC = b"KVCEXPRT"
 _VERSION = 1
@@ -58,58 +65,75 @@ def file_key(path: str | None) -> bytes:
     ).digest()
 
 
-@dataclass(slots=True)
-class ModelPart:
-    """The blocks of one model and cache geometry in a file.
+def archive_id(path: Path) -> str:
+    """Returns the number that no other file of ``export`` has, hexadecimal.
+
+    Raises:
+        BadFrame: it is no such file.
+        ConfigurationError: it cannot be opened.
+    """
+    try:
+        with path.open("rb") as file:
+            header = file.read(_HEADER.size)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise BadFrame(f"{path}: is no file of 'kvconnect export'")
+    number: bytes = _HEADER.unpack(header)[-1]
+    return number.hex()
+
+
+class ArchiveStream:
+    """The bytes of a file of ``export``, written one after the other. Every method blocks.
+
+    Args:
+        file: takes the bytes; it need not be seekable.
+        key: of the checksums; empty: none.
 
     Attributes:
-        digest: the first 16 bytes of the model's digest, hexadecimal.
-        geometry: 16 bytes that stand for the geometry of its cache, hexadecimal.
-        layouts: fingerprints of the layouts of the frames, hexadecimal, sorted.
-        blocks, bytes: the blocks and the bytes of their frames.
-        tokens: of the blocks of pool group 0.
+        keys: the blocks that were written.
+
+    Raises:
+        OSError: `file` takes no bytes.
     """
 
-    digest: str
-    geometry: str
-    layouts: list[str] = field(default_factory=list)
-    blocks: int = 0
-    bytes: int = 0
-    tokens: int = 0
+    def __init__(self, file: BinaryIO, key: bytes) -> None:
+        self._file = file
+        self._key = key
+        self._begin()
 
     def add(self, block: StoredBlock) -> None:
-        """Counts `block`."""
-        self.blocks += 1
-        self.bytes += block.data.numel()
-        if block.group == 0 and block.tokens is not None:
-            self.tokens += len(block.tokens)
-        layout = frame.check_header(block.data, block.key, None).fingerprint.hex()
-        if layout not in self.layouts:
-            self.layouts = sorted([*self.layouts, layout])
+        """Writes a block, whose frame is sound."""
+        metadata = block.key + BlockMetadata.of(block).to_bytes()
+        self._write(_BLOCK, metadata, block.data.numpy().data)
+        self._manifest.add(block)
+        self.keys.add(block.key)
+
+    def flush(self) -> None:
+        """Passes what was written on to the system: it survives the process."""
+        self._file.flush()
+
+    def end(self) -> Manifest:
+        """Writes and returns the manifest."""
+        self._write(_MANIFEST, self._manifest.to_bytes(), memoryview(b""))
+        self._file.flush()
+        return self._manifest
+
+    def _begin(self) -> None:
+        header = _HEADER.pack(_MAGIC, _VERSION, bool(self._key), os.urandom(16))
+        self._file.write(header)
+        self._checksum = _chained(self._key, b"", header)
+        self._manifest = Manifest()
+        self.keys: set[BlockKey] = set()
+
+    def _write(self, kind: int, metadata: bytes, data: memoryview) -> None:
+        head = _RECORD.pack(kind, len(metadata), len(data))
+        self._checksum = _chained(self._key, self._checksum, head, metadata, data)
+        for piece in (head, metadata, data, self._checksum):
+            self._file.write(piece)
 
 
-@dataclass(slots=True)
-class Manifest:
-    """The contents of a file by model; the keys are the models' tags, hexadecimal."""
-
-    models: dict[str, ModelPart] = field(default_factory=dict)
-
-    def add(self, block: StoredBlock) -> None:
-        """Counts `block`."""
-        tag = block.model.hex()
-        self.models.setdefault(tag, ModelPart(tag[:32], tag[32:])).add(block)
-
-    @property
-    def blocks(self) -> int:
-        """The number of blocks."""
-        return sum(part.blocks for part in self.models.values())
-
-    def to_bytes(self) -> bytes:
-        """Returns the manifest as JSON."""
-        return json.dumps(asdict(self), sort_keys=True).encode()
-
-
-class ArchiveWriter:
+class ArchiveWriter(ArchiveStream):
     """A file that is being written; continues one that was cut short. Every method blocks.
 
     Args:
@@ -128,12 +152,12 @@ class ArchiveWriter:
         self._key = key
         self._path = path
         self._manifest = Manifest()
-        self.keys: set[BlockKey] = set()
+        self.keys = set()
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ConfigurationError(f"{path}: {error.strerror}") from error
-        self._file: BinaryIO = os.fdopen(descriptor, "r+b")
+        self._file = os.fdopen(descriptor, "r+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -150,39 +174,18 @@ class ArchiveWriter:
         """Empties the file."""
         self._file.seek(0)
         self._file.truncate()
-        header = _HEADER.pack(_MAGIC, _VERSION, bool(self._key), os.urandom(16))
-        self._file.write(header)
-        self._checksum = _chained(self._key, b"", header)
-        self._manifest, self.keys = Manifest(), set()
-
-    def add(self, block: StoredBlock) -> None:
-        """Writes a block, whose frame is sound."""
-        metadata = block.key + BlockMetadata.of(block).to_bytes()
-        self._write(_BLOCK, metadata, block.data.numpy().data)
-        self._manifest.add(block)
-        self.keys.add(block.key)
-
-    def flush(self) -> None:
-        """Passes what was written on to the system: it survives the process."""
-        self._file.flush()
+        self._begin()
 
     def finish(self, path: Path) -> Manifest:
         """Writes the manifest, makes the file durable, and renames it to `path`."""
-        self._write(_MANIFEST, self._manifest.to_bytes(), memoryview(b""))
-        self._file.flush()
+        manifest = self.end()
         os.fsync(self._file.fileno())
         self._path.replace(path)
-        return self._manifest
+        return manifest
 
     def close(self) -> None:
         """Closes the file. What is written stays."""
         self._file.close()
-
-    def _write(self, kind: int, metadata: bytes, data: memoryview) -> None:
-        head = _RECORD.pack(kind, len(metadata), len(data))
-        self._checksum = _chained(self._key, self._checksum, head, metadata, data)
-        for piece in (head, metadata, data, self._checksum):
-            self._file.write(piece)
 
     def _continue(self) -> bool:
         """Reads the whole records there are, and cuts off the rest; returns whether it is ours."""
@@ -209,8 +212,10 @@ class ArchiveReader:
     """A file that is being read, from its beginning to its end. Every method blocks.
 
     Args:
-        path: of the file.
+        path: of the file; of a `stream` the name in errors.
         key: of its checksums; empty: none.
+        stream: has the bytes of the file, and is closed with this; its ``read`` and ``readinto``
+            return less than was asked for at its end only.
 
     Attributes:
         manifest: set once all blocks were read.
@@ -222,18 +227,21 @@ class ArchiveReader:
         ConfigurationError: it cannot be opened, has a key and none is given, or the reverse.
     """
 
-    def __init__(self, path: Path, key: bytes) -> None:
+    def __init__(
+        self, path: Path | str, key: bytes, stream: io.BufferedReader | None = None
+    ) -> None:
         self._path = path
         self._key = key
         self.manifest: Manifest | None = None
         try:
-            self._file: BinaryIO = path.open("rb")
+            self._file = Path(path).open("rb") if stream is None else stream  # noqa: SIM115
         except OSError as error:
             raise ConfigurationError(f"{path}: {error.strerror}") from error
         try:
-            self._nbytes = os.fstat(self._file.fileno()).st_size
+            self._left = sys.maxsize if stream else os.fstat(self._file.fileno()).st_size
+            self._at = 0
             self._checksum = self.checksum_at_end = self._read_header()
-            self.end = _HEADER.size
+            self.end = self._at
         except BaseException:
             self._file.close()
             raise
@@ -258,7 +266,7 @@ class ArchiveReader:
                 break
             block = self._block(metadata, data)
             counted.add(block)
-            self.end, self.checksum_at_end = self._file.tell(), self._checksum
+            self.end, self.checksum_at_end = self._at, self._checksum
             yield block
         if metadata != counted.to_bytes():
             raise self._bad("its manifest does not fit its blocks")
@@ -268,6 +276,7 @@ class ArchiveReader:
 
     def _read_header(self) -> bytes:
         header = self._file.read(_HEADER.size)
+        self._passed(len(header))
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
             raise self._bad("is no file of 'kvconnect export'")
         _, version, has_key, _ = _HEADER.unpack(header)
@@ -290,8 +299,9 @@ class ArchiveReader:
         self._expect(nbytes)
         data = torch.empty(nbytes, dtype=torch.uint8)
         view = data.numpy().data
-        if self._file.readinto(view) < nbytes:  # type: ignore[attr-defined]
+        if self._file.readinto(view) < nbytes:
             raise self._bad("ends too early")
+        self._passed(nbytes)
         checksum = _chained(self._key, self._checksum, head, metadata, view)
         if self._take(_CHECKSUM_NBYTES) != checksum:
             raise self._bad("is damaged, or was made with another key")
@@ -314,11 +324,16 @@ class ArchiveReader:
         found = self._file.read(nbytes)
         if len(found) < nbytes:
             raise self._bad("ends too early")
+        self._passed(nbytes)
         return found
+
+    def _passed(self, nbytes: int) -> None:
+        self._at += nbytes
+        self._left -= nbytes
 
     def _expect(self, nbytes: int) -> None:
         # Before memory is taken for it.
-        if nbytes > self._nbytes - self._file.tell():
+        if nbytes > self._left:
             raise self._bad("ends too early")
 
     def _bad(self, why: str) -> BadFrame:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvconnect.backend import Backend
 from kvconnect.backends.guard.store import GuardedBackend
@@ -21,7 +21,14 @@ _KEYS_PER_DELETE = 256
 _LONGEST_PAUSE_S = 0.5
 
 
-async def drop(url: str, wanted: Wanted, done: Result, *, dry_run: bool = False) -> None:
+async def drop(
+    url: str,
+    wanted: Wanted,
+    done: Result,
+    *,
+    dry_run: bool = False,
+    before: Callable[[], None] | None = None,
+) -> None:
     """Deletes the `wanted` blocks of the store of `url`, the ends of prompts first.
 
     Pinned blocks are deleted, too. Repeating it after an interruption deletes the rest. Then what
@@ -32,6 +39,8 @@ async def drop(url: str, wanted: Wanted, done: Result, *, dry_run: bool = False)
         wanted: the blocks.
         done: the counts are added to it while blocks are deleted.
         dry_run: only count.
+        before: called on another thread once the store is open, before its blocks are listed; not
+            with `dry_run`.
 
     Raises:
         ConfigurationError: no part of the store can list its blocks.
@@ -42,6 +51,8 @@ async def drop(url: str, wanted: Wanted, done: Result, *, dry_run: bool = False)
     async with visiting(url, "read" if dry_run else "maintain") as store:
         listing = listed(url, store)
         done.opened = True
+        if before is not None and not dry_run:
+            await asyncio.to_thread(before)
         chosen = await choose(listing, wanted, read)
         done.set_missing(chosen)
         stores = parts(store)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from kvconnect.backend import Backend, StoredEntry
 from kvconnect.errors import BadFrame, RetryLater
 from kvconnect.keys import BlockKey
-from kvconnect.operations.archive import ArchiveWriter, file_key
+from kvconnect.operations.archive import ArchiveStream, ArchiveWriter, file_key
 from kvconnect.operations.choice import choose, token_reader
 from kvconnect.operations.frame_reader import ReadFrame, read_frames
 from kvconnect.operations.progress import Progress
@@ -18,7 +19,10 @@ from kvconnect.operations.result import Result
 from kvconnect.operations.visit import listed, visiting
 from kvconnect.operations.wanted import Wanted
 
-__all__ = ["Exported", "export"]
+__all__ = ["SHORT_KEY_NBYTES", "Exported", "Sink", "export"]
+
+SHORT_KEY_NBYTES = 8
+"""The first bytes of a key stand for it in a list of those that are there already."""
 
 _KEYS_PER_DESCRIBE = 256
 
@@ -40,8 +44,23 @@ class Exported(Result):
     gone: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sink:
+    """A stream that takes the bytes of a file, in place of a path.
+
+    Attributes:
+        file: takes them, on another thread; it need not be seekable.
+        skip: beginnings of keys, `SHORT_KEY_NBYTES` each: blocks that are not written.
+        begun: called once the blocks are known, before the first byte, with their number.
+    """
+
+    file: BinaryIO
+    skip: Collection[bytes]
+    begun: Callable[[int], None]
+
+
 async def export(
-    url: str, wanted: Wanted, path: Path, done: Exported, *, key_file: str | None = None
+    url: str, wanted: Wanted, path: Path | Sink, done: Exported, *, key_file: str | None = None
 ) -> None:
     """Writes the `wanted` blocks of the store of `url` to the file `path`, parents first.
 
@@ -62,6 +81,9 @@ async def export(
         done.opened = True
         chosen = await choose(stores, wanted, token_reader(url))
         done.set_missing(chosen)
+        if isinstance(path, Sink):
+            await _send(store, chosen.keys, path, key, done)
+            return
         if not chosen.keys:
             done.complete = True
             return
@@ -86,14 +108,7 @@ async def _write(
             writer.restart()
         done.resumed = done.blocks = len(writer.keys)
         left = [one for one in keys if one not in writer.keys]
-        async with Progress("export", len(left), "blocks") as progress:
-            async for batch in read_frames(store, _entries(store, left, done)):
-                writing = asyncio.ensure_future(asyncio.to_thread(_add, writer, batch, done))
-                try:
-                    await asyncio.wait({writing})
-                finally:
-                    await writing  # also after Ctrl-C: the thread uses the batch
-                progress.advance(len(batch))
+        await _write_each(store, left, writer, done)
         if not writer.keys:
             await asyncio.to_thread(part.unlink)
             raise RetryLater("all wanted blocks were dropped or are bad; no file is made")
@@ -103,7 +118,33 @@ async def _write(
         writer.close()
 
 
-def _add(writer: ArchiveWriter, batch: Sequence[ReadFrame], done: Exported) -> None:
+async def _send(
+    store: Backend, keys: Sequence[BlockKey], sink: Sink, key: bytes, done: Exported
+) -> None:
+    left = [one for one in keys if one[:SHORT_KEY_NBYTES] not in sink.skip]
+    done.resumed = len(keys) - len(left)
+    sink.begun(len(left))
+    writer = await asyncio.to_thread(ArchiveStream, sink.file, key)
+    await _write_each(store, left, writer, done)
+    manifest = await asyncio.to_thread(writer.end)
+    done.tokens = sum(one.tokens for one in manifest.models.values())
+    done.complete = True
+
+
+async def _write_each(
+    store: Backend, keys: Sequence[BlockKey], writer: ArchiveStream, done: Exported
+) -> None:
+    async with Progress("export", len(keys), "blocks") as progress:
+        async for batch in read_frames(store, _entries(store, keys, done)):
+            writing = asyncio.ensure_future(asyncio.to_thread(_add, writer, batch, done))
+            try:
+                await asyncio.wait({writing})
+            finally:
+                await writing  # also after Ctrl-C: the thread uses the batch
+            progress.advance(len(batch))
+
+
+def _add(writer: ArchiveStream, batch: Sequence[ReadFrame], done: Exported) -> None:
     for one in batch:
         done.bad += bool(one.problem)
         done.gone += one.gone

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from kvconnect.backend import StoredBlock
 from kvconnect.errors import BadFrame, ConfigurationError
-from kvconnect.operations.archive import ArchiveReader, Manifest, file_key
+from kvconnect.operations.archive import ArchiveReader, file_key
+from kvconnect.operations.manifest import Manifest
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.saving import Saved, save_missing
 from kvconnect.operations.visit import visiting

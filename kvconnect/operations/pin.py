@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvconnect.backend import Backend
@@ -46,12 +46,7 @@ async def pin(url: str, wanted: Wanted, until: float | None, done: Pinned) -> No
     """
     read = token_reader(url)
     async with visiting(url, "maintain") as store:
-        pinning = {name: one for name, one in parts(store).items() if one.capabilities.pins}
-        if not pinning:
-            names = ", ".join(parts(store))
-            raise ConfigurationError(
-                f"{StoreUrl.parse(url)}: {names} cannot pin blocks; disk and memory stores can"
-            )
+        pinning = await _pinning(url, parts(store), until)
         listing = listed(url, store)
         done.opened = True
         chosen = await choose(listing, wanted, read)
@@ -61,6 +56,33 @@ async def pin(url: str, wanted: Wanted, until: float | None, done: Pinned) -> No
             for one in pinning.values():
                 await _pin(one, chosen.keys, until, done, counted, read, progress)
     done.complete = True
+
+
+async def _pinning(
+    url: str, stores: Mapping[str, Backend], until: float | None
+) -> dict[str, Backend]:
+    """Returns by name those of `stores` that take pins now.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    found: dict[str, Backend] = {}
+    refusals: list[ConfigurationError] = []
+    for name, one in stores.items():
+        if one.capabilities.pins:
+            try:
+                await one.pin((), until)
+                found[name] = one
+            except ConfigurationError as error:  # a server's settings decide
+                refusals.append(error)
+    if found:
+        return found
+    if refusals:
+        raise refusals[0]
+    raise ConfigurationError(
+        f"{StoreUrl.parse(url)}: {', '.join(stores)} cannot pin blocks; disk, memory and Redis "
+        "stores can"
+    )
 
 
 async def _pin(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvconnect.engine.request.prompts import Prompt
     from kvconnect.engine.request.tokenizer import Tokenizer
     from kvconnect.operations.explain import StoredPrompt
-    from kvconnect.operations.export import Exported
+    from kvconnect.operations.export import Exported, Sink
     from kvconnect.operations.pin import Pinned
     from kvconnect.operations.result import Result
     from kvconnect.operations.saving import Saved
@@ -113,6 +113,7 @@ class PromptStore:
         *,
         continued: bool = False,
         dry_run: bool = False,
+        before: Callable[[], None] | None = None,
         into: Result | None = None,
         **which: Unpack[Which],
     ) -> Result:
@@ -121,6 +122,8 @@ class PromptStore:
         Args:
             continued: delete also the blocks that continue the prompts or keys.
             dry_run: only count.
+            before: called once, on another thread, when the arguments are checked and the store is
+                open; not with `dry_run`.
             into: the result, whose counts grow meanwhile; default: a new one.
             which: the blocks; see `Which`.
 
@@ -134,7 +137,7 @@ class PromptStore:
 
         done = Result() if into is None else into
         wanted = self._wanted(which, continued=continued)
-        self._run(drop(self.url, wanted, done, dry_run=dry_run))
+        self._run(drop(self.url, wanted, done, dry_run=dry_run, before=before))
         return done
 
     def explain(
@@ -250,7 +253,7 @@ class PromptStore:
 
     def export(
         self,
-        path: str | PathLike[str],
+        path: str | PathLike[str] | Sink,
         *,
         key_file: str | None = None,
         into: Exported | None = None,
@@ -262,7 +265,7 @@ class PromptStore:
         blocks before theirs are written, too.
 
         Args:
-            path: of the file.
+            path: of the file; or a stream that takes its bytes.
             key_file: a file with a secret of 32 bytes or more that authenticates the file.
             into: the result, whose counts grow meanwhile; default: a new one.
             which: the blocks; see `Which`.
@@ -273,11 +276,12 @@ class PromptStore:
             BackendUnavailable: the store fails.
             BadFrame: the file is complete but for damaged blocks.
         """
-        from kvconnect.operations.export import Exported, export
+        from kvconnect.operations.export import Exported, Sink, export
 
         done = Exported() if into is None else into
         wanted = self._wanted(which, ancestors=True)
-        self._run(export(self.url, wanted, Path(path), done, key_file=key_file))
+        to = path if isinstance(path, Sink) else Path(path)
+        self._run(export(self.url, wanted, to, done, key_file=key_file))
         return done
 
     def import_(

@@ -1,22 +1,39 @@
-"""The verb ``warm`` by a running server, over HTTP."""
+"""The verbs ``warm``, ``export`` and ``import`` by a running server, over HTTP."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 from urllib.parse import urlsplit
 
-from kvconnect.errors import BackendUnavailable, ConfigurationError
+from kvconnect.address import is_http_url
+from kvconnect.errors import (
+    BackendUnavailable,
+    BadFrame,
+    ConfigurationError,
+    KvConnectError,
+    RetryLater,
+)
+from kvconnect.operations.archive import ArchiveReader, ArchiveWriter, archive_id, file_key
+from kvconnect.operations.export import SHORT_KEY_NBYTES, Exported
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.saving import Saved
 
-__all__ = ["warm_by_server"]
+__all__ = ["export_by_server", "import_by_server", "warm_by_server"]
 
 _TIMEOUT_S = 60.0
 """An answer has an event each second."""
+_TURN_S = 600.0
+"""The time until an export begins: verbs take turns, and it lists the store first."""
+_PIECE_NBYTES = 1 << 20
+_COUNTS_HEADER = "kvconnect-counts"
+_BINARY = "application/octet-stream"
 
 _OURS = {
     *("invalid_request_error", "authentication_error", "permission_denied_error"),
@@ -42,37 +59,194 @@ def warm_by_server(
         ConfigurationError: a bad URL or key, or a request that the server refuses.
         BackendUnavailable: the server cannot be reached, or fails.
     """
-    parts = urlsplit(server)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ConfigurationError(f"server: '{server}' is no URL; give one as http://host:8000")
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
-    headers = {"Content-Type": "application/json"}
-    if admin_key is not None:
-        headers["Authorization"] = f"Bearer {admin_key}"
-    path = f"{parts.path.rstrip('/').removesuffix('/v1')}/v1/cache/warm"
+    with _Server(server, admin_key) as one, Progress("warm", 0, "tokens") as progress:
+        one.perform("warm", body, done, progress)
+
+
+def export_by_server(
+    server: str,
+    body: Mapping[str, object],
+    path: Path,
+    done: Exported,
+    *,
+    admin_key: str | None,
+    key_file: str | None = None,
+) -> None:
+    """Writes blocks of the server's store to the file `path`, as `PromptStore.export` does.
+
+    After an interruption it continues the file ``PATH.part``, if all of its blocks are wanted.
+
+    Args:
+        server: its URL, as ``http://host:8000``.
+        body: the blocks, as of `Which`.
+        path: of the file.
+        done: its counts grow meanwhile. A server does not tell which blocks it left out because
+            they are bad and which because its store dropped them: they are `bad`.
+        admin_key: of the server.
+        key_file: a secret that authenticates the file; the server does not get it.
+
+    Raises:
+        ConfigurationError: a bad URL or key, a request that the server refuses, or a file that
+            cannot be written.
+        BackendUnavailable: the server cannot be reached, or fails; repeat it.
+        BadFrame: the file is complete but for blocks that were left out.
+    """
+    part = path.with_name(path.name + ".part")
+    writer = ArchiveWriter(part, file_key(key_file))
     try:
-        connection.request("POST", path, json.dumps({**body, "stream": True}), headers)
-        answer = connection.getresponse()
-        with Progress("warm", 0, "tokens") as progress:
-            for event in _events(answer):
-                if "error" in event:
-                    raise _error(server, event["error"])
-                progress.advance(event["tokens"] - done.tokens)
-                for field in fields(done):
-                    setattr(done, field.name, event.get(field.name, True))
-    except (HTTPException, OSError, ValueError) as error:
-        if isinstance(error, (ConfigurationError, BackendUnavailable)):
-            raise
-        raise BackendUnavailable(f"{server}: {error}") from error
+        before = len(writer.keys)
+        if not _export_more(server, body, writer, done, admin_key):
+            writer.restart()
+            _export_more(server, body, writer, done, admin_key)
+        else:
+            done.resumed = before
+        if not writer.keys:
+            part.unlink()
+            if done.bad:
+                raise RetryLater("all wanted blocks were dropped or are bad; no file is made")
+        else:
+            done.blocks = len(writer.keys)
+            done.tokens = sum(one.tokens for one in writer.finish(path).models.values())
     finally:
-        connection.close()
+        writer.close()
+    done.complete = True
+    if done.bad:
+        raise BadFrame(f"{done.bad} blocks are bad or were dropped meanwhile, and were left out")
+
+
+def _export_more(
+    server: str,
+    body: Mapping[str, object],
+    writer: ArchiveWriter,
+    done: Exported,
+    admin_key: str | None,
+) -> bool:
+    """Adds what `writer` lacks; returns False if it has blocks that are not wanted."""
+    had = len(writer.keys)
+    skip = b"".join(key[:SHORT_KEY_NBYTES] for key in writer.keys)
+    asked = {**body, "skip": base64.b64encode(skip).decode()}
+    with _Server(server, admin_key) as one:
+        answer = one.ask("POST", "export", json.dumps(asked).encode(), timeout_s=_TURN_S)
+        counts = json.loads(answer.headers[_COUNTS_HEADER])
+        if counts.pop("resumed") != had:
+            return False
+        wanted = counts.pop("blocks")
+        for name, count in counts.items():
+            setattr(done, name, count)
+        done.opened = True
+        with Progress("export", wanted, "blocks") as progress:
+            try:
+                for block in ArchiveReader(server, b"", io.BufferedReader(answer)).blocks():
+                    writer.add(block)
+                    done.blocks += 1
+                    done.bytes += block.data.numel()
+                    progress.advance(1)
+            except BadFrame as error:  # cut, or changed on the way
+                raise BackendUnavailable(f"{error}: the same call goes on") from error
+            finally:
+                writer.flush()
+    done.bad = had + wanted - len(writer.keys)
+    return True
+
+
+def import_by_server(server: str, path: Path, done: Saved, *, admin_key: str | None) -> None:
+    """Makes the server save the blocks of the file `path`, after it has checked all of it.
+
+    The file is sent in pieces; after an interruption the rest of it is.
+
+    Args:
+        server: its URL, as ``http://host:8000``.
+        path: of a file of ``export`` without a key.
+        done: its counts are those that the server reports meanwhile.
+        admin_key: of the server.
+
+    Raises:
+        BadFrame: it is no such file.
+        ConfigurationError: a bad URL or key, a bad file, or one that the server refuses.
+        BackendUnavailable: the server cannot be reached, or fails; repeat it.
+    """
+    name = archive_id(path)
+    with _Server(server, admin_key) as one, path.open("rb") as file:
+        at = one.number("received", one.ask("GET", f"import/{name}"))
+        nbytes = file.seek(0, io.SEEK_END)
+        at = at if at <= nbytes else 0
+        with Progress("send", nbytes - at, "bytes") as progress:
+            while at < nbytes or not at:
+                file.seek(at)
+                piece = file.read(_PIECE_NBYTES)
+                target = f"import/{name}?offset={at}"
+                answer = one.ask("POST", target, piece, kind=_BINARY)
+                progress.advance(one.number("received", answer) - at)
+                at += len(piece)
+        with Progress("import", 0, "blocks") as progress:
+            one.perform("import", {"file": name}, done, progress)
+
+
+class _Server:
+    """A connection to a server. Errors of HTTP within the context become `BackendUnavailable`."""
+
+    def __init__(self, url: str, admin_key: str | None) -> None:
+        parts = urlsplit(url)
+        if not is_http_url(url) or not parts.hostname:
+            raise ConfigurationError(f"server: '{url}' is no URL; give one as http://host:8000")
+        self.url = url
+        kind = HTTPSConnection if parts.scheme.lower() == "https" else HTTPConnection
+        self._connection = kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+        self._path = f"{parts.path.rstrip('/').removesuffix('/v1')}/v1/cache/"
+        self._key = {} if admin_key is None else {"Authorization": f"Bearer {admin_key}"}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        self._connection.close()
+        known = isinstance(error, KvConnectError)
+        if not known and isinstance(error, (HTTPException, OSError, ValueError, KeyError)):
+            raise BackendUnavailable(f"{self.url}: {error}") from error
+
+    def ask(
+        self,
+        method: str,
+        target: str,
+        body: bytes | None = None,
+        *,
+        kind: str = "application/json",
+        timeout_s: float = _TIMEOUT_S,
+    ) -> HTTPResponse:
+        """Returns the answer to a request about ``/v1/cache/TARGET``, whose body is to be read.
+
+        Raises:
+            ConfigurationError, BackendUnavailable: the server refused it, or failed.
+        """
+        self._connection.timeout = timeout_s
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(timeout_s)
+        self._connection.request(
+            method, self._path + target, body, {"Content-Type": kind, **self._key}
+        )
+        answer = self._connection.getresponse()
+        if answer.status != 200:
+            raise _error(self.url, json.loads(answer.read())["error"])
+        return answer
+
+    def number(self, name: str, answer: HTTPResponse) -> int:
+        """Returns the number `name` in the body of `answer`."""
+        return int(json.loads(answer.read())[name])
+
+    def perform(
+        self, verb: str, body: Mapping[str, object], done: Saved, progress: Progress
+    ) -> None:
+        """Makes the server perform `verb`, and copies its counts to `done` meanwhile."""
+        answer = self.ask("POST", verb, json.dumps({**body, "stream": True}).encode())
+        for event in _events(answer):
+            if "error" in event:
+                raise _error(self.url, event["error"])
+            progress.advance(event["tokens"] - done.tokens)
+            for field in fields(done):
+                setattr(done, field.name, event.get(field.name, True))
 
 
 def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:
-    if answer.status != 200:
-        yield json.loads(answer.read())
-        return
     for line in answer:
         text = line.decode().strip()
         if text == "data: [DONE]":
@@ -82,6 +256,8 @@ def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:
     raise BackendUnavailable("the server's answer ended too early")
 
 
-def _error(server: str, error: Mapping[str, str]) -> ConfigurationError | BackendUnavailable:
+def _error(server: str, error: Mapping[str, Any]) -> KvConnectError:
+    if error.get("code") == "bad_file":
+        return BadFrame(f"{server}: {error['message']}")
     kind = ConfigurationError if error["type"] in _OURS else BackendUnavailable
     return kind(f"{server}: {error['message']}")

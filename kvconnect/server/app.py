@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from kvconnect.engine.llm import LLM
 from kvconnect.server.admission import Admission
+from kvconnect.server.cache_files import file_routes
 from kvconnect.server.cache_verbs import cache_routes
 from kvconnect.server.endpoint import GenerationEndpoint
 from kvconnect.server.engine_endpoints import engine_routes
@@ -57,8 +58,10 @@ def make_app(
         Route("/metrics", metrics_endpoint(threads.telling)),
         *engine_routes(llm, settings, admission, threads),
         *cache_routes(llm, settings, admission, threads),
+        *file_routes(llm, settings, admission, threads),
     ]
-    return Gate(Router(routes, redirect_slashes=False), settings, settings.admin_key)
+    router = Router(routes, redirect_slashes=False)
+    return Gate(router, settings, settings.admin_key, settings.metrics_key)
 
 
 class _Model:
@@ -88,11 +91,13 @@ class _Model:
 
 
 async def _health(llm: LLM, admission: Admission, request: Request) -> Response:
-    """Answers whether requests are accepted, and where events are published."""
+    """Answers whether requests are accepted, where events are published, and what keeps them."""
     if admission.closed:
         raise ShuttingDown
     llm.check_health()
     told: dict[str, Any] = {"status": "ok"}
     if (events := llm.events_address) is not None:
         told["events"] = asdict(events)
+        if (problem := llm.events_problem) is not None:
+            told["events"]["problem"] = problem
     return JSONResponse(told)

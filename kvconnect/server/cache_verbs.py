@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from functools import partial
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
@@ -32,16 +33,33 @@ from kvconnect.server.openai.model_request import ModelRequest
 from kvconnect.server.settings import ServerSettings
 from kvconnect.server.threads import ServerThreads
 
-__all__ = ["cache_routes"]
+__all__ = ["BlocksRequest", "CountsEndpoint", "StoreEndpoint", "StoreRequest", "cache_routes"]
 
 _SECONDS_BETWEEN_EVENTS = 1.0
 
 
-class _VerbRequest(ModelRequest):
-    """The prompts that a verb is about; the fields are those of `Which`.
+class StoreRequest(ModelRequest):
+    """A request to do something with the engine's store.
 
     Attributes:
         stream: answer with events: the counts so far each second, and at the end.
+    """
+
+    stream: bool = False
+
+    result: ClassVar[type[Result]] = Saved
+
+    @property
+    def of_model(self) -> bool:
+        """Returns whether only blocks of the served model are meant."""
+        return self.model is not None
+
+
+class BlocksRequest(StoreRequest):
+    """The blocks that a verb is about; the fields are those of `Which`.
+
+    Attributes:
+        all_models: with `everything` and no `model`: blocks of every model.
     """
 
     prompts: Any = None
@@ -50,7 +68,20 @@ class _VerbRequest(ModelRequest):
     salt: str | list[str | None] | None = None
     lora: str | None = None
     everything: bool = False
-    stream: bool = False
+    all_models: bool = False
+
+    @model_validator(mode="after")
+    def _says_of_which_model(self) -> Self:
+        if self.all_models and (self.model is not None or not self.everything):
+            raise ValueError("all_models: only with everything, and without model")
+        if self.everything and self.model is None and not self.all_models:
+            # A store may serve many models, and a request without one means the served model
+            # everywhere else.
+            raise ValueError(
+                "everything: give the model whose blocks are meant; or all_models: true, for the "
+                "blocks of every model in the store"
+            )
+        return self
 
     @property
     def which(self) -> Which:
@@ -73,7 +104,9 @@ class _VerbRequest(ModelRequest):
         """Returns whether only blocks of the served model are meant."""
         return not (self.model is None and self.prompts is None and self.messages is None)
 
-    result: ClassVar[type[Result]] = Saved
+
+class _VerbRequest(BlocksRequest):
+    """A verb that answers with counts."""
 
     @abstractmethod
     def perform(self, store: PromptStore, llm: LLM, done: Any) -> None:
@@ -104,10 +137,17 @@ class _Drop(_VerbRequest):
     result = _Dropped
 
     def perform(self, store: PromptStore, llm: LLM, done: Any) -> None:
-        if not self.dry_run:
-            # First, so that the engine saves none of them again.
+        def clear() -> None:
+            # Before the store's blocks are listed, so that the engine saves none of them again.
             done.engine_cleared = llm.reset_prefix_cache()
-        store.drop(continued=self.continued, dry_run=self.dry_run, into=done, **self.which)
+
+        store.drop(
+            continued=self.continued,
+            dry_run=self.dry_run,
+            before=clear,
+            into=done,
+            **self.which,
+        )
 
 
 class _Pin(_VerbRequest):
@@ -154,31 +194,20 @@ def cache_routes(
     ]
 
 
-class _VerbEndpoint(Endpoint[_VerbRequest]):
-    """Performs verbs, one after the other; each counts as a completion.
+class StoreEndpoint(Endpoint[StoreRequest]):
+    """Works on the engine's store for clients, one after the other; each counts as a completion.
 
-    A verb whose client leaves ends after the call to the store that it makes.
+    Work whose client leaves ends after the call to the store that it makes.
     """
 
-    def _admit(self, wanted: _VerbRequest, request: Request, ticket: Ticket) -> None:
+    def _admit(self, wanted: StoreRequest, request: Request, ticket: Ticket) -> None:
         check_model(self._settings, wanted.model)
         self._admission.extend(ticket, 1)
 
-    async def _response(self, wanted: _VerbRequest, request: Request, ticket: Ticket) -> Response:
-        run, done = AbortableRun(), wanted.result()
-        self._admission.submitted(ticket, [run])
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._threads.verbs, self._perform, wanted, run, done)
-        if wanted.stream:
-            return StreamingResponse(
-                _events(work, done),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            )
-        await while_connected(request.receive, work)
-        return JSONResponse(done.numbers())
-
-    def _perform(self, wanted: _VerbRequest, run: AbortableRun, done: Result) -> None:
+    def _perform(
+        self, wanted: StoreRequest, run: AbortableRun, work: Callable[[PromptStore], None]
+    ) -> None:
+        """Calls `work` with the store, on a thread for verbs; `run` runs its coroutine."""
         is_shown.set(False)
         options = self._llm.options
         config = options.connector_config
@@ -191,11 +220,39 @@ class _VerbEndpoint(Endpoint[_VerbRequest]):
             run=run,
         )
         try:
-            wanted.perform(store, self._llm, done)
+            work(store)
         except BadFrame:
-            pass  # all is done but for those, which `done` counts
+            pass  # all is done but for those, which the result counts
         except asyncio.CancelledError as error:
             raise ShuttingDown from error
+
+
+class CountsEndpoint(StoreEndpoint):
+    """Answers with the counts of the work, at its end or each second, too."""
+
+    @abstractmethod
+    def _work(self, wanted: Any, done: Any, store: PromptStore) -> None:
+        """Does what `wanted` asks for, and counts in `done`, its `result`; blocks."""
+
+    async def _response(self, wanted: StoreRequest, request: Request, ticket: Ticket) -> Response:
+        run, done = AbortableRun(), wanted.result()
+        self._admission.submitted(ticket, [run])
+        loop = asyncio.get_running_loop()
+        do = partial(self._work, wanted, done)
+        work = loop.run_in_executor(self._threads.verbs, self._perform, wanted, run, do)
+        if wanted.stream:
+            return StreamingResponse(
+                _events(work, done),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            )
+        await while_connected(request.receive, work)
+        return JSONResponse(done.numbers())
+
+
+class _VerbEndpoint(CountsEndpoint):
+    def _work(self, wanted: _VerbRequest, done: Any, store: PromptStore) -> None:
+        wanted.perform(store, self._llm, done)
 
 
 async def _events(work: asyncio.Future[None], done: Result) -> AsyncGenerator[bytes]:

@@ -79,6 +79,10 @@ class ServerSettings(HttpSettings):
             `ROUTER_SECRET_HEADER`; ``None``: only what all requests need.
         admin_key: required for the verbs on stored prompts, ``/v1/cache/…``, in the place of the
             `api_key`; ``None``: they are refused.
+        metrics_key: required for ``/metrics`` in the place of the `api_key`; the `admin_key` serves
+            there, too. If both are ``None``, the `api_key` is required.
+        max_import_bytes: of a file that a client sends to be imported; it lies in the directory for
+            temporary files until it was.
         peers: ``host`` or ``host:port`` of prefill servers that prompts may be fetched from; none:
             those of this machine.
     """
@@ -89,6 +93,8 @@ class ServerSettings(HttpSettings):
     role: Literal["prefill", "decode", "both"] | None = None
     router_secret: Annotated[str | None, Field(repr=False)] = None
     admin_key: Annotated[str | None, Field(repr=False)] = None
+    metrics_key: Annotated[str | None, Field(repr=False)] = None
+    max_import_bytes: Annotated[int, Field(ge=1)] = 16 << 30
     peers: tuple[str, ...] = ()
 
     @field_validator("peers")
@@ -102,6 +108,7 @@ class ServerSettings(HttpSettings):
     def _trusts_somebody(self) -> Self:
         check_header("router_secret", self.router_secret)
         check_header("admin_key", self.admin_key)
+        check_header("metrics_key", self.metrics_key)
         if self.role == "both" and self.router_secret is None:
             raise ValueError(
                 "router_secret: is needed with role 'both', whose clients are not only a router; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Self
@@ -30,6 +31,10 @@ class ServerThreads:
         self.tokenizing = self._pool("tokenizing", _TOKENIZING)
         self.telling = self._pool("telling", _TELLING)
         self.verbs = self._pool("verbs", 1)
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` when the threads are about to end."""
+        self._stack.callback(callback)
 
     def _pool(self, what: str, threads: int) -> ThreadPoolExecutor:
         pool = ThreadPoolExecutor(threads, thread_name_prefix=f"kvconnect-server-{what}")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import sqlite3
 import subprocess
 import sys
 from collections import Counter
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvconnect.backends import open_backend
+from kvconnect.backends.disk.eviction import Eviction
+from kvconnect.backends.disk.format import connect
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.backends.quotas import Quotas, quotas_of, tenant_of
@@ -286,3 +290,91 @@ def test_files_that_are_none(tmp_path, content, said):
 def test_stores_that_do_not_decide_refuse_a_quota(url):
     with pytest.raises(ConfigurationError, match="disk and memory stores do, also as tiers"):
         open_backend(f"{url}?quota=10%")
+
+
+def counted(directory: Path) -> tuple[dict, dict]:
+    """The bytes of each tenant as they are counted, and as they are."""
+    with closing(sqlite3.connect(directory / "index.sqlite3")) as db:
+        kept = dict(db.execute("SELECT tenant, nbytes FROM tenants").fetchall())
+        found = Counter()
+        for namespace, size in db.execute("SELECT namespace, size FROM blocks").fetchall():
+            found[tenant_of(namespace)] += size
+    return kept, dict(found)
+
+
+async def test_what_tenants_have_is_counted_whatever_changes_it(tmp_path, kit):
+    path = tmp_path / "kv"
+    async with opened(DiskBackend(path, capacity=CAPACITY, quotas=Quotas(0.2)), kit) as store:
+        for name in ("a", "b", "c", "a"):
+            await press(store, kit, name, SLOTS)
+        await store.save(kit.chain(kit.keys("without", count=3)))
+        kept, found = counted(path)
+        assert kept == found
+        assert len(found) == 4
+        blocks = chain(kit, "b", 23)
+        await store.delete([one.key for one in blocks])
+        assert counted(path)[0] == counted(path)[1]
+        # Another process, that has no quotas of its own, counts too.
+        async with opened(DiskBackend(path, capacity=CAPACITY), kit) as other:
+            await press(other, kit, "d", SLOTS // 2)
+            assert counted(path)[0] == counted(path)[1]
+        drop = [entry.key async for entry in store.scan() if entry.namespace == space("a")]
+        await store.delete(drop)
+        kept, found = counted(path)
+        assert kept == found
+        assert tenant("a") not in kept, "nothing is left of a tenant that is dropped"
+    # A smaller capacity drops whole data files.
+    async with opened(DiskBackend(path, capacity=CAPACITY // 4, quotas=Quotas(0.2)), kit) as store:
+        await press(store, kit, "e", 8)
+        assert counted(path)[0] == counted(path)[1]
+
+
+async def test_what_an_older_version_saved_is_counted_at_the_next_eviction(tmp_path, kit):
+    """It has the index open, and knows nothing of the counts."""
+    path = tmp_path / "kv"
+    async with opened(DiskBackend(path, capacity=CAPACITY, quotas=Quotas(0.2)), kit) as store:
+        await press(store, kit, "a", SLOTS)
+        with closing(sqlite3.connect(path / "index.sqlite3", timeout=30)) as old, old:
+            old.execute("UPDATE blocks SET namespace=? WHERE id % 2", (space("z"),))
+            columns = "segment, slot, size, length, priority, created, used, namespace, pool_group"
+            old.execute(
+                f"INSERT INTO blocks(key, {columns})"
+                " SELECT x'00', segment, 1 << 40, size, length, priority, created, used,"
+                " namespace, pool_group FROM blocks LIMIT 1"
+            )
+            old.execute("DELETE FROM blocks WHERE key = (SELECT max(key) FROM blocks)")
+        assert counted(path)[0] != counted(path)[1]
+        await press(store, kit, "b", 4)
+        assert counted(path)[0] == counted(path)[1]
+
+
+def test_the_choice_of_victims_does_not_read_the_index(tmp_path):
+    """Neither 100 blocks nor 20,000 take many steps of SQLite's machine."""
+    steps = {}
+    for number in (100, 20_000):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        with closing(connect(directory, "process", 1 << 20)) as db:
+            eviction = Eviction(db, Quotas(0.1))
+            db.execute("BEGIN IMMEDIATE")
+            eviction.prepare()
+            columns = "key, segment, slot, size, length, priority, created, used, namespace"
+            rows = [
+                (n.to_bytes(8), 1, n, 4096, 4096, 35, n, n, space(n % 20)) for n in range(number)
+            ]
+            db.executemany(
+                f"INSERT INTO blocks({columns}, pool_group) VALUES(?,?,?,?,?,?,?,?,?,0)", rows
+            )
+            eviction.usage({})
+            taken = itertools.count()
+            db.set_progress_handler(lambda taken=taken: next(taken) < 0, 10)
+            saving = {tenant(0): 4 * 4096}
+            usage = eviction.usage(saving)
+            givers = eviction.givers(usage, number * 4096, saving)
+            victims = eviction.victims(4096, 4, set(), givers, usage)
+            db.set_progress_handler(None, 0)
+            assert len(victims) == 4
+            eviction.drop(victims)
+            db.execute("COMMIT")
+            steps[number] = next(taken)
+    assert steps[20_000] < 3 * steps[100]

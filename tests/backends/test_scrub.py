@@ -13,6 +13,7 @@ import torch
 
 from kvconnect.backend import StoredBlock
 from kvconnect.backends import open_backend
+from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import Namespace
 
 NBYTES = 40960
@@ -124,6 +125,29 @@ async def test_memory_that_is_free_holds_nothing(make_bare, kit):
         await scrubbed(store)
         assert not any(one in bytes(region) for one in value)
         assert await store.lookup([one.key for one in kept]) == 3
+
+
+@pytest.mark.parametrize("command", ["getrange", "zrem", "unlink", "zrange", "pttl"])
+async def test_redis_refused_replies_are_errors_and_remove_nothing(command, own_redis, kit):
+    """An error is no answer that a block is gone."""
+    client = own_redis.admin
+    kept = [*a_chain(kit, "kept", 2), a_block(kit, "in parts", nbytes=5 << 20)]
+    gone = [a_block(kit, "gone"), a_block(kit, "gone in parts", nbytes=5 << 20)]
+    store = open_backend(f"{own_redis.url}?prefix=scrub:").inner
+    async with kit.opened(store):
+        assert await store.save(kept + gone) == 5
+        client.delete(*(f"scrub:b:{one.key.hex()}" for one in gone))
+        names = own_redis.names("scrub:")
+        members = client.zrange(f"scrub:c:{kept[0].parent.hex()}", 0, -1)
+        client.execute_command("ACL", "SETUSER", "default", f"-{command}")
+        with pytest.raises(BackendUnavailable, match="NOPERM"):
+            await scrubbed(store)
+        client.execute_command("ACL", "SETUSER", "default", f"+{command}")
+        assert set(names) >= set(own_redis.names("scrub:"))
+        assert client.zrange(f"scrub:c:{kept[0].parent.hex()}", 0, -1) == members
+        await scrubbed(store)
+        assert await store.lookup([one.key for one in kept]) == 3
+        assert not any(holds(in_redis(client), one) for one in gone)
 
 
 def in_redis(client) -> bytes:

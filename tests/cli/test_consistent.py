@@ -52,6 +52,7 @@ NAMED = {
     (TransferConfig, "secret"): "transfer_secret",
     (ServerSettings, "max_body_bytes"): "max_body",
     (RouteSettings, "max_body_bytes"): "max_body",
+    (ServerSettings, "max_import_bytes"): "max_import",
     (Workload, "max_tokens"): "session_tokens",
     (Workload, "num_requests"): "requests",
     (Workload, "requests_per_s"): "rate",

@@ -97,7 +97,7 @@ def test_a_store_without_pins_is_refused_by_name(kvconnect, url, monkeypatch):
     monkeypatch.setattr(DiskBackend, "capabilities", Capabilities(enumerable=True))
     code, _, err = kvconnect("pin", url, "--all")
     assert code == 2
-    assert "DiskBackend cannot pin blocks; disk and memory stores can" in err
+    assert "DiskBackend cannot pin blocks; disk, memory and Redis stores can" in err
 
 
 def test_a_time_that_is_over_is_refused(url):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from event_subscriber import AllBlocksCleared, BlockStored, Subscriber
+from event_subscriber import AllBlocksCleared, BlockRemoved, BlockStored, Subscriber
 
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.pool.events import KvCacheEvent, Removed
@@ -221,6 +221,87 @@ def test_a_subscriber_that_reads_nothing_delays_nothing(published, monkeypatch):
     assert len(received) < last
     [missed, *_] = [a + 1 for a, b in pairwise([*received, last]) if b != a + 1]
     assert one.replay(missed)[0][0] == missed
+
+
+def test_batches_are_divided_by_their_bytes(published):
+    """So that the messages kept for one slow subscriber have a bound in bytes."""
+    cache = BlockManager(
+        KvCacheConfig(tokens_per_block=T, event_buffer_max_size=1000), LAYOUT, num_blocks=20_000
+    )
+    tokens = [2**31 - 1 - n for n in range(60_000)]
+    add(cache, 1, tokens, cache_salt="secret")
+    cache.reset()
+    publisher = opened(published, cache.take_events)
+    one = followed(published, publisher)
+    publisher.ring()
+    found = wait_for(one, 1, 2)
+    while not isinstance(found[-1][1].events[-1], BlockRemoved):
+        found = one.replay(1)
+    sizes = [len(payload) for _, payload in publisher._kept.since(0)]
+    assert publisher_module._BATCH_NBYTES // 4 < max(sizes) <= publisher_module._BATCH_NBYTES
+    events = [event for _, batch in found for event in batch.events]
+    stored = [event for event in events if isinstance(event, BlockStored)]
+    assert [token for event in stored for token in event.token_ids] == tokens
+    keys = chain(tokens, cache_salt="secret").keys()
+    assert [key for event in stored for key in event.block_hashes] == keys
+    parents = [event.parent_block_hash for event in stored]
+    assert parents == [None, *(event.block_hashes[-1] for event in stored[:-1])]
+    removed = [
+        key for event in events if isinstance(event, BlockRemoved) for key in event.block_hashes
+    ]
+    assert sorted(removed) == sorted(keys)
+
+
+def test_what_was_published_before_forget_is_not_replayed(published):
+    cache = manager()
+    publisher = opened(published, cache.take_events)
+    one = followed(published, publisher)
+    add(cache, 1, [7] * 4)
+    publisher.ring()
+    wait_for(one, 1, 1)
+    add(cache, 2, [8] * 4)  # is not taken yet
+    publisher.forget()
+    assert one.replay(0) == []
+    add(cache, 3, [9] * 4)
+    publisher.ring()
+    [(number, batch)] = wait_for(one, 0, 1)
+    assert (number, batch.events[0].token_ids) == (3, [9] * 4)
+    publisher.close()
+    publisher.forget()
+
+
+def test_an_error_of_any_kind_is_shown_and_survived(published, monkeypatch):
+    monkeypatch.setattr(publisher_module, "_ERROR_WAIT_S", 0.0)
+    cache = manager()
+    broken = []
+
+    def take():
+        if broken:
+            raise broken[0]
+        return cache.take_events()
+
+    publisher = opened(published, take)
+    one = followed(published, publisher)
+    add(cache, 1, [7] * 4)
+    publisher.ring()
+    wait_for(one, 1, 1)
+    assert publisher.problem is None
+    broken.append(RuntimeError("out of order"))
+    add(cache, 2, [8] * 4)
+    publisher.ring()
+    while publisher.problem is None:
+        pass
+    assert publisher.problem == "RuntimeError: out of order"
+    publisher.forget()  # waits for no recovery
+    broken.clear()
+    while publisher.problem is not None:
+        pass
+    add(cache, 3, [9] * 4)
+    publisher.ring()
+    (_, cleared), (_, batch) = wait_for(one, 2, 2)
+    assert cleared.events == [AllBlocksCleared()]
+    stored = [event.token_ids for event in batch.events if isinstance(event, BlockStored)]
+    assert stored == [[9] * 4], "what may be lost in part is not published"
 
 
 @pytest.mark.parametrize(

@@ -55,13 +55,12 @@ def ask(admin):
         return answer
 
     yield post
-    post("drop", everything=True)
+    post("drop", everything=True, all_models=True)
 
 
 def figure(admin, name: str) -> float:
     """The sum of a metric's samples."""
-    headers = {"Authorization": "Bearer of-clients"}
-    _, text, _ = admin.raw(b"", "/metrics", headers=headers, method="GET")
+    _, text, _ = admin.raw(b"", "/metrics", headers=ADMIN, method="GET")
     return sum(
         sample.value
         for family in text_string_to_metric_families(text.decode())
@@ -120,6 +119,26 @@ def test_drop_takes_the_blocks_of_the_engine_too(admin, ask):
     assert ask("drop", salt="mine")["blocks"] == 5
 
 
+@pytest.mark.parametrize("body", [{}, {"keys": ["xyz"]}, {"everything": True}])
+def test_a_drop_that_is_refused_leaves_the_engine_its_blocks(admin, ask, body):
+    request = {"prompt": PROMPT, "max_tokens": 1, "cache_salt": "reused"}
+    headers = {"Authorization": "Bearer of-clients"}
+    admin.post(request, headers=headers)
+    assert admin.post(body, "/v1/cache/drop", headers=ADMIN)[0] == 400
+    before = figure(admin, "kvconnect_loaded_blocks_total")
+    _, answer, _ = admin.post(request, headers=headers)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) - 1
+    assert figure(admin, "kvconnect_loaded_blocks_total") == before
+
+
+def test_the_blocks_of_the_served_model_are_dropped_by_its_name(admin, ask, url):
+    ask("warm", prompts=[PROMPT])
+    headers = {"Authorization": "Bearer of-clients"}
+    _, text, _ = admin.raw(b"", "/v1/models", headers=headers, method="GET")
+    served = json.loads(text)["data"][0]["id"]
+    assert ask("drop", everything=True, model=served, dry_run=True)["blocks"] == 5
+
+
 def test_pin_and_unpin(ask, url):
     ask("warm", prompts=[PROMPT])
     assert ask("pin", prompts=PROMPT, for_s=3600)["blocks"] == 5
@@ -135,11 +154,16 @@ def test_pin_and_unpin(ask, url):
         ("drop", {}, "nothing says which blocks"),
         ("drop", {"everythin": True}, "did you mean 'everything'"),
         ("drop", {"for_s": 3, "everything": True}, "unknown field 'for_s'"),
+        *(
+            (verb, {"everything": True}, "give the model whose blocks are meant; or all_models")
+            for verb in VERBS
+        ),
+        ("drop", {"all_models": True, "salt": "mine"}, "all_models: only with everything"),
         ("pin", {"for_s": 0, "everything": True}, "for_s"),
         ("pin", {"keys": ["xyz"]}, "is no key"),
-        ("warm", {"everything": True}, "give prompts or messages"),
+        ("warm", {"everything": True, "all_models": True}, "give prompts or messages"),
         ("warm", {"prompts": [[1] * 5000]}, "5000"),
-        ("prefetch", {"everything": True}, "DiskBackend has no faster tier"),
+        ("prefetch", {"salt": "x"}, "DiskBackend has no faster tier"),
         ("drop", {"salt": "", "everything": False}, "salt"),
         ("drop", {"model": "other", "everything": True}, "is not served here"),
     ],

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kvconnect.address import is_http_url
 from kvconnect.cli.command import NothingMatched, add_json
-from kvconnect.cli.wanted import add_wanted, report, store_and_wanted
+from kvconnect.cli.options.http_options import ADMIN_KEY
+from kvconnect.cli.wanted import add_wanted, report, store_and_wanted, wanted_of_server
+from kvconnect.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from kvconnect.operations.export import Exported
 
 __all__ = ["add_options", "run"]
 
@@ -16,7 +25,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "Write the blocks of prompts, of a tenant or of a whole store to one file, for 'kvconnect "
         "import' elsewhere. Until it is complete its name ends in .part; after an interruption the "
         "same command continues it. Every block is checked: a bad one is left out, and the exit "
-        "code is 1. The file holds prompts as they are stored; its owner alone may read it."
+        "code is 1. The file holds prompts as they are stored; its owner alone may read it. URL "
+        "may be that of a 'kvconnect serve', http://host:8000, whose store is meant then; its "
+        f"admin key comes from {ADMIN_KEY}, and MODEL is its name of the model."
     )
     add_wanted(parser)
     parser.add_argument("--output", "-o", required=True, metavar="FILE", help="the file to write")
@@ -40,10 +51,9 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from kvconnect.operations.export import Exported
 
-    store, which = store_and_wanted(arguments)
     done = Exported()
     try:
-        store.export(arguments.output, key_file=arguments.key_file, into=done, **which)
+        (_by_server if is_http_url(arguments.url) else _export)(arguments, done)
     finally:
         report(
             arguments,
@@ -55,3 +65,30 @@ def run(arguments: argparse.Namespace) -> None:
         )
     if not done.blocks:
         raise NothingMatched("no block matched")
+
+
+def _export(arguments: argparse.Namespace, done: Exported) -> None:
+    store, which = store_and_wanted(arguments)
+    store.export(arguments.output, key_file=arguments.key_file, into=done, **which)
+
+
+def _by_server(arguments: argparse.Namespace, done: Exported) -> None:
+    from kvconnect.operations.remote import export_by_server
+
+    if arguments.model_revision is not None:
+        raise ConfigurationError("--model-revision: a server knows its own")
+    body = wanted_of_server(arguments)
+    if arguments.key:
+        body["keys"] = arguments.key
+    if arguments.model is not None:
+        body["model"] = arguments.model
+    if arguments.all:
+        body |= {"everything": True, "all_models": arguments.model is None}
+    export_by_server(
+        arguments.url,
+        body,
+        Path(arguments.output),
+        done,
+        admin_key=os.environ.get(ADMIN_KEY),
+        key_file=arguments.key_file,
+    )

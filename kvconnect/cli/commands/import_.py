@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 
+from kvconnect.address import is_http_url
 from kvconnect.cli.command import add_json
+from kvconnect.cli.options.http_options import ADMIN_KEY
 from kvconnect.cli.visit import add_url
 from kvconnect.cli.wanted import add_model_revision, report
+from kvconnect.errors import ConfigurationError
 from kvconnect.operations.prompt_store import PromptStore
+from kvconnect.operations.saving import Saved
 
 __all__ = ["add_options", "run"]
 
@@ -19,7 +25,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "First the whole file is checked: one that was changed anywhere is refused before "
         "anything is saved. What is there already is skipped, so the same command continues after "
         "an interruption. An engine uses the blocks if it runs the same model with the same "
-        "settings of the cache, salt and adapter."
+        "settings of the cache, salt and adapter. URL may be that of a 'kvconnect serve', "
+        "http://host:8000: it saves them to its own store, after it has checked the whole file; "
+        f"its admin key comes from {ADMIN_KEY}."
     )
     add_url(parser)
     parser.add_argument("file", metavar="FILE", help="a file of 'kvconnect export'")
@@ -43,11 +51,25 @@ def run(arguments: argparse.Namespace) -> None:
         BadFrame: the file is damaged, cut short, changed, or made with another key.
         ConfigurationError: it cannot be opened, or is of another model.
     """
-    from kvconnect.operations.saving import Saved
-
-    store = PromptStore(arguments.url, arguments.model, model_revision=arguments.model_revision)
     done = Saved()
     try:
-        store.import_(arguments.file, key_file=arguments.key_file, into=done)
+        (_by_server if is_http_url(arguments.url) else _import)(arguments, done)
     finally:
         report(arguments, done, "imported", f"{done.present} were there already")
+
+
+def _import(arguments: argparse.Namespace, done: Saved) -> None:
+    store = PromptStore(arguments.url, arguments.model, model_revision=arguments.model_revision)
+    store.import_(arguments.file, key_file=arguments.key_file, into=done)
+
+
+def _by_server(arguments: argparse.Namespace, done: Saved) -> None:
+    from kvconnect.operations.remote import import_by_server
+
+    if arguments.model or arguments.model_revision or arguments.key_file:
+        raise ConfigurationError(
+            "MODEL, --model-revision, --key-file: a server does not take them; give the URL of its "
+            "store"
+        )
+    key = os.environ.get(ADMIN_KEY)
+    import_by_server(arguments.url, Path(arguments.file), done, admin_key=key)

@@ -9,6 +9,7 @@ from functools import partial
 from pydantic import SecretStr
 
 from kvconnect.address import host_and_port, is_loopback
+from kvconnect.backends.url import parse_size
 from kvconnect.cli.command import add_number, picked
 from kvconnect.cli.options.config_file import add_config
 from kvconnect.cli.options.engine_options import (
@@ -21,6 +22,7 @@ from kvconnect.cli.options.engine_options import (
 from kvconnect.cli.options.events_options import add_events_options, events_of
 from kvconnect.cli.options.http_options import (
     ADMIN_KEY,
+    METRICS_KEY,
     ROUTER_SECRET,
     add_http_options,
     http_fields,
@@ -73,8 +75,21 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--admin-key",
         metavar="KEY",
-        help="what /v1/cache/ (warm, drop, pin, unpin, prefetch) needs in the place of the API "
+        help="what /v1/cache/ (warm, drop, pin, export, …) needs in the place of the API "
         f"key; other users of this machine see it here, and not in the environment: {ADMIN_KEY}",
+    )
+    group.add_argument(
+        "--metrics-key",
+        metavar="KEY",
+        help="what /metrics needs in the place of the API key; the admin key serves there, too "
+        f"(default: the admin key alone, or else the API key); in the environment: {METRICS_KEY}",
+    )
+    group.add_argument(
+        "--max-import",
+        default="16GiB",
+        metavar="SIZE",
+        help="of a file of prompts that is sent to /v1/cache/import; it lies in the directory for "
+        "temporary files (TMPDIR) until its blocks are stored (default: 16GiB)",
     )
     group.add_argument(
         "--require-salt",
@@ -152,7 +167,9 @@ def run(arguments: argparse.Namespace) -> None:
         max_completions=arguments.max_batch_size + arguments.max_queue,
         role=arguments.role,
         router_secret=os.environ.get(ROUTER_SECRET),
-        admin_key=os.environ.get(ADMIN_KEY) if arguments.admin_key is None else arguments.admin_key,
+        admin_key=_secret(arguments.admin_key, ADMIN_KEY),
+        metrics_key=_secret(arguments.metrics_key, METRICS_KEY),
+        max_import_bytes=parse_size(arguments.max_import, field="--max-import"),
         peers=tuple(arguments.peer),
     )
     transfer = _transfer_of(arguments)
@@ -170,6 +187,10 @@ def run(arguments: argparse.Namespace) -> None:
             serve(llm, settings, listener, ready=ready)
     finally:
         listener.close()
+
+
+def _secret(given: str | None, name: str) -> str | None:
+    return os.environ.get(name) if given is None else given
 
 
 def _transfer_of(arguments: argparse.Namespace) -> TransferConfig | None:

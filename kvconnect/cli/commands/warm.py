@@ -14,8 +14,8 @@ from kvconnect.cli.options.engine_options import (
     open_llm,
 )
 from kvconnect.cli.options.http_options import ADMIN_KEY
-from kvconnect.cli.prompts import add_prompt_options, read_prompts
-from kvconnect.cli.wanted import given_prompts, report
+from kvconnect.cli.prompts import add_prompt_options
+from kvconnect.cli.wanted import given_prompts, report, wanted_of_server
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.operations.prompt_store import PromptStore
 from kvconnect.operations.saving import Saved
@@ -93,14 +93,5 @@ def _by_model(arguments: argparse.Namespace, done: Saved) -> None:
 def _by_server(arguments: argparse.Namespace, done: Saved) -> None:
     from kvconnect.operations.remote import warm_by_server
 
-    # Conversations stand behind the others, as the server's answer counts them.
-    given = sorted(read_prompts(arguments, {}), key=lambda one: one.form == "messages")
-    chats = [one.content for one in given if one.form == "messages"]
-    others = [one.content for one in given if one.form != "messages"]
-    body = {
-        "prompts": others or None,
-        "messages": chats or None,
-        "salt": [one.cache_salt for one in given],
-        "lora": arguments.lora,
-    }
+    body = wanted_of_server(arguments)
     warm_by_server(arguments.server, body, done, admin_key=os.environ.get(ADMIN_KEY))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADMIN_KEY",
+    "METRICS_KEY",
     "ROUTER_SECRET",
     "add_http_options",
     "http_fields",
@@ -25,6 +26,7 @@ __all__ = [
 
 ROUTER_SECRET = "KVCONNECT_ROUTER_SECRET"  # noqa: S105  its name
 ADMIN_KEY = "KVCONNECT_ADMIN_KEY"
+METRICS_KEY = "KVCONNECT_METRICS_KEY"
 _API_KEY = "KVCONNECT_API_KEY"
 _EXTRA = ("httpx2", "jiter", "prometheus_client", "starlette", "uvicorn")
 

@@ -16,7 +16,7 @@ from kvconnect.server.http.json_text import TooManyValues, parse_json
 from kvconnect.server.settings import HttpSettings
 from kvconnect.text import shown
 
-__all__ = ["read_json"]
+__all__ = ["read_body", "read_json"]
 
 T = TypeVar("T")
 
@@ -48,16 +48,22 @@ async def read_json(
         Exception: as `make` raises.
     """
     _check_kind(request)
+    body = await read_body(request, settings, ticket)
+    if len(body) < _LONG_NBYTES:
+        return make(_parsed(body, settings))
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(thread, lambda: make(_parsed(body, settings)))
+
+
+async def read_body(request: Request, settings: HttpSettings, ticket: Ticket) -> bytes:
+    """Returns the bytes that `request` carries; arguments and errors as of `read_json`."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > settings.max_body_bytes:
         raise _too_large(settings)
     async with ticket.reading(settings.client_timeout_s):
         body = await _read(request, settings, ticket)
     ticket.hold(len(body))  # among those that are answered now
-    if len(body) < _LONG_NBYTES:
-        return make(_parsed(body, settings))
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(thread, lambda: make(_parsed(body, settings)))
+    return body
 
 
 def _parsed(body: bytes, settings: HttpSettings) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 import time
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -23,7 +24,9 @@ OPEN_PATHS = frozenset({"/health"})
 """The paths that need no API key."""
 
 ADMIN_PATHS = "/v1/cache/"
-"""What the paths begin with that need the admin key, in the place of the API key."""
+"""The paths that begin so need the admin key, in the place of the API key."""
+
+_METRICS_PATH = "/metrics"
 
 
 class Gate:
@@ -33,13 +36,22 @@ class Gate:
         app: answers the requests that pass.
         settings: its `api_key` is required of clients, and its `access_log` has a line for each.
         admin_key: required for `ADMIN_PATHS`; ``None``: they are refused.
+        metrics_key: required for the metrics, in the place of the API key; the admin key serves,
+            too. If both are ``None``, the metrics need the API key.
     """
 
-    def __init__(self, app: ASGIApp, settings: HttpSettings, admin_key: str | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: HttpSettings,
+        admin_key: str | None = None,
+        metrics_key: str | None = None,
+    ) -> None:
         self._app = app
         key = settings.api_key
         self._expected = None if key is None else key.encode()
         self._admin = None if admin_key is None else admin_key.encode()
+        self._metrics = [key.encode() for key in (metrics_key, admin_key) if key is not None]
         self._logs = settings.access_log
         if self._logs:
             _access.setLevel(logging.INFO)  # the root's is higher
@@ -92,15 +104,19 @@ class Gate:
                 raise RequestRefused(
                     403, "this server was started without an admin key", "no_admin_key"
                 )
-            _check_bearer(scope, self._admin, "admin key")
+            _check_bearer(scope, [self._admin], "admin key")
+        elif scope["path"] == _METRICS_PATH and self._metrics:
+            # Exact counts of all tenants: a client could read others' prompts by them.
+            _check_bearer(scope, self._metrics, "metrics key")
         elif self._expected is not None and scope["path"] not in OPEN_PATHS:
-            _check_bearer(scope, self._expected, "API key")
+            _check_bearer(scope, [self._expected], "API key")
 
 
-def _check_bearer(scope: Scope, expected: bytes, name: str) -> None:
+def _check_bearer(scope: Scope, expected: Sequence[bytes], name: str) -> None:
     scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
     sent = given.strip().encode("latin-1")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(sent, expected):
+    fits = [hmac.compare_digest(sent, one) for one in expected]
+    if scheme.lower() != "bearer" or not any(fits):
         code = f"invalid_{name.lower().replace(' ', '_')}"
         raise RequestRefused(
             401, f"Authorization: 'Bearer' and the server's {name} are needed", code

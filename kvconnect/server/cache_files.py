@@ -1,0 +1,220 @@
+"""Serves ``export`` and ``import`` of the engine's store, for holders of the admin key.
+
+An export is answered with the bytes of its file as they are made. A file to import is sent in
+pieces, each a request of its own, so that a large one needs no long request and goes on after an
+interruption; then a verb checks all of it and stores its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Annotated, Any, cast
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+
+from kvconnect.engine.llm import LLM
+from kvconnect.errors import BadFrame, ConfigurationError
+from kvconnect.operations.export import SHORT_KEY_NBYTES, Exported, Sink
+from kvconnect.operations.prompt_store import PromptStore
+from kvconnect.operations.run import AbortableRun
+from kvconnect.operations.saving import Saved
+from kvconnect.server.admission import Admission, Ticket
+from kvconnect.server.cache_verbs import BlocksRequest, CountsEndpoint, StoreEndpoint, StoreRequest
+from kvconnect.server.errors import RequestRefused
+from kvconnect.server.http.body import read_body
+from kvconnect.server.http.disconnect import while_connected
+from kvconnect.server.http.gate import ADMIN_PATHS
+from kvconnect.server.settings import ServerSettings
+from kvconnect.server.threads import ServerThreads
+from kvconnect.server.uploads import Uploads
+
+__all__ = ["COUNTS_HEADER", "file_routes"]
+
+COUNTS_HEADER = "kvconnect-counts"
+"""The header of an export with the counts that are known at its beginning, as JSON."""
+
+_PIECE_NBYTES = 1 << 16
+_FILE = r"^[0-9a-f]{32}$"
+
+
+class _Export(BlocksRequest):
+    """The blocks that a file is to hold.
+
+    Attributes:
+        skip: base64 of the first 8 bytes of keys, one after the other: of blocks that the client
+            has.
+    """
+
+    skip: str = ""
+
+    @property
+    def skipped(self) -> set[bytes]:
+        """Returns the beginnings of keys in `skip`.
+
+        Raises:
+            ConfigurationError: it is no such text.
+        """
+        try:
+            whole = base64.b64decode(self.skip, validate=True)
+        except ValueError:
+            whole = b"?"
+        if len(whole) % SHORT_KEY_NBYTES:
+            raise ConfigurationError("skip: give the base64 of 8 bytes of each key")
+        step = SHORT_KEY_NBYTES
+        return {whole[start : start + step] for start in range(0, len(whole), step)}
+
+
+class _Import(StoreRequest):
+    """The file that was sent, by its name."""
+
+    file: Annotated[str, Field(pattern=_FILE)]
+
+
+def file_routes(
+    llm: LLM, settings: ServerSettings, admission: Admission, threads: ServerThreads
+) -> list[BaseRoute]:
+    """Returns the paths of export and import; arguments as of `Endpoint`."""
+    uploads = Uploads(settings.max_import_bytes)
+    threads.at_end(uploads.close)
+    importing = _ImportEndpoint(_Import, llm, settings, admission, threads)
+    importing.uploads = uploads
+    return [
+        Route(
+            f"{ADMIN_PATHS}export",
+            _ExportEndpoint(_Export, llm, settings, admission, threads),
+            methods=["POST"],
+        ),
+        Route(f"{ADMIN_PATHS}import", importing, methods=["POST"]),
+        Route(
+            f"{ADMIN_PATHS}import/{{name}}",
+            partial(_upload, uploads, settings, admission),
+            methods=["GET", "POST"],
+        ),
+    ]
+
+
+async def _upload(
+    uploads: Uploads, settings: ServerSettings, admission: Admission, request: Request
+) -> Response:
+    """Takes a piece of a file, or says how much of it is here."""
+    name, offset = request.path_params["name"], request.query_params.get("offset", "0")
+    if not (len(name) == 32 and set(name) <= set("0123456789abcdef")):
+        raise RequestRefused(400, "the path: 32 hexadecimal digits of the file's number are needed")
+    if not (offset.isascii() and offset.isdecimal() and len(offset) < 16):
+        raise RequestRefused(400, "offset: a number of bytes is needed")
+    if request.method != "POST":
+        return JSONResponse({"received": uploads.received(name)})
+    if request.headers.get("content-type") != "application/octet-stream":
+        raise RequestRefused(415, "Content-Type: must be application/octet-stream")
+    with admission.enter() as ticket:
+        piece = await read_body(request, settings, ticket)
+        received = await asyncio.to_thread(uploads.append, name, int(offset), piece)
+    return JSONResponse({"received": received})
+
+
+class _ImportEndpoint(CountsEndpoint):
+    """Stores the blocks of a file that was sent."""
+
+    uploads: Uploads
+
+    def _work(self, wanted: _Import, done: Saved, store: PromptStore) -> None:
+        with self.uploads.taken(wanted.file) as path:
+            try:
+                store.import_(path, into=done)
+            except BadFrame as error:
+                what = str(error).removeprefix(f"{path}: ")
+                raise RequestRefused(400, f"the file {what}", "bad_file") from error
+            except ConfigurationError as error:
+                raise ConfigurationError(str(error).replace(str(path), "the file")) from error
+
+
+class _Pipe:
+    """Carries the bytes of an export from the thread that makes them to the event loop.
+
+    The thread waits while the client reads slowly. Once the loop's end is closed, it fails.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor, write = os.pipe()
+        self.file = os.fdopen(write, "wb", buffering=_PIECE_NBYTES)
+        self._transport: asyncio.BaseTransport | None = None
+
+    async def pieces(self, work: asyncio.Future[None]) -> AsyncGenerator[bytes]:
+        """Yields the bytes; raises the error of `work`, which cuts the connection."""
+        reader = asyncio.StreamReader(limit=_PIECE_NBYTES)
+        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._descriptor, "rb")
+        )
+        try:
+            while piece := await reader.read(_PIECE_NBYTES):
+                yield piece
+            await work
+        finally:
+            self._transport.close()
+
+    def close(self) -> None:
+        """Closes the loop's end, if `pieces` has not begun."""
+        if self._transport is None:
+            os.close(self._descriptor)
+
+
+class _ExportEndpoint(StoreEndpoint):
+    """Answers with the file of an export."""
+
+    async def _response(self, wanted: StoreRequest, request: Request, ticket: Ticket) -> Response:
+        asked = cast("_Export", wanted)
+        run, done, skip = AbortableRun(), Exported(), asked.skipped
+        self._admission.submitted(ticket, [run])
+        loop = asyncio.get_running_loop()
+        begun: asyncio.Future[int] = loop.create_future()
+
+        def begin(blocks: int) -> None:
+            loop.call_soon_threadsafe(begun.set_result, blocks)
+
+        pipe = _Pipe()
+        sink = Sink(pipe.file, skip, begin)
+        work = loop.run_in_executor(self._threads.verbs, self._export, asked, run, done, sink)
+        work.add_done_callback(_retrieved)
+        try:
+            await while_connected(request.receive, _first([begun, work]))
+            if not begun.done():
+                work.result()
+        except BaseException:
+            pipe.close()
+            raise
+        known = {"blocks": begun.result(), "resumed": done.resumed, "missing": done.missing}
+        more = {"missing_keys": done.missing_keys, "unknown": done.unknown}
+        return StreamingResponse(
+            pipe.pieces(work),
+            media_type="application/octet-stream",
+            headers={COUNTS_HEADER: json.dumps(known | more), "X-Accel-Buffering": "no"},
+        )
+
+    def _export(self, wanted: _Export, run: AbortableRun, done: Exported, sink: Sink) -> None:
+        try:
+            self._perform(wanted, run, lambda store: _write(wanted, done, sink, store))
+        finally:
+            with suppress(OSError):  # the client left
+                sink.file.close()
+
+
+def _write(wanted: _Export, done: Exported, sink: Sink, store: PromptStore) -> None:
+    store.export(sink, into=done, **wanted.which)
+
+
+async def _first(futures: Sequence[asyncio.Future[Any]]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _retrieved(work: asyncio.Future[None]) -> None:
+    if not work.cancelled():
+        work.exception()  # it was raised where the bytes are read, if anything reads them

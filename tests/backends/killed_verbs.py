@@ -1,0 +1,67 @@
+"""Runs export and import in processes that kill themselves in the middle."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["killed"]
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    [
+        "kvconnect.backends.disk.store",
+        "kvconnect.backends.redis.store",
+        "kvconnect.backends.s3.store",
+        "kvconnect.backends.tiered.store",
+        "kvconnect.operations.import_",
+        "kvconnect.operations.prompt_store",
+    ]
+)
+
+
+def killed(verb: str, url: str, path: Path, point: str, count: int) -> None:
+    """Runs `verb` until the call number `count` of `point`, where its process is killed."""
+    arguments = (verb, url, str(path), point, count, dict(os.environ))
+    process = _CONTEXT.Process(target=_run, args=arguments)
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL, process.exitcode
+
+
+def _run(
+    verb: str, url: str, path: str, point: str, count: int, environment: Mapping[str, str]
+) -> None:
+    os.environ.update(environment)
+    from kvconnect import PromptStore
+    from kvconnect.backends.guard.store import GuardedBackend
+    from kvconnect.operations import archive, import_
+
+    import_._BATCH_BLOCKS = 1
+    owner, name = {
+        "add": (archive.ArchiveWriter, "add"),
+        "finish": (archive.ArchiveWriter, "finish"),
+        "save": (GuardedBackend, "save"),
+    }[point]
+    setattr(owner, name, _counted(getattr(owner, name), count))
+    store = PromptStore(url)
+    if verb == "export":
+        store.export(path, everything=True)
+    else:
+        store.import_(path)
+
+
+def _counted(plain: Callable[..., Any], count: int) -> Callable[..., Any]:
+    calls = []
+
+    def call(*arguments: object) -> object:
+        calls.append(1)
+        if len(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*arguments)
+
+    return call

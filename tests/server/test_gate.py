@@ -1,0 +1,54 @@
+"""Which key each path of a server needs."""
+
+from __future__ import annotations
+
+import pytest
+from starlette.responses import Response
+
+from kvconnect.server.http.gate import Gate
+from kvconnect.server.settings import ServerSettings
+
+ADMIN, METRICS, CLIENT = "of-the-admin", "of-prometheus", "of-clients"
+
+
+async def status_of(gate: Gate, path: str, key: str | None) -> int:
+    found: list[int] = []
+
+    async def send(message):
+        if message["type"] == "http.response.start":
+            found.append(message["status"])
+
+    headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+    scope = {"type": "http", "method": "GET", "path": path, "headers": headers, "query_string": b""}
+    await gate(scope, lambda: None, send)
+    return found[0]
+
+
+def gate_with(**keys: str) -> Gate:
+    settings = ServerSettings(model_names=("tiny",), **keys)
+    return Gate(Response(), settings, settings.admin_key, settings.metrics_key)
+
+
+@pytest.mark.parametrize(
+    ("keys", "taken"),
+    [
+        ({}, {None, CLIENT, METRICS, ADMIN}),
+        ({"api_key": CLIENT}, {CLIENT}),
+        ({"api_key": CLIENT, "admin_key": ADMIN}, {ADMIN}),
+        ({"api_key": CLIENT, "metrics_key": METRICS}, {METRICS}),
+        ({"admin_key": ADMIN, "metrics_key": METRICS}, {ADMIN, METRICS}),
+    ],
+)
+async def test_metrics_are_for_their_own_key_or_the_admin_s(keys, taken):
+    """They count exact tokens of all tenants, which no client may learn."""
+    gate = gate_with(**keys)
+    for key in (None, CLIENT, METRICS, ADMIN, "", "of-nobody"):
+        expected = 200 if key in taken or not keys else 401
+        assert await status_of(gate, "/metrics", key) == expected, key
+
+
+async def test_the_metrics_key_opens_nothing_else():
+    gate = gate_with(api_key=CLIENT, admin_key=ADMIN, metrics_key=METRICS)
+    assert await status_of(gate, "/v1/cache/drop", METRICS) == 401
+    assert await status_of(gate, "/v1/completions", METRICS) == 401
+    assert await status_of(gate, "/health", METRICS) == 200
