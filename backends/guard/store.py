@@ -15,7 +15,6 @@ from kvconnect.backend import Access, Backend, Child, StoredBlock, StoredEntry
 from kvconnect.backends.guard.answers import (
     checked_children,
     checked_entries,
-    checked_entry,
     checked_numbers,
     checked_pins,
 )
@@ -26,6 +25,7 @@ from kvconnect.backends.guard.framed_store import FramedStore, load_counted
 from kvconnect.backends.guard.frames import Framing
 from kvconnect.backends.guard.gauges import GuardGauges
 from kvconnect.backends.guard.labels import store_labels
+from kvconnect.backends.guard.scan import scanned
 from kvconnect.errors import BackendUnavailable, ConfigurationError, RetryLater
 from kvconnect.frame import FrameChecksum
 from kvconnect.keys import KEY_NBYTES, BlockKey
@@ -257,15 +257,9 @@ class GuardedBackend(Backend):
         return found if self._framed is None else self._framed.framing.children(key, found)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
-        """Yields an entry of every stored block; each step within the deadline."""
+        """Yields an entry of every stored block; each step of some entries within the deadline."""
         self._opened()
-        entries = aiter(self.inner.scan())
-
-        async def following(_: Call) -> StoredEntry | None:
-            entry: object = await anext(entries, None)
-            return None if entry is None else checked_entry(entry, self.name)
-
-        while (entry := await self._calls.run("scan", following)) is not None:
+        async for entry in scanned(self._calls, aiter(self.inner.scan()), self.name):
             yield self._readable(entry)
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:

@@ -35,6 +35,8 @@ COMMANDS = {
     "generate": "answer prompts with a model, keeping its KV cache in a store",
     "serve": "answer over HTTP as OpenAI's API does, keeping the KV cache in a store",
     "route": "answer over HTTP by way of prefill and decode servers",
+    "page": "show a store in a browser: its tiers, tenants and prompts",
+    "top": "show the numbers of a server or a store in a terminal",
     "make-model": "write a small random model with a byte-level tokenizer",
     "ls": "list the blocks in a store",
     "stats": "sum up what is in a store",

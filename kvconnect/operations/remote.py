@@ -1,4 +1,4 @@
-"""The verbs ``warm``, ``export`` and ``import`` by a running server, over HTTP."""
+"""The verbs ``warm``, ``export`` and ``import`` by a running server over HTTP; its numbers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from kvconnect.address import is_http_url
 from kvconnect.errors import (
     BackendUnavailable,
     BadFrame,
     ConfigurationError,
     KvConnectError,
+    MissingExtra,
     RetryLater,
 )
 from kvconnect.operations.archive import ArchiveReader, ArchiveWriter, archive_id, file_key
 from kvconnect.operations.export import SHORT_KEY_NBYTES, Exported
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.saving import Saved
+from kvconnect.prometheus.overview import Overview
+from kvconnect.redaction import without_passwords
 
-__all__ = ["export_by_server", "import_by_server", "warm_by_server"]
+__all__ = ["export_by_server", "import_by_server", "server_overview", "warm_by_server"]
 
 _TIMEOUT_S = 60.0
 """An answer has an event each second."""
@@ -34,6 +36,10 @@ _TURN_S = 600.0
 _PIECE_NBYTES = 1 << 20
 _COUNTS_HEADER = "kvconnect-counts"
 _BINARY = "application/octet-stream"
+
+_METRICS_TIMEOUT_S = 10.0
+_MOST_METRICS = 64 << 20
+"""The bytes of an answer that are read."""
 
 _OURS = {
     *("invalid_request_error", "authentication_error", "permission_denied_error"),
@@ -186,14 +192,10 @@ class _Server:
     """A connection to a server. Errors of HTTP within the context become `BackendUnavailable`."""
 
     def __init__(self, url: str, admin_key: str | None) -> None:
-        parts = urlsplit(url)
-        if not is_http_url(url) or not parts.hostname:
-            raise ConfigurationError(f"server: '{url}' is no URL; give one as http://host:8000")
-        self.url = url
-        kind = HTTPSConnection if parts.scheme.lower() == "https" else HTTPConnection
-        self._connection = kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
-        self._path = f"{parts.path.rstrip('/').removesuffix('/v1')}/v1/cache/"
-        self._key = {} if admin_key is None else {"Authorization": f"Bearer {admin_key}"}
+        self._connection, base = _connection(url)
+        self.url = without_passwords(url)
+        self._path = f"{base}/v1/cache/"
+        self._key = _bearer(admin_key)
 
     def __enter__(self) -> Self:
         return self
@@ -244,6 +246,80 @@ class _Server:
             progress.advance(event["tokens"] - done.tokens)
             for field in fields(done):
                 setattr(done, field.name, event.get(field.name, True))
+
+
+def server_overview(server: str, *, api_key: str | None) -> Overview:
+    """Reads the metrics of a server, or of another process that answers Prometheus; blocks.
+
+    Args:
+        server: its URL, as ``http://host:8000``; ``/metrics`` at its end may be left out.
+        api_key: of the server.
+
+    Raises:
+        ConfigurationError: a bad URL or key, or a server without kvconnect's metrics.
+        BackendUnavailable: the server cannot be reached, or fails.
+        MissingExtra: prometheus-client is not installed.
+    """
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError as error:
+        raise MissingExtra("reading a server's metrics", "top") from error
+    connection, base = _connection(server)
+    server = without_passwords(server)
+    connection.timeout = _METRICS_TIMEOUT_S
+    try:
+        connection.request(
+            "GET", f"{base.removesuffix('/metrics')}/metrics", None, _bearer(api_key)
+        )
+        with connection.getresponse() as answer:
+            content = answer.read(_MOST_METRICS)
+        if answer.status != 200:
+            raise _refusal(server, answer.status)
+        samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+        for family in text_string_to_metric_families(content.decode()):
+            for one in family.samples:
+                if one.name.startswith("kvconnect_"):
+                    samples.setdefault(one.name, []).append((one.labels, one.value))
+    except (HTTPException, OSError, ValueError) as error:
+        if isinstance(error, (ConfigurationError, BackendUnavailable)):
+            raise
+        raise BackendUnavailable(f"{server}: {error}") from error
+    finally:
+        connection.close()
+    if "kvconnect_requests_total" not in samples:
+        raise ConfigurationError(f"{server}: answers without metrics of kvconnect")
+    return Overview.of(samples, samples["kvconnect_requests_total"][0][0].get("engine", ""))
+
+
+def _connection(server: str) -> tuple[HTTPConnection, str]:
+    """Returns a connection to `server` that is not open yet, and what its paths begin with."""
+    try:
+        parts = urlsplit(server)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        shown = without_passwords(server)
+        raise ConfigurationError(f"server: '{shown}' is no URL; give one as http://host:8000")
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    base = parts.path.rstrip("/").removesuffix("/v1")
+    return kind(parts.hostname, port, timeout=_TIMEOUT_S), base
+
+
+def _bearer(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def _refusal(server: str, status: int) -> ConfigurationError | BackendUnavailable:
+    """Returns the error of an answer that is none of metrics."""
+    if status in {401, 403}:
+        return ConfigurationError(
+            f"{server}: /metrics needs another key; give it as --api-key or KVCONNECT_API_KEY. It is the metrics key or "
+            "the admin key of a server that has one"
+        )
+    if status == 404:
+        return ConfigurationError(f"{server}: has no /metrics")
+    return BackendUnavailable(f"{server}: answers with status {status}")
 
 
 def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:

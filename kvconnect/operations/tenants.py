@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -14,7 +14,7 @@ from kvconnect.keys import Namespace, salt_of, salt_tag
 from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
 
-__all__ = ["NO_SALT", "TenantUse", "each_tenant", "read_names"]
+__all__ = ["NO_SALT", "TenantUse", "TenantUses", "each_tenant", "read_names", "tenant_of"]
 
 NO_SALT = "(no salt)"
 """The name of the requests without a salt, which are one tenant."""
@@ -66,6 +66,31 @@ class TenantUse:
         }
 
 
+class TenantUses:
+    """The use of each tenant, counted block by block."""
+
+    def __init__(self) -> None:
+        self._found: dict[bytes | None, TenantUse] = {}
+
+    def add(self, entry: StoredEntry) -> None:
+        """Counts a stored block for its tenant."""
+        digest = tenant_of(entry.namespace)
+        if (use := self._found.get(digest)) is None:
+            use = self._found[digest] = TenantUse(digest)
+        use.add(entry)
+
+    def most_first(self, names: Mapping[bytes, str]) -> list[TenantUse]:
+        """Returns the uses with their `names`; the tenant with most bytes is first."""
+        named = {_NO_SALT: NO_SALT, **names}
+        return sorted(
+            (
+                replace(one, name=None if one.digest is None else named.get(one.digest))
+                for one in self._found.values()
+            ),
+            key=lambda one: (-one.bytes, one.digest or b""),
+        )
+
+
 async def each_tenant(stores: Mapping[str, Backend], names: Mapping[bytes, str]) -> list[TenantUse]:
     """Lists all blocks of `stores`, the parts of one store, and returns the use of each tenant.
 
@@ -74,17 +99,12 @@ async def each_tenant(stores: Mapping[str, Backend], names: Mapping[bytes, str])
     Raises:
         BackendUnavailable: a store fails.
     """
-    found: dict[bytes | None, TenantUse] = {}
+    found = TenantUses()
     for part, store in stores.items():
         async with Progress(f"list {part}", 0, "blocks") as progress:
             async for entry in each_block(store, progress):
-                digest = _tenant_of(entry.namespace)
-                found.setdefault(digest, TenantUse(digest)).add(entry)
-    named = {_NO_SALT: NO_SALT, **names}
-    return _most_first(
-        replace(one, name=None if one.digest is None else named.get(one.digest))
-        for one in found.values()
-    )
+                found.add(entry)
+    return found.most_first(names)
 
 
 def read_names(path: str | PathLike[str]) -> dict[bytes, str]:
@@ -114,11 +134,7 @@ def read_names(path: str | PathLike[str]) -> dict[bytes, str]:
     return names
 
 
-def _tenant_of(namespace: bytes) -> bytes | None:
-    """Returns the `salt_tag` of a block's namespace as a store keeps it, if that tells it."""
+def tenant_of(namespace: bytes) -> bytes | None:
+    """Returns the `salt_tag` of a block's namespace as a store keeps it; ``None``: not known."""
     # Older versions kept the namespace alone; that of requests without anything is known.
     return _NO_SALT if namespace == _NO_NAMESPACE else salt_of(namespace)
-
-
-def _most_first(uses: Iterable[TenantUse]) -> list[TenantUse]:
-    return sorted(uses, key=lambda one: (-one.bytes, one.digest or b""))

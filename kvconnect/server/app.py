@@ -24,6 +24,7 @@ from kvconnect.server.http.metrics import metrics_endpoint
 from kvconnect.server.openai.chat_request import ChatRequest
 from kvconnect.server.openai.completion_request import CompletionRequest
 from kvconnect.server.openai.generation_request import GenerationRequest
+from kvconnect.server.page.cache_page import CachePage
 from kvconnect.server.settings import ServerSettings
 from kvconnect.server.threads import ServerThreads
 
@@ -31,7 +32,11 @@ __all__ = ["make_app"]
 
 
 def make_app(
-    llm: LLM, settings: ServerSettings, admission: Admission, threads: ServerThreads
+    llm: LLM,
+    settings: ServerSettings,
+    admission: Admission,
+    threads: ServerThreads,
+    page: CachePage | None = None,
 ) -> ASGIApp:
     """Makes the ASGI application over `llm`.
 
@@ -40,6 +45,7 @@ def make_app(
         settings: of the server.
         admission: of the generations that it answers.
         threads: for what blocks; the caller ends them.
+        page: that shows the cache, if there is one; the caller closes it.
     """
     model = _Model(llm, settings)
     kinds: dict[str, type[GenerationRequest]] = {
@@ -59,6 +65,7 @@ def make_app(
         *engine_routes(llm, settings, admission, threads),
         *cache_routes(llm, settings, admission, threads),
         *file_routes(llm, settings, admission, threads),
+        *(() if page is None else page.routes()),
     ]
     router = Router(routes, redirect_slashes=False)
     return Gate(router, settings, settings.admin_key, settings.metrics_key)

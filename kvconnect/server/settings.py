@@ -71,6 +71,7 @@ class ServerSettings(HttpSettings):
     Attributes:
         model_names: the clients' names of the model; answers use the first one.
         require_salt: requests without a ``cache_salt`` are refused.
+        page: serve the page that shows the cache, under ``/page``.
         max_completions: completions that run or wait at once at most; more are answered with 429.
         role: ``prefill`` publishes prompts that a router sends it, ``decode`` fetches them,
             ``both`` does either, and then needs a `router_secret`; ``None``: requests with
@@ -89,6 +90,7 @@ class ServerSettings(HttpSettings):
 
     model_names: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
     require_salt: bool = False
+    page: bool = False
     max_completions: Annotated[int, Field(ge=1)] = 320
     role: Literal["prefill", "decode", "both"] | None = None
     router_secret: Annotated[str | None, Field(repr=False)] = None

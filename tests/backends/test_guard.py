@@ -12,9 +12,9 @@ import torch
 from tier_store import DictTier
 
 from kvconnect import frame
-from kvconnect.backend import StoredBlock
+from kvconnect.backend import StoredBlock, StoredEntry
 from kvconnect.backends import GuardedBackend
-from kvconnect.backends.guard import breaker, pieces
+from kvconnect.backends.guard import breaker, pieces, scan
 from kvconnect.backends.guard.calls import counted
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.errors import (
@@ -24,6 +24,7 @@ from kvconnect.errors import (
     RetryLater,
     UsageError,
 )
+from kvconnect.keys import BlockKey
 from kvconnect.trace import metrics
 
 
@@ -578,3 +579,63 @@ async def test_opened_without_layouts_it_loads_frames_of_any_and_saves_none(kit)
     with pytest.raises(ConfigurationError, match="opened with 0 layouts"):
         await anyone.save([kit.block(kit.key("new"))])
     await anyone.close()
+
+
+# ---------------------------------------------------------------------------------------- listings
+
+
+class Lister(Recording):
+    """Lists blocks one by one, and then does `last`."""
+
+    def __init__(self, count, last=None):
+        super().__init__()
+        self.listed = [StoredEntry(BlockKey(n.to_bytes(32)), 1, 35, 0.0, 0.0) for n in range(count)]
+        self.last = last
+
+    async def scan(self):
+        for entry in self.listed:
+            yield entry
+        if self.last is not None:
+            await self.last()
+
+
+async def fails():
+    raise OSError("gone")
+
+
+async def hangs():
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 1000])
+async def test_a_listing_has_every_entry_once_in_few_calls(kit, count, monkeypatch):
+    calls = []
+    inner = Lister(count)
+    async with kit.opened(GuardedBackend(inner)) as store:
+        run = store._calls.run
+        monkeypatch.setattr(store._calls, "run", lambda *given: calls.append(given) or run(*given))
+        monkeypatch.setattr(scan, "_STEP_S", 60.0)
+        assert [entry.key async for entry in store.scan()] == [one.key for one in inner.listed]
+        assert len(calls) == 1 + count // 256
+
+
+@pytest.mark.parametrize(("last", "error"), [(fails, BackendUnavailable), (hangs, BackendTimeout)])
+async def test_what_was_listed_before_a_failure_comes_before_the_error(kit, last, error):
+    inner = Lister(300, last)
+    async with kit.opened(GuardedBackend(inner, deadline_s=0.2)) as store:
+        entries = aiter(store.scan())
+        found = [(await anext(entries)).key for _ in inner.listed]
+        assert found == [one.key for one in inner.listed]
+        with pytest.raises(error):
+            await anext(entries)
+
+
+async def test_a_slow_listing_is_not_kept_back_until_a_step_is_full(kit, monkeypatch):
+    monkeypatch.setattr(scan, "_STEP_S", 0.0)
+    more = asyncio.Event()
+    inner = Lister(1, more.wait)
+    async with kit.opened(GuardedBackend(inner)) as store:
+        entries = aiter(store.scan())
+        assert (await anext(entries)).key == inner.listed[0].key
+        more.set()
+        assert await anext(entries, None) is None

@@ -29,6 +29,7 @@ from kvconnect.integrations.transformers.prompt_cache import _store_config
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
 from kvconnect.prometheus import serve
 from kvconnect.sampling_params import SamplingParams
+from kvconnect.server.page.settings import PageSettings
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.server.settings import ServerSettings
 from kvconnect.simulate.first_token import LoadRates
@@ -37,8 +38,8 @@ from kvconnect.simulate.workload import Workload
 
 ENTRANCES = (
     *(EngineOptions, KvCacheConfig, KvCacheConnectorConfig, TransferConfig, SamplingParams),
-    *(ServerSettings, RouteSettings, OwnSettings, KvConnectTierSettings, NgramSpeculation),
-    *(PromptCache, serve, LoadRates, Machine, Workload),
+    *(ServerSettings, PageSettings, RouteSettings, OwnSettings, KvConnectTierSettings),
+    *(NgramSpeculation, PromptCache, serve, LoadRates, Machine, Workload),
 )
 
 NAMED = {
@@ -51,6 +52,7 @@ NAMED = {
     (TransferConfig, "device"): "transfer_device",
     (TransferConfig, "secret"): "transfer_secret",
     (ServerSettings, "max_body_bytes"): "max_body",
+    (PageSettings, "max_body_bytes"): "max_body",
     (RouteSettings, "max_body_bytes"): "max_body",
     (ServerSettings, "max_import_bytes"): "max_import",
     (Workload, "max_tokens"): "session_tokens",
@@ -298,6 +300,7 @@ def test_names_of_earlier_versions_are_accepted_and_not_shown(kvconnect, command
 READERS = {
     "ls": ["ls"],
     "stats": ["stats"],
+    "top": ["top", "--once"],
     "verify": ["verify"],
     "prune": ["prune", "--older-than", "7d"],
     "copy": ["copy", "memory:"],
@@ -410,15 +413,20 @@ def test_a_password_is_in_no_error_of_json(kvconnect):
 KINDS: dict[type, str] = {
     int: "bytes priority num_tokens group blocks sound bad gone deleted deleted_bytes kept "
     "kept_bytes unknown copied skipped tokens missing missing_keys refused resumed present "
-    "pinned_blocks",
-    float: "created_at used_at pinned_until elapsed_s bytes_per_s oldest last_used",
-    str: "key parent model namespace salt url problem store",
+    "pinned_blocks requests prompt_tokens reused_tokens lost_tokens used_bytes capacity_bytes "
+    "pinned_bytes loaded_bytes saved_bytes loads saves lookups misses failures breaker_state",
+    float: "created_at used_at pinned_until elapsed_s bytes_per_s oldest last_used at load_s "
+    "save_s ceiling_tokens",
+    str: "key parent model namespace salt url problem store engine place",
     bool: "complete dry_run pinned",
 }
 KEYS = {name: kind for kind, names in KINDS.items() for name in names.split()}
 """The keys of the store's commands: the same thing has the same key in each."""
 
-CONTAINERS = {"bad_blocks", "listed", "by_model", "by_namespace", "by_group"}
+CONTAINERS = {
+    *("bad_blocks", "listed", "by_model", "by_namespace", "by_group", "stores"),
+    *("live_requests", "outcomes", "hit_tokens", "device_blocks"),
+}
 
 
 def leaves(value: object) -> Iterator[tuple[str, object]]:
@@ -445,6 +453,7 @@ def test_json_of_the_stores_commands_has_one_key_for_one_thing(kvconnect, url, t
     for command, code in (
         (["ls", url], 0),
         (["stats", url], 0),
+        (["top", url, "--once"], 0),
         (["verify", url], 1),
         (["prune", url, "--to-size", "0", "--dry-run"], 0),
         (["copy", url, f"disk:{tmp_path}/to?capacity=64MiB"], 1),

@@ -92,9 +92,13 @@ DOORS = {
         "backends.entries backends.guard backends.main_loop backends.registry backends.url digest"
         " connector.io.identity engine.checkpoint.hub_cache engine.llm engine.request"
     ),
-    "server": "engine.llm engine.request operations server.http server.openai",
+    "server": "engine.llm engine.request operations server.http server.openai server.page",
     "server.http": "server.admission server.errors server.settings",
     "server.openai": "engine.llm engine.request",
+    "server.page": (
+        "engine.checkpoint.hub_cache engine.request operations server.admission server.errors"
+        " server.http server.settings"
+    ),
     "server.route": (
         "events server.admission server.errors server.http server.openai.kv_transfer"
         " server.settings"

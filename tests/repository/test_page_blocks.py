@@ -37,7 +37,7 @@ SHOWN = ("text", "promql", "toml", "json")
 BY_ANOTHER_TEST = {"check.py": "tests/testing/test_guide.py"}
 """Files of pages whose processes other tests start."""
 
-PARSED = ("serve", "route", "bench", "check")
+PARSED = ("serve", "route", "page", "top", "bench", "check")
 """Commands that do not end, or not soon."""
 
 FOREIGN = ("export", "torchrun", "vllm", "curl")

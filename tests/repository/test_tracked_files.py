@@ -21,7 +21,7 @@ def test_no_file_names_a_place_on_a_machine_or_a_registry(repository: Path, trac
     found = []
     for path in tracked:
         file = repository / path
-        if file.is_symlink():
+        if file.is_symlink() or file.suffix == ".png":
             continue
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
             if match := FORBIDDEN.search(line):

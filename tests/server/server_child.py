@@ -42,6 +42,45 @@ def route(output: Path, arguments: list[str]) -> None:
     _run("route", output, arguments)
 
 
+def page(output: Path, arguments: list[str]) -> None:
+    """``kvconnect page`` with `arguments`, as the command line runs it; prints to `output`."""
+    _run("page", output, arguments)
+
+
+def page_of_a_million_blocks(output: Path, arguments: list[str]) -> None:
+    """The same of a store that lists 22,222 prompts of 20 tenants, and a million blocks."""
+    import numpy as np
+
+    from kvconnect.backend import StoredEntry
+    from kvconnect.backends.disk.store import DiskBackend
+    from kvconnect.keys import Namespace
+
+    namespaces = [Namespace(f"salt {number}").tag() for number in range(20)]
+    tokens = np.arange(65, 81, dtype=np.int32)
+
+    def entry(key: bytes) -> StoredEntry:
+        prompt, block = int.from_bytes(key[:4]), int.from_bytes(key[4:8])
+        before = block - 1
+        # The first five blocks of a prompt are those of every prompt of its tenant.
+        owner = prompt % 20 if block == 5 else prompt
+        parent = None if block == 0 else key_of(owner, before)
+        return StoredEntry(key, 1000, 35, 1.0, 2.0, parent, tokens, namespaces[prompt % 20], b"m")
+
+    def key_of(prompt: int, block: int) -> bytes:
+        return prompt.to_bytes(4) + block.to_bytes(4) + bytes(24)
+
+    async def scan(self):
+        for prompt in range(22_222):
+            for block in range(0 if prompt < 20 else 5, 50):
+                yield entry(key_of(prompt, block))
+
+    async def describe(self, keys):
+        return [entry(key) for key in keys]
+
+    DiskBackend.scan, DiskBackend.describe = scan, describe
+    page(output, arguments)
+
+
 def route_with_few_descriptors(output: Path, arguments: list[str]) -> None:
     """The same where a process may have 600 files open."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (600, 600))

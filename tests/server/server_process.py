@@ -20,6 +20,7 @@ import server_child
 from prometheus_client.parser import text_string_to_metric_families
 
 DEADLINE_S = 60.0
+_LISTENS = re.compile(r"http://127\.0\.0\.1:(\d+)/(?:v1|page)\n")
 _CONTEXT = multiprocessing.get_context("forkserver")
 _OF_MODEL = ("--served-model-name", "tiny", "--dtype", "float64", "--tokens-per-block", "16")
 
@@ -33,7 +34,10 @@ def wait_until(condition: Callable[[], object], what: str, deadline_s: float = D
 
 
 class ServerProcess:
-    """``kvconnect serve``, started and listening; without a `model`, ``kvconnect route``."""
+    """``kvconnect serve``, started and listening; without a `model`, ``kvconnect route``.
+
+    With `serve` it is what that child runs, such as ``kvconnect page``.
+    """
 
     def __init__(
         self,
@@ -50,12 +54,12 @@ class ServerProcess:
         self.process.start()
         self.pid: int = self.process.pid
         wait_until(self._is_up, "the server listens")
-        self.port = int(re.search(r"http://127\.0\.0\.1:(\d+)/v1", self.said())[1])
+        self.port = int(_LISTENS.search(self.said())[1])
         self.url = f"http://127.0.0.1:{self.port}"
 
-    def _is_up(self) -> bool:
+    def _is_up(self) -> object:
         assert self.process.is_alive(), self.said()
-        return "/v1\n" in self.said()
+        return _LISTENS.search(self.said())
 
     def said(self) -> str:
         """What it printed so far."""

@@ -194,7 +194,8 @@ def test_a_verb_whose_client_leaves_ends_and_is_repeated(admin, ask):
     connection.close()
     found = ask("warm", prompts=prompts[:1])
     assert found["complete"], "the one before has ended: verbs take turns"
-    assert figure(admin, "kvconnect_live_requests") == 0
+    # Aborted ones end with the engine's step, which a short verb need not wait for.
+    wait_until(lambda: figure(admin, "kvconnect_live_requests") == 0, "its requests end")
     assert ask("drop", prompts=prompts, dry_run=True)["missing"] > 60
     assert ask("warm", prompts=prompts[:3])["complete"]
 

@@ -21,17 +21,20 @@ from kvconnect.cli.options.engine_options import (
 )
 from kvconnect.cli.options.events_options import add_events_options, events_of
 from kvconnect.cli.options.http_options import (
-    ADMIN_KEY,
     METRICS_KEY,
     ROUTER_SECRET,
+    add_admin_key,
     add_http_options,
+    admin_key,
     http_fields,
     missing_extra,
     tell_url,
 )
 from kvconnect.cli.options.traces_options import traces_of
+from kvconnect.cli.visit import add_tenants
 from kvconnect.config import TransferConfig
 from kvconnect.errors import ConfigurationError
+from kvconnect.operations.tenants import read_names
 from kvconnect.transfer.local_secret import local_secret
 
 __all__ = ["add_options", "run"]
@@ -72,11 +75,10 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a Jinja template for chats, in the place of the model's own",
     )
-    group.add_argument(
-        "--admin-key",
-        metavar="KEY",
-        help="what /v1/cache/ (warm, drop, pin, export, …) needs in the place of the API "
-        f"key; other users of this machine see it here, and not in the environment: {ADMIN_KEY}",
+    add_admin_key(
+        group,
+        "what /v1/cache/ (warm, drop, pin, export, …; texts of the page) needs in the place "
+        "of the API key",
     )
     group.add_argument(
         "--metrics-key",
@@ -96,6 +98,12 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="refuse requests without a cache_salt, so that no tenant's prompts are shared",
     )
+    group.add_argument(
+        "--page",
+        action="store_true",
+        help="show the cache in a browser, at /page: hits, lost tokens, tiers, tenants, prompts",
+    )
+    add_tenants(group, "the page")
     add_number(
         group,
         "--max-queue",
@@ -153,6 +161,9 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.store is not None or arguments.role is None:
         connector_of(arguments)  # reports a wrong URL at once, not after all imports
     events_of(arguments)
+    if arguments.tenants is not None and not arguments.page:
+        raise ConfigurationError("--tenants: needs --page")
+    tenants = {} if arguments.tenants is None else read_names(arguments.tenants)
     try:
         from kvconnect.server.http.listener import Listener
         from kvconnect.server.run import serve
@@ -167,9 +178,10 @@ def run(arguments: argparse.Namespace) -> None:
         max_completions=arguments.max_batch_size + arguments.max_queue,
         role=arguments.role,
         router_secret=os.environ.get(ROUTER_SECRET),
-        admin_key=_secret(arguments.admin_key, ADMIN_KEY),
+        admin_key=admin_key(arguments),
         metrics_key=_secret(arguments.metrics_key, METRICS_KEY),
         max_import_bytes=parse_size(arguments.max_import, field="--max-import"),
+        page=arguments.page,
         peers=tuple(arguments.peer),
     )
     transfer = _transfer_of(arguments)
@@ -184,7 +196,7 @@ def run(arguments: argparse.Namespace) -> None:
             if template is not None:
                 use_template(llm, template)
             ready = partial(tell_url, settings.model_names[0], listener)
-            serve(llm, settings, listener, ready=ready)
+            serve(llm, settings, listener, ready=ready, tenants=tenants)
     finally:
         listener.close()
 

@@ -13,7 +13,7 @@ from kvconnect.backend import StoredEntry
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size, parse_size
 from kvconnect.cli.command import add_json
-from kvconnect.cli.visit import add_url
+from kvconnect.cli.visit import add_tenants, add_url
 from kvconnect.errors import ConfigurationError
 from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
@@ -38,11 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by", choices=("tenant",), help="blocks, bytes, hits and tokens saved of each tenant"
     )
-    parser.add_argument(
-        "--tenants",
-        metavar="FILE",
-        help='names for --by tenant: a JSON object, {"digest of the salt": "name"}',
-    )
+    add_tenants(parser, "--by tenant")
     parser.add_argument("--quick", action="store_true", help="do not list the blocks")
     add_json(parser)
     parser.set_defaults(run=run)

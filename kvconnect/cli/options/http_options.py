@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADMIN_KEY",
+    "API_KEY",
     "METRICS_KEY",
     "ROUTER_SECRET",
+    "add_admin_key",
+    "add_api_key",
     "add_http_options",
+    "admin_key",
     "http_fields",
     "missing_extra",
     "tell_url",
@@ -27,7 +31,7 @@ __all__ = [
 ROUTER_SECRET = "KVCONNECT_ROUTER_SECRET"  # noqa: S105  its name
 ADMIN_KEY = "KVCONNECT_ADMIN_KEY"
 METRICS_KEY = "KVCONNECT_METRICS_KEY"
-_API_KEY = "KVCONNECT_API_KEY"
+API_KEY = "KVCONNECT_API_KEY"
 _EXTRA = ("httpx2", "jiter", "prometheus_client", "starlette", "uvicorn")
 
 
@@ -41,12 +45,7 @@ def add_http_options(group: Options) -> None:
         "an API key is required",
     )
     add_number(group, "--port", "0: any free one", default=8000, metavar="PORT")
-    group.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help=f"what clients must send; other users of this machine see it here, and not in the "
-        f"environment: {_API_KEY}",
-    )
+    add_api_key(group, "what clients must send")
     group.add_argument(
         "--max-body", default="4MiB", metavar="SIZE", help="of one request (default: 4MiB)"
     )
@@ -77,9 +76,35 @@ def add_http_options(group: Options) -> None:
     add_traces_option(group)
 
 
+def add_api_key(group: Options, about: str) -> None:
+    """Adds the option of an API key."""
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"{about}; other users of this machine see it here, and not in the environment: "
+        f"{API_KEY}",
+    )
+
+
+def add_admin_key(group: Options, about: str) -> None:
+    """Adds the option that `admin_key` reads."""
+    group.add_argument(
+        "--admin-key",
+        metavar="KEY",
+        help=f"{about}; other users of this machine see it here, and not in the environment: "
+        f"{ADMIN_KEY}",
+    )
+
+
+def admin_key(arguments: argparse.Namespace) -> str | None:
+    """Returns the admin key from `arguments` or the environment."""
+    given: str | None = arguments.admin_key
+    return os.environ.get(ADMIN_KEY) if given is None else given
+
+
 def http_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of `HttpSettings` from `arguments` and the environment."""
-    key = os.environ.get(_API_KEY) if arguments.api_key is None else arguments.api_key
+    key = os.environ.get(API_KEY) if arguments.api_key is None else arguments.api_key
     return {
         **picked(arguments, "host", "port", "client_timeout_s", "shutdown_timeout_s"),
         "access_log": arguments.access_log,

@@ -16,11 +16,14 @@ from kvconnect.server.errors import ErrorAnswer, RequestRefused, answer_of
 from kvconnect.server.settings import HttpSettings
 from kvconnect.trace import count
 
-__all__ = ["ADMIN_PATHS", "OPEN_PATHS", "Gate"]
+__all__ = ["ADMIN_PATHS", "OPEN_PATHS", "PAGE", "Gate"]
 
 _access = logging.getLogger("kvconnect.access")
 
-OPEN_PATHS = frozenset({"/health"})
+PAGE = "/page"
+"""The path of the page, a file without any number; what it shows has paths below that."""
+
+OPEN_PATHS = frozenset({"/health", PAGE})
 """The paths that need no API key."""
 
 ADMIN_PATHS = "/v1/cache/"

@@ -1,0 +1,53 @@
+"""Lists a store in steps of many entries, each step one call within the deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from kvconnect.backend import StoredEntry
+from kvconnect.backends.guard.answers import checked_entry
+from kvconnect.backends.guard.calls import Call, Calls
+from kvconnect.errors import RetryLater
+
+__all__ = ["scanned"]
+
+# A call of its own for each entry costs more than the entry.
+_MOST_ENTRIES = 256
+_STEP_S = 0.02
+
+
+async def scanned(
+    calls: Calls, listing: AsyncIterator[StoredEntry], name: str
+) -> AsyncIterator[StoredEntry]:
+    """Yields the entries of `listing`, of the store `name`, each checked.
+
+    If a step fails, the entries that it brought come before the error.
+
+    Raises:
+        BackendTimeout: a step was not done in time.
+        BackendUnavailable: the store failed, or yielded what is no entry.
+    """
+    loop = asyncio.get_running_loop()
+    taken: list[StoredEntry] = []
+    failure: RetryLater | None = None
+
+    async def step(_: Call) -> bool:
+        end = loop.time() + _STEP_S
+        while (entry := await anext(listing, None)) is not None:
+            taken.append(checked_entry(entry, name))
+            if len(taken) == _MOST_ENTRIES or loop.time() >= end:
+                return True
+        return False
+
+    more = True
+    while more:
+        try:
+            more = await calls.run("scan", step)
+        except RetryLater as error:
+            more, failure = False, error
+        found, taken = taken, []
+        for entry in found:
+            yield entry
+    if failure is not None:
+        raise failure

@@ -1,0 +1,10 @@
+"""The page that shows a cache in a browser: one file, without anything from elsewhere.
+
+The page asks for JSON and draws it: the numbers of the metrics, their last hour, and a listing of
+the store. It changes nothing. Texts, keys and the digests of salts are only under the paths of the
+admin key.
+
+Imports operations, and the settings, errors and HTTP of the server. Begin with `cache_page`, which
+has the paths; `document` is the file and its headers, `store_reader` reads the store, `history`
+keeps the last hour, `run` serves the page of a store alone.
+"""
