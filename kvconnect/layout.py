@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby, pairwise
-from math import prod
+from math import lcm, prod
 from typing import TYPE_CHECKING, Literal
 
 from kvconnect.errors import ConfigurationError
@@ -60,7 +60,7 @@ class KvCacheLayout:
         num_layers: attention layers in this group, or recurrent ones.
         num_kv_heads: KV heads of each layer (of this rank).
         key_dim, value_dim: elements of one head's key and value.
-        tokens_per_block: a power of two greater than 1.
+        tokens_per_block: at least 2.
         dtype: of the elements.
         window: attention window in tokens; ``None`` is full attention.
         layers: the model's numbers of these layers, ascending; ``()``: 0 to ``num_layers - 1``.
@@ -88,7 +88,7 @@ class KvCacheLayout:
         import torch
 
         by_layer = [list(tensors) for _, tensors in groupby(states, key=lambda one: one.layer)]
-        unit = max(_ALIGNMENT, tokens_per_block)
+        unit = lcm(_ALIGNMENT, tokens_per_block)
         largest = max((_extent(tensors) for tensors in by_layer), default=0)
         return cls(
             num_layers=len(by_layer),
@@ -116,8 +116,8 @@ class KvCacheLayout:
                 f"layers: {self.layers} must be {self.num_layers} layer numbers in ascending order"
             )
         t = self.tokens_per_block
-        if t < 2 or t & (t - 1):
-            raise ConfigurationError(f"tokens_per_block: {t} must be a power of two greater than 1")
+        if t < 2:
+            raise ConfigurationError(f"tokens_per_block: {t} must be at least 2")
         if self.states:
             self._check_states()
 

@@ -47,7 +47,8 @@ class StoredHeads:
     Attributes:
         layout: of the rank's own blocks.
         shard: the rank.
-        num_kv_heads: of each layer of the whole model.
+        num_kv_heads: of each layer of the whole model. Of recurrent states, the number of ranks:
+            each rank stores its part, as it has it, for the same number of ranks.
     """
 
     layout: KvCacheLayout
@@ -55,10 +56,10 @@ class StoredHeads:
     num_kv_heads: int
 
     def __post_init__(self) -> None:
-        if self.layout.kind == "state" and self.shard.tp_size > 1:
+        if self.layout.kind == "state" and self.num_kv_heads != self.shard.tp_size:
             raise ConfigurationError(
-                f"tensor_parallel_size={self.shard.tp_size}: recurrent states are stored for one "
-                "rank only; their division among ranks is not known"
+                f"num_kv_heads: {self.num_kv_heads} of recurrent states; with tensor_parallel_size="
+                f"{self.shard.tp_size} they have one part for each rank"
             )
         heads, tp, size = self.num_kv_heads, self.shard.tp_size, self.size
         if heads < 1 or heads % size or tp % size:
@@ -106,6 +107,8 @@ class StoredHeads:
         They are those that tensor parallelism by powers of two makes; at most 8.
         """
         heads, own = self.num_kv_heads, self.size
+        if self.layout.kind == "state":
+            return (own,)  # a mixer divides several tensors, each in its own way
         powers = (1 << exponent for exponent in range(7))
         others = {size for size in (*powers, heads) if heads % size == 0 and size <= _MOST_SHARES}
         nearest = sorted(others - {own}, key=lambda size: (max(size, own) // min(size, own), size))
@@ -242,4 +245,5 @@ def dividing_rank(heads: Sequence[StoredHeads]) -> tuple[int, int]:
 
 
 def _total(layout: KvCacheLayout, shard: Shard) -> int:
-    return 1 if layout.is_latent else layout.num_kv_heads * shard.tp_size
+    # That ranks have parts of recurrent states has to be said.
+    return layout.num_kv_heads * shard.tp_size if layout.kind == "kv" else 1

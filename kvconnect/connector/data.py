@@ -103,6 +103,8 @@ class LlmArgs:
     @property
     def tokens_per_block(self) -> int:
         """The number of tokens in a block of the KV cache."""
+        if self.layouts:
+            return self.layouts[0].tokens_per_block
         return self.kv_cache_config.tokens_per_block
 
     @property

@@ -314,8 +314,8 @@ def _refusal(server: str, status: int) -> ConfigurationError | BackendUnavailabl
     """Returns the error of an answer that is none of metrics."""
     if status in {401, 403}:
         return ConfigurationError(
-            f"{server}: /metrics needs another key; give it as --api-key or KVCONNECT_API_KEY. It is the metrics key or "
-            "the admin key of a server that has one"
+            f"{server}: /metrics needs another key (--api-key or KVCONNECT_API_KEY): the metrics "
+            "key or the admin key of a server that has one, else its API key"
         )
     if status == 404:
         return ConfigurationError(f"{server}: has no /metrics")

@@ -127,7 +127,7 @@ def test_a_server_that_cannot_be_reached_is_exit_code_4(kvconnect, closed_port):
 @pytest.mark.parametrize(
     ("status", "content", "code", "message"),
     [
-        (401, b"{}", 2, "needs its API key"),
+        (401, b"{}", 2, "needs another key"),
         (404, b"", 2, "has no /metrics"),
         (500, b"", 4, "answers with status 500"),
         (200, b"# nothing\n", 2, "answers without metrics of kvconnect"),

@@ -372,7 +372,6 @@ def test_groups_become_layouts_with_the_layers_in_order():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (spec("MambaSpec"), "MambaSpec"),
         (spec("ChunkedLocalAttentionSpec"), "ChunkedLocal"),
         (spec(kv_quant_mode=1), "quantised"),
         (spec(state_content_bytes=100), "packed"),
@@ -387,7 +386,7 @@ def test_groups_become_layouts_with_the_layers_in_order():
             "EncoderOnlyAttentionSpec",
             marks=pytest.mark.planted("encoder-as-decoder", "vllm", "refused"),
         ),
-        (spec(block_size=24), "tokens_per_block: 24"),
+        (spec(block_size=1), "tokens_per_block: 1 must be at least 2"),
         (spec(block_size=32), "must have the same"),
     ],
 )
@@ -428,10 +427,10 @@ def latents(device: str, *, enable_prefix_caching: bool) -> dict[str, SimpleName
     ("more", "says"),
     [
         (
-            {"parallel_config": SimpleNamespace(pipeline_parallel_size=2)},
-            "pipeline_parallel_size=2",
+            {"parallel_config": SimpleNamespace(decode_context_parallel_size=2)},
+            "decode_context_parallel_size=2: the order",
         ),
-        ({"speculative_config": SimpleNamespace(method="eagle")}, "method='eagle'"),
+        ({"speculative_config": SimpleNamespace(method="dspark")}, "method='dspark'"),
         ({"load_config": SimpleNamespace(load_format="dummy")}, "load_format='dummy'"),
         ({"model_config": SimpleNamespace(hf_overrides=lambda one: one)}, "hf_overrides"),
         (latents("cpu", enable_prefix_caching=False), "keeps latents"),

@@ -67,7 +67,6 @@ def test_the_fingerprint_stays_the_same():
         ("key_dim", 0),
         ("value_dim", -1),
         ("tokens_per_block", 1),
-        ("tokens_per_block", 24),
         ("window", 0),
     ],
 )

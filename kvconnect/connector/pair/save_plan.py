@@ -123,6 +123,11 @@ class SavePlan:
         self._priorities.clear()
         self._judged.clear()
 
+    def forget_group(self, number: int) -> None:
+        """Removes the ids of the blocks of pool group `number`, which now hold other content."""
+        group = self._groups[number]
+        group.block_ids = [-1] * len(group.block_ids)
+
     def note_stored(self, num_stored: Sequence[int], tail: BlockKey | None = None) -> None:
         """Records the stored leading blocks of each group, and a stored block `tail` after them."""
         for number, group in enumerate(self._groups):

@@ -40,7 +40,7 @@ def make_arguments(
     """
     args = LlmArgs(
         model=str(directory),
-        kv_cache_config=KvCacheConfig(tokens_per_block=layouts[0].tokens_per_block),
+        kv_cache_config=KvCacheConfig(),  # the layouts say what another engine's is
         kv_connector_config=settings.connector,
         layouts=tuple(layouts),
         model_digest=stored_as(model_digest, settings.connector, engine=settings.engine),

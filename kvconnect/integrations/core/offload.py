@@ -6,7 +6,8 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from kvconnect.connector.data import LlmArgs
+from kvconnect.connector.data import LlmArgs, RequestData
+from kvconnect.connector.io.orders import SaveOrder
 from kvconnect.connector.io.reply import Reply
 from kvconnect.connector.pair.scheduler import OffloadScheduler
 from kvconnect.request import LlmRequest
@@ -15,7 +16,11 @@ __all__ = ["EngineScheduler"]
 
 
 class EngineScheduler(OffloadScheduler):
-    """An `OffloadScheduler` for an engine that accepts whole blocks only."""
+    """An `OffloadScheduler` for an engine that accepts whole blocks only.
+
+    Such an engine overwrites the snapshots of recurrent states as it goes on. A snapshot is ordered
+    into the store in the step that reports its block, or never.
+    """
 
     whole_blocks: ClassVar[bool] = True
     hashes_at_once: ClassVar[bool] = False
@@ -23,6 +28,8 @@ class EngineScheduler(OffloadScheduler):
     def __init__(self, llm_args: LlmArgs) -> None:
         self._unanswered: Reply[Any] | None = None
         super().__init__(llm_args)
+        kinds = enumerate(layout.kind for layout in llm_args.layouts)
+        self._states = [group for group, kind in kinds if kind == "state"]
 
     def ask_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int
@@ -42,6 +49,11 @@ class EngineScheduler(OffloadScheduler):
             self._unanswered = found
             return None, False
         return found, found > 0
+
+    def _order_save(self, data: RequestData, saves: list[SaveOrder]) -> None:
+        super()._order_save(data, saves)
+        for group in self._states:
+            self._plans[data.request_id].forget_group(group)
 
     def wait_for_answer(self, timeout_s: float) -> None:
         """Blocks until an unanswered lookup has an answer, at most `timeout_s`.

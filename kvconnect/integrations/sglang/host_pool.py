@@ -41,7 +41,7 @@ class HostPool:
 
         Raises:
             UnsupportedModel: the pool holds something else, or its shape is unexpected.
-            ConfigurationError: a page has one token, or no power of two.
+            ConfigurationError: a page has one token.
         """
         name = type(pool).__name__
         if pool.layout not in _LAYOUTS or getattr(pool, "kv_buffer", None) is None:

@@ -89,8 +89,8 @@ class KvConnectStorage(_Base):
         """Registers the host pool and opens the store.
 
         Raises:
-            ConfigurationError: the store cannot be opened, a page is no power of two of tokens, or
-                the pool holds pages that earlier weights may have computed.
+            ConfigurationError: the store cannot be opened, a page has one token, or the pool
+                holds pages that earlier weights may have computed.
             UnsupportedModel: the pool is of another form.
         """
         self._weights.refuse_older_pages(mem_pool_host)
@@ -139,6 +139,12 @@ class KvConnectStorage(_Base):
         Raises:
             UnsupportedModel: the model keeps something else beside keys and values.
         """
+        if str(host_pool_name) == "mamba":
+            raise UnsupportedModel(
+                "host pool 'mamba': SGLang moves recurrent states by batch_get_v2 and batch_set_v2 "
+                "alone, which this storage does not have, and without them a page of keys and "
+                "values is of no use; hybrid models are not served"
+            )
         if str(host_pool_name) != "kv":
             raise UnsupportedModel(
                 f"host pool '{host_pool_name}': models that keep more than keys and values of all "

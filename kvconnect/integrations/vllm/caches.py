@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 from kvconnect.connector.io.strided import StridedPlanes
@@ -32,8 +33,8 @@ def group_planes(
     Args:
         groups: the groups in vLLM's configuration.
         kv_caches: what vLLM registers: by layer name ``[num_blocks, heads, tokens, keys|values]``
-            of any strides, ``[2, num_blocks, tokens, heads, dim]``, or of a latent
-            ``[num_blocks, tokens, dim]``.
+            of any strides, ``[2, num_blocks, tokens, heads, dim]``, of a latent ``[num_blocks,
+            tokens, dim]``, or of states ``[num_blocks, 1, 1, bytes]``.
         num_blocks: of the pool.
         packing: of the CPU's kernels, which hold all keys of a head before all its values.
 
@@ -56,7 +57,9 @@ def group_planes(
 def _layer(
     cache: Tensor, group: CacheGroup, num_blocks: int, packing: Packing, name: str
 ) -> tuple[Tensor, Tensor] | tuple[Tensor]:
-    if group.is_latent:
+    if group.layout.kind == "state":
+        return (_states(cache, group, num_blocks, name),)
+    if group.layout.is_latent:
         return (_latent(cache, num_blocks, name),)
     if cache.ndim == 5 and 2 in cache.shape[:2] and cache.shape[:2] != (2, 2):
         keys, values = cache.unbind(0 if cache.shape[0] == 2 else 1)
@@ -74,6 +77,29 @@ def _layer(
         return _of_cpu(cache, layout.tokens_per_block, packing, name)
     by_token = split_blocks(cache.transpose(1, 2), num_blocks, name=name)
     return by_token[..., : layout.key_dim], by_token[..., layout.key_dim :]
+
+
+def _states(cache: Tensor, group: CacheGroup, num_blocks: int, name: str) -> Tensor:
+    """Returns the pages of a layer's states as rows of bytes, ``[num_blocks, tokens, 1, dim]``.
+
+    The last row may end in the bytes that fill vLLM's page: no other layer has them in this block.
+    """
+    layout, page = group.layout, cache.stride(0)
+    content = layout.states[0].nbytes
+    if (
+        tuple(cache.shape) != (num_blocks, 1, 1, content)
+        or cache.element_size() != 1
+        or cache.stride(3) != 1
+        or page < group.page_nbytes
+    ):
+        raise ConfigurationError(
+            f"KvConnect: {name}: states of shape {tuple(cache.shape)}, strides {cache.stride()} "
+            f"and {cache.dtype}; bytes [{num_blocks}, 1, 1, {content}] in pages of "
+            f"{group.page_nbytes} bytes are served"
+        )
+    dim = layout.key_dim
+    shape, stride = (num_blocks, layout.tokens_per_block, 1, dim), (page, dim, dim, 1)
+    return torch.as_strided(cache.view(torch.uint8), shape, stride, cache.storage_offset())
 
 
 def _latent(cache: Tensor, num_blocks: int, name: str) -> Tensor:

@@ -26,17 +26,24 @@ from kvconnect.integrations.vllm.caches import group_planes
 from kvconnect.integrations.vllm.callers import executor_of_caller, model_of_caller
 from kvconnect.integrations.vllm.configured import lookup_times, settings_of
 from kvconnect.integrations.vllm.cpu_kernels import base_is_apart, cpu_packing
+from kvconnect.integrations.vllm.drafts import draft_variant
 from kvconnect.integrations.vllm.exports import KvConnectPromMetrics, KvConnectStats
 from kvconnect.integrations.vllm.identity import (
     model_directory,
     model_identity,
     refuse_apart,
     refuse_other_dtype_on_cpu,
+    refuse_states,
     refuse_unserved,
     variant_of,
     vllm_version,
 )
-from kvconnect.integrations.vllm.layouts import CacheGroup, cache_groups, total_heads
+from kvconnect.integrations.vllm.layouts import (
+    CacheGroup,
+    cache_groups,
+    group_order,
+    total_heads,
+)
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
 from kvconnect.integrations.vllm.naming import Roles
 from kvconnect.integrations.vllm.scheduler import SchedulerHalf
@@ -77,9 +84,13 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
         self._groups = cache_groups(kv_cache_config)
         layouts = [group.layout for group in self._groups]
         refuse_other_dtype_on_cpu(vllm_config, layouts)
+        if any(layout.kind == "state" for layout in layouts):
+            refuse_states(vllm_config, settings.connector)
         self._packing = cpu_packing(layouts[0])
         own_packing = self._packing if self._packing == "opaque" else None
         variant = variant_of(vllm_config, layouts, packing=own_packing)
+        since_ns = lookup_times.take()
+        variant |= draft_variant(vllm_config.speculative_config, since_ns=since_ns)
         if settings.is_shared and variant:
             raise ConfigurationError(
                 f"kv_connector_extra_config.namespace='shared': {', '.join(sorted(variant))} "
@@ -87,7 +98,7 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
             )
         is_scheduler = role is KVConnectorRole.SCHEDULER
         shard = _shard(vllm_config, is_scheduler=is_scheduler)
-        args = _arguments_of(settings, vllm_config, self._groups, shard)
+        args = _arguments_of(settings, vllm_config, self._groups, shard, since_ns)
         self._args = _arguments.take(transfer.engine_id, args)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -99,7 +110,10 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
                 extra_key = extra_key_of(settings, variant)
                 roles = _roles(settings, vllm_config)
                 choice = _choice(settings, vllm_config.scheduler_config, self._args)
-                self._scheduler = half = SchedulerHalf(self._args, extra_key, roles, choice)
+                order = group_order(
+                    self._groups, has_drafts=vllm_config.speculative_config is not None
+                )
+                self._scheduler = half = SchedulerHalf(self._args, extra_key, roles, choice, order)
                 if (executor := executor_of_caller()) is not None:
                     calls = WeightCalls(executor, half.weights_changed, reports_unknown=False)
                     undo.callback(calls.close)
@@ -283,23 +297,23 @@ def _arguments_of(
     vllm_config: Any,
     groups: tuple[CacheGroup, ...],
     shard: Shard,
+    since_ns: int | None,
 ) -> LlmArgs:
     directory = model_directory(vllm_config)
-    digest = model_identity(
-        vllm_config, revision=settings.own.model_revision, since_ns=lookup_times.take()
-    )
+    digest = model_identity(vllm_config, revision=settings.own.model_revision, since_ns=since_ns)
     layouts = tuple(group.layout for group in groups)
     heads = total_heads(groups, shard, vllm_config.model_config.get_total_num_kv_heads())
     return make_arguments(settings, directory, digest, layouts, shard=shard, num_kv_heads=heads)
 
 
 def _shard(vllm_config: Any, *, is_scheduler: bool) -> Shard:
-    size = vllm_config.parallel_config.tensor_parallel_size
-    if is_scheduler or size == 1:
-        return Shard(0, size)
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+    parallel = vllm_config.parallel_config
+    size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if is_scheduler or size * stages == 1:
+        return Shard(0, size, 0, stages)
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-    return Shard(get_tensor_model_parallel_rank(), size)
+    return Shard(get_tensor_model_parallel_rank(), size, get_pp_group().rank_in_group, stages)
 
 
 def _roles(settings: EngineSettings, vllm_config: Any) -> Roles:

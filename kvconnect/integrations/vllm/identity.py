@@ -9,10 +9,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.elsewhere import refuse_elsewhere
 from kvconnect.integrations.core.long_rope import original_length
 from kvconnect.integrations.core.models import digest_of_model, directory_of
+from kvconnect.integrations.vllm.drafts import refuse_drafts
 from kvconnect.layout import KvCacheLayout
 
 __all__ = [
@@ -21,13 +25,12 @@ __all__ = [
     "model_identity",
     "refuse_apart",
     "refuse_other_dtype_on_cpu",
+    "refuse_states",
     "refuse_unserved",
     "settings_of_model",
     "variant_of",
     "vllm_version",
 ]
-
-_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "[ngram]")
 
 # Ways to load the safetensors files of the model's directory, or others of it; the rest of vLLM's
 # formats, and those that plug-ins register, bring weights from elsewhere.
@@ -58,20 +61,17 @@ def refuse_unserved(vllm_config: Any, *, is_named: bool = False) -> None:
         ConfigurationError: names the setting of vLLM.
     """
     parallel = vllm_config.parallel_config
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigurationError(
-                f"{name}={getattr(parallel, name)}: KvConnect serves 1; use tensor_parallel_size"
+                f"{name}={getattr(parallel, name)}: the order in which the ranks share the tokens "
+                "of a block is not described; KvConnect serves 1; use tensor_parallel_size"
             )
-    draft = vllm_config.speculative_config
-    if draft is not None and draft.method not in _WITHOUT_KV:
+    refuse_drafts(vllm_config.speculative_config)
+    if getattr(getattr(vllm_config, "cache_config", None), "calculate_kv_scales", False):
         raise ConfigurationError(
-            f"speculative_config.method='{draft.method}': KV of its draft model cannot be cached "
-            "(it depends on tokens that follow); KvConnect serves 'ngram' and 'suffix'"
+            "calculate_kv_scales: the scales of a quantised cache come from the first prompts, and "
+            "are not in keys; use scales of the checkpoint"
         )
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
     if load_format == "dummy":
@@ -161,11 +161,33 @@ def refuse_other_dtype_on_cpu(vllm_config: Any, layouts: Sequence[KvCacheLayout]
     if vllm_config.device_config.device_type != "cpu":
         return
     for layout in layouts:
-        if layout.dtype != dtype:
+        if layout.dtype != dtype and layout.kind != "state":
             raise ConfigurationError(
                 f"kv_cache_dtype: {_name(layout.dtype)} for a model in {_name(dtype)}, and on a "
                 "CPU vLLM writes its model's elements all the same; use kv_cache_dtype='auto'"
             )
+
+
+def refuse_states(vllm_config: Any, connector: KvCacheConnectorConfig) -> None:
+    """Refuses settings that recurrent states cannot be stored with.
+
+    Args:
+        vllm_config: vLLM's.
+        connector: the settings of the store.
+
+    Raises:
+        ConfigurationError: names the setting.
+    """
+    if getattr(vllm_config.cache_config, "use_replayssm", False):
+        raise ConfigurationError(
+            "use_replayssm: a page then holds a state of earlier tokens and the inputs of later "
+            "ones, and how many is not described; KvConnect serves models without it"
+        )
+    if connector.save_on == "finish":
+        raise ConfigurationError(
+            "kv_connector_extra_config.save_on='finish': vLLM overwrites recurrent states before a "
+            "request ends; use save_on='full'"
+        )
 
 
 def variant_of(
@@ -180,8 +202,15 @@ def variant_of(
     """
     model = vllm_config.model_config
     found = settings_of_model(vllm_config)
-    if any(layout.dtype != model.dtype for layout in layouts):
+    attention = [layout for layout in layouts if layout.kind != "state"]
+    if any(layout.dtype != model.dtype for layout in attention):
         found["dtype"] = _name(model.dtype)
+    if any(layout.dtype.itemsize == 1 for layout in attention):
+        found["kv_cache_dtype"] = _quantised(vllm_config)
+    if len(attention) < len(layouts):
+        # Kernels of one shape order the elements of a state in their own ways.
+        kernels = repr(getattr(vllm_config, "mamba_config", None))
+        found["states"] = _as_text([*_engine_build(vllm_config), kernels])
     if overrides := getattr(model, "hf_overrides", None):
         found["hf_overrides"] = _as_text(overrides)
     if getattr(model, "disable_sliding_window", False):
@@ -194,6 +223,21 @@ def variant_of(
     if packing is not None:
         found["packing"] = packing
     return found
+
+
+def _quantised(vllm_config: Any) -> str:
+    """Returns what the bytes of a quantised cache mean, besides scales of the model's files."""
+    name = str(vllm_config.cache_config.cache_dtype)
+    if name in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        return _as_text([name, str(torch.version.hip is not None)])  # AMD's numbers may be others
+    backend = repr(getattr(vllm_config, "attention_config", None))
+    return _as_text([name, *_engine_build(vllm_config), backend])
+
+
+def _engine_build(vllm_config: Any) -> list[str]:
+    """Returns what kernels depend on whose arrangement of bytes is their own."""
+    device = str(vllm_config.device_config.device_type)
+    return [vllm_version(), device, str(torch.version.hip), str(torch.version.cuda)]
 
 
 def _is_of_config_json(vllm_config: Any) -> bool:

@@ -7,15 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvconnect.errors import ConfigurationError
-from kvconnect.keys import Shard
-from kvconnect.layout import KvCacheLayout
+import torch
 
-__all__ = ["CacheGroup", "cache_groups", "total_heads"]
+from kvconnect.errors import ConfigurationError
+from kvconnect.integrations.vllm.group_order import GroupOrder
+from kvconnect.keys import Shard
+from kvconnect.layout import KvCacheLayout, StateTensor
+
+__all__ = ["CacheGroup", "cache_groups", "group_order", "total_heads"]
 
 _WHERE = "KvConnect"
 # By name: subclasses of these keep, drop or pack blocks in other ways.
-_SERVED = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
+_SERVED = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec")
+# By name: the scales of others, or what they turn vectors by, are not in the page or its files.
+_QUANTISED = ("FP8_PER_TENSOR", "FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD", "NVFP4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +30,33 @@ class CacheGroup:
     Attributes:
         layout: of a block of this rank.
         layer_names: vLLM's names of the layers, in the order of ``layout.layer_numbers``.
-        is_latent: one latent vector for each token instead of keys and values (MLA).
+        number: vLLM's number of the group.
+        page_nbytes: bytes of a block of one layer, with what fills it up to vLLM's page.
     """
 
     layout: KvCacheLayout
     layer_names: tuple[str, ...]
-    is_latent: bool
+    number: int = 0
+    page_nbytes: int = 0
 
 
 def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
-    """Returns the groups of vLLM's ``KVCacheConfig``, in its order.
+    """Returns the groups of vLLM's ``KVCacheConfig``, in its order, those of states last.
 
     Raises:
         ConfigurationError: a group holds something else than the keys and values of causal
-            attention in the model's dtype, or blocks differ in their number of tokens.
+            attention in the model's dtype or recurrent states, or blocks differ in their number of
+            tokens.
     """
     groups = list(kv_cache_config.kv_cache_groups)
+    if not all(group.layer_names for group in groups):
+        raise ConfigurationError(
+            f"{_WHERE}: a stage of the pipeline has no layer of one of {len(groups)} kinds; use "
+            "fewer stages (pipeline_parallel_size)"
+        )
     numbers = _layer_numbers([name for group in groups for name in group.layer_names])
-    found = tuple(_group(group, numbers) for group in groups)
+    found = tuple(_group(group, number, numbers) for number, group in enumerate(groups))
+    found = tuple(sorted(found, key=lambda one: one.layout.kind == "state"))
     if not found:
         raise ConfigurationError(f"{_WHERE}: the model has no KV cache; remove kv_transfer_config")
     sizes = sorted({one.layout.tokens_per_block for one in found})
@@ -53,8 +67,19 @@ def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
     return found
 
 
+def group_order(groups: Sequence[CacheGroup], *, has_drafts: bool) -> GroupOrder:
+    """Returns the order of `groups`, which `cache_groups` made.
+
+    Args:
+        groups: of one rank.
+        has_drafts: the engine drafts tokens.
+    """
+    states = tuple(one.number for one in groups if one.layout.kind == "state")
+    return GroupOrder(tuple(one.number for one in groups), states, has_drafts)
+
+
 def total_heads(groups: Sequence[CacheGroup], shard: Shard, model_heads: int) -> tuple[int, ...]:
-    """Returns the number of KV heads of each group in the whole model.
+    """Returns the number of KV heads of each group in the whole model; of states, that of ranks.
 
     Args:
         groups: of one rank.
@@ -64,7 +89,9 @@ def total_heads(groups: Sequence[CacheGroup], shard: Shard, model_heads: int) ->
     found = []
     for group in groups:
         own, size = group.layout.num_kv_heads, shard.tp_size
-        if group.is_latent:
+        if group.layout.kind == "state":
+            found.append(size)
+        elif group.layout.is_latent:
             found.append(1)
         elif size == 1:
             found.append(own)
@@ -73,19 +100,26 @@ def total_heads(groups: Sequence[CacheGroup], shard: Shard, model_heads: int) ->
     return tuple(found)
 
 
-def _group(group: Any, numbers: Mapping[str, int]) -> CacheGroup:
+def _group(group: Any, number: int, numbers: Mapping[str, int]) -> CacheGroup:
     spec = _common_spec(group)
     kind = type(spec).__name__
     names = tuple(sorted(group.layer_names, key=numbers.__getitem__))
+    if kind == "MambaSpec":
+        return _state_group(group, spec, number, {name: numbers[name] for name in names})
     _check(group, spec, kind, names[0])
     is_latent = kind == "MLAAttentionSpec"
+    heads, dims = spec.num_kv_heads, (spec.head_size, 0 if is_latent else spec.head_size_v)
+    if _is_packed(spec):
+        # Values and their scales, as the engine has them: no key or value ends at a half.
+        half = spec.state_content_size_bytes // 2
+        heads, dims = spec.num_heads, (half, half)
     window = spec.sliding_window if kind == "SlidingWindowSpec" else None
     try:
         layout = KvCacheLayout(
             num_layers=len(names),
-            num_kv_heads=spec.num_kv_heads,
-            key_dim=spec.head_size,
-            value_dim=0 if is_latent else spec.head_size_v,
+            num_kv_heads=heads,
+            key_dim=dims[0],
+            value_dim=dims[1],
             tokens_per_block=spec.block_size,
             dtype=spec.dtype,
             window=window,
@@ -93,7 +127,35 @@ def _group(group: Any, numbers: Mapping[str, int]) -> CacheGroup:
         )
     except ConfigurationError as error:
         raise ConfigurationError(f"{_WHERE}: layer '{names[0]}': {error} (--block-size)") from error
-    return CacheGroup(layout, names, is_latent)
+    return CacheGroup(layout, names, number)
+
+
+def _state_group(group: Any, spec: Any, number: int, layers: Mapping[str, int]) -> CacheGroup:
+    """Returns a group of recurrent states, `layers` of which are numbers by vLLM's names."""
+    name = next(iter(layers))
+    _refuse(
+        {
+            "vLLM keeps no snapshots of its states; set enable_prefix_caching, and "
+            "mamba_cache_mode='align' if it is given": spec.mamba_cache_mode != "align",
+            **_not_on_device(group),
+        },
+        name,
+    )
+    # The tensors of a page as vLLM has them, one after the other without gaps.
+    tensors = ", ".join(
+        f"{_short(dtype)}{list(shape)}"
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+    kind = str(getattr(spec.mamba_type, "name", spec.mamba_type))
+    shape, name = (int(spec.state_content_size_bytes),), f"{kind}: {tensors}"
+    states = [StateTensor(layer, name, shape, torch.uint8) for layer in layers.values()]
+    layout = KvCacheLayout.of_states(states, spec.block_size)
+    if layout.layer_nbytes > spec.page_size_bytes:
+        raise ConfigurationError(
+            f"{_WHERE}: states of {shape[0]} bytes do not lie in pages of {spec.page_size_bytes} "
+            f"bytes that {spec.block_size} tokens divide evenly; set --block-size to 16"
+        )
+    return CacheGroup(layout, tuple(layers), number, int(spec.page_size_bytes))
 
 
 def _common_spec(group: Any) -> Any:
@@ -114,20 +176,50 @@ def _common_spec(group: Any) -> Any:
 def _check(group: Any, spec: Any, kind: str, layer: str) -> None:
     reasons = {
         f"its cache is a {kind}; served are {', '.join(_SERVED)}": kind not in _SERVED,
-        "its cache is quantised; use kv_cache_dtype='auto'": getattr(spec, "kv_quant_mode", 0),
-        "its cache is packed by its attention backend": _is_packed(spec),
+        f"its cache is quantised as {_quantised_as(spec)}; served are {', '.join(_QUANTISED)}, and "
+        "kv_cache_dtype='auto'": _quantised_as(spec) not in ("", *_QUANTISED),
+        "its cache is packed by its attention backend": _is_packed(spec)
+        and not _is_packed_in_bytes(spec, kind),
         "one state stands for several tokens": getattr(spec, "tokens_per_state", 1) != 1,
         "its attention is not causal": getattr(spec, "non_causal", False),
         "it attends in chunks": getattr(spec, "attention_chunk_size", None),
-        "it belongs to a draft model, whose KV depends on the token that follows": getattr(
-            group, "is_eagle_group", False
-        ),
-        "its cache is not kept on the device": getattr(group, "host_resident", False)
-        or not getattr(group, "enable_kv_transfer", True),
+        **_not_on_device(group),
     }
+    _refuse(reasons, layer)
+
+
+def _not_on_device(group: Any) -> dict[str, bool]:
+    is_elsewhere = getattr(group, "host_resident", False)
+    return {
+        "its cache is not kept on the device": is_elsewhere
+        or not getattr(group, "enable_kv_transfer", True)
+    }
+
+
+def _refuse(reasons: Mapping[str, object], layer: str) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise ConfigurationError(f"{_WHERE}: layer '{layer}' cannot be served: {reason}")
+
+
+def _short(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _quantised_as(spec: Any) -> str:
+    """Returns the name of the quantisation of the cache; ``""`` if there is none."""
+    mode = getattr(spec, "kv_quant_mode", 0)
+    return str(getattr(mode, "name", mode)) if mode else ""
+
+
+def _is_packed_in_bytes(spec: Any, kind: str) -> bool:
+    """Returns whether a token's values and their scales lie together, as bytes."""
+    return (
+        bool(_quantised_as(spec))
+        and kind != "MLAAttentionSpec"
+        and spec.dtype.itemsize == 1
+        and spec.state_content_size_bytes % 2 == 0
+    )
 
 
 def _is_packed(spec: Any) -> bool:

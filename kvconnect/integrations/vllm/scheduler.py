@@ -12,6 +12,7 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.load_choice import LoadChoice
 from kvconnect.integrations.core.offload import EngineScheduler
 from kvconnect.integrations.core.requests import PRIORITY
+from kvconnect.integrations.vllm.group_order import SAME_ORDER, GroupOrder
 from kvconnect.integrations.vllm.messages import StepMeta, WorkerReport
 from kvconnect.integrations.vllm.naming import RequestNames, Roles
 from kvconnect.integrations.vllm.steps import StepReader, held_blocks, num_computed
@@ -41,17 +42,24 @@ class SchedulerHalf:
         extra_key: see `kvconnect.integrations.core.requests.extra_key_of`.
         roles: what is allowed.
         choice: whether to load or to compute.
+        groups: vLLM's KV cache groups, in the order of ``llm_args.layouts``.
     """
 
     def __init__(
-        self, llm_args: LlmArgs, extra_key: str | None, roles: Roles, choice: LoadChoice
+        self,
+        llm_args: LlmArgs,
+        extra_key: str | None,
+        roles: Roles,
+        choice: LoadChoice,
+        groups: GroupOrder = SAME_ORDER,
     ) -> None:
         self._roles = roles
         self._choice = choice
         self._size = llm_args.tokens_per_block
         self._holds = llm_args.kv_connector_config.save_on == "finish"
         # Below the lowest priority of `EngineSettings.without_saves`, a consumer's.
-        self._steps = StepReader(self._size, PRIORITY if roles.saves else 0)
+        self._steps = StepReader(self._size, PRIORITY if roles.saves else 0, groups)
+        self._groups = groups
         self._scheduler = EngineScheduler(llm_args)
         self._request_names = RequestNames(llm_args, extra_key, roles)
         self._tracked: dict[str, Tracked] = {}
@@ -290,7 +298,7 @@ class SchedulerHalf:
         tracked.grow()
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         llm.num_computed_tokens = max(0, request.num_computed_tokens - in_flight)
-        first = held_blocks(block_ids[0]) if block_ids else []
+        first = held_blocks(self._groups.ordered(block_ids)[0]) if block_ids else []
         is_kept = self._scheduler.request_finished(llm, first)
         if is_kept:
             self._ending[llm.request_id] = request.request_id

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvconnect.connector.data import RequestData, SchedulerOutput
+from kvconnect.integrations.vllm.group_order import SAME_ORDER, GroupOrder
 from kvconnect.integrations.vllm.tracked import Tracked
 
 __all__ = ["StepReader", "held_blocks", "num_computed"]
 
-_NULL_BLOCK = 0  # vLLM's place holder, where a window holds no block
+_NULL_BLOCK = 0  # vLLM's place holder, where a window, or a state, has no block
 
 
 def held_blocks(block_ids: Sequence[int]) -> list[int]:
@@ -37,11 +38,15 @@ class StepReader:
     Args:
         tokens_per_block: of the pair.
         priority: of all blocks.
+        groups: vLLM's KV cache groups, in the pair's order.
     """
 
-    def __init__(self, tokens_per_block: int, priority: int) -> None:
+    def __init__(
+        self, tokens_per_block: int, priority: int, groups: GroupOrder = SAME_ORDER
+    ) -> None:
         self._size = tokens_per_block
         self._priority = priority
+        self._groups = groups
 
     def read(
         self,
@@ -58,7 +63,8 @@ class StepReader:
         """
         step = SchedulerOutput()
         for one, block_ids in starting:
-            step.loading_requests.append(self._data(one, block_ids, one.offered_at, 0))
+            by_group = [held_blocks(ids) for ids in self._groups.ordered(block_ids)]
+            step.loading_requests.append(self._data(one, by_group, one.offered_at, 0))
         for data in output.scheduled_new_reqs:
             tracked = known.get(data.req_id)
             if tracked is not None and tracked.llm is not None:
@@ -78,13 +84,14 @@ class StepReader:
         scheduled = output.num_scheduled_tokens[tracked.request.request_id]
         tracked.grow()
         tracked.computed = computed + scheduled
-        tracked.num_full = 0
+        tracked.num_full = tracked.num_states = 0
         if getattr(output, "has_sync_kv_loads", False):
             # Perhaps another connector's, which may fail: what stands on it waits for the next.
-            step.new_requests.append(self._data(tracked, block_ids, 0, 0))
-            return
-        tracked.num_full = self._certain(tracked)
-        step.new_requests.append(self._data(tracked, block_ids, computed, scheduled))
+            computed = scheduled = 0
+        else:
+            tracked.num_full = self._certain(tracked)
+        by_group = self._new_blocks(tracked, block_ids, output)
+        step.new_requests.append(self._data(tracked, by_group, computed, scheduled))
 
     def _cached_requests(
         self, output: Any, known: Mapping[str, Tracked], step: SchedulerOutput
@@ -106,21 +113,38 @@ class StepReader:
                 continue
             tracked.num_full = num_full
             tracked.grow()
-            step.cached_requests.append(self._data(tracked, new or (), computed, scheduled))
+            by_group = self._new_blocks(tracked, new or (), output)
+            step.cached_requests.append(self._data(tracked, by_group, computed, scheduled))
 
     def _certain(self, tracked: Tracked) -> int:
         """Returns how many full blocks of known tokens are valid after this step."""
         known: int = tracked.request.num_tokens
         return min(tracked.computed, known) // self._size
 
+    def _new_blocks(
+        self, tracked: Tracked, block_ids: Sequence[Sequence[int]], output: Any
+    ) -> list[list[int]]:
+        """Returns the new `block_ids` by the pair's groups.
+
+        Those of states are reported when they are full: before that they are not snapshots.
+        """
+        by_group = [held_blocks(ids) for ids in self._groups.ordered(block_ids)]
+        if not self._groups.states:
+            return by_group
+        known = range(tracked.num_states, max(tracked.num_states, tracked.num_full))
+        tracked.num_states = known.stop
+        snapshots = self._groups.snapshots(output, tracked.request, tracked.computed, self._size)
+        attention = by_group[: self._groups.num_attention]
+        attention += [[] for _ in range(self._groups.num_attention - len(attention))]
+        states = [
+            [snapshots.get((group, number), -1) for number in known]
+            for group in self._groups.states
+        ]
+        return attention + states
+
     def _data(
-        self,
-        tracked: Tracked,
-        block_ids: Sequence[Sequence[int]],
-        computed: int,
-        scheduled: int,
+        self, tracked: Tracked, by_group: Sequence[list[int]], computed: int, scheduled: int
     ) -> RequestData:
-        by_group = tuple(held_blocks(ids) for ids in block_ids)
         first = by_group[0] if by_group else []
         return RequestData(
             request_id=tracked.started.request_id,
@@ -128,6 +152,6 @@ class StepReader:
             new_block_ids=first,
             computed_position=computed,
             num_scheduled_tokens=scheduled,
-            new_block_ids_by_group=by_group,
+            new_block_ids_by_group=tuple(by_group),
             priorities=[self._priority] * len(first),
         )

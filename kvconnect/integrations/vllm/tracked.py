@@ -37,6 +37,7 @@ class Tracked:
         loading: a load in the background is under way.
         computed: leading tokens that have KV after the last step it was in.
         num_full: the number of these full blocks that the pair knows.
+        num_states: the number of these whose snapshots of states, or their lack, it knows.
         told: leading tokens that a producer reported as saved.
         looked_at: when they were looked up last.
     """
@@ -55,6 +56,7 @@ class Tracked:
     loading: bool = False
     computed: int = 0
     num_full: int = 0
+    num_states: int = 0
     told: int = 0
     looked_at: float = 0.0
 

