@@ -1,6 +1,6 @@
 """The stores of KV blocks; `open_backend` opens any of them by URL.
 
-Nothing here imports torch before a value is moved: that import takes longer than listing a store.
+The modules import torch only when a value is moved: that import takes longer than listing a store.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _MODULES = {"GuardedBackend": "guard.store", "StoreUrl": "url", "open_backend": 
 
 
 def __getattr__(name: str) -> Any:
-    # The modules here import each other by their own names; only users want these.
+    # Only users import these names; the modules here import each other.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = found  # from now on it is found without this
+    globals()[name] = found  # later lookups do not call this function
     return found
 
 

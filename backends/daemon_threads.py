@@ -20,9 +20,9 @@ T = TypeVar("T")
 class DaemonThreads(ThreadPoolExecutor):
     """A pool whose `submit` is that of `ThreadPoolExecutor`, but on daemon threads.
 
-    Python waits at exit for every thread of the pools it knows: a read from a dead network mount
-    would hold the process for ever. asyncio takes only a subclass as its default executor; nothing
-    of the base class but its type is used.
+    Python waits at exit for every thread of its own pools, so a read from a stuck network mount
+    would hold the process for ever. asyncio accepts only a subclass of `ThreadPoolExecutor` as
+    default executor; of the base class only the type is used.
     """
 
     def __init__(self, max_workers: int, name: str) -> None:
@@ -70,7 +70,7 @@ class DaemonThreads(ThreadPoolExecutor):
         thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no more to be had: those there are do the work
+        except RuntimeError:  # no more threads can be started: the present ones do the work
             if not self._daemons:
                 raise
         else:
@@ -83,7 +83,7 @@ class DaemonThreads(ThreadPoolExecutor):
     def _run(self) -> None:
         while (work := self._next()) is not None:
             work()
-            del work  # or an idle thread keeps the arguments of its last work alive
+            del work  # otherwise an idle thread keeps the arguments of its last work alive
 
     def _next(self) -> Callable[[], None] | None:
         """Waits for work and returns it; ``None`` if there is none and the pool has ended."""

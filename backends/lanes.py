@@ -18,7 +18,7 @@ __all__ = ["Lane", "Lanes", "fulfil", "results_of", "settled"]
 
 T = TypeVar("T")
 
-# The cancelled works that may stay in a queue, unless half of the queue is more.
+# The number of cancelled works that may stay in a queue, unless half of the queue is more.
 _FEW = 64
 
 
@@ -29,12 +29,12 @@ class Lane:
     its work has ended, or was never begun, even if the waiter is cancelled: so no thread uses a
     buffer that its owner uses again.
 
-    All threads start at once, or work could be accepted that no thread can be started for.
-    They are daemons: a read from a dead network mount does not keep the process from ending.
+    All threads start at once, so that no work is accepted that no thread will run. They are
+    daemons, so a read from a stuck network mount does not keep the process from ending.
 
     Args:
         name: the name of the threads.
-        threads: how many.
+        threads: the number of threads.
         owner: the name of their owner, for errors; ``None``: `name`.
 
     Raises:
@@ -65,7 +65,7 @@ class Lane:
 
     @property
     def running(self) -> int:
-        """The works of `run` and `run_all` that have not ended; belongs to the event loop."""
+        """The works of `run` and `run_all` that have not ended; for the event loop only."""
         return sum(one.left for one in self._waiting)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
@@ -123,7 +123,7 @@ class Lane:
         ]
 
     def _put(self, items: Sequence[_Work]) -> None:
-        # Before the lock: in a forked process no thread might ever release it.
+        # Before the lock, which no thread may ever release in a forked process.
         if os.getpid() != self._process:
             raise BackendUnavailable(
                 f"{self._owner}: was opened by process {self._process}, of which this one was "
@@ -136,7 +136,7 @@ class Lane:
                 self._queue.put(item)
 
     def _forget(self, cancelled: int) -> None:
-        """Removes cancelled works from the queue, if they are many.
+        """Removes cancelled works from the queue if they are many.
 
         While all threads are stuck, cancelled work would pile up.
         """
@@ -154,7 +154,7 @@ class Lane:
                     self._queue.put(item)
 
     async def close(self) -> None:
-        """Refuses further work, cancels what was not begun, waits for what runs; idempotent."""
+        """Refuses further work, cancels queued work, waits for running work; idempotent."""
         self.end()
         if self._waiting:
             await asyncio.wait(self._waiting)
@@ -165,7 +165,7 @@ class Lane:
             await asyncio.wait(self._waiting)
 
     def end(self) -> None:
-        """Refuses further work and cancels what was not begun; the threads end by themselves.
+        """Refuses further work and cancels queued work; the threads end afterwards.
 
         Does not block. Callable from any thread.
         """
@@ -292,7 +292,7 @@ def fulfil(future: Future[T], work: Callable[[], T]) -> None:
 def _serve(queue: SimpleQueue[_Work | None]) -> None:
     while (item := queue.get()) is not None:
         fulfil(*item)
-        del item  # or an idle thread keeps what it worked on alive
+        del item  # otherwise an idle thread keeps its last work alive
 
 
 class _Ended(asyncio.Future[None]):

@@ -1,4 +1,4 @@
-"""An event loop for a program's own thread, which ends even if a store in it is stuck."""
+"""An event loop for a program's main thread, which ends even if a store is stuck."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _END_S = 5.0
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     """Runs `work` like ``asyncio.run``, but never waits for a stuck thread. Main thread only.
 
-    Ctrl-C cancels `work`, as does an exception of another signal handler. Calls that have not
-    ended some seconds later, such as a read from a dead network mount, are left on daemon threads.
+    Ctrl-C cancels `work`, as does an exception of another signal handler. Calls that have not ended
+    some seconds later, such as a read from a stuck network mount, are abandoned on daemon threads.
     """
     with main_loop(_END_S) as loop, _woken_by_signals(loop):
         # Closing the runner would wait for tasks that never end: the context does it instead.
@@ -40,7 +40,7 @@ def _woken_by_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
     receiving, sending = socket.socketpair()
     with receiving, sending:
         receiving.settimeout(0)
-        sending.settimeout(0)  # as `set_wakeup_fd` wants it
+        sending.settimeout(0)  # required by `set_wakeup_fd`
         loop.add_reader(receiving, receiving.recv, 4096)
         earlier = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
         try:
@@ -80,5 +80,5 @@ def _end(loop: asyncio.AbstractEventLoop, end_s: float) -> None:
         loop.run_until_complete(asyncio.sleep(0))
     with contextlib.suppress(TimeoutError):
         loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), end_s / 4))
-    if not all(task.done() for task in tasks):  # they are known to be lost: no complaints
+    if not all(task.done() for task in tasks):  # abandoned tasks: no warnings about them
         loop.set_exception_handler(lambda *_: None)

@@ -1,4 +1,4 @@
-"""The shares of tenants in a bounded store, and whose blocks make room for others."""
+"""The shares of tenants in a bounded store, and the choice of tenants whose blocks are dropped."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def tenant_of(namespace: bytes) -> bytes:
 class Quotas:
     """The tenants' shares of a store's capacity, each from 0 to 1.
 
-    Where the shares of the tenants that have blocks are more than the whole, each of them is less
-    in proportion.
+    If the shares of all tenants with blocks exceed the whole, they are reduced in proportion.
 
     Attributes:
         others: the share of a tenant that is not in `own`.
@@ -45,18 +44,18 @@ class Quotas:
     def givers(
         self, usage: Mapping[bytes, int], capacity: int, saving: Collection[bytes]
     ) -> list[tuple[bytes, int]]:
-        """Returns the tenants whose blocks make room, the first of them first.
+        """Returns the tenants whose blocks may be dropped for room, in order.
 
-        These are the tenants above their share, the one that is furthest above first. Then come
-        those that save: who is below its share loses nothing to others.
+        First are the tenants above their share, the one furthest above first. Then come those that
+        save: a tenant below its share loses no block to others.
 
         Args:
-            usage: bytes by tenant, what is to be saved included; all above 0.
+            usage: bytes by tenant, the pending save included; all above 0.
             capacity: bytes.
             saving: the tenants that save.
 
         Returns:
-            Each tenant with the bytes by which it is above its share and above the next one in the
+            Each tenant with the bytes by which it exceeds its share and the next tenant in the
             list, at least 0.
         """
         shares = {tenant: self.own.get(tenant, self.others) for tenant in usage}
@@ -73,7 +72,8 @@ def quotas_of(url: StoreUrl) -> Quotas | None:
     """Returns the quotas of the parameter ``quota``: a share of every tenant's, or a file.
 
     Raises:
-        ConfigurationError: it is neither, or the file does not say shares of tenants.
+        ConfigurationError: the parameter is neither, or the file does not contain shares of
+            tenants.
     """
     text = url.query.get("quota")
     if text is None:

@@ -27,7 +27,7 @@ BackendFactory: TypeAlias = Callable[[StoreUrl], Backend]
 
 ENTRY_POINT_GROUP = "kvconnect.backends"
 
-# Also listed as entry points of the installed package; here so that a bare checkout has them.
+# Also listed as entry points of the installed package; repeated here for a bare checkout.
 _BUILT_IN = {
     "disk": "kvconnect.backends.disk:from_url",
     "memory": "kvconnect.backends.memory:from_url",
@@ -60,14 +60,14 @@ def open_backend(
 ) -> GuardedBackend:
     """Returns the guarded backend of `url`, or a guard around `url` if it is a backend.
 
-    Nothing is connected, created or waited for yet: ``await backend.open(layouts)`` does that.
+    The call opens no connection and makes no file: ``await backend.open(layouts)`` does that.
 
     Args:
         url: for example ``disk:///var/cache/kv?capacity=200GiB``, or your own `Backend`.
         deadline_s: the time that each call may take, in seconds.
-        verify_frames: check every loaded block. Off is for measuring only, and is logged.
-        raw: values pass as they are, frames neither written nor checked: for tools that copy or
-            examine what is stored (`kvconnect.frame.check` checks one).
+        verify_frames: true to check every loaded block. False is for measuring only, and is logged.
+        raw: true to pass values unchanged, without writing or checking frames, for tools that copy
+            or examine stored frames (`kvconnect.frame.check` checks one).
         codec: the codecs of payloads: one of ``fp8`` and ``int8`` (lossy), one of ``zstd`` and
             ``lz4``, ``aes-gcm``, in this order and joined by ``+``. Every store URL accepts this
             parameter and `key_file`, too.
@@ -104,7 +104,7 @@ def open_backend(
 def codecs_of(
     store: str | Backend | None, *, codec: str | None = None, key_file: str | None = None
 ) -> Codecs:
-    """Returns the codecs that `open_backend` puts around `store`, without opening it.
+    """Returns the codecs that `open_backend` would apply to `store`, without opening it.
 
     Raises:
         ConfigurationError, MissingExtra: raised as by `open_backend`.
@@ -134,7 +134,7 @@ def _make(url: StoreUrl) -> Backend:
 
 
 def factory_of(scheme: str) -> BackendFactory:
-    """Returns what makes the backends of `scheme`; imports its module.
+    """Returns the factory of backends of `scheme`; imports its module.
 
     Raises:
         UnknownScheme: no installed backend serves it.

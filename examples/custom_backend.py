@@ -100,17 +100,14 @@ def main() -> None:
         folder = Path(temporary, "blocks")
         outputs = []
         for title in ("first engine ", "second engine"):
-            cache = KvCacheConfig(max_tokens=4096)
-            # This model computes a prompt sooner than files are read: it shall wait for them.
-            store = KvCacheConnectorConfig(
-                backend=FolderBackend(folder), lookup_timeout_ms=1000, overlap_loads=False
-            )
-            with LLM(model, kv_cache=cache, connector=store) as llm:
+            # This model computes a prompt faster than files are read, so the engine has to wait.
+            waits = {"lookup_timeout_ms": 1000, "overlap_loads": False}
+            store = KvCacheConnectorConfig(backend=FolderBackend(folder), **waits)
+            with LLM(model, kv_cache=KvCacheConfig(max_tokens=4096), connector=store) as llm:
                 output = llm.generate(PROMPT * 4, SamplingParams(max_tokens=16))[0]
-            print(
-                f"{title}: {output.prompt_tokens} prompt tokens, "
-                f"{output.reused_store_tokens} from the folder, {output.computed_tokens} computed"
-            )
+            found = f"{output.reused_store_tokens} from the folder"
+            counts = f"{output.prompt_tokens} prompt tokens, {found}"
+            print(f"{title}: {counts}, {output.computed_tokens} computed")
             outputs.append(output)
     if outputs[0].output_token_ids != outputs[1].output_token_ids:
         sys.exit("The answers differ.")

@@ -2,10 +2,8 @@
 
 Usage: ``python examples/static_linear_cache.py [MODEL_DIR] [--compile]``
 
-Keys and values of all sequences lie in tensors ``[batch, heads, max_length, dim]`` that are made
-once. Prompts of different lengths are computed together; afterwards every sequence grows by one
-token per step, each from its own place on: ``write_indices``. The output is compared with
-`model.generate()`, which keeps a cache of its own. ``--compile`` makes one graph of a step.
+Prompts of different lengths are computed together, in tensors ``[batch, heads, max_length, dim]``;
+then each sequence grows by one token per step. `model.generate()` must give the same tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,15 +31,13 @@ class LinearLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def __init__(self, max_length: int, lengths: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.max_length = max_length
-        self.lengths = lengths
+        self.max_length, self.lengths = max_length, lengths
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates the memory, once."""
-        batch, heads, _, key_dim = key_states.shape
-        self.keys = key_states.new_zeros(batch, heads, self.max_length, key_dim)
-        value_dim = value_states.shape[-1]
-        self.values = value_states.new_zeros(batch, heads, self.max_length, value_dim)
+        batch, heads, _, dim = key_states.shape
+        self.keys = key_states.new_zeros(batch, heads, self.max_length, dim)
+        self.values = self.keys.new_zeros(batch, heads, self.max_length, value_states.shape[-1])
         self.is_initialized = True
 
     def update(
@@ -50,13 +46,9 @@ class LinearLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Appends to each sequence. Attention reads the whole cache under a mask."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values = self.keys, self.values
-        if keys is None or values is None:
-            raise RuntimeError("lazy_initialization was not called")
-        return (
-            kv_cache_update(keys, key_states, self.lengths),
-            kv_cache_update(values, value_states, self.lengths),
-        )
+        keys = kv_cache_update(cast("Tensor", self.keys), key_states, self.lengths)
+        values = kv_cache_update(cast("Tensor", self.values), value_states, self.lengths)
+        return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns the size and the offset of a mask over the whole cache."""
@@ -77,70 +69,46 @@ def generate(
 ) -> list[list[int]]:
     """Decodes several prompts at once, greedily; returns the new tokens of each."""
     longest = max(map(len, prompts))
+    size = longest + num_tokens
     lengths = torch.zeros(len(prompts), dtype=torch.int64)
-    layers: list[Any] = [
-        LinearLayer(longest + num_tokens, lengths) for _ in range(model.config.num_hidden_layers)
-    ]
+    layers: list[Any] = [LinearLayer(size, lengths) for _ in range(model.config.num_hidden_layers)]
     cache = Cache(layers=layers)
 
     def step(ids: Tensor) -> Tensor:
         positions = lengths[:, None] + torch.arange(ids.shape[1])
-        places = torch.arange(longest + num_tokens)
         # Each sequence sees its own past. Beyond that the cache holds padding, or no token yet.
-        mask = places <= positions[:, None, :, None]
-        out = model(
-            ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-        )
-        logits: Tensor = out.logits
-        return logits
+        mask = torch.arange(size) <= positions[:, None, :, None]
+        given = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache}
+        return cast("Tensor", model(ids, use_cache=True, **given).logits)
 
-    padded = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
-    logits = step(padded)
     ends = torch.tensor([len(prompt) for prompt in prompts])
-    latest = logits[torch.arange(len(prompts)), ends - 1].argmax(-1)
-    lengths += ends
+    padded = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+    tokens = [step(padded)[torch.arange(len(prompts)), ends - 1].argmax(-1)]
+    lengths += ends  # the padding is overwritten, token by token
     decode: Callable[[Tensor], Tensor] = torch.compile(step, fullgraph=True) if compiled else step
-    tokens = [latest]
     for _ in range(num_tokens - 1):
-        latest = decode(latest[:, None])[:, -1].argmax(-1)
+        tokens.append(decode(tokens[-1][:, None])[:, -1].argmax(-1))
         lengths += 1
-        tokens.append(latest)
     return [list(map(int, column)) for column in zip(*tokens, strict=True)]
-
-
-def reference(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """Returns what transformers generates for one prompt by itself."""
-    ids = torch.tensor([prompt])
-    out: Tensor = model.generate(  # type: ignore[operator]
-        ids,
-        max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens,
-        do_sample=False,
-        eos_token_id=None,
-    )
-    return [int(token) for token in out[0, len(prompt) :]]
 
 
 def main() -> None:
     """Generates both ways, and compares the tokens."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, nargs="?", help="default: a small random Llama")
     parser.add_argument("--tokens", type=int, default=24, help="to generate")
     parser.add_argument("--compile", action="store_true", help="make one graph of a decode step")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
+    if given.model is None:
+        print("The model is random: its answers make no sense.")
     with tempfile.TemporaryDirectory() as folder:
-        path = arguments.model
-        if path is None:
-            print("The model is random: its answers make no sense.")
-            path = make_model(Path(folder) / "model", "llama")
+        path = given.model or make_model(Path(folder) / "model", "llama")
         # In double precision no sum depends on how it is cut into pieces, so tokens are equal.
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-        model.requires_grad_(requires_grad=False)
-        found = generate(model, PROMPTS, arguments.tokens, compiled=arguments.compile)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        found = generate(model, PROMPTS, given.tokens, compiled=given.compile)
         for prompt, tokens in zip(PROMPTS, found, strict=True):
-            expected = reference(model, prompt, arguments.tokens)
+            greedy = {"max_new_tokens": given.tokens, "do_sample": False, "eos_token_id": None}
+            expected = model.generate(torch.tensor([prompt]), **greedy)[0, len(prompt) :].tolist()
             same = "as generate()" if tokens == expected else f"but generate() says {expected}"
             print(f"{len(prompt)} prompt tokens, then {tokens}: {same}")
             if tokens != expected:

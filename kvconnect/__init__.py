@@ -1,4 +1,4 @@
-"""The KV cache of LLM engines, kept and moved to and from external stores."""
+"""The KV cache of LLM engines, kept across requests, and moved to and from external stores."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    # They import torch, LLM also transformers: seconds that ``kvconnect --help`` does not take.
+    # Imported on first use: torch and transformers take seconds, which ``kvconnect --help`` must
+    # not.
     if name in {"backend", "config", "keys", "layout", "request"}:
         return import_module(f"kvconnect.{name}")
     if name not in _MODULES:
@@ -118,7 +119,7 @@ def __getattr__(name: str) -> Any:
         if error.name not in {"transformers", "tokenizers", "safetensors"}:
             raise
         raise MissingExtra(name, "hf") from error
-    globals()[name] = found  # from now on it is found without this
+    globals()[name] = found  # later lookups do not call this function
     return found
 
 

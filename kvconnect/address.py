@@ -1,4 +1,4 @@
-"""The address of a peer: ``host:port``, and whether that is this machine alone."""
+"""The address of a peer: ``host:port``, and the check for loopback addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Splits ``host:port``, or ``[host]:port``.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: `address` has another form.
     """
     host, colon, port = address.rpartition(":")
     plain = host.removeprefix("[").removesuffix("]")
@@ -23,7 +23,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 def is_loopback(host: str) -> bool:
     """Returns whether `host` is ``localhost`` or a loopback address.
 
-    Other names are not resolved.
+    Other names count as remote; none is resolved.
     """
     if host == "localhost":
         return True

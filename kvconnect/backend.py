@@ -1,8 +1,8 @@
 """The interface of a store: four methods, and a few optional ones.
 
 Backends are plain. They move opaque bytes under 32-byte keys and need no retries, no timeouts, no
-checksums and no metrics of their own: the framework puts those around every backend, yours too
-(`kvconnect.backends.registry.open_backend`).
+checksums and no metrics of their own: `kvconnect.backends.registry.open_backend` adds those to
+every backend, also to one of your own.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ __all__ = [
 ]
 
 DEFAULT_RETENTION_PRIORITY = 35
-"""The priority of blocks that were given none (TensorRT-LLM's default)."""
+"""The priority of blocks that were saved without one (TensorRT-LLM's default)."""
 
 DEFAULT_PIN_FRACTION = 0.5
-"""The share of a bounded store's capacity that pinned blocks may take, if none is configured."""
+"""The default share of a bounded store's capacity that pinned blocks may take."""
 
 MAX_CHILDREN = 256
 """The most blocks that `Backend.children` lists."""
 
 Access = Literal["store", "read", "maintain"]
-"""The purpose of opening a store: to be a ``store``; to ``read``, which leaves no trace, not even
-that blocks were used; or to ``maintain`` it, where only blocks deleted by name are removed."""
+"""The purpose of opening a store. ``store``: saves and loads blocks.
+
+``read``: changes nothing, not even when blocks were last used. ``maintain``: removes only blocks
+that are deleted by key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,18 +55,18 @@ class StoredBlock:
     """A block to be stored. A plain store needs only `key` and `data`.
 
     Attributes:
-        key: the key that the store finds it by.
+        key: the block's store key.
         data: 1-D uint8 tensor on the host, one frame; the store reads it, never writes to it.
-        parent: store key of the block before it; for the first of a prompt that of its namespace's
-            root, which no block has. ``None``: not known.
+        parent: store key of the block before this one. The first block of a prompt has the key of
+            its namespace's root, which is no block's. ``None``: not known.
         tokens: the block's own token ids; fewer than a whole block's for a tail.
         priority: retention priority, 0 (evicted first) to 100.
-        namespace: digest of salt and adapter, then one of the salt, for pruning; see
+        namespace: digest of salt and adapter, followed by a digest of the salt, for pruning; see
             `kvconnect.keys.Namespace.tag`.
         model: of the model and its cache geometry, for pruning; see `kvconnect.keys.model_tag`.
         group: pool group.
         ttl_s: seconds after which the block is not wanted any more; ``None``: no such time. Only a
-            store with the capability ``expires_each`` has to look at it.
+            store with the capability ``expires_each`` has to obey it.
     """
 
     key: BlockKey
@@ -91,13 +93,13 @@ class StoredEntry:
     """A stored block as `Backend.scan` lists it.
 
     Attributes:
-        nbytes: of its value, the frame.
-        created_at, used_at: Unix seconds.
-        parent, tokens, namespace, model, group: as in the `StoredBlock` that was saved, where the
-            store keeps them.
-        pinned_until: Unix seconds until which the block is pinned; 0: it is not, ``inf``: until it
-            is unpinned.
-        hits: how often the block was loaded since it was saved; ``None``: the store does not count.
+        nbytes: bytes of the stored frame.
+        created_at, used_at: Unix seconds of the save and of the last use.
+        parent, tokens, namespace, model, group: the fields of the saved `StoredBlock`; defaults if
+            the store does not keep them.
+        pinned_until: Unix seconds at which the pin ends; 0: not pinned, ``inf``: pinned until
+            `unpin`.
+        hits: loads of the block since it was saved; ``None``: the store does not count them.
     """
 
     key: BlockKey
@@ -133,20 +135,21 @@ class Capabilities:
 
     Attributes:
         enumerable: `children` and `scan` list the stored blocks.
-        inline: loads run at memory speed.
-        durable: blocks that `save` reported as stored are there after the process was killed and
-            the store opened anew.
-        shared: several processes may have the store open at once and see each other's blocks.
+        inline: loads take no longer than a copy in memory.
+        durable: blocks that `save` reported as stored survive the death of the process.
+        shared: several processes may open the store at once and see each other's blocks.
         pins: `pin` keeps blocks from being dropped.
         expires: blocks older than a configured time are not found (``ttl=`` in its URL).
         expires_each: a block is not found longer than its own ``ttl_s`` after it was saved. One
             that is there already keeps its time.
         max_value_bytes: longest value it takes, in bytes; ``None``: any that fits its capacity.
         variable_length: `load` takes buffers longer than the value and fills their beginning, so
-            that frames may be compressed. Else a value of another length than the buffer is a miss.
-        checks_frames: every frame that `load` calls filled is one of its key, its checksum right.
-        hashes_loads: `load_hashed` takes checksums while the bytes are in the processor's cache.
-        seals_saves: `save_sealed` seals the frames while it reads them anyway.
+            that frames may be compressed. Without it, a value whose length differs from the
+            buffer's is a miss.
+        checks_frames: the store verifies key and checksum of every frame that `load` counts as
+            filled.
+        hashes_loads: `load_hashed` hashes bytes while they are in the processor's cache.
+        seals_saves: `save_sealed` seals frames in the pass in which it reads them.
     """
 
     enumerable: bool = False
@@ -163,7 +166,7 @@ class Capabilities:
     seals_saves: bool = False
 
     def wrapped(self) -> Capabilities:
-        """Returns the capabilities of a backend around such a store, which may damage frames."""
+        """Returns the capabilities of a backend that wraps such a store and may damage frames."""
         return replace(self, checks_frames=False, hashes_loads=False, seals_saves=False)
 
 
@@ -173,15 +176,15 @@ class Backend(ABC):
     A key's value never changes, so `save` is idempotent and it does not matter which of two writers
     is last. All methods run on one event loop and may be called concurrently; none may block it
     (use ``asyncio.to_thread`` or aiofiles). A coroutine must not end while anything can still touch
-    its buffers: the framework reuses them when it ends. It is never cancelled.
+    its buffers: the framework reuses the buffers then. The framework never cancels a coroutine.
 
     A bounded store evicts a chain from its end: using a block counts as using its ancestors.
 
     Attributes:
-        capabilities: of the class. An object whose settings decide replaces them with
-            ``dataclasses.replace``. If a class overrides the `load` of a store, but not its
-            `load_hashed`, the framework calls only `load`, and drops the capabilities that
-            described `load_hashed`. The same holds of `save` and `save_sealed`.
+        capabilities: the class's capabilities. An object whose settings decide overrides them with
+            ``dataclasses.replace``. If a subclass overrides `load` but not `load_hashed`, the
+            framework calls only `load`, and drops the capabilities that describe `load_hashed`. The
+            same holds for `save` and `save_sealed`.
         deadline_s: the framework's deadline for each call, in seconds; set before `open`.
     """
 
@@ -194,22 +197,22 @@ class Backend(ABC):
         _see_all_calls(cls, "save", "save_sealed", "seals_saves")
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
-        """Connects or creates; called once, before anything else, with one layout per pool group.
+        """Connects to the store or creates it; called once, first, with one layout per pool group.
 
         Raises:
             ConfigurationError: the store cannot hold such blocks (capacity below one block, …).
-            BackendUnavailable: it cannot be reached.
+            BackendUnavailable: the store cannot be reached.
         """
 
     async def close(self) -> None:
-        """Releases everything; called once no call is in flight that this class still waits for.
+        """Releases all resources; called when no other call is in flight.
 
-        It also returns if the store is gone, and when it is called again.
+        Returns also if the store is gone. A second call does nothing.
         """
 
     @abstractmethod
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """Returns how many leading `keys` are present. Changes nothing but recency."""
+        """Returns how many leading `keys` are present, and marks those as used."""
 
     @abstractmethod
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
@@ -235,18 +238,19 @@ class Backend(ABC):
     async def load_hashed(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """Loads like `load`, the default, and reports the bytes in each buffer to its checksum.
+        """Loads like `load`, and reports the bytes in each buffer to its checksum.
 
-        The store verifies nothing with `checksums`: the caller compares them.
+        The default calls `load`. The store does not verify `checksums`: the caller compares them.
         """
         return await self.load(keys, into)
 
     async def save_sealed(
         self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """Saves frames like `save`; their `checksums` have yet to seal them (`frame.address`).
+        """Saves frames like `save`, after sealing each with its checksum (see `frame.address`).
 
-        Frames that are not stored may be left unsealed. The default seals all of them, and saves.
+        Frames that are not stored may stay unsealed. The default seals all frames, then calls
+        `save`.
         """
         for checksum in checksums:
             checksum.seal()
@@ -255,9 +259,8 @@ class Backend(ABC):
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
         """Returns the stored blocks, full ones and tails, whose parent is `key` (default: none).
 
-        If there are more than `MAX_CHILDREN`, it returns those that were stored last. A short
-        prompt that thousands of prompts share has as many, and a lookup must not take longer for
-        it.
+        If there are more than `MAX_CHILDREN`, it returns those stored last: a short beginning that
+        thousands of prompts share must not make a lookup slow.
         """
         return ()
 
@@ -266,9 +269,9 @@ class Backend(ABC):
         return _nothing()
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
-        """Returns what `scan` would list for each of `keys`; ``None``: absent or unknown (default).
+        """Returns what `scan` would list for each key; ``None``: absent or unknown (default).
 
-        It serves moving blocks between stores with all their fields. It does not count as use.
+        Tools use it to copy blocks between stores with all fields. It does not count as use.
         """
         return [None] * len(keys)
 
@@ -282,11 +285,11 @@ class Backend(ABC):
 
         Args:
             keys: parents before children.
-            until: Unix seconds at which the pins end, in place of an earlier pin's; ``inf``: when
-                they are unpinned; ``None``: now, and `keys` are no longer pinned.
+            until: Unix seconds at which the pins end; replaces the end of an earlier pin. ``inf``:
+                the pins last until they are removed. ``None``: removes the pins.
 
         Returns:
-            For each of `keys` whether it is pinned now; with ``None``, whether it was.
+            For each key, true if it is pinned now. With ``None``: true if it was pinned before.
 
         Raises:
             ConfigurationError: this store has no pins (default).
@@ -297,25 +300,25 @@ class Backend(ABC):
         )
 
     async def scrub(self) -> bool:
-        """Removes some of what deleted and dropped blocks left behind; no stored block changes.
+        """Overwrites some of the bytes that deleted blocks left; no stored block changes.
 
-        It is called after `delete`, again and again until it returns ``False``: after that no byte
-        of a block that is not stored is in the medium, as far as the store can reach it.
+        The framework calls it after `delete`, repeatedly, until it returns ``False``. Then the
+        medium holds no byte of a block that is not stored, as far as the store can reach it.
 
         Returns:
-            Whether there may be more (default: ``False``, `delete` leaves nothing behind).
+            True if more may be left (default: ``False``, because `delete` leaves nothing).
         """
         return False
 
     async def stats(self) -> Mapping[str, float]:
-        """Returns numbers about the store: at least ``blocks`` and ``bytes`` where known.
+        """Returns statistics of the store, at least ``blocks`` and ``bytes`` if it knows them.
 
-        With the capability ``pins`` also ``pinned_blocks`` and ``pinned_bytes``.
+        With the capability ``pins`` they include ``pinned_blocks`` and ``pinned_bytes``.
         """
         return {}
 
     def parts(self) -> Mapping[str, Backend]:
-        """Returns by name the stores that hold its frames and answer; none: it holds them."""
+        """Returns by name the inner stores that hold the frames; empty: this store holds them."""
         return {}
 
     def register(self, region: Tensor) -> None:
@@ -324,17 +327,18 @@ class Backend(ABC):
 
 async def _nothing() -> AsyncIterator[StoredEntry]:
     return
-    yield  # makes this an iterator
+    yield  # makes this function an iterator
 
 
 def _see_all_calls(cls: type[Backend], plain: str, special: str, *lost: str) -> None:
-    """Drops the capabilities `lost` of `cls` if its `plain` method is newer than its `special` one.
+    """Drops capabilities of a class that overrides its `plain` method, but not its `special` one.
 
-    `special` then no longer stands for `plain`.
+    `special` would then skip the override.
     """
     plains = [at for at, kind in enumerate(cls.__mro__) if plain in vars(kind)]
     specials = [at for at, kind in enumerate(cls.__mro__) if special in vars(kind)]
-    # The last of both is `Backend`. Where no subclass has a `special`, the first `plain` counts.
+    # Both searches end at `Backend` at the latest. If no subclass defines `special`, the first
+    # `plain` counts.
     meant = specials[0] if len(specials) > 1 else plains[-2:][0]
     if plains[0] < meant:
         cls.capabilities = replace(cls.capabilities, **dict.fromkeys(lost, False))

@@ -41,8 +41,8 @@ class CacheOptions(Settings):
 
     Attributes:
         load: look the prompt up in stores, and load what they have. False: nothing is looked up or
-            loaded. Blocks that are on the device or in the engine's host memory are reused all the
-            same, and another engine's are fetched as ``kv_transfer_params`` say.
+            loaded. Blocks that are on the device or in the engine's host memory are reused, and
+            another engine's are fetched as ``kv_transfer_params`` say.
         save: save the request's blocks to stores. False: this request saves none; another request
             that uses the same blocks, from the device, may save them.
         priority: retention priority of all blocks of the request, 0 (evicted first) to 100; on the

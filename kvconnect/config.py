@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 DEFAULT_LOOKUP_TIMEOUT_MS = 20.0
-"""The default of ``lookup_timeout_ms`` wherever others wait in the same step."""
+"""The default of ``lookup_timeout_ms`` in engines whose other requests wait in the same step."""
 
 DEFAULT_SCHEDULING: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
 """The default of ``scheduling`` in `LLM` and in every command."""
@@ -72,20 +72,20 @@ class KvCacheConfig(Settings):
     Attributes:
         enable_block_reuse: keep finished requests' blocks for later requests.
         tokens_per_block: a power of two greater than 1.
-        dtype: of keys and values; ``auto``: the model's; ``fp8``: half of bfloat16's memory, and
-            rounded (e4m3, without scales).
-        max_tokens: at most so many tokens fit the cache.
+        dtype: the dtype of keys and values; ``auto``: the model's; ``fp8``: half of bfloat16's
+            memory, and rounded (e4m3, without scales).
+        max_tokens: capacity of the cache in tokens, at most.
         free_gpu_memory_fraction: share of the free GPU memory to use (ignored without CUDA).
-        max_gpu_total_bytes: at most so many bytes; 0: no such limit.
+        max_gpu_total_bytes: capacity of the cache in bytes, at most; 0: no limit in bytes.
         host_cache_size: bytes of pinned host memory for offloaded blocks.
-        secondary_offload_min_priority: blocks below it are dropped instead of offloaded.
-        enable_partial_reuse: match part of a block, too.
-        copy_on_partial_reuse: copy a partly matched block instead of taking it over.
+        secondary_offload_min_priority: blocks of a lower priority are dropped, not offloaded.
+        enable_partial_reuse: also match the beginning of a block.
+        copy_on_partial_reuse: copy a partly matched block, so that the original stays cached.
         max_attention_window: tokens that each layer attends to at most, repeated over the layers.
-        state_interval: of a model with recurrent layers, the tokens between two snapshots of its
-            states; a multiple of `tokens_per_block`.
+        state_interval: for a model with recurrent layers, the number of tokens between two
+            snapshots of its states; a multiple of `tokens_per_block`.
         pool_ratio: share of memory of each pool; ``None``: by bytes per token.
-        event_buffer_max_size: newest events kept for `take_events`; 0: none.
+        event_buffer_max_size: the number of newest events kept for `take_events`; 0: none.
         use_uvm, sink_token_length, transfer_mode: accepted for compatibility, without effect.
     """
 
@@ -134,14 +134,14 @@ class TransferConfig(Settings):
             loopback need a `secret`.
         advertise: ``host:port`` that peers reach `listen` at, if that is another, as behind
             ``0.0.0.0``; travels in ``kv_transfer_params``.
-        secret: both sides prove to know it before they exchange anything else; never shown.
-        lease_s: a reader that sends nothing for so long loses its claim, and its blocks are
-            released. They are released after ``save_timeout_s`` in any case, counted from when the
-            prompt was computed.
-        max_lease_total: bytes of blocks that are kept for readers, at most; ``None``: no limit.
-            Blocks computed beyond that are not published.
-        claim_timeout_s: how long a decode request waits for a prompt that the other side has not
-            begun, or has stopped computing. Then it computes the prompt itself.
+        secret: shared secret, which both sides prove to know before any other message; never shown.
+        lease_s: seconds of silence after which a reader loses its claim, and the blocks are
+            released. The blocks are released ``save_timeout_s`` after the prompt was computed in
+            any case.
+        max_lease_total: the most bytes of blocks that are kept for readers; ``None``: no limit.
+            Blocks beyond the limit are not published.
+        claim_timeout_s: seconds that a decode request waits for a prompt that the prefill side has
+            not begun, or has stopped computing. Then the decode side computes the prompt.
         min_bytes_per_s: a pull fails if it has moved nothing for 2 s plus the time that its bytes
             take at this rate.
         verify: ``full``: the reading side compares digests with the other side before the blocks
@@ -163,7 +163,7 @@ class TransferConfig(Settings):
     def __init__(self, /, *args: Any, **values: Any) -> None:
         secret = values.get("secret")
         if not (secret is None or isinstance(secret, (str, SecretStr))):
-            # Raised here, where the message does not show its value.
+            # Raised here, where the message does not show the secret.
             raise ConfigurationError(
                 f"TransferConfig.secret: a {type(secret).__name__} was given; give text, or None"
             )
@@ -215,30 +215,31 @@ class KvCacheConnectorConfig(Settings):
             and ``int8`` (lossy), one of ``zstd`` and ``lz4``, ``aes-gcm``, joined by ``+``.
         key_file: file with the secret key of ``aes-gcm``. Blocks rounded by another codec or
             encrypted with another key are not found, as those of another model.
-        namespace: engines find each other's blocks only under the same name; ``shared`` is the
-            usual one for engines of several kinds. By default each kind has its own: kernels differ
-            in the last bits of keys and values.
+        namespace: engines find each other's blocks only under the same name. By default each kind
+            of engine has a name of its own, since kernels differ in the last bits of keys and
+            values. The usual name for engines of several kinds is ``shared``.
         lookup_timeout_ms: the most that all lookups of one engine step together may delay it.
         load_timeout_s: deadline of a load; after it the tokens are computed. A running load whose
-            store freezes waits at most this long. It waits less if the store gives up sooner (Redis
-            after its ``timeout``, 5 s), or finds its server gone, which takes some 15 s.
+            store freezes waits at most this long. The wait is shorter if the store fails sooner:
+            Redis after its ``timeout`` (5 s), a lost server after some 15 s.
         overlap_loads: compute the beginning of a prompt while its end is loaded. Models with
             windows or several pools wait for their loads in any case.
         save_timeout_s: deadline of a save, and of draining at close.
-        min_load_tokens: load only if at least so many tokens come from the store.
+        min_load_tokens: the fewest tokens that are loaded from the store; fewer are computed.
         save_on: save blocks when they are ``full``, or when their request ends (``finish``).
         min_priority: save only blocks of at least this retention priority.
         on_backlog: when the store is slower than the model, ``drop`` blocks or ``wait``.
         staging_bytes: host memory for blocks that are being loaded or saved.
         save_partial_tails: also save the last, partly filled block of a request.
-        layerwise: has no effect any more: blocks are loaded in the background, whole.
+        layerwise: without effect: whole blocks are loaded in the background.
         verify_frames: check every loaded block; off is for measuring only, and is logged.
-        max_quarantined_fraction: no new load starts while more of the pool than this is held back
-            for transfers that timed out.
-        max_loading_fraction: the share of the pool that background loads, together with blocks held
-            back, take at most. Further loads wait up to ``load_timeout_s`` for others to end; then
-            their tokens are computed. A load that is larger than the share runs alone. While saves
-            that timed out hold blocks, saves take at most this share, and others are not saved.
+        max_quarantined_fraction: no new load starts while transfers that timed out hold more than
+            this share of the pool.
+        max_loading_fraction: the most of the pool that background loads and transfers that timed
+            out may hold, as a share. Further loads wait up to ``load_timeout_s`` for others to end;
+            then their tokens are computed. A load that is larger than the share runs alone. While
+            saves that timed out hold blocks, saves take at most this share, and others are not
+            saved.
     """
 
     connector_module: str | None = None
@@ -269,7 +270,7 @@ class KvCacheConnectorConfig(Settings):
 
     def __init__(self, /, *args: Any, **values: Any) -> None:
         if isinstance(values.get("transfer"), Mapping):
-            # Checked here, where an error does not show its secret.
+            # Checked here, where an error does not show the URL's password.
             values["transfer"] = TransferConfig.given("transfer", values["transfer"])
         super().__init__(*args, **values)
 

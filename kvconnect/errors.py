@@ -7,7 +7,7 @@
     │   ├── UnknownScheme                   a store URL whose scheme no installed backend registers
     │   ├── MissingExtra                    an optional dependency is not installed
     │   ├── UnsupportedModel                the engine cannot serve this model, and says why
-    │   ├── PeerRefused                     a peer and this process do not fit together
+    │   ├── PeerRefused                     a peer is configured unlike this process
     │   └── ConnectorContractError          a connector class broke its contract
     ├── RetryLater                          nothing is wrong; the same call may succeed later
     │   ├── ModelChanged                    a model's files changed while they were read
@@ -15,9 +15,9 @@
     │   ├── BackendUnavailable (OSError)    a store cannot be reached or answered with an error
     │   ├── RankLost                        a rank of the engine died, or does not answer
     │   ├── BackendTimeout (TimeoutError)   a store did not answer within its deadline
-    │   └── PeerUnreachable (OSError)       no transport answers there, or it refuses this one
-    ├── Recompute                           cached data is of no use; compute it instead
-    │   ├── BadMessage                      a peer said what is no message, or breaks its schema
+    │   └── PeerUnreachable (OSError)       no peer answers at the address, or it refuses
+    ├── Recompute                           cached data cannot be used; compute it instead
+    │   ├── BadMessage                      a peer sent bytes that are no valid message
     │   ├── BadFrame                        a stored block is damaged, foreign or of another format
     │   ├── OtherCodec                      a stored block is sound, but encoded with other settings
     │   └── PullFailed                      a read from a peer's memory failed or was abandoned
@@ -95,7 +95,7 @@ class UnsupportedModel(ConfigurationError):
 
 
 class PeerRefused(ConfigurationError):
-    """The error of a peer and a process that do not fit together: reconfigure one of them.
+    """The error of a peer that is configured unlike this process: change one of the two.
 
     Attributes:
         field: the field that differs, for example ``dtype`` or ``secret``.
@@ -130,8 +130,8 @@ class BackendTimeout(RetryLater, TimeoutError):
     """The error of a store that did not answer within its deadline.
 
     Attributes:
-        pending: Done when the abandoned operation has really ended. Until then its buffers
-            belong to it and must not be reused. ``None`` if it never started.
+        pending: a future that is done when the abandoned operation has ended. Until then the
+            operation owns its buffers: do not reuse them. ``None`` if it never started.
     """
 
     def __init__(self, message: str, pending: Future[None] | None = None) -> None:
@@ -144,7 +144,9 @@ class PeerUnreachable(RetryLater, OSError):
 
 
 class RankLost(RetryLater):
-    """The error of a rank that died or does not answer: make the engine again, on all ranks.
+    """The error of a rank that died or does not answer.
+
+    The engine must be started anew on all ranks.
 
     Attributes:
         rank: the number of the rank.
@@ -160,7 +162,7 @@ class Recompute(KvConnectError):
 
 
 class BadMessage(Recompute):
-    """The error of bytes from a peer that are no message. The connection is unusable."""
+    """The error of bytes from a peer that are no valid message. The connection is unusable."""
 
 
 class BadFrame(Recompute):
@@ -175,9 +177,9 @@ class PullFailed(Recompute):
     """The error of an incomplete read from a peer's memory. Its destination is undefined.
 
     Attributes:
-        reason: ``peer`` (it died, was disconnected or broke the protocol), ``corrupt`` (the bytes
-            differ from those that it sent), ``refused`` (it has no such memory), ``deadline``,
-            ``abandoned``, or ``closed`` (by this side, for all pulls).
+        reason: ``peer`` (the peer died, was disconnected or broke the protocol), ``corrupt`` (the
+            bytes differ from those that the peer sent), ``refused`` (the peer has no such memory),
+            ``deadline``, ``abandoned``, or ``closed`` (this side ended all pulls).
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -190,7 +192,7 @@ class UsageError(KvConnectError):
 
 
 class DuplicateRequest(UsageError):
-    """The error of a request id that a live request has already."""
+    """The error of a request id that another live request uses."""
 
 
 class UnknownRequest(UsageError, KeyError):
@@ -216,7 +218,7 @@ _LONGEST_NAME = 100
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Returns a clause for messages: the valid name that `name` may stand for, or all of them."""
+    """Returns a clause for error messages: the valid name most like `name`, or all valid names."""
     names = sorted(valid)
     folded = {one.lower(): one for one in names}
     close = get_close_matches(name[:_LONGEST_NAME].lower(), folded, n=1, cutoff=0.5)

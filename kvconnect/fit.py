@@ -1,4 +1,4 @@
-"""Fits seconds to measurements, in a few microseconds each."""
+"""Fits a linear model of durations to measurements; each takes a few microseconds."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from math import isfinite, sqrt
 __all__ = ["Fit"]
 
 _SHORTEST_S = 1e-6
-"""Any shorter measurement is taken for this: a clock's resolution."""
+"""The resolution of a clock: a shorter measurement counts as this long."""
 _RIDGE = 1e-9
-"""Divides what measurements cannot tell apart evenly among the features."""
+"""The ridge term: divides time that cannot be attributed evenly among the features."""
 
 
 class Fit:
-    """The seconds that something takes, as a sum of features with coefficients of 0 or more.
+    """The duration of an operation, as a weighted sum of features with weights of 0 or more.
 
-    The coefficients are those of least squares of the relative errors, so a measurement that is far
-    too slow weighs next to nothing. One that is far too fast counts as `fastest` of the prediction.
+    The weights minimise the squared relative errors, so a measurement that is far too slow weighs
+    next to nothing. A measurement that is far too fast counts as `fastest` times the prediction.
     Older measurements fade with each newer one of their class only: a thousand small steps do not
     displace the last large one. Memory is bounded by the number of classes.
     """
@@ -26,7 +26,7 @@ class Fit:
         self._num_features = num_features
         self._keep = keep
         self._fastest = fastest
-        # Of each class: the upper triangle of the normal equations' matrix, then the right side.
+        # For each class: the upper triangle of the normal equations' matrix, then the right side.
         self._classes: dict[int, list[float]] = {}
         self._solution: list[float] = []
         self._is_stale = False
@@ -51,11 +51,11 @@ class Fit:
         return True
 
     def predict(self, features: Sequence[float]) -> float:
-        """Returns the seconds by the last `solve`."""
+        """Returns the predicted seconds, by the weights of the last `solve`."""
         return sum(part * value for part, value in zip(self._solution, features, strict=True))
 
     def solve(self) -> list[float]:
-        """Returns the coefficients; solves only after new measurements."""
+        """Returns the weights; computes them anew only after new measurements."""
         if self._is_stale:
             self._is_stale = False
             self._solution = self._solve([*map(sum, zip(*self._classes.values(), strict=True))])

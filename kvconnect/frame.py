@@ -53,14 +53,14 @@ CODEC_DATA_NBYTES = CHECKSUM_AT - _FIELDS.size
 
 
 class FrameHeader(NamedTuple):
-    """The fields in the header of a frame. It is a tuple: every moved block makes one.
+    """The fields in the header of a frame. A tuple, since one is made for every moved block.
 
     Attributes:
         valid_tokens: leading tokens of the block that are filled.
-        payload_nbytes: of the payload as it is stored.
-        fingerprint: of the layout of the decoded payload.
+        payload_nbytes: bytes of the payload as it is stored, encoded or not.
+        fingerprint: the fingerprint of the decoded payload's layout.
         key: store key.
-        flags: how the payload is encoded; 0: not at all.
+        flags: the codecs of the payload; 0: it is not encoded.
         codec_data: what the codecs need to decode it, at most `CODEC_DATA_NBYTES`.
     """
 
@@ -73,7 +73,7 @@ class FrameHeader(NamedTuple):
 
 
 def frame_nbytes(payload_nbytes: int) -> int:
-    """Returns the bytes of a frame with so large a payload: a multiple of 4096, as disks need."""
+    """Returns the bytes of a frame with such a payload: a multiple of 4096, as direct I/O needs."""
     return -(-(HEADER_NBYTES + payload_nbytes) // ALIGNMENT) * ALIGNMENT
 
 
@@ -103,10 +103,10 @@ class FrameChecksum:
     are hashed at the end. For one thread at a time.
 
     Args:
-        buffer: 1-D contiguous uint8 host tensor that the frame is at the beginning of.
+        buffer: 1-D contiguous uint8 host tensor that begins with the frame.
 
     Attributes:
-        array: the same memory. To make it takes microseconds, which count for every block.
+        array: `buffer` as a NumPy array, made once since that takes microseconds.
     """
 
     __slots__ = ("_digest", "_done", "_end", "_state", "_view", "array")
@@ -133,7 +133,7 @@ class FrameChecksum:
             self._done = stop
 
     def end_of(self, start: memoryview) -> int | None:
-        """Returns the end of the frame that begins with `start`; ``None``: that is no header."""
+        """Returns the end of the frame that begins with `start`; ``None`` without a header."""
         if len(start) < HEADER_NBYTES:
             return None
         return min(HEADER_NBYTES + int(_FIELDS.unpack_from(start)[4]), len(self._view))
@@ -150,7 +150,7 @@ class FrameChecksum:
 
     @property
     def left_nbytes(self) -> int:
-        """The number of bytes that `digest` has yet to hash, at most."""
+        """The most bytes that `digest` still has to hash."""
         return (self._end or len(self._view)) - self._done
 
     def digest(self) -> bytes:
@@ -159,7 +159,7 @@ class FrameChecksum:
         return self._digest or self._state.digest()
 
     def seal(self) -> None:
-        """Writes the checksum into the header, which is otherwise complete (`address`)."""
+        """Writes the checksum into a header that `address` has written."""
         self._view[CHECKSUM_AT:HEADER_NBYTES] = self.digest()
 
     def _begin(self, stop: int) -> None:
@@ -173,11 +173,11 @@ class FrameChecksum:
 
 
 def address(frame: Tensor, header: FrameHeader) -> FrameChecksum:
-    """Writes header and padding around the payload that is in `frame` already, and no checksum.
+    """Writes header and padding, without checksum, around the payload that is in `frame` already.
 
     `frame` is a 1-D contiguous uint8 host tensor of `frame_nbytes(header.payload_nbytes)`.
-    Everything but its payload is overwritten. The frame is not sound before the returned checksum
-    has sealed it. Thread-safe for different frames.
+    Everything but the payload is overwritten. The frame is valid only after `seal` of the returned
+    checksum. Thread-safe for different frames.
     """
     need = frame_nbytes(header.payload_nbytes)
     if frame.numel() != need:
@@ -207,7 +207,7 @@ def check(
     buffer has hashed already. Changes nothing; thread-safe.
 
     Raises:
-        BadFrame: damaged, cut short, of another key, layout or format version.
+        BadFrame: the frame is damaged, cut short, or has another key, layout or format version.
     """
     view = (frame.numpy() if taken is None else taken.array[: frame.numel()]).data
     header = _read_fitting(view)
@@ -219,12 +219,15 @@ def check(
 def check_header(
     frame: Tensor, key: BlockKey, fingerprints: Collection[bytes] | None
 ) -> FrameHeader:
-    """Checks a frame like `check`, except its checksum, which was verified just before."""
+    """Checks a frame like `check`, but not its checksum, which the caller has verified."""
     return _of(_read_fitting(frame.numpy().data), key, fingerprints)
 
 
 def is_encoded(buffer: Tensor) -> bool:
-    """Returns whether `buffer` begins with a header that says encoded. Checks nothing else."""
+    """Returns whether the header at the beginning of `buffer` is flagged as encoded.
+
+    No other check.
+    """
     try:
         return _read(buffer.numpy().data).flags != 0
     except BadFrame:
@@ -232,13 +235,12 @@ def is_encoded(buffer: Tensor) -> bool:
 
 
 def whole(buffer: Tensor) -> Tensor:
-    """Returns the frame at the beginning of `buffer`: all of it, or the length in its header.
+    """Returns the frame in `buffer`: the whole buffer, or an encoded frame at its beginning.
 
-    Only the header of an encoded frame decides. Nothing is checked except that the buffer is long
-    enough.
+    The length of an encoded frame is in its header. No other field is checked.
 
     Raises:
-        BadFrame: it is not, or an encoded frame has no valid header.
+        BadFrame: the buffer is shorter than the frame, or an encoded frame has no valid header.
     """
     view = buffer.numpy().data
     if view[_FLAGS] == _NOT_ENCODED:

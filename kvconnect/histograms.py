@@ -1,4 +1,4 @@
-"""The numbers of events of which `kvconnect.trace` counts how they are distributed, too."""
+"""The buckets of the event values that `kvconnect.trace` counts as histograms."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, ...]]] = MappingProxyType(
         **{f"store.{call}": {"seconds": TIMES, "bytes": SIZES} for call in ("load", "save")},
     }
 )
-"""The upper bounds of the buckets of each number, by event and number."""
+"""The upper bounds of the buckets, by event and by name of the value."""

@@ -46,16 +46,16 @@ FORMAT_VERSION = 1
 KEY_NBYTES = 32
 _SALT_NBYTES = 16
 LONGEST_SALT = 1024
-"""Characters of a salt that is given to kvconnect itself; other engines' salts may be longer."""
+"""The most characters of a salt given to kvconnect; other engines' salts may be longer."""
 
 BlockKey = NewType("BlockKey", bytes)
 """32 bytes."""
 
 
 class BlockHash(bytes):
-    """A `BlockKey` that is also a number: its first 64 bits.
+    """A `BlockKey` that converts to an integer, its first 64 bits.
 
-    Other engines name blocks by such a number, and connectors written for them pass it on.
+    Connectors written for other engines expect such an integer as a block's hash.
     """
 
     __slots__ = ()
@@ -84,8 +84,8 @@ def check_salt(cache_salt: object, field: str = "cache_salt") -> None:
     """Checks a salt where it is given to kvconnect: in Python, over HTTP, on the command line.
 
     Raises:
-        ConfigurationError: it is neither ``None`` nor a string of 1 to 1,024 characters. The error
-            names `field` and shows the beginning of what was given.
+        ConfigurationError: `cache_salt` is neither ``None`` nor a string of 1 to 1,024 characters.
+            The message names `field` and shows the beginning of the salt.
     """
     if cache_salt is None:
         return
@@ -104,12 +104,12 @@ def check_salt(cache_salt: object, field: str = "cache_salt") -> None:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceId:
-    """A namespace by its digest, which is kept when the requests that named it are gone.
+    """The digest of a namespace, kept after the requests of that namespace have ended.
 
     Attributes:
         digest: 32 bytes, of all fields of the `Namespace`.
-        lora_id: its adapter.
-        has_cache_salt: whether it has a salt.
+        lora_id: the namespace's adapter.
+        has_cache_salt: true if the namespace has a salt.
     """
 
     digest: bytes
@@ -125,14 +125,14 @@ class NamespaceId:
 class Namespace:
     """A namespace: requests share cached blocks only within one.
 
-    It holds the texts that requests gave. Objects that outlive a request hold `id` instead, because
-    a salt may be of any length.
+    A namespace holds the texts of the request. Objects that outlive the request hold only `id`,
+    because a salt may be of any length.
 
     Attributes:
         cache_salt: the tenant's salt, never empty.
         lora_id: the adapter. For stores this must be a digest of the adapter, not a local number.
-        extra_key: anything else that changes the KV of equal tokens (a picture's hash, say).
-        id: the namespace without those texts.
+        extra_key: any other value that changes the KV of equal tokens, such as a picture's hash.
+        id: the namespace's digest, without salt and extra key.
     """
 
     cache_salt: str | None = None
@@ -191,14 +191,14 @@ def root_key(
 
 
 def salt_tag(cache_salt: str | None) -> bytes:
-    """Returns the 16 bytes that identify a tenant in stores, whatever the model and engine."""
+    """Returns the 16 bytes that identify a tenant in stores, equal for all models and engines."""
     return _digest(b"kvc-salt", (_optional(cache_salt),))[:_SALT_NBYTES]
 
 
 def salt_of(namespace: bytes) -> bytes | None:
-    """Returns the `salt_tag` in a block's namespace as a store keeps it; ``None``: it has none.
+    """Returns the `salt_tag` in the namespace field of a stored block; ``None`` if it has none.
 
-    Blocks of older versions and of engines that give an adapter no salt have none.
+    Older versions, and some engines with adapters, save blocks without it.
     """
     has_one = len(namespace) == KEY_NBYTES + _SALT_NBYTES
     return namespace[KEY_NBYTES:] if has_one else None
@@ -207,7 +207,7 @@ def salt_of(namespace: bytes) -> bytes | None:
 def model_tag(model_digest: bytes, layouts: Sequence[KvCacheLayout] = ()) -> bytes:
     """Returns the tag of a model in stores: 16 bytes of its digest, then 16 of its cache geometry.
 
-    Without `layouts` it returns only the first 16, with which the tags of all geometries begin.
+    Without `layouts` it returns only the first 16 bytes, which the tags of all geometries share.
     """
     if not layouts:
         return model_digest[:16]
@@ -222,7 +222,7 @@ def chain_key(parent: BlockKey, tokens: TokenArray) -> BlockKey:
 
 _BLOCK = hashlib.blake2b(
     struct.pack("<q", KEY_NBYTES), digest_size=KEY_NBYTES, person=b"kvc-block"
-)  # what `_digest` begins with for every block: the length of the parent
+)  # the first bytes that `_digest` hashes for every block: the length of the parent
 
 
 def chain_keys(parent: bytes, tokens: bytes | bytearray, tokens_per_block: int) -> bytes:
@@ -262,15 +262,15 @@ def split_keys(keys: bytes | bytearray) -> list[BlockKey]:
 def store_key(key: BlockKey, group: int = 0, shard: Shard = Shard()) -> BlockKey:
     """Returns the key in a store: `key` for one pool group and one share of the model.
 
-    With tensor parallelism `shard` says which share of the KV heads it is, which is not always the
-    number of the rank: see `kvconnect.shards`.
+    With tensor parallelism `shard` is the number of the share of KV heads, which may differ from
+    the rank's number: see `kvconnect.shards`.
     """
     return store_keys((key,), group, shard)[0]
 
 
 _STORED = hashlib.blake2b(
     struct.pack("<q", KEY_NBYTES), digest_size=KEY_NBYTES, person=b"kvc-store"
-)  # as `_BLOCK`
+)  # computed like `_BLOCK`
 
 
 def store_keys(keys: Iterable[BlockKey], group: int = 0, shard: Shard = Shard()) -> list[BlockKey]:
@@ -346,15 +346,15 @@ class KeyChain:
     # ---------------------------------------------------------------- on another thread
 
     def snapshot(self) -> KeyChain:
-        """Returns the chain as it is now, which another thread may hash while this one changes."""
+        """Returns a copy of the chain, which another thread may hash while this chain changes."""
         taken = self._over(self._tokens.snapshot())
         taken.learn(self._digests)
         return taken
 
     def adopt(self, snapshot: KeyChain) -> None:
-        """Takes over the keys of a `snapshot` of this chain, which no thread hashes any more.
+        """Copies the keys of a `snapshot` of this chain, which no other thread may hash meanwhile.
 
-        It does nothing where the tokens have changed since.
+        Does nothing if the tokens have changed since the snapshot.
         """
         known = min(snapshot.num_hashed, len(self))
         end = known * self.tokens_per_block
@@ -366,8 +366,8 @@ class KeyChain:
     def known(self, start: int, parent: bytes, tokens: bytearray, low: int) -> bytes:
         """Returns the known keys from block `start` on, without hashing.
 
-        It returns none if they do not follow `parent`, or do not belong to ``tokens[low:]``, in
-        bytes.
+        Returns an empty list if those blocks do not follow `parent`, or their tokens are not
+        ``tokens[low:]`` (in bytes).
         """
         size = self.tokens_per_block
         stop = min(start + (len(tokens) - low) // (4 * size), self.num_hashed)
@@ -378,7 +378,7 @@ class KeyChain:
         return bytes(self._digests[start * KEY_NBYTES : stop * KEY_NBYTES])
 
     def learn(self, digests: bytes | bytearray) -> None:
-        """Adds the keys of the first blocks, so that they are not hashed again."""
+        """Adds known keys of the leading blocks, so that they are not hashed again."""
         if len(digests) > len(self._digests):
             self._digests = bytearray(digests[: len(self) * KEY_NBYTES])
 

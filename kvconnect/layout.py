@@ -28,7 +28,7 @@ class StateTensor:
         layer: the model's number of the layer.
         name: the tensor's name, unique in its layer: ``conv``, ``recurrent``.
         shape: the shape of one sequence's tensor, without a batch dimension.
-        dtype: of the elements.
+        dtype: dtype of the elements.
     """
 
     layer: int

@@ -1,4 +1,4 @@
-"""Decides what to compute beside a load, so that a hit is never slower than computing.
+"""Decides which tokens to compute beside a load, so that a hit is never slower than computing.
 
 A load fills a prompt's blocks from the end of the match towards its beginning, computing fills them
 from the beginning on. The two meet where the later of them is earliest. The functions are pure, but
@@ -32,11 +32,11 @@ _SILENT_S = 0.005
 _LOADED_SOON_S = 0.05
 """The predicted rest of a load beside which an unmeasured model computes nothing."""
 _SOONEST_S = 0.001
-"""The shortest time after which to look again at a silent load."""
+"""The shortest time after which a silent load is checked again."""
 _WORTH = 0.12
 """The share of computing's time that a load must save."""
 _LOOK = 0.1
-"""Beside other requests, the share of a load's rest after which to look again."""
+"""Beside other requests, the share of a load's rest after which the load is checked again."""
 
 
 class Decision(StrEnum):
@@ -51,10 +51,11 @@ class FirstToken(NamedTuple):
     """The predicted seconds to the first token of a prompt that is alone on the engine.
 
     Attributes:
-        computed_s: nothing is loaded.
-        loaded_s: nothing of the store's part is computed.
-        both_s: the least of these two and of a load that meets the computing, where that is open.
-        decision: the way that takes `both_s`.
+        computed_s: seconds if all tokens are computed.
+        loaded_s: seconds if the whole stored part is loaded.
+        both_s: the least of these two and, where loads may overlap, of a load that meets the
+            computing.
+        decision: the choice that takes `both_s`.
     """
 
     computed_s: float
@@ -69,8 +70,8 @@ class LoadingPrompt:
 
     Attributes:
         position: the computed tokens.
-        loaded_from: the first token from which on all are loaded, to `match_end`. A multiple of
-            `tokens_per_block`, unless it is `match_end`: then nothing is loaded.
+        loaded_from: the tokens from here to `match_end` are loaded. A multiple of
+            `tokens_per_block`; or `match_end` itself: nothing is loaded yet.
         match_end: the end of the store's part.
         prompt_end: the end of the prompt; tokens from `match_end` on are computed in any case.
         tokens_per_block: at least 1.
@@ -102,7 +103,7 @@ class Chunk:
         tokens: 0: none. The chunk ends at the end of a block, if so many tokens may be computed, at
             ``loaded_from``, or behind the match: then the load is not needed any more.
         look_again_after: seconds after which to ask again, or as soon as the load brings news;
-            ``None``: after the step. Never ``None`` while the load alone goes on.
+            ``None``: after the step. Never ``None`` while only the load runs.
         predicted: seconds from now, to compare with the real ones; ``None``: model or load are
             unmeasured.
     """
@@ -119,8 +120,8 @@ def meeting(
 
     Args:
         num_blocks: blocks that may be computed, at least 1.
-        computed_s: the seconds until so many are computed; grows.
-        loaded_s: the seconds until all others are loaded; falls.
+        computed_s: returns the seconds until so many blocks are computed; an increasing function.
+        loaded_s: returns the seconds until all other blocks are loaded; a decreasing function.
     """
     # The best number is where the two cross, or one before.
     crossing = 1 + bisect_left(
@@ -153,11 +154,11 @@ def next_chunk(
     Args:
         prompt: its state.
         model: the pace of the engine's steps.
-        load: its load, in tokens, with all its news.
+        load: its load, in tokens, with all reported progress.
         seconds: since the load's start.
-        max_tokens: the step's tokens that no other request wants.
-        alone: no other request runs. Beside others nothing is computed, unless the load's predicted
-            rest is longer than computing all: then the prompt is one that no store has.
+        max_tokens: the step's tokens that no other request uses.
+        alone: no other request runs. Beside others no token is computed, unless the load's
+            predicted rest is longer than computing all.
     """
     left = prompt.loaded_from - prompt.position
     first = min(prompt.end_of(1) - prompt.position, max_tokens)
@@ -200,7 +201,7 @@ def _predict(
     def rest_s(count: int) -> float:
         return load.rest(prompt.loaded_from - prompt.end_of(count), seconds)
 
-    # What follows the match is a step of its own, unless nothing is loaded.
+    # Tokens after the match are computed in a step of their own, unless none is loaded.
     tail_s = num_prompts * _seconds(model, prompt.match_end, prompt.prompt_end, limit)
     count, met_s = meeting(prompt.num_blocks, computed_s, rest_s)
     both_s = met_s + tail_s
@@ -211,7 +212,7 @@ def _predict(
         if alone_s < min(both_s, loaded_s):
             found = FirstToken(alone_s, loaded_s, alone_s, Decision.COMPUTE)
             return found, prompt.prompt_end
-    # A load without prediction takes equally long whatever is computed: then computing goes on.
+    # Without a prediction for the load, the computing continues.
     if loaded_s < both_s:
         return FirstToken(alone_s, loaded_s, loaded_s, Decision.LOAD), prompt.position
     return FirstToken(alone_s, loaded_s, both_s, Decision.BOTH), prompt.end_of(count)
@@ -230,18 +231,18 @@ def should_start(
     max_tokens: int,
     num_prompts: int = 1,
 ) -> bool:
-    """Returns whether a load of `prompt` is predicted to be worth its memory and processors.
+    """Returns whether a load of `prompt` is predicted to justify its memory and processor time.
 
-    Some others are started too, so that a store that became fast is noticed; and all while model or
-    store are unmeasured.
+    It also returns true for a few other loads, so that a store that became fast is noticed; and for
+    all while model or store are unmeasured.
 
     Args:
-        prompt: nothing of it is loaded yet.
+        prompt: the prompt, of which no token is loaded yet.
         model: the pace of the engine's steps.
-        pace: that of the store, in tokens.
-        max_tokens: of a step.
-        num_prompts: that the model computes by turns, this one included. Of `pace` it is expected
-            that as many loads share the store.
+        pace: the pace of the store, in tokens.
+        max_tokens: the most tokens of a step.
+        num_prompts: prompts that the model computes in turns, this one included. As many loads are
+            assumed to share the store.
     """
     limit = min(max_tokens, model.reach)
     if not pace.coefficients or limit < prompt.tokens_per_block:
@@ -255,8 +256,8 @@ def should_start(
 def load_is_faster(predicted: FirstToken | None, pace: LoadPace) -> bool:
     """Returns whether to load by `predict_alone`, for engines that park a request meanwhile.
 
-    One in a hundred loads that are predicted to be slower is started too; and all that are not
-    predicted.
+    It also returns true for one in a hundred loads that are predicted to be slower, and for all
+    without a prediction.
     """
     return predicted is None or predicted.decision is Decision.LOAD or pace.explores()
 
@@ -264,9 +265,9 @@ def load_is_faster(predicted: FirstToken | None, pace: LoadPace) -> bool:
 def predict_alone(
     prompt: LoadingPrompt, model: StepPace, pace: LoadPace, *, amount: float, max_tokens: int
 ) -> FirstToken | None:
-    """Returns the seconds of `prompt` if all is loaded or all computed; ``None``: unmeasured.
+    """Returns the seconds to load all of `prompt` and to compute all; ``None``: unmeasured.
 
-    `amount` is that of the load, in the unit of `pace`; a step has `max_tokens` at most.
+    `amount` is the size of the load, in the unit of `pace`; a step has `max_tokens` at most.
     """
     limit = min(max_tokens, model.reach)
     loaded_s = pace.predict(amount)

@@ -12,15 +12,15 @@ from kvconnect.fit import Fit
 __all__ = ["LoadPace", "RunningLoad", "StepPace"]
 
 _EXPLORE_EVERY = 100
-"""Of the loads that a prediction rejects, one in so many is started all the same."""
+"""One in so many loads that a prediction rejects is started nevertheless."""
 _EXPLORE_FIRST = 4
-"""The first one of them, of those that cost little; then one after twice as many."""
+"""The number of the first rejected cheap load that is started; the next at twice the number."""
 _LATE, _SLACK_S = 1.25, 0.01
-"""News is overdue after so many times the expected seconds, and so many more."""
+"""The factor and the seconds beyond the expected time after which progress is overdue."""
 _NUM_SLOW = 3
-"""So many slow loads in a row are a slow store."""
+"""The number of slow loads in a row after which the store counts as slow."""
 _TINY_S = 1e-9
-"""Shorter than what clocks tell apart."""
+"""A time shorter than the resolution of clocks."""
 _REACH = 4
 """Steps of up to so many times the tokens of the largest measured one are predictable."""
 
@@ -38,7 +38,7 @@ class StepPace:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """Returns ``a``, ``b`` and ``c``; nothing before the second step."""
+        """Returns ``a``, ``b`` and ``c``; ``None`` before the second step."""
         return tuple(self._fit.solve()) if self._fit.num_records > 1 else ()
 
     @property
@@ -84,10 +84,10 @@ class StepPace:
 class LoadPace:
     """The seconds of a store's loads: ``first_byte_s + seconds_per_unit * amount``.
 
-    A load that agrees with the earlier ones within a factor of two counts for half. A faster one
-    replaces them, as far as it came. A slower one is ignored, unless it is the third in a row: then
-    the store has become slow.
-    The unit of an amount is the caller's (bytes, tokens, blocks), the same in every call.
+    A load within a factor of two of the estimate is averaged with it. A faster load replaces the
+    estimate, in proportion to the part that was loaded. A slower one is ignored, unless it is the
+    third in a row: then the store counts as slow. The unit of an amount is the caller's (bytes,
+    tokens, blocks), the same in every call.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class LoadPace:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """Returns seconds to the first byte and seconds per unit; nothing while unmeasured."""
+        """Returns seconds to the first byte and seconds per unit; ``None`` while unmeasured."""
         if self._measured is None:
             return (self._silence_s, 0.0) if self._silence_s else ()
         first_byte_s, seconds_per_unit = self._measured
@@ -108,7 +108,7 @@ class LoadPace:
 
     @property
     def piece(self) -> float:
-        """Returns the amount that comes at once; 0 while unmeasured."""
+        """Returns the amount that arrives in one piece; 0 while unmeasured."""
         return self._piece
 
     @property
@@ -128,11 +128,11 @@ class LoadPace:
         """Adds a load.
 
         Args:
-            first: the amount and the seconds of its first news.
-            last: those of its last news.
-            piece: its least news. A caller that looks rarely sees several pieces as one.
-            gap_s: the longest silence between two news.
-            total: the amount that was asked for.
+            first: the amount and the seconds of its first progress.
+            last: the amount and the seconds of its last progress.
+            piece: its smallest progress. A caller that checks rarely sees several pieces as one.
+            gap_s: the longest time between two reports of progress.
+            total: the amount that was requested.
         """
         self._piece = min(piece, 1.25 * self._piece) if self._piece else piece
         self._silence_s = 0.0
@@ -158,9 +158,9 @@ class LoadPace:
         self._measured = own
 
     def record_silence(self, seconds: float) -> None:
-        """Adds a load that brought nothing in `seconds`.
+        """Adds a load without any progress in `seconds`.
 
-        The first byte of the next one is expected after twice as long.
+        The first byte of the next load is then expected after twice `seconds`.
         """
         if isfinite(seconds):
             self._silence_s = max(self._silence_s, 2 * seconds)
@@ -173,10 +173,11 @@ class LoadPace:
         return first_byte_s + seconds_per_unit * amount
 
     def explores(self, *, soon: bool = False) -> bool:
-        """Counts a load that a prediction rejects; returns whether to start it all the same.
+        """Counts a load that a prediction rejects; returns whether to start it nevertheless.
 
         Args:
-            soon: a load that is too slow costs little: some of the first hundred are started too.
+            soon: the load costs little even if it is too slow: some of the first hundred such loads
+                are started.
         """
         self._num_rejected += 1
         number = self._num_rejected
@@ -186,7 +187,7 @@ class LoadPace:
 
 
 def _mixed(old: float, new: float, share: float) -> float:
-    """Returns what to expect after `new`, which was measured on `share` of a load."""
+    """Returns the mean of `old` and `new`, which was measured on `share` of a load."""
     weight = 0.5 if new <= 2 * old and old <= 2 * new else max(0.5, share)
     return old + weight * (new - old)
 
@@ -197,7 +198,7 @@ class RunningLoad:
     All seconds are since the start of the load.
 
     Attributes:
-        amount: the amount that is there.
+        amount: the amount that has been loaded.
     """
 
     def __init__(self, pace: LoadPace, total: float) -> None:
@@ -210,7 +211,7 @@ class RunningLoad:
         self._num_news = 0
 
     def progress(self, amount: float, seconds: float) -> None:
-        """Reports that `amount` in all was there after `seconds`; ignored if that is no news."""
+        """Reports that `amount` in all was loaded after `seconds`; ignored unless it has grown."""
         if amount > self.amount:
             self._piece = min(self._piece, amount - self.amount)
             self.amount = amount
@@ -222,7 +223,7 @@ class RunningLoad:
             self._num_news += 1
 
     def end(self, seconds: float) -> None:
-        """Adds the load, which ended or was given up after `seconds`, to the store's pace."""
+        """Adds the load, which ended or was abandoned after `seconds`, to the store's pace."""
         if self._num_news:
             self._pace.record(
                 self._first,
@@ -236,19 +237,19 @@ class RunningLoad:
 
     @property
     def is_measured(self) -> bool:
-        """Returns whether the rate is known, of earlier loads or of this one."""
+        """Returns whether the rate is known, from earlier loads or from this one."""
         return bool(self._pace.coefficients) or self._num_news > 1
 
     def overdue_after(self) -> float:
-        """Returns the seconds after which the next news is clearly later than expected."""
+        """Returns the seconds after which the next progress is clearly late."""
         return _LATE * self._expected(0.0)[1] + _SLACK_S
 
     def rest(self, more: float, seconds: float) -> float:
-        """Returns the seconds from `seconds` on until `more` has come than is there.
+        """Returns the seconds from `seconds` on until `more` has arrived beyond `amount`.
 
-        News that does not come with the rate is expected after the longest silence of earlier
-        loads. News that is overdue is expected after as long again. That of an unmeasured load is
-        overdue from the start, and brings everything.
+        Progress that does not follow the rate is expected after the longest silence of earlier
+        loads. Overdue progress is expected after as long again. The progress of an unmeasured load
+        is overdue from the start, and is expected to complete the load.
         """
         if more <= 0:
             return 0.0
@@ -258,7 +259,7 @@ class RunningLoad:
         return end - news + abs(latest - seconds)
 
     def silence_for(self, rest: float, more: float, seconds: float) -> float:
-        """Returns how long it takes in silence until the rest of `more` is `rest` or more."""
+        """Returns the seconds of silence after which `self.rest` of `more` is at least `rest`."""
         if self.rest(more, seconds) >= rest:
             return 0.0
         news, latest, end = self._expected(more)
@@ -267,7 +268,7 @@ class RunningLoad:
         return max(0.0, latest + rest - (end - news) - seconds)
 
     def _expected(self, more: float) -> tuple[float, float, float]:
-        """Returns the seconds of the next news by the rate, the latest, and those of `more`."""
+        """Returns the seconds of the next progress by the rate, its latest, and those of `more`."""
         coefficients = self._pace.coefficients or self._own()
         start = self._last[1]
         if not coefficients:
@@ -288,7 +289,7 @@ class RunningLoad:
         return news, max(news, start + gap_s), start + come * rate
 
     def _own(self) -> tuple[float, ...]:
-        """Returns the coefficients by this load alone; nothing before its second news."""
+        """Returns the coefficients by this load alone; ``None`` before its second progress."""
         if self._num_news < 2:
             return ()
         (before, early), (amount, late) = self._first, self._last

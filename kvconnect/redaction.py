@@ -39,7 +39,9 @@ _HARMLESS = frozenset(
         *("transport", "verify"),
     )
 )
-"""The parameters whose values are shown. Of all others, misspelt ones too, only the names are."""
+"""The parameters whose values are shown.
+
+For all others, also misspelt ones, only the names are shown."""
 
 _URLS = {"directory", "endpoint_url", "tiers"}
 # Their path is a file's, in which "@" is nothing special as long as no host stands before it.
@@ -47,7 +49,7 @@ _OF_FILES = {"disk"}
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
 _HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^:\[\]@]*)(?::\d{0,5})?")
-# Clients of a server write what these search: none may look at one place again and again.
+# Clients of a server write the searched text: no pattern may backtrack over it.
 _SCHEME_IN_TEXT = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z0-9+.-]++(?=://)")
 _LETTER = re.compile(r"[A-Za-z]")
 _END_IN_TEXT = re.compile(r"""(?<![.,:;])[.,:;]*+(?:([\s'"<>()])|$)""")
@@ -84,7 +86,7 @@ def shown_url(
     query: Iterable[tuple[str, str]] = (),
     fragment: str = "",
 ) -> str:
-    """Returns the URL that was taken apart into these, without what may be a password.
+    """Returns the URL of these parts, without any text that may be a password.
 
     Args:
         scheme: empty: there is none.
@@ -100,17 +102,17 @@ def shown_url(
     userinfo, hosts, path = _head(scheme, location, path)
     start += ("//" if location is not None or (scheme and path[:1] == "/") else "") + userinfo
     if not is_hosts(hosts):
-        return start + _shown_hosts(hosts)  # what follows may be the rest of a password
+        return start + _shown_hosts(hosts)  # the rest may be part of a password
     shown = "&".join(f"{name}={value}" if value else name for name, value in shown_fields(fields))
     start += hosts + path + ("?" if shown else "") + shown
     return start + ("#" + HIDDEN if fragment else "")
 
 
 def shown_fields(query: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yields name and value of each parameter as they may be printed.
+    """Yields name and value of each parameter in a form that may be printed.
 
-    What follows a hidden value, or has an "@", may be the rest of a password with a "?" or "&" in
-    it: then the name of an unknown parameter is hidden, too, and the value is empty.
+    A parameter after a hidden value, or with an "@", may be the rest of a password that contains
+    "?" or "&". Then the name of an unknown parameter is hidden, too, and the value is empty.
     """
     hidden = False
     for name, value in query:
@@ -140,7 +142,7 @@ def is_hosts(location: str) -> bool:
 
 
 def text_without_passwords(text: str) -> str:
-    """Returns `text`, written by another program, with the URLs in it as they may be printed.
+    """Returns `text`, written by another program, without the passwords of the URLs in it.
 
     The end of a URL with spaces in its password is unknown: all up to the last "@" of the line
     counts as user and password.
@@ -193,7 +195,7 @@ def _is_torn(location: str, query: Iterable[tuple[str, str]], fragment: str) -> 
 
 
 def _head(scheme: str, location: str | None, path: str) -> tuple[str, str, str]:
-    """Returns the user as it may be printed, the hosts, and the path after them."""
+    """Returns the user in a form that may be printed, the hosts, and the path after them."""
     if scheme in _OF_FILES and not location:
         return "", "", path
     userinfo, at, rest = f"{location or ''}{path}".rpartition("@")

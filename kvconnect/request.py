@@ -36,7 +36,7 @@ class RequestState(Enum):
     CONTEXT = "context"  # its prompt is being computed
     GENERATION = "generation"
     SAVING = "saving"  # finished; its blocks are kept until they are saved
-    FINISHED = "finished"  # holds no blocks, for good
+    FINISHED = "finished"  # finished; holds no blocks
 
 
 _GREEDY = SamplingParams()
@@ -68,7 +68,7 @@ class LlmRequest:
         cache: its use of stores; `retention` has the worth of its blocks.
         reused_device_tokens, reused_store_tokens, computed_tokens: what its prompt cost so far.
         reused_host_tokens: those of `reused_device_tokens` that the host tier brought back.
-        lookup_late: the connector had no answer of its store when the request was admitted.
+        lookup_late: the store had not answered the lookup when the request was admitted.
         account: the outcome of each token of its prompt.
         num_connector_matched_tokens: tokens of the connector's match that this admission takes; 0:
             none of them may be loaded. Set before `update_state_after_alloc`.
@@ -145,7 +145,7 @@ class LlmRequest:
 
     @property
     def may_reuse(self) -> bool:
-        """Returns whether cached KV may stand for prompt tokens, whose logits are not wanted."""
+        """Returns whether cached KV may replace prompt tokens: none of their logits are wanted."""
         return self.sampling_params.prompt_logprobs is None
 
     @property
@@ -175,10 +175,10 @@ class LlmRequest:
     def get_tokens(self, beam: int) -> list[int]: ...
 
     def get_tokens(self, beam: int | None = None) -> list[int] | list[list[int]]:
-        """Returns all tokens so far as a new list: of one beam, or without `beam` a list of each.
+        """Returns a new list of all tokens of `beam`; without `beam`, a list of such lists.
 
         Raises:
-            ConfigurationError: `beam` is not 0; there is no other.
+            ConfigurationError: `beam` is not 0; a request has one beam.
         """
         if beam not in {None, 0}:
             raise ConfigurationError(f"beam: {beam} does not exist; there is only beam 0")
@@ -214,9 +214,9 @@ class ScheduledBatch:
 
     `KVCacheManager.prepare_resources` moves requests out of `context_requests`: those that load in
     the background to `loading_requests`, those that do not fit to `refused_requests`, and those
-    whose load has to wait for other loads to `deferred_requests`. The latter two are unchanged;
-    other requests may overtake the deferred ones. Every remaining request has its blocks when it
-    returns.
+    whose load waits for other loads to `deferred_requests`. It does not change refused and deferred
+    requests; other requests may overtake the deferred ones. Every request that remains has its
+    blocks afterwards.
     """
 
     context_requests: list[LlmRequest] = field(default_factory=list)
@@ -238,16 +238,16 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class ExternalMatch:
-    """The match of a connector: `num_tokens` beyond `position`, in this step or the background.
+    """The tokens that a connector can load: `num_tokens` from `position` on.
 
     Attributes:
-        position: tokens of the device match that are kept, a block boundary.
-        num_tokens: beyond it; 0: nothing.
-        is_async: in the background.
-        overlaps: in the background and from the last token on; the tokens before are computed
-            meanwhile.
-        deferred: possible once other loads have ended: ask again in a later step. An admission
-            that does not wait computes instead.
+        position: the end of the device match that is kept, at a block boundary.
+        num_tokens: tokens to load beyond `position`; 0: none.
+        is_async: the load runs in the background, not within this step.
+        overlaps: the load runs in the background, from the last token towards the first; the engine
+            computes the tokens before meanwhile.
+        deferred: the load can start once other loads have ended; the caller asks again in a later
+            step, or computes the tokens.
     """
 
     position: int = 0
@@ -258,7 +258,7 @@ class ExternalMatch:
 
     @property
     def end(self) -> int:
-        """The number of leading tokens that are valid once it is loaded."""
+        """The number of leading tokens that are valid after the load."""
         return self.position + self.num_tokens
 
 
@@ -268,7 +268,7 @@ class ExternalMatcher(Protocol):
     def match_external(self, request: LlmRequest, num_device_tokens: int) -> ExternalMatch:
         """Returns the match of the store beyond the device match, at a block boundary.
 
-        ``num_tokens`` is 0 unless ``end > num_device_tokens``. When it is taken, the caller keeps
+        ``num_tokens`` is 0 unless ``end > num_device_tokens``. A caller that loads the match keeps
         only ``position`` tokens of the device match.
         """
 

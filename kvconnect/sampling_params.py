@@ -1,4 +1,4 @@
-"""The settings of how a request's tokens are chosen, and when it ends."""
+"""The settings of a request: how its tokens are sampled, and when generation stops."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ class SamplingParams(Settings):
 
     Attributes:
         n: completions of the one prompt; more than one need a temperature above 0.
-        max_tokens: generate at most so many; 0: compute the prompt, so that it is in the cache, and
-            generate nothing.
-        min_tokens: generate at least so many: until then no token that would end the generation is
-            chosen, and no stop string counts.
+        max_tokens: the most tokens to generate; 0: compute the prompt into the cache, and generate
+            none.
+        min_tokens: the fewest tokens to generate: before that no end token is sampled, and stop
+            strings are ignored.
         temperature: 0 is greedy.
         top_k: keep the k likeliest tokens; 0 or -1: all.
         top_p: keep the likeliest tokens that together reach this probability.
         min_p: keep tokens at least this many times as likely as the likeliest one; 0: all.
         seed: equal seeds give equal samples, whatever else runs in the batch; completion ``i`` of
-            several draws with ``seed + i``. ``None`` or -1: another one each time.
-        presence_penalty: -2 to 2; taken off the logit of each token that was generated before.
-        frequency_penalty: -2 to 2; the same for each time that it was generated.
+            several draws with ``seed + i``. ``None`` or -1: a random seed.
+        presence_penalty: -2 to 2; subtracted from the logit of each token that was generated
+            before.
+        frequency_penalty: -2 to 2; subtracted once for each time that the token was generated.
         repetition_penalty: above 0; divides the logit, or multiplies it where negative, of each
             token that is in the prompt or was generated.
-        logprobs: how many of the likeliest tokens to give the log probability of, besides the
-            chosen one; 0: only that, -1: the whole vocabulary, ``None``: none. They are the model's
-            own, before penalties and temperature.
+        logprobs: the number of likeliest tokens whose log probabilities are returned, besides the
+            chosen token's; 0: only that, -1: the whole vocabulary, ``None``: none. They are the
+            model's, before penalties and temperature.
         prompt_logprobs: the same for the tokens of the prompt, from the second one on. The whole
             prompt is computed for it: nothing of it is taken from the cache or a store.
-        stop: a string or several that end the text; they are not part of it.
-        stop_token_ids: tokens that end it, besides the model's own.
+        stop: a string or several that end the text; the text excludes them.
+        stop_token_ids: tokens that end generation, besides the model's own end tokens.
         ignore_eos: continue past the model's end-of-sequence tokens.
     """
 
@@ -114,13 +115,13 @@ class SamplingParams(Settings):
         )
 
     def for_completion(self, index: int) -> SamplingParams:
-        """Returns the parameters of completion `index` alone: n is 1, and the seed its own.
+        """Returns the parameters of completion `index` alone: with ``n`` 1 and a seed of its own.
 
-        Only the first completion computes what is asked of the prompt.
+        Only the first completion returns log probabilities of the prompt.
         """
         if self.n == 1:
             return self
-        # Never -1, which stands for none: seeds count modulo 2**63.
+        # Never -1, which means "no seed": seeds are taken modulo 2**63.
         seed = None if self.seed is None else (self.seed + index) % (1 << 63)
         of_prompt = self.prompt_logprobs if index == 0 else None
         return self.model_copy(update={"n": 1, "seed": seed, "prompt_logprobs": of_prompt})

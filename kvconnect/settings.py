@@ -38,7 +38,7 @@ class Settings(BaseModel):
     positional: ClassVar[tuple[str, ...]] = ()
     aliases: ClassVar[Mapping[str, str]] = {}
     texts: ClassVar[frozenset[str]] = frozenset()
-    """The fields of which an error shows the type alone, where they are given no text."""
+    """The fields whose wrong values an error shows by type alone, unless they are text."""
 
     def __init__(self, /, *args: Any, **values: Any) -> None:
         cls = type(self)
@@ -55,14 +55,14 @@ class Settings(BaseModel):
 
     @classmethod
     def given(cls, field: str, value: object) -> Self:
-        """Returns `value` with every field checked once more: pydantic's copies are not checked.
+        """Returns `value` after checking every field again, since pydantic does not check copies.
 
         Args:
-            field: the caller's name of it, for the error.
+            field: the caller's name of the value, for the error.
             value: given by a caller; also as a mapping of field names to values.
 
         Raises:
-            ConfigurationError: it is something else, or a field has a bad value.
+            ConfigurationError: `value` has another type, or a field has a bad value.
         """
         if isinstance(value, Mapping):
             return cls(**{str(name): each for name, each in value.items()})
@@ -119,7 +119,7 @@ def _explain(cls: type[Settings], error: ValidationError) -> str:
     for detail in error.errors():
         where = ".".join(str(part) for part in detail["loc"])
         message = detail["msg"].removeprefix("Value error, ")
-        # Of a missing field the input is all that was given.
+        # For a missing field, the error's input is the whole object.
         missing = not where or detail["type"] == "missing"
         given = detail["input"]
         value = "" if missing else f"={shown(given)}"

@@ -1,9 +1,9 @@
-"""The way a store holds the KV heads of a model, whatever the tensor parallelism.
+"""The division of a model's KV heads in a store, which every tensor parallelism can load.
 
 A block is stored once for every share of the KV heads, and its store key says which share of how
-many. With tensor parallelism up to the number of KV heads each rank has a share of its own.
-Several ranks hold the same heads beyond that, for a latent (MLA), and in models whose attention is
-not divided; these heads are stored once.
+many. With tensor parallelism up to the number of KV heads each rank has a share of its own. Several
+ranks hold the same heads beyond that, for a latent (MLA), and in models whose attention is not
+divided; these heads are stored once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HeadSlice:
     """The heads that a rank and a stored block have in common.
 
     Attributes:
-        shard: of the stored block; for `store_key`.
+        shard: the shard of the stored block, for `store_key`.
         source: heads of the stored block.
         target: the same heads in the rank's block.
     """
@@ -45,7 +45,7 @@ class StoredHeads:
     """The division of one pool group's KV heads in a store, and the part that a rank has.
 
     Attributes:
-        layout: of the rank's own blocks.
+        layout: the layout of the rank's own blocks.
         shard: the rank.
         num_kv_heads: of each layer of the whole model. Of recurrent states, the number of ranks:
             each rank stores its part, as it has it, for the same number of ranks.
@@ -102,7 +102,7 @@ class StoredHeads:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of shares that a stored block is searched in: its own, then the nearest.
+        """The numbers of shares in which a block is searched: the rank's own, then the nearest.
 
         They are those that tensor parallelism by powers of two makes; at most 8.
         """
@@ -126,7 +126,7 @@ class StoredHeads:
         )
 
     def slices(self, size: int) -> tuple[HeadSlice, ...]:
-        """Returns the parts of blocks, stored in `size` shares, that have the rank's heads.
+        """Returns the parts of blocks, stored in `size` shares, that hold the rank's heads.
 
         They are in order of the heads. ``slices(self.size)`` is one: all of the rank's own block.
         """
@@ -168,7 +168,8 @@ class RankShard(Shard):
     """A rank's part of the model, and the keys under which a store holds it.
 
     A block key is the same on every rank; the bytes under it are not. So ranks that share a store
-    name what they keep by `store_key`, and a block is there if all of `store_keys` are.
+    save their shares under `store_key`, and a block counts as stored if all of `store_keys` are
+    present.
 
     Attributes:
         groups: how a store holds the KV heads of each pool group.
@@ -205,13 +206,13 @@ def stored_heads(
     """Returns the stored heads of each pool group of a rank.
 
     Args:
-        layouts: of the rank's pools.
+        layouts: the layouts of the rank's pools.
         shard: the rank.
-        num_kv_heads: of each group in the whole model; by default no heads are on several ranks,
-            but those of a latent on all.
+        num_kv_heads: KV heads of each group in the whole model; by default each rank has heads of
+            its own, and every rank has the latents.
 
     Raises:
-        ConfigurationError: they do not fit each other.
+        ConfigurationError: the arguments contradict each other.
     """
     if num_kv_heads and len(num_kv_heads) != len(layouts):
         raise ConfigurationError(
@@ -235,9 +236,9 @@ def whole_layouts(
 
 
 def dividing_rank(heads: Sequence[StoredHeads]) -> tuple[int, int]:
-    """Returns the number of this rank among those that divide heads of any group, and their number.
+    """Returns this rank's number among the ranks that divide heads, and how many they are.
 
-    ``(0, 1)`` on every rank where each has all heads.
+    If every rank has all heads it returns ``(0, 1)``.
     """
     if all(one.size == 1 for one in heads):
         return 0, 1

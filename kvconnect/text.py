@@ -1,4 +1,4 @@
-"""Checks text that a user gives once, where it comes in."""
+"""Checks the text of users, once, where it enters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def check_text(field: str, text: str) -> None:
     """Checks that `text` can be encoded: half of a surrogate pair stands for no character.
 
     Raises:
-        ConfigurationError: it cannot; names `field`, the character, its position, and the remedy.
+        ConfigurationError: `text` has such a character; names `field`, its position, and the
+            remedy.
     """
     try:
         text.encode()

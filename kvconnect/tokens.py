@@ -25,7 +25,7 @@ def as_token_array(tokens: Tokens, *, field: str = "tokens") -> TokenArray:
     """Returns `tokens` as a contiguous one-dimensional int32 array, without a copy if it is one.
 
     Raises:
-        ConfigurationError: (a ``ValueError``) not one-dimensional, not integers, or outside int32.
+        ConfigurationError: `tokens` are not one-dimensional, not integers, or outside int32.
     """
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
         return np.ascontiguousarray(tokens)
@@ -42,7 +42,7 @@ def as_token_array(tokens: Tokens, *, field: str = "tokens") -> TokenArray:
             return array
     try:
         array = np.asarray(tokens)
-    except (ValueError, OverflowError, TypeError, RuntimeError) as error:  # of tensors, the last
+    except (ValueError, OverflowError, TypeError, RuntimeError) as error:  # the last: tensors
         raise ConfigurationError(f"{field}: not a flat sequence of integers ({error})") from error
     if array.ndim != 1:
         raise ConfigurationError(f"{field}: one dimension is needed, this has {array.ndim}")
@@ -65,7 +65,7 @@ def _kind(array: npt.NDArray[Any]) -> str:
 
 
 def common_length(left: TokenArray, right: TokenArray) -> int:
-    """Returns how many leading tokens are the same."""
+    """Returns how many leading tokens both have in common."""
     count = min(len(left), len(right))
     differs = left[:count] != right[:count]
     return int(differs.argmax()) if differs.any() else count
@@ -80,10 +80,10 @@ class LateTokens:
         tokens: not to be changed.
 
     Attributes:
-        array: the converted ones; ``None``: not read yet.
+        array: the converted tokens; ``None``: not read yet.
 
     Raises:
-        ConfigurationError: by every reading, for what `as_token_array` refuses.
+        ConfigurationError: raised by every read if `as_token_array` refuses the tokens.
     """
 
     __slots__ = ("_tokens", "array")
@@ -142,7 +142,7 @@ class TokenBuffer:
         self._length = num_tokens
 
     def snapshot(self) -> TokenBuffer:
-        """Returns the tokens as they are now, which another thread may read while these change."""
+        """Returns a copy of the tokens, which another thread may read while these change."""
         if self._owned:
             return TokenBuffer(self.view.copy())
         taken = TokenBuffer(self._array)
@@ -150,8 +150,8 @@ class TokenBuffer:
         return taken
 
     def starts_as(self, other: TokenBuffer, num_tokens: int) -> bool:
-        """Returns whether the first `num_tokens` are those of `other`; both have so many."""
+        """Returns whether the first `num_tokens` equal those of `other`; both have that many."""
         if self._array is other._array:
             return True
-        # As bytes, at a fifth of the cost of NumPy's comparison.
+        # Compared as bytes, at a fifth of the cost of NumPy's comparison.
         return self.view[:num_tokens].tobytes() == other.view[:num_tokens].tobytes()

@@ -37,7 +37,7 @@ logger = logging.getLogger("kvconnect")
 
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
-"""The subject of an event or a gauge: ``(("store", "DiskBackend"), ("place", "disk:///kv"))``."""
+"""The labels of an event or a gauge: ``(("store", "DiskBackend"), ("place", "disk:///kv"))``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ Hook = Callable[[Event], None]
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A size at present."""
+    """A present size, with its labels."""
 
     name: str
     value: float
@@ -107,7 +107,7 @@ class Metrics:
             return {labels: dict(counters) for labels, counters in self._counters.items()}
 
     def histograms(self) -> dict[Labels, dict[str, tuple[int, ...]]]:
-        """Returns how many numbers fell into each bucket, by labels and counter.
+        """Returns how many values fell into each bucket, by labels and counter.
 
         A bucket has the numbers up to its bound; the last one has those above all bounds.
         """
@@ -120,7 +120,7 @@ class Metrics:
     def add_gauges(
         self, read: Callable[[], Mapping[str, float]], labels: Labels = ()
     ) -> Callable[[], None]:
-        """Registers `read`, called for sizes by name in `gauges`; returns how to remove it.
+        """Registers `read`, which `gauges` calls for sizes; returns a function that removes it.
 
         `read` is called on the thread of `gauges`. An error of `read` is logged once and skipped.
         """
@@ -135,7 +135,7 @@ class Metrics:
         return remove
 
     def gauges(self) -> list[Gauge]:
-        """Returns all present sizes; may block where their readers do."""
+        """Returns all present sizes; blocks as long as their readers do."""
         found = []
         for read, labels in self._gauges:
             try:

@@ -1,4 +1,4 @@
-"""The directory of data that this user's programs can make again."""
+"""The directory of this user's cached data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def cache_directory() -> Path:
         RuntimeError: this user has no home directory.
     """
     configured = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says that relative paths there are ignored.
+    # Relative paths there are ignored, by the XDG specification.
     base = Path(configured) if Path(configured).is_absolute() else Path.home() / ".cache"
     return base / "kvconnect"
 
@@ -36,7 +36,7 @@ def replace_file(path: Path, parts: Iterable[bytes]) -> None:
     Its directory is made for this user alone.
 
     Raises:
-        OSError: nothing has changed but for the directory.
+        OSError: `path` is unchanged; its directory may have been made.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)

@@ -41,7 +41,7 @@ class DiskClient:
 
     Args:
         settings: the store's settings.
-        at: called with the name of the point of a save that is reached.
+        at: called with the name of each point of a save that is reached; for tests.
 
     Attributes:
         lanes: the store's threads. A lookup does not wait for loads, nor a load, which a prompt
@@ -80,7 +80,7 @@ class DiskClient:
     async def close(self) -> None:
         """Waits for calls in flight, writes the times of use to the index, closes everything.
 
-        If the caller is cancelled, everything is closed all the same once those calls have ended.
+        If the caller is cancelled, everything is closed nevertheless once those calls have ended.
         """
         try:
             await self.lanes.idle()
@@ -109,7 +109,7 @@ class DiskClient:
 
     def _start_flush(self) -> None:
         self._flush_timer = None
-        with suppress(BackendUnavailable):  # a call has outlived a `close` that was cancelled
+        with suppress(BackendUnavailable):  # a call is still running after a cancelled `close`
             self.lanes["saves"].submit(self._flush)
 
     # The methods below run on threads of the lanes.
@@ -184,7 +184,7 @@ class DiskClient:
         An index that is only read-only is not replaced.
         """
         path = self._settings.path
-        # SQLite also says "read-only" of a file whose header is damaged.
+        # SQLite also reports a file with a damaged header as read-only.
         if isinstance(error, IndexReadOnly) and not os.access(path / INDEX_NAME, os.W_OK):
             raise error
         if self._settings.access != "store":

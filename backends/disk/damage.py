@@ -48,7 +48,7 @@ _WRONG = {
     _BYTES: "typeof({0}) <> 'blob'",
     _BYTES_OR_NULL: "typeof({0}) NOT IN ('blob', 'null')",
 }
-# A row gets the number that is one above the last: at the end of all numbers nothing can be saved.
+# A new row's number is one above the last, so no block can be saved once the numbers are exhausted.
 _VALUES = {
     "segments.id": "SELECT 1 FROM segments WHERE id > 1 << 62 LIMIT 1",
     "blocks.id": "SELECT 1 FROM blocks WHERE id > 1 << 62 LIMIT 1",
@@ -57,8 +57,7 @@ _VALUES = {
         "SELECT 1 FROM sqlite_sequence"
         " WHERE typeof(seq) <> 'integer' OR seq NOT BETWEEN 0 AND 1 << 62"
     ),
-    # A slot of two blocks, or that is to be used again while a block is in it: each time one of
-    # them is saved the other is overwritten.
+    # A slot of two blocks, or a free slot with a block: saving one block would overwrite the other.
     "blocks.slot": (
         "SELECT 1 FROM (SELECT segment, slot FROM blocks UNION ALL SELECT segment, slot FROM free"
         " UNION ALL SELECT segment, slot FROM reserved)"
@@ -82,7 +81,7 @@ def expect_schema(db: sqlite3.Connection) -> None:
         for column in sorted(missing):
             if (table, column) not in _OPTIONAL:
                 raise IndexDamaged(f"{table} has no column {column}")
-        # A row that one of these does not let in would count as stored.
+        # A row that one of these rejects would count as stored.
         query = "SELECT name FROM pragma_index_list(?) WHERE \"unique\" AND origin = 'c'"
         for (name,) in db.execute(query, (table,)).fetchall():
             raise IndexDamaged(f"there is an index {name!r}, which is none of its own")
@@ -111,7 +110,8 @@ def whole_numbers(rows: Sequence[T]) -> Sequence[T]:
     """Returns `rows` if all values in them are whole numbers.
 
     Raises:
-        IndexDamaged: one is not: a program wrote to an index of an older version while it was open.
+        IndexDamaged: a value is none: a program wrote to an index of an older version while it was
+            open.
     """
     for row in rows:
         for value in row:

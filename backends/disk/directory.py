@@ -65,14 +65,14 @@ class DiskDirectory(Lifetime):
 
     Attributes:
         files: the data files.
-        reader: the reader of the index; of an empty one where there is none.
+        reader: the reader of the index; of an empty index if there is none.
         writer: ``None`` if the directory cannot be written to now; loads work if there is an index.
         identity: the identity of the open index; ``None`` if there is none.
         capacity: the bytes that may be stored here.
 
     Raises:
-        BackendUnavailable, OSError: it cannot be opened; nothing stays open.
-        ConfigurationError: it is not a directory, or of another format.
+        BackendUnavailable, OSError: the directory cannot be opened; nothing stays open.
+        ConfigurationError: the path is not a directory, or its format is another version's.
         IndexDamaged: the index is damaged; `DiskClient` replaces it then.
     """
 
@@ -134,7 +134,7 @@ class DiskDirectory(Lifetime):
         self.capacity = given or default_capacity(self.path, self.files.nbytes())
         self.writer = IndexWriter(settings, self.files, capacity=self.capacity, at=self.at)
         self.writer.clean(shrink=given is not None)
-        with suppress(OSError):  # an engine opens it all the same, and the next drop tries again
+        with suppress(OSError):  # an engine opens it nevertheless, and the next drop tries again
             self.writer.erase()
         remove_probes(self.path)
         db = connect(self.path, settings.durability, log_nbytes(self.capacity))
@@ -200,7 +200,8 @@ class DiskDirectory(Lifetime):
 
     def note_use(self, found: Sequence[Located], *, loaded: bool = False) -> None:
         """Marks `found`, a chain from its beginning, as used now, and as `loaded` once more."""
-        # The end of a chain counts as used a little earlier than its beginning, so it goes first.
+        # The end of a chain counts as used a little earlier than its beginning, so it is dropped
+        # first.
         now = microseconds() if self.writer is None else self.writer.use_clock.now()
         with self._used_lock:
             self._used.update((block.id, now - at) for at, block in enumerate(found))
@@ -217,7 +218,7 @@ class DiskDirectory(Lifetime):
             self.writer.touch(used, hits)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Deletes `keys`; in a read-only directory hides them for as long as this is open.
+        """Deletes `keys`; in a read-only directory hides them as long as the directory is open.
 
         In maintenance their bytes are overwritten, too.
         """
@@ -229,7 +230,7 @@ class DiskDirectory(Lifetime):
             self.writer.delete(keys)
 
     def scrub(self) -> bool:
-        """Overwrites some of what dropped blocks left; returns whether there may be more.
+        """Overwrites some bytes of dropped blocks; returns whether more may be left.
 
         Raises:
             BackendUnavailable: the directory cannot be written to.
@@ -287,12 +288,12 @@ class DiskDirectory(Lifetime):
             self.end()
 
     def give_up_index(self) -> None:
-        """Behaves as if the store were empty: the index is damaged and cannot be replaced."""
+        """Makes the store empty until it is reopened: its damaged index cannot be replaced."""
         self._read(IndexReader(empty_index(), None))
 
     def _close_all(self) -> None:
         with ExitStack() as stack:
-            with suppress(OSError):  # a directory that is gone, perhaps
+            with suppress(OSError):  # for example, the directory was removed
                 stack.enter_context(held(self.path))
             self.reader.close()
             if self.writer is not None:

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""The error numbers that mean: no more bytes, whatever limits them."""
+"""The error numbers of a limit on bytes: a full disk, a quota, a file size limit."""
 
 _UNAVAILABLE = {
     sqlite3.SQLITE_BUSY: "another process holds the index's lock",
@@ -66,7 +66,7 @@ class IndexNotOpened(BackendUnavailable):
 
 
 class IndexReadOnly(BackendUnavailable):
-    """An error of SQLite, which does not write. Damaged headers cause it, too; see permissions."""
+    """The error that SQLite cannot write: it lacks permissions, or the header is damaged."""
 
 
 class IndexConnectionLost(BackendUnavailable):
@@ -83,7 +83,7 @@ _KINDS = {
 
 @contextmanager
 def index_errors() -> Iterator[None]:
-    """Maps SQLite's errors to ours.
+    """Maps SQLite's errors to those of this module.
 
     Raises:
         BackendUnavailable: another attempt may succeed later.

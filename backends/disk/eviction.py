@@ -20,13 +20,13 @@ from kvconnect.keys import BlockKey
 __all__ = ["TENANT", "Eviction", "Victim"]
 
 TENANT = "CASE length(namespace) WHEN 48 THEN substr(namespace, 33) ELSE x'' END"
-"""The tenant of a block, as `kvconnect.backends.quotas.tenant_of` says it."""
+"""The SQL expression of a block's tenant, equal to `kvconnect.backends.quotas.tenant_of`."""
 
 _NEW, _OLD = (TENANT.replace("namespace", f"{row}.namespace") for row in ("new", "old"))
 
 # Older versions leave both alone, and drop blocks as if there were no quotas.
 _SCHEMA = (
-    # Whose blocks are being written to reserved slots.
+    # The tenants whose blocks are being written to reserved slots.
     """CREATE TABLE IF NOT EXISTS saving(
     segment INTEGER, slot INTEGER, tenant BLOB, PRIMARY KEY(segment, slot)) WITHOUT ROWID""",
     f"""CREATE INDEX IF NOT EXISTS blocks_by_tenant
@@ -84,7 +84,7 @@ class Eviction:
     """Chooses and drops blocks.
 
     Args:
-        db: is in a write transaction whenever a method is called.
+        db: the index's connection, which must be in a write transaction when a method is called.
         quotas: the tenants' shares; ``None``: all blocks are alike.
     """
 
@@ -140,7 +140,7 @@ class Eviction:
     def givers(
         self, usage: Mapping[bytes, int] | None, capacity: int, saving: Collection[bytes]
     ) -> list[tuple[bytes, int]] | None:
-        """Returns whose blocks may go, see `Quotas.givers`; ``None``: anyone's."""
+        """Returns the tenants whose blocks may be dropped, see `Quotas.givers`; ``None``: all."""
         if self._quotas is None or usage is None:
             return None
         return self._quotas.givers(usage, capacity, saving)
@@ -155,8 +155,8 @@ class Eviction:
     ) -> list[Victim]:
         """Returns up to `wanted` blocks in slots of `size` bytes to drop next, all of one giver.
 
-        They are ordered so that children precede their parents. The blocks `keep` stay. `usage` is
-        that without them afterwards.
+        They are ordered so that children precede their parents. The blocks `keep` are not dropped.
+        Afterwards `usage` no longer counts the victims.
         """
         if givers is None or usage is None:
             return self._oldest(size, wanted, keep, None)
@@ -170,7 +170,7 @@ class Eviction:
         return []
 
     def drop(self, victims: Sequence[Victim]) -> None:
-        """Deletes the rows of `victims`; their slots are neither free nor reserved then."""
+        """Deletes the rows of `victims`; afterwards their slots are neither free nor reserved."""
         self._db.executemany("DELETE FROM blocks WHERE id=?", [(victim.id,) for victim in victims])
         # The parents are now the ends of the chains. They count as used after the victims.
         gone = {victim.key for victim in victims}
@@ -186,9 +186,9 @@ class Eviction:
     ) -> list[Victim]:
         """Returns the least recently used blocks, low priority before high, of `tenant` if given.
 
-        Iterates over the blocks by priority and use. That is nearly the right order, for the end
-        of a chain counts as older than its beginning; a block that comes up before its last
-        child waits for it, and then is next.
+        Iterates over the blocks by priority and use. That is nearly the order of eviction, since
+        the end of a chain counts as older than its beginning. A block that is reached before its
+        last child is postponed until after that child.
         """
         only = "" if tenant is None else f" AND {TENANT} = ?"
         rows = self._db.execute(

@@ -42,8 +42,8 @@ READABLE = (
     " FROM blocks AS b JOIN segments AS s ON s.id = b.segment WHERE b.slot >= 0"
     f" AND b.slot < s.slots AND b.length >= 0 AND b.length <= s.size AND {_VALID} AND b.key IN "
 )
-# All blocks in one row: for each further row a thread frees the interpreter and waits for it.
-# `quote` shows a number as it is and nothing else so.
+# All blocks in one row, because for each row the thread releases the interpreter's lock and waits
+# for it. `quote` leaves only numbers without quotes.
 _FIND = (
     "SELECT group_concat(hex(b.key) || ' ' || quote(b.id) || ' ' || quote(b.segment) || ' ' ||"
     " quote(b.slot) || ' ' || quote(s.size) || ' ' || quote(b.length))" + READABLE
@@ -61,7 +61,7 @@ def microseconds() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A copy of a block: `id` names this copy, and is gone once its slot may be overwritten."""
+    """A stored copy of a block: its `id` is deleted before its slot may be overwritten."""
 
     id: int
     location: Location
@@ -129,7 +129,7 @@ class IndexReader:
         return found
 
     def alive(self, blocks: Sequence[Located]) -> int:
-        """Returns how many leading `blocks` still are the stored copies, with slots not reused."""
+        """Returns how many leading `blocks` are still stored, in slots that were not reused."""
         ids = [block.id for block in blocks]
         count = "SELECT count(*) FROM blocks WHERE id IN "
         counts = [self._rows(count + marks(part), part)[0][0] for part in in_parts(ids)]
@@ -153,7 +153,7 @@ class IndexReader:
         return [Child(BlockKey(child), tokens) for child, tokens in children if tokens is not None]
 
     def page(self, after: int) -> tuple[int, list[StoredEntry]]:
-        """Returns the id of the last of some blocks with an id above `after`, and their entries.
+        """Returns entries of blocks with ids above `after`, and before them the last id.
 
         At the end there are no entries, and the id is `after`.
         """
@@ -209,7 +209,7 @@ class IndexReader:
 
 
 def _located(shown: str) -> tuple[bytes, Located]:
-    """Returns a block of `_FIND`, with its key.
+    """Returns a block of the query `_FIND`, with its key.
 
     Raises:
         IndexDamaged: a program wrote to an index of an older version while it was open.

@@ -76,23 +76,23 @@ CREATE TABLE blocks(
 CREATE INDEX blocks_by_segment ON blocks(segment, used);
 CREATE INDEX blocks_by_parent ON blocks(parent);
 """
-# Those of pins. In indexes of older versions the first one has the name, and no `pinned`: then it
-# is made anew. Eviction, which goes through it, does not come across pinned blocks.
+# The database indexes of pins. In older versions the first one lacks `pinned`: then it is made
+# anew. Eviction iterates over it, which excludes pinned blocks.
 _PIN_INDEXES = (
     "DROP INDEX IF EXISTS blocks_by_use",
     "CREATE INDEX blocks_by_use ON blocks(size, pinned, priority, used)",
     "CREATE INDEX IF NOT EXISTS blocks_pinned ON blocks(pinned, segment, size) WHERE pinned > 0",
 )
-# Those that indexes of older versions lack.
+# The columns that indexes of older versions lack.
 _LATER_COLUMNS = {
     "model": "BLOB NOT NULL DEFAULT x''",
     "pinned": "INTEGER NOT NULL DEFAULT 0",
     "hits": "INTEGER NOT NULL DEFAULT 0",
 }
-# Tables that refuse values of another type. An index that an older SQLite has made goes on without.
+# Tables that refuse values of another type. An index made by an older SQLite is used without them.
 _HAS_STRICT = (3, 37, 0)
-# The first data file of an index has one of so many numbers, so that none of another index, there
-# before or after it, has the same name.
+# The range of the random number of an index's first data file, so that files of an earlier or later
+# index have other names.
 _FIRST_SEGMENTS = 1 << 40
 _BUSY_S = 5.0
 _PAUSE_S = 0.005
@@ -101,11 +101,11 @@ _LOG_PAGES = 4096
 _LOG_PAGES_MIN = 16
 _PAGE = 4096
 _CACHE_KIB = 32 << 10
-# Milliseconds for other processes' transactions to end, after which the log can start over; a
-# process stopped in the middle of a transaction must not delay the saves here.
+# Milliseconds for other processes' transactions to end, so that the log can start over. A process
+# that is stopped in a transaction must not delay saves for longer.
 _BUSY_MS = 100
-# A log that is so many times too long is one that cannot be moved: some process was stopped while
-# it read. In all but very small stores it takes an eighth of the capacity then.
+# The factor by which a log is too long to count as stuck, because a process was stopped while it
+# read. Except in very small stores, the log takes an eighth of the capacity then.
 _STUCK = 8
 
 
@@ -123,8 +123,9 @@ def make_index(directory: Path) -> None:
     Raises:
         OSError: the file cannot be created.
     """
-    # Tokens can be read from it; its log gets the same mode. It is made without being opened, for
-    # closing a file drops all locks that this process has on it, other connections' ones included.
+    # The index contains tokens, so only its owner may read it; its log gets the same mode. It is
+    # made without being opened, because closing a file drops all locks of this process on it, also
+    # those of other connections.
     with suppress(FileExistsError):
         os.mknod(directory / INDEX_NAME, 0o600)
 
@@ -164,7 +165,7 @@ def connect(directory: Path, durability: Durability, log: int) -> sqlite3.Connec
 def connect_read_only(directory: Path) -> sqlite3.Connection | None:
     """Returns a connection that does not change the index, even in a read-only directory.
 
-    Returns ``None`` if the index is being made, and nothing is stored yet.
+    Returns ``None`` if another process is making the index, so that no block is stored yet.
 
     Raises:
         BackendUnavailable, IndexDamaged: nothing stays open.
@@ -229,8 +230,9 @@ def _make_schema(db: sqlite3.Connection) -> None:
 
 
 def _start_log(db: sqlite3.Connection) -> None:
-    # Only the first opening of a directory changes anything. SQLite does not wait for another one
-    # that does so: both may hold the lock that both would wait for. One of them goes on.
+    # Only the first opening of a directory changes the index. SQLite does not wait for another
+    # process that does so, since both may hold a lock that the other one needs. One of the two
+    # continues.
     give_up = time.monotonic() + _BUSY_S
     while True:
         try:
@@ -285,15 +287,15 @@ def _expect_version(db: sqlite3.Connection) -> None:
 
 
 class IndexLog:
-    """The bound of the log where SQLite sets none.
+    """Limits the log's length where SQLite does not.
 
     Call its methods while no other thread uses `db`, and outside a transaction. SQLite moves the
-    log into the database at the end of a commit. It never catches up with processes that read or
-    write all the time: those wait for `bound`. Whenever a process dies, the log holds what is not
-    in the database yet.
+    log into the database at the end of a commit, but never finishes that while processes read or
+    write all the time; `bound` makes them wait. If a process dies, the log keeps the changes that
+    are not in the database yet.
 
     Args:
-        nbytes: the length at which SQLite moves the log; `bound` does so at twice that length.
+        nbytes: the length at which SQLite moves the log; `bound` moves it at twice that length.
     """
 
     def __init__(self, db: sqlite3.Connection, directory: Path, nbytes: int) -> None:
@@ -309,7 +311,7 @@ class IndexLog:
     def cut(self) -> None:
         """Moves the log into the database and empties its file; blocks for that.
 
-        Never raises for a log that cannot be cut: the next call tries again.
+        Does not raise if the log cannot be cut; the next call tries again.
         """
         (busy_ms,) = self._db.execute("PRAGMA busy_timeout").fetchone()
         self._db.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
@@ -327,7 +329,7 @@ class IndexLog:
         return log_file_nbytes(self._directory) > _STUCK * self._limit
 
     def check(self) -> None:
-        """Refuses writes while the log cannot be moved; tries to move it, and blocks for that.
+        """Tries to move a stuck log, which blocks; raises if that fails, so that no write follows.
 
         Raises:
             IndexFull: it cannot be moved.

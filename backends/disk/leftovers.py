@@ -9,7 +9,7 @@ from kvconnect.backends.disk.files.direct_io import Location, aligned_size
 
 __all__ = ["Leftovers"]
 
-# Others wait while so much is overwritten.
+# The bytes that one transaction overwrites while others wait.
 _NBYTES = 16 << 20
 _ROWS = 256
 _BEGIN: tuple[tuple[int, int], int, int | None] = (0, -1), 0, None
@@ -26,10 +26,10 @@ _LONGER = (
 
 
 class Leftovers:
-    """Goes through free slots, and through the ends of slots that are longer than their blocks.
+    """Iterates over free slots, and over the unused ends of slots with shorter blocks.
 
     Args:
-        db: is in a write transaction whenever a method is called.
+        db: the index's connection, which must be in a write transaction when a method is called.
     """
 
     def __init__(self, db: sqlite3.Connection) -> None:
@@ -37,7 +37,7 @@ class Leftovers:
         self._slot, self._block, self._last = _BEGIN
 
     def following(self) -> list[tuple[Location, int]]:
-        """Returns the next slots, each with the offset from which on its bytes are left over.
+        """Returns the next slots, each with the offset from which on its bytes are unused.
 
         Returns none at the end; the call after that begins anew.
         """
@@ -52,7 +52,7 @@ class Leftovers:
                 break
         if found:
             return found
-        if self._last is None:  # of the blocks that are there now: others may come without end
+        if self._last is None:  # only present blocks, because new ones may be added without end
             last = self._db.execute("SELECT coalesce(max(id), 0) FROM blocks").fetchall()
             ((self._last,),) = whole_numbers(last)
         bounds = self._block, self._last, _ROWS

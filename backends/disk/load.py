@@ -44,8 +44,8 @@ def load(
             at for at, block in enumerate(found) if block.location.segment == lost.segment
         )
         return load(directory, keys[:intact], into[:intact], checksums[:intact])
-    # A slot may have been given to another block while it was read. Its row goes first: if the row
-    # is still there, the slot was not touched before now.
+    # A slot may have been reused while it was read. Its row is deleted first, so if the row still
+    # exists, the slot was unchanged during the read.
     del found[directory.reader.alive(found) :]
     directory.note_use(found, loaded=True)
     return len(found)

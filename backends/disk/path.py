@@ -47,7 +47,7 @@ _OTHERS_S = 10.0
 _PAUSE_S = 0.005
 
 _DEFAULT_CAPACITY = 50 << 30
-# A connection to the index needs so much for its log and its shared memory, and some more.
+# The bytes that a connection needs for the index's log and shared memory, with a margin.
 _INDEX_NBYTES = 256 << 10
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT}
 
@@ -56,16 +56,16 @@ def unwritable(path: Path) -> OSError | None:
     """Returns why the directory `path`, made if needed, cannot be written to; ``None`` if it can.
 
     Raises:
-        ConfigurationError: it is not a directory.
-        BackendUnavailable: it cannot be made, or the disk fails.
+        ConfigurationError: `path` is not a directory.
+        BackendUnavailable: the directory cannot be made, or the disk fails.
     """
     probe = path / f"probe-{uuid.uuid4().hex}"
     try:
-        path.mkdir(0o700, parents=True, exist_ok=True)  # prompts can be read from what is in it
+        path.mkdir(0o700, parents=True, exist_ok=True)  # its files contain prompts
         probe.touch(0o600, exist_ok=False)
         probe.unlink(missing_ok=True)  # or `remove_probes` did
     except OSError as error:
-        # "Exists" is also said of a directory that was there and is removed just now.
+        # "Exists" is also reported for a directory that is being removed.
         if isinstance(error, NotADirectoryError) or (path.exists() and not path.is_dir()):
             raise ConfigurationError(
                 f"disk store: '{path}' is not a directory; give another"
@@ -79,7 +79,7 @@ def unwritable(path: Path) -> OSError | None:
 def no_space(path: Path) -> OSError | None:
     """Returns the error if the index in the directory `path` lacks space to grow, or ``None``.
 
-    Tests this with a file: SQLite says no more than that reading or writing failed.
+    Tests this with a file, because SQLite reports only that reading or writing failed.
     """
     probe = path / f"probe-{uuid.uuid4().hex}"
     try:
@@ -103,7 +103,7 @@ def remove_probes(path: Path) -> None:
 
 def default_capacity(path: Path, present: int) -> int:
     """Returns the default capacity at `path` in bytes, where `present` bytes are stored."""
-    # Never less than there is: a URL without a capacity deletes nothing.
+    # Never below the present bytes, so that opening a URL without a capacity deletes no block.
     return max(present, min(_DEFAULT_CAPACITY, (shutil.disk_usage(path).free + present) // 2))
 
 
@@ -115,7 +115,7 @@ def identity(path: Path) -> Identity | None:
 def log_identity(path: Path) -> tuple[Identity | None, Identity | None]:
     """Returns the identities of the index's log and shared memory; fixed while it is open.
 
-    A process that deletes a directory in use may take them from an index that was made meanwhile.
+    A process that deletes a directory in use may remove them from an index that was made meanwhile.
     """
     return _file(f"{path}/{INDEX_NAME}-wal"), _file(f"{path}/{INDEX_NAME}-shm")
 
@@ -129,7 +129,7 @@ def held(path: Path, *, alone: bool = False) -> Iterator[None]:
     index is replaced between, that is another index's log.
 
     Raises:
-        BackendUnavailable: others hold it too long.
+        BackendUnavailable: other processes hold it too long.
         OSError: the directory cannot be opened.
     """
     give_up = time.monotonic() + _OTHERS_S
@@ -151,7 +151,7 @@ def replace_index(path: Path, damaged: Identity | None, error: Exception) -> Non
     """Moves the index `damaged` aside, unless another process has done so by now.
 
     Raises:
-        BackendUnavailable, OSError: it is still there.
+        BackendUnavailable, OSError: the damaged index could not be moved.
     """
     with held(path, alone=True):
         if damaged is not None and identity(path) == damaged:
@@ -169,7 +169,8 @@ def warn_damaged(path: Path, error: Exception) -> None:
 
 
 def _file(name: str) -> Identity | None:
-    # Every call of a store asks three times: a `Path` takes as long as the system call does.
+    # Called three times by every call of a store: making a `Path` would take as long as the system
+    # call.
     try:
         stat = os.lstat(name)
     except (FileNotFoundError, NotADirectoryError):
@@ -222,12 +223,12 @@ def write_format(path: Path) -> None:
 
     Raises:
         ForeignFile: a file of another kind or owner has the mark's name.
-        OSError: it cannot be written.
+        OSError: the mark cannot be written.
     """
     fd = open_own(path / _FORMAT_NAME, os.O_RDWR | os.O_CREAT)
     with os.fdopen(fd, "r+b") as mark:
         found = os.fstat(fd)
-        if found.st_uid == os.geteuid() and found.st_mode & 0o077:  # of an older version
+        if found.st_uid == os.geteuid() and found.st_mode & 0o077:  # a mark of an older version
             os.fchmod(fd, 0o600)
         if mark.read(_MOST_FORMAT) != _format_text(FORMAT):
             mark.seek(0)
@@ -239,8 +240,8 @@ def expect_own_index(path: Path) -> None:
     """Raises if the index, or a file that SQLite finds beside it, is not one of this store.
 
     Raises:
-        ForeignFile: one is not.
-        OSError: the status of one cannot be read.
+        ForeignFile: a file is not.
+        OSError: the status of a file cannot be read.
     """
     for suffix in ("", "-wal", "-shm", "-journal"):
         expect_own(path / (INDEX_NAME + suffix))

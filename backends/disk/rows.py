@@ -15,7 +15,7 @@ INSERT = (
     " parent, tokens, namespace, pool_group, model)"
     " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
-"""Inserts what `row_of` returns, unless the key is there."""
+"""The statement that inserts a row of `row_of`, unless its key exists."""
 
 
 @dataclass(slots=True)
@@ -23,9 +23,9 @@ class Reservation:
     """The slots that a save may write to.
 
     Attributes:
-        save: names it among those of this owner.
-        count: the leading blocks that are stored once `new` is written and committed.
-        new: position in the save, block and slot of those that are not stored yet.
+        save: the number of the save among those of this owner.
+        count: the number of leading blocks that are stored once `new` is written and committed.
+        new: position in the save, block and slot of each block that is not stored yet.
     """
 
     save: int
@@ -50,7 +50,7 @@ def row_of(
         block.data.numel(),
         block.priority,
         now,
-        used - at,  # the end of a chain is older than its beginning, so it goes first
+        used - at,  # the end of a chain is older than its beginning, so it is dropped first
         block.parent,
         None if block.tokens is None else tokens_to_bytes(block.tokens),
         block.namespace,

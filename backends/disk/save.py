@@ -24,7 +24,7 @@ def save(
 ) -> int:
     """Stores `blocks`, sealed by `checksums` if any; returns how many leading ones are stored.
 
-    Blocks on the disk. Fewer are stored where there is no space, or where nothing can be written.
+    Blocks on the disk. Fewer are stored if the disk is full or read-only.
 
     Raises:
         OSError: the disk failed; none of the new blocks is stored.
@@ -40,7 +40,7 @@ def save(
     except SegmentLost as lost:
         writer.drop_lost(lost.segment)
     except OSError as error:
-        # Also the error of an index whose numbers are exhausted, or whose slots are invalid.
+        # An index with exhausted numbers or invalid slots raises this error, too.
         if isinstance(error, IndexFull) or error.errno == errno.EINVAL:
             writer.check()
         if error.errno not in NO_SPACE:

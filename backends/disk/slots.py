@@ -1,4 +1,4 @@
-"""The slots of the disk store: taking them, within the capacity, and freeing them.
+"""The allocation of the disk store's slots within its capacity.
 
 Everything here happens inside a write transaction of the index, so that several processes that
 share a directory count the same bytes and never take the same slot.
@@ -26,19 +26,19 @@ from kvconnect.trace import count, warn_once
 
 __all__ = ["SlotAllocator", "slot_size"]
 
-# A segment is the unit that goes from one slot size to another: a sixteenth of the capacity, and in
-# large stores 1 GiB, but never more than 256 open files.
+# The size of a segment, the unit that changes from one slot size to another: a sixteenth of the
+# capacity, in large stores 1 GiB, but never more than 256 files.
 _SEGMENTS_MIN = 16
 _SEGMENTS_MAX = 256
 _SEGMENT_NBYTES = 1 << 30
 # The most tenants that a query names; the first are those furthest above their share.
 _MOST_GIVERS = 500
-# In very small stores the index must not take all the room there is.
+# In very small stores the index must not take the whole capacity.
 _INDEX_SHARE = 8
 
 
-# Sizes of slots for values that are shorter than blocks: so many between a power of two and the
-# next. A slot is an eighth larger than its value at most, and there are few kinds of data files.
+# The number of slot sizes between a power of two and the next, for values shorter than blocks. A
+# slot is at most an eighth larger than its value, and there are few kinds of data files.
 _STEPS = 8
 
 
@@ -46,7 +46,7 @@ def slot_size(nbytes: int, frame_sizes: Collection[int]) -> int:
     """Returns the bytes of the slot for a value of `nbytes`.
 
     Whole blocks, whose frames take one of `frame_sizes`, get slots of just that size. A compressed
-    value gets the next of a few sizes, but not more than a whole block has.
+    value gets the next larger of a few sizes, at most that of a whole block.
     """
     need = aligned_size(nbytes)
     step = max(ALIGNMENT, (1 << (need.bit_length() - 1)) // _STEPS)
@@ -95,8 +95,8 @@ class SlotAllocator:
     def undo(self, *, alone: bool) -> None:
         """Deletes the data files made in this transaction, which is about to be rolled back.
 
-        If the transaction is not `alone` any more, since it has ended, only their bytes are freed:
-        their names may be those of another process's files.
+        If the transaction has ended and is not `alone` any more, only their bytes are freed,
+        because another process may use their names by now.
         """
         for segment, size in self._grown:
             if alone:
@@ -114,7 +114,7 @@ class SlotAllocator:
         """Takes up to `wanted` slots of `size` bytes, neighbours where possible, in order.
 
         Evicts the least recently used blocks for them, but not the blocks `keep`. `saving` has the
-        bytes of the whole save by tenant.
+        bytes of the whole save, by tenant.
         """
         taken = self._unused(size, wanted)
         if len(taken) < wanted and self.release_stopped():
@@ -146,7 +146,7 @@ class SlotAllocator:
         self._db.executemany("INSERT OR IGNORE INTO free VALUES(?, ?)", locations)
 
     def release_stopped(self) -> int:
-        """Frees the slots that stopped owners have reserved to save to; returns how many."""
+        """Frees the slots that stopped owners reserved for saves; returns how many."""
         released = self._of_stopped("save > 0")
         self.free(released)
         return len(released)
@@ -166,7 +166,7 @@ class SlotAllocator:
         return [slot for owner in stopped for slot in self._db.execute(query, (owner,)).fetchall()]
 
     def drop_expired(self, before: int, limit: int) -> None:
-        """Drops those of the `limit` oldest blocks that were stored before `before`."""
+        """Drops the blocks stored before `before` among the `limit` oldest ones."""
         rows = self._db.execute(
             "DELETE FROM blocks WHERE id IN"
             " (SELECT id FROM blocks WHERE pinned=0 ORDER BY id LIMIT ?)"
@@ -176,9 +176,10 @@ class SlotAllocator:
         self.free(rows)
 
     def pin(self, keys: Sequence[BlockKey], until: int, most: int) -> set[BlockKey]:
-        """Pins those of the stored `keys` that fit: all pinned blocks take `most` bytes at most.
+        """Pins stored `keys` while all pinned blocks together take `most` bytes at most.
 
-        Nothing after the first that does not fit is pinned. Returns the pinned ones.
+        The first block that does not fit, and all after it, are not pinned. Returns the pinned
+        ones.
         """
         query = "SELECT coalesce(sum(size), 0) FROM blocks WHERE pinned > 0"
         rows: list[tuple[int]] = self._db.execute(query).fetchall()
@@ -208,7 +209,7 @@ class SlotAllocator:
     def drop_segment(self, segment: int, size: int) -> None:
         """Drops a data file and all blocks in it.
 
-        Its bytes are free now, not at the commit: if the commit never happens, readers find these
+        Its bytes are freed at once, not at the commit. If the commit fails, readers find these
         blocks missing.
         """
         self._files.remove(segment, size)
@@ -229,10 +230,10 @@ class SlotAllocator:
     def shrink(self) -> None:
         """Drops whole data files, least recently used first, until the capacity suffices.
 
-        Those with pinned blocks are last.
+        Files with pinned blocks are dropped last.
         """
         while self.nbytes() > self._budget():
-            # The capacity counts more than pins, where it was made so small.
+            # A capacity that was reduced has precedence over pins.
             coldest = self._coldest() or self._coldest(pinned=True)
             if coldest is None:
                 break
@@ -265,7 +266,7 @@ class SlotAllocator:
                 return locations
         rows: list[tuple[int, int]] = self._db.execute(
             "SELECT segment, slot FROM segments CROSS JOIN free ON segment = id"
-            # Other slots are those of a damaged row: a block saved there is not found again.
+            # Other slots come from a damaged row; a block saved there would not be found.
             " WHERE size=? AND slot >= 0 AND slot < slots ORDER BY id, slot LIMIT ?",
             (size, wanted - len(locations)),
         ).fetchall()
@@ -277,7 +278,7 @@ class SlotAllocator:
         total = self.nbytes()
         slots = (self._budget() - total) // size
         if not total and size <= self._capacity:
-            slots = max(1, slots)  # a capacity of one block holds one, whatever the index takes
+            slots = max(1, slots)  # a capacity of one block holds one, not counting the index
         nbytes = min(_SEGMENT_NBYTES, self._capacity // _SEGMENTS_MIN)
         slots = min(slots, max(1, nbytes // size, self._capacity // _SEGMENTS_MAX // size))
         while slots > 0:
@@ -311,8 +312,9 @@ class SlotAllocator:
     ) -> list[Location]:
         """Drops blocks and returns their slots: least recently used first, chains from their end.
 
-        A data file of another slot size is dropped as a whole, if all its blocks are older than the
-        next ones of this size. With quotas only blocks of those go that are to make room.
+        A data file of another slot size is dropped as a whole if all its blocks are older than the
+        next ones of this size. With quotas, only blocks of the tenants in `Quotas.givers` are
+        dropped.
         """
         locations: list[Location] = []
         usage = self.eviction.usage(saving)
@@ -341,7 +343,7 @@ class SlotAllocator:
     ) -> _Segment | None:
         """Returns the least recently used segment that no process writes to.
 
-        Without `pinned` one that holds no pinned block; with `only` one that holds blocks of these
+        Unless `pinned`, the segment holds no pinned block. With `only`, it holds blocks of these
         tenants alone.
         """
         others = "0"

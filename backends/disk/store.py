@@ -69,11 +69,13 @@ class DiskBackend(Backend):
     from their end.
 
     Args:
-        path: the directory; made if it is not there.
-        capacity: bytes of everything in it. Default: 50 GiB, or half of the space there is if that
-            is less.
-        durability: the event that stored blocks survive: the ``process`` killed, or ``power`` lost.
-        ttl: seconds after which a block is dropped, used or not; ``None``: never.
+        path: the directory; made if it does not exist.
+        capacity: bytes of all files in the directory. Default: 50 GiB, or half of the free space if
+            that is less.
+        durability: the event that stored blocks survive: ``process`` (it is killed), or ``power``
+            (a failure).
+        ttl: seconds after its save at which a block is dropped, even if it is used; ``None``:
+            never.
         pin_fraction: the share of `capacity` that pinned blocks may take, 0 to 1.
         quotas: the tenants' shares of `capacity`; ``None``: all blocks are alike.
     """
@@ -121,13 +123,13 @@ class DiskBackend(Backend):
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
         """Opens or makes the directory, and cleans up after processes that died.
 
-        With another `access` than ``store`` no directory is made, a running engine that has it
-        open is not disturbed, and no block is dropped for lack of space.
+        With another `access` than ``store``, no directory is made, engines that use it are not
+        disturbed, and no block is dropped for lack of space.
 
         Raises:
             ConfigurationError: `capacity` is below one block; the path is no directory, or its
                 format is another version's.
-            BackendUnavailable: it cannot be opened or made.
+            BackendUnavailable: the directory cannot be opened or made.
         """
         sizes = frozenset(frame_nbytes(layout.block_nbytes) for layout in layouts)
         largest = max(sizes, default=0)
@@ -148,7 +150,7 @@ class DiskBackend(Backend):
     async def close(self) -> None:
         """Waits for calls in flight, writes the times of use to the index, closes everything.
 
-        If the caller is cancelled, everything is closed all the same once those calls have ended.
+        If the caller is cancelled, everything is closed nevertheless once those calls have ended.
         """
         client, self._client = self._client, None
         if client is not None:
@@ -215,7 +217,7 @@ class DiskBackend(Backend):
         return await self._run("index", lambda directory: directory.reader.describe(keys))
 
     async def scrub(self) -> bool:
-        """Overwrites free slots, and the ends of longer ones, 16 MiB at a time; see `Backend`.
+        """Overwrites free slots and unused ends of slots, 16 MiB at a time; see `Backend.scrub`.
 
         Raises:
             BackendUnavailable: the directory cannot be written to.
@@ -225,7 +227,7 @@ class DiskBackend(Backend):
     async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
         """Pins or unpins `keys`, for all processes and across restarts; see `Backend.pin`.
 
-        Opened for maintenance without a capacity, it takes the share of the default capacity.
+        A store opened for maintenance without a capacity applies the share to the default capacity.
 
         Raises:
             BackendUnavailable: the directory cannot be written to.

@@ -1,4 +1,4 @@
-"""The clock of use: which of two blocks of a disk store was used later."""
+"""The clock whose stamps order the uses of a disk store's blocks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvconnect.backends.disk.find import microseconds
 __all__ = ["SANE", "UseClock"]
 
 SANE = 1 << 56
-"""Microseconds of the year 4253: a later stamp is damage, and nothing follows it."""
+"""Microseconds of the year 4253: a later stamp counts as damage and is ignored."""
 
 
 class UseClock:
     """A clock of use: each stamp is newer than all before it.
 
-    A stamp is the Unix time in microseconds. Where that is not newer than the stamps before, since
-    the clock went back, stamps continue from those at the monotonic clock's rate.
+    A stamp is the Unix time in microseconds. If the system's clock went back, stamps continue from
+    the newest one at the monotonic clock's rate.
 
     Args:
         newest: the newest stamp of the index below `SANE`; 0: there is none.

@@ -37,15 +37,15 @@ __all__ = ["IndexWriter"]
 
 _EXPIRED_PER_SAVE = 256
 _EXPIRED_AT_OPEN = 16384
-# Seconds between two looks for damage while it is open.
+# Seconds between two checks for damage while the index is open.
 _CHECK_S = 60.0
 
 
 class IndexWriter:
     """The write transactions, one at a time. Thread-safe; each waits for other processes' ones.
 
-    A save is two of them: `reserve` takes slots, the payload is written, `commit` makes it visible.
-    Each of them fails if the directory's index is no longer the one that is open.
+    A save has two transactions: `reserve` takes slots, then the payload is written, then `commit`
+    makes it visible. Each transaction fails if the directory's index is no longer the open one.
 
     No cursor may outlive the lock, not even in a local variable of a function that returns: that of
     an `executemany` keeps the statement that the connection caches (CPython 3.11), and resets it
@@ -56,9 +56,9 @@ class IndexWriter:
         use_clock: stamps the use of blocks.
 
     Raises:
-        BackendUnavailable: the index cannot be written; the transaction was not made.
+        BackendUnavailable: the index cannot be written; the transaction had no effect.
         IndexDamaged: the index is not what this code wrote.
-        OSError: a data file failed; the transaction was not made.
+        OSError: a data file failed; the transaction had no effect.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class IndexWriter:
         now, used = microseconds(), self.use_clock.now()
         with self._transaction():
             ours = self._slots.end_reservation(self._owner.name, reservation.save)
-            # If this process looked stopped, the slots may be another's by now.
+            # If this process looked stopped, another one may have taken the slots.
             new = [entry for entry in reservation.new if entry[2].key in ours]
             rows = [row_of(now, used, *entry) for entry in new]
             inserted = self._db.executemany(INSERT, rows).rowcount
-            if inserted < len(new):  # another process was faster with some
-                expect_schema(self._db)  # or something does not let them in
+            if inserted < len(new):  # another process has stored some meanwhile
+                expect_schema(self._db)  # or the index rejects them
                 self._slots.free(self._rowless([location.key for _, _, location in new]))
             self._at("committing")
         lost = (at for at, _, location in reservation.new if location.key not in ours)
@@ -160,8 +160,8 @@ class IndexWriter:
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Deletes `keys`; absent ones are no error.
 
-        Bad blocks are deleted, too. If another one is in the slot of the first, the index is
-        damaged: each of them would be overwritten when the other is saved.
+        Callers also delete damaged blocks. If another block has the same slot, the index is
+        damaged, since saving one would overwrite the other.
         """
         with self._transaction():
             self._slots.free(self._alone(self._deleted(keys)))
@@ -169,7 +169,7 @@ class IndexWriter:
     def erase(self, keys: Sequence[BlockKey] = ()) -> None:
         """Deletes `keys` like `delete`, and overwrites their slots with zeros before they are free.
 
-        Until then the slots are reserved. Those that a killed process left reserved so are
+        Until then the slots are reserved. Slots that a killed process left in that state are
         overwritten, too.
 
         Raises:
@@ -187,7 +187,7 @@ class IndexWriter:
                 if segment in sizes and segment not in empty and 0 <= slot < sizes[segment][1]
             ]
             self._saves += 1
-            erasure = -self._saves  # told from a save by its sign
+            erasure = -self._saves  # negative, unlike the number of a save
             self._slots.reserve(self._owner.name, erasure, found)
         if not found:
             return
@@ -197,7 +197,7 @@ class IndexWriter:
             self._slots.free(self._slots.end_reservation(self._owner.name, erasure))
 
     def scrub(self) -> bool:
-        """Overwrites some bytes in slots that no block has; returns whether there may be more.
+        """Overwrites some bytes in unused slots; returns whether more may be left.
 
         Other writes wait meanwhile.
 
@@ -250,9 +250,9 @@ class IndexWriter:
             )
 
     def tidy(self) -> None:
-        """Removes the data files that hold no block, and what the index's log says of old ones.
+        """Removes data files without blocks, and old content of the index's log.
 
-        Files that a process is about to write to stay.
+        Files with reserved slots stay.
         """
         with self._transaction():
             for segment, size in self._slots.empty_segments():
@@ -261,14 +261,14 @@ class IndexWriter:
             self._log.cut()
 
     def drop_lost(self, segment: int) -> None:
-        """Drops the blocks of `segment` if its file really is gone or cut short."""
+        """Drops the blocks of `segment` if its file is missing or cut short."""
         with self._transaction():
             for found, size, slots in self._segments():
                 if found == segment and not self._files.intact(found, size, slots):
                     self._slots.drop_segment(found, size)
 
     def close(self) -> None:
-        """Closes the connection and ends the ownership. The second time does nothing."""
+        """Closes the connection and ends the ownership. A second call does nothing."""
         with self._lock:
             self._owner.close()
             self._db.close()
@@ -341,7 +341,7 @@ class IndexWriter:
         return slots
 
     def _expect_our_index(self) -> None:
-        # Data files are found by name, too, and would be another index's by now.
+        # Data files are found by name, so they would be those of the new index.
         there = identity(self._directory), log_identity(self._directory)
         if there != (self.identity, self.log_identity):
             raise IndexConnectionLost(f"disk store {self._directory}: the index was replaced")

@@ -20,8 +20,8 @@ logger = logging.getLogger("kvconnect")
 _FIRST_PAUSE_S = 1.0
 _LAST_PAUSE_S = 5.0
 _HALF_OPEN_S = 1.0
-# A store may be slower than the pauses are long, so a newer probe does not cancel an older one; but
-# one that hangs for ever holds a connection or a thread.
+# A store may be slower than the pauses, so a newer probe does not cancel an older one. Few may run
+# at a time, since each that hangs holds a connection or a thread.
 _MOST_PROBES = 8
 # A breaker that opens again and again logs a warning only once in so many seconds.
 _QUIET_S = 60.0
@@ -72,7 +72,7 @@ class Breaker:
         self._logged_at = float("-inf")
 
     def check(self) -> None:
-        """Refuses a call while the breaker is not closed; costs next to nothing.
+        """Raises unless the breaker is closed, at almost no cost.
 
         Raises:
             BackendUnavailable: the breaker is open.
@@ -177,7 +177,7 @@ async def _any_answered(
 ) -> bool:
     """Returns whether one of `probes` succeeded within `timeout_s`; removes those that failed.
 
-    With `newest_ends` the failure of the last one ends the wait.
+    With `newest_ends`, the failure of the newest probe ends the wait.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s

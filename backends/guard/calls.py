@@ -70,9 +70,9 @@ class Calls:
 
     Args:
         name: the backend's name, for messages.
-        deadline_s: the time that a call may take, including the wait for its turn.
-        probe: a cheap call to the store that shows whether it works again.
-        probe_load: a load, begun with its `Call`, that shows whether loads work again.
+        deadline_s: seconds that a call may take, including the wait for its turn.
+        probe: a cheap call to the store, whose success shows that it works again.
+        probe_load: a load, started with its `Call`, whose success shows that loads work again.
         failures: the failures in a row after which calls fail at once, until a probe succeeds.
 
     Attributes:
@@ -125,7 +125,7 @@ class Calls:
 
     @property
     def state(self) -> BreakerState:
-        """The state of the breaker of lookups or of that of loads: the one that is further open."""
+        """The worse state of two breakers: that of lookups and that of loads."""
         return max(self._breaker.state, self._loads.state)
 
     async def run(
@@ -169,7 +169,7 @@ class Calls:
         holds_buffers: bool = False,
         deadline_s: float | None = None,
     ) -> T:
-        """Runs a call like `run`, but ignores the breakers: for calls that open and close."""
+        """Runs a call like `run`, but ignores the breakers; for `open` and `close`."""
         loop = asyncio.get_running_loop()
         seconds = self.deadline_s if deadline_s is None else deadline_s
         deadline = loop.time() + seconds
@@ -186,7 +186,7 @@ class Calls:
         finally:
             self._turns.release()
         if task.cancelled():
-            # Not by this module: it must not look like a caller's cancellation.
+            # Cancelled by other code: it must not look like the caller's cancellation.
             raise BackendUnavailable(f"{self.name}: {operation} failed: the store cancelled it")
         with mapped(self.name, operation):
             return task.result()
@@ -204,11 +204,11 @@ class Calls:
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
                 break
-            # Short, since a call that is abandoned meanwhile does not end.
+            # In short waits, because a call that is abandoned meanwhile may not end.
             await asyncio.wait(waiting, timeout=min(left, _DRAIN_POLL_S))
 
     def _admit(self, operation: str) -> Breaker:
-        # The one place that refuses calls before they cost anything.
+        # The only refusal of calls before they use resources.
         if self.closed:
             raise BackendUnavailable(f"{self.name}: is closed")
         self._breaker.check()
@@ -312,7 +312,7 @@ async def _wait(task: asyncio.Task[Any], deadline: float, *, holds_buffers: bool
 
 
 def _settle(pending: Future[None], task: asyncio.Task[Any]) -> None:
-    # A store of several stores may end while one of them, past its deadline, still has the buffers.
+    # A tiered store's call may end while one tier, past its deadline, still uses the buffers.
     error = None if task.cancelled() else task.exception()
     inner = error.pending if isinstance(error, BackendTimeout) else None
     if inner is None:
@@ -331,11 +331,11 @@ async def together(first: Awaitable[T], second: Awaitable[S]) -> tuple[T, S]:
 
 
 def raise_any(results: Sequence[object]) -> None:
-    """Raises an error of `results`, if there is one, together with what still holds buffers.
+    """Raises the first error in `results`, if any, with the calls that still hold buffers.
 
     Raises:
-        BackendTimeout: if one of them is one with `pending`; its `pending` is done when those of
-            all of them are.
+        BackendTimeout: an error has `pending`; the raised error's `pending` is done when all of
+            them are.
     """
     errors = [result for result in results if isinstance(result, BaseException)]
     pending = [
@@ -366,10 +366,10 @@ def _all_done(pending: Sequence[Future[None]]) -> Future[None]:
 
 
 def counted(answer: object, limit: int, name: str, operation: str) -> int:
-    """Returns `answer` of a backend if it can be a number of leading blocks of `limit`.
+    """Returns `answer` of a backend if it is a number of blocks from 0 to `limit`.
 
     Raises:
-        BackendUnavailable: it cannot; the answer must not be used.
+        BackendUnavailable: it is no such number; the answer must not be used.
     """
     if isinstance(answer, int) and 0 <= answer <= limit:
         return answer

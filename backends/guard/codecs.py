@@ -95,10 +95,10 @@ class Codecs:
         return b"/".join(parts) if any(parts) else b""
 
     def most_nbytes(self, layout: KvCacheLayout) -> int:
-        """Returns the most bytes that an encoded payload takes; without compression, exactly.
+        """Returns the most bytes of an encoded payload; without compression, the exact number.
 
         Raises:
-            ConfigurationError: `layout` cannot be encoded so.
+            ConfigurationError: blocks of `layout` cannot be encoded by these codecs.
         """
         if self.quantized is None:
             return layout.block_nbytes
@@ -125,11 +125,11 @@ class Codecs:
             payload: the block's bytes; not changed.
             header: the header of a frame that is not encoded.
             layout: the layout of the block.
-            scratch: memory for the frame as if it were not encoded.
+            scratch: memory as large as the frame without encoding.
 
         Returns:
-            The frame, or ``None`` if no codec applies: compression is the only one, and it does not
-            make the frame smaller.
+            The frame; ``None`` if compression is the only codec and does not make the frame
+            smaller.
         """
         flags, source = _AS_IT_IS, payload.numpy().data
         if self.quantized is not None:
@@ -195,7 +195,7 @@ class Codecs:
 
         Raises:
             OtherCodec: the frame is sound, but cannot be used with these codecs.
-            BadFrame: it does not become a block of `layout`.
+            BadFrame: it does not decode to a block of `layout`.
         """
         flags = self.check_flags(header)
         inside = frame.payload(sealed, header.payload_nbytes)

@@ -87,7 +87,7 @@ class FramedStore:
         saved = 0
         seal = self.framing.seal
         async with self.framing.scratch() as scratch:
-            # A call whose turn comes after its deadline has no waiting caller.
+            # A call that starts after its deadline has no waiting caller.
             parts = [] if call.abandoned else list(pieces([block.data for block in blocks]))
             sealed = await seal(blocks[parts[0]] if parts else (), scratch, 0)
             for number, part in enumerate(parts):
@@ -121,8 +121,8 @@ class FramedStore:
     async def _drop_misfit(self, key: BlockKey, nbytes: int) -> None:
         """Deletes a block that is found but cannot be loaded, because its length is wrong.
 
-        Such a block would be found for ever, and never saved anew. Most often the block is simply
-        absent, or has been saved since the load.
+        Such a block would be found for ever and never saved anew. In most cases the block is
+        absent, or was saved after the load.
         """
         if self.framing.codecs.quantized is not None:
             return  # its length may be right for readers that do not quantize
@@ -136,7 +136,7 @@ class FramedStore:
                 room = torch.empty(nbytes, dtype=torch.uint8)
                 filled = await load_counted(self._inner, [key], [room], (), self._name)
         except RetryLater:
-            return  # the blocks before are good
+            return  # the blocks before it are valid
         if not filled:
             await self._report({key: BadFrame("of another length")})
 
@@ -159,7 +159,7 @@ class FramedStore:
             with mapped(self._name, "delete"):
                 await self._inner.delete(bad)
         except BackendUnavailable as failure:
-            # The blocks before are good; these cost another check if they are asked for again.
+            # The blocks before it are valid; these are checked again if they are loaded again.
             warn_once(f"{self._name}.drop", str(failure))
 
 
@@ -181,9 +181,10 @@ async def load_counted(
 
 
 def promised(inner: Backend) -> Capabilities:
-    """Returns the capabilities of `inner`, without those of a `load` or `save` that was replaced.
+    """Returns the capabilities of `inner`, except those of a replaced `load` or `save`.
 
-    A `load` or `save` set on the object itself, as by a test, does not keep the class's promises.
+    A `load` or `save` that was set on the object itself, as by a test, lacks the class's
+    capabilities.
     """
     can, own = inner.capabilities, vars(inner)
     if "load" in own:

@@ -57,10 +57,10 @@ class Framing:
     Args:
         name: the store's name, for messages.
         codecs: the codecs of payloads.
-        verify: check every frame that is opened.
+        verify: true to check every frame that is opened.
 
     Attributes:
-        verified: the store has checked all that it loads; only headers are checked here.
+        verified: true if the store has checked its frames, so that only headers are checked here.
     """
 
     def __init__(self, name: str, codecs: Codecs, *, verify: bool) -> None:
@@ -79,8 +79,8 @@ class Framing:
         """Sets the layouts of the frames to open and seal; without any, all frames can be opened.
 
         Raises:
-            ConfigurationError: the codec cannot encode one of them, or makes blocks of equal length
-                differ though the store needs to know lengths.
+            ConfigurationError: the codec cannot encode one of them, or makes lengths vary in a
+                store that requires fixed lengths.
         """
         cut: dict[int, int] = {}
         for layout in layouts:
@@ -122,7 +122,7 @@ class Framing:
         Args:
             blocks: with the frame of a payload as `data`.
             scratch: for what is encoded; ``None`` if nothing is.
-            number: of the piece; the memory of the piece before the last one is used again.
+            number: the number of the piece; it uses the memory of the piece before the last one.
         """
         nbytes = sum(block.data.numel() for block in blocks)
         if scratch is None:
@@ -185,7 +185,7 @@ class Framing:
         return [buffer[: self._cut.get(buffer.numel(), buffer.numel())] for buffer in into]
 
     def checksums(self, frames: Sequence[Tensor]) -> list[FrameChecksum]:
-        """Returns checksums for a store to compute as it fills `frames`; none if not verified."""
+        """Returns checksums that a store computes as it fills `frames`; none without `verify`."""
         return [FrameChecksum(data) for data in frames] if self._verify else []
 
     async def open(
@@ -198,14 +198,14 @@ class Framing:
     ) -> dict[int, Recompute]:
         """Checks `frames`, which lie at the beginning of `into`, and decodes encoded ones.
 
-        All are checked, also those behind a bad one, which are not loaded: the caller deletes
-        every bad frame from the store, so that the next save replaces it.
+        All are checked, also those behind a damaged one, which do not count as loaded: the caller
+        deletes every damaged frame from the store, so that the next save replaces it.
 
         Args:
             keys: the keys of the blocks.
-            frames: as the store filled them.
+            frames: the frames that the store filled.
             into: receives the payloads.
-            taken: the checksums, if the store computed them while it loaded.
+            taken: the checksums, if the store computed them during the load.
             layout: the layout of all of them; by default one of those of `set_layouts`.
 
         Returns:
@@ -284,7 +284,7 @@ class Framing:
     async def _halves(
         self, work: Callable[[slice], Callable[[], list[T]]], count: int, nbytes: int
     ) -> list[T]:
-        """Returns ``work(slice)()`` over `count` items, on two threads if codecs make it slow."""
+        """Runs ``work(slice)()`` over `count` items, on two threads if codecs make it slow."""
         if not self.codecs or count < _THREADS:
             return await self._on_thread(work(slice(0, count)), nbytes)
         middle = count // 2

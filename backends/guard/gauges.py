@@ -13,7 +13,7 @@ from kvconnect.trace import Labels, metrics
 
 __all__ = ["GuardGauges"]
 
-# How long a reader of metrics waits for the store's own numbers; then it gets the last ones.
+# Seconds that a reader of metrics waits for the store's own numbers before it gets the last ones.
 _LONGEST_WAIT_S = 0.5
 _OF_THE_STORE = ("blocks", "bytes", "capacity")
 
@@ -38,13 +38,13 @@ class GuardGauges:
         self._asking: Future[dict[str, float]] | None = None
 
     def show(self, loop: asyncio.AbstractEventLoop, labels: Labels) -> None:
-        """Registers the gauges under `labels`; the store's own numbers are read on `loop`."""
+        """Registers the gauges under `labels`; reads the store's own numbers on `loop`."""
         self.hide()
         self._loop = loop
         self._remove = metrics.add_gauges(self.read, labels)
 
     def hide(self) -> None:
-        """Removes the gauges; the second time does nothing."""
+        """Removes the gauges; a second call does nothing."""
         if self._remove is not None:
             self._remove()
         self._remove = self._loop = None
@@ -60,7 +60,7 @@ class GuardGauges:
         loop = self._loop
         if loop is None or loop.is_closed() or _runs_here(loop):
             return
-        # One question at a time: a store that hangs blocks one thread, not one for each scrape.
+        # One call at a time: a store that hangs blocks one thread, not one for each scrape.
         if self._asking is None:
             self._asking = asyncio.run_coroutine_threadsafe(self._ask(), loop)
         try:

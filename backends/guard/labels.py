@@ -11,8 +11,8 @@ from kvconnect.trace import Labels
 
 __all__ = ["StoreLabels", "place_of", "store_labels"]
 
-# Counters stay for as long as the process lives: of a process that opens a store in one place after
-# the other, only so many places are distinguished.
+# The most addresses that labels distinguish. Counters live as long as the process, which may open
+# stores at many addresses.
 _MOST_PLACES = 256
 _ELSEWHERE = "elsewhere"
 
@@ -36,8 +36,8 @@ class StoreLabels:
     def __init__(self) -> None:
         self._places: set[str] = set()
         self._taken: set[Labels] = set()
-        # A store that was never closed gives its labels back when the garbage collector finds it,
-        # also on a thread that is taking some just then.
+        # The garbage collector frees the labels of a store that was never closed, perhaps on a
+        # thread that is just taking labels.
         self._lock = threading.RLock()
 
     def take(self, store: str, place: str) -> Labels:
@@ -55,7 +55,7 @@ class StoreLabels:
             return labels
 
     def give_back(self, labels: Labels) -> None:
-        """Frees the labels of a store that is closed; the second time does nothing."""
+        """Frees the labels of a closed store; a second call does nothing."""
         with self._lock:
             self._taken.discard(labels)
 

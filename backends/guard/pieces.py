@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PIECE_NBYTES", "load_pieces", "pieces"]
 
-# Large enough that a piece's fixed cost (a thread hop, a query) does not show, small enough that
-# the last check, which nothing overlaps, is short.
+# The bytes of a piece: large enough to hide its fixed costs (a thread switch, a query), small
+# enough that the last check, which overlaps with no load, is short.
 PIECE_NBYTES = 16 << 20
 
 
@@ -38,12 +38,12 @@ async def load_pieces(
 
     Args:
         into: the buffers.
-        fill: fills those of a slice; returns how many leading ones are filled.
-        check: returns how many leading ones of a slice are sound; may be called beside `fill`.
-        wanted: returns false once no caller waits any more; then no further piece is begun.
+        fill: fills the buffers of a slice; returns how many leading ones are filled.
+        check: returns how many leading buffers of a slice are sound; may run beside `fill`.
+        wanted: returns false once no caller waits any more; then no further piece is loaded.
 
     Raises:
-        Exception: what `fill` or `check` raises; neither of them is running any more.
+        Exception: the error of `fill` or `check`; neither is running any more.
     """
     parts = list(pieces(into))
     if not parts:

@@ -39,8 +39,8 @@ class ScratchPair:
 class Scratch:
     """The pairs of a store: at most two savers have one at a time; others wait for their turn.
 
-    So it never holds more than four buffers, even if the store hangs: a save that the store does
-    not end keeps its pair. Belongs to one event loop.
+    So there are at most four buffers, even if the store hangs: a save that does not end keeps its
+    pair. Belongs to one event loop.
     """
 
     def __init__(self) -> None:

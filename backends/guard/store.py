@@ -51,13 +51,13 @@ class GuardedBackend(Backend):
     After `failures_to_open` failures in a row, calls fail at once until a probe succeeds: a lookup
     in the background.
 
-    With `raw` values pass as they are, neither sealed nor checked: for tools that move or examine
-    what is stored. Deadlines and mapped errors apply all the same.
+    With `raw`, values are passed unchanged, neither sealed nor checked: for tools that move or
+    examine stored frames. Deadlines and mapped errors still apply.
 
     Attributes:
         inner: the backend itself.
         name: the name of the class of `inner`, for messages.
-        place: the address of the store, as far as that is known; a label of its counters.
+        place: the address of the store, if known; a label of its counters.
         codecs: the codecs of payloads.
     """
 
@@ -152,7 +152,7 @@ class GuardedBackend(Backend):
         """Waits for calls in flight up to the deadline, then closes `inner`, within another one.
 
         Never raises for a store that is gone. A second call waits for the first one, if that still
-        runs. If the caller is cancelled, closing goes on: a store that is half closed would keep
+        runs. If the caller is cancelled, closing continues, because a half-closed store would keep
         its resources.
         """
         if self._closing is None:
@@ -181,7 +181,7 @@ class GuardedBackend(Backend):
         return found
 
     async def probe(self, within_s: float) -> None:
-        """Looks up a key that no block has; fails if the answer takes more than `within_s`.
+        """Looks up a key that no block has; raises if the answer takes more than `within_s`.
 
         The deadline of all calls applies, too.
 
@@ -228,8 +228,8 @@ class GuardedBackend(Backend):
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Seals the frames in ``block.data`` in place and stores them; returns how many are stored.
 
-        With codecs the stored frames are made in other memory, and ``block.data`` may be sealed or
-        not; the same holds for blocks which were there already, or are not stored.
+        With codecs, the stored frames are made in other memory, and ``block.data`` is not
+        necessarily sealed; nor is it for blocks that were present before or are not stored.
 
         Raises:
             BackendTimeout: the buffers belong to the call until `pending` is done.
@@ -268,7 +268,7 @@ class GuardedBackend(Backend):
         return await self._calls.run("describe", lambda _: self._describe(keys))
 
     async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
-        """Pins or unpins `keys`, within the deadline; returns for each whether it is, or was.
+        """Pins or unpins `keys`, within the deadline; returns for each whether it is or was pinned.
 
         Raises:
             ConfigurationError: `inner` has no pins.
@@ -277,16 +277,16 @@ class GuardedBackend(Backend):
         return await self._calls.run("pin", lambda _: self._pin(keys, until))
 
     async def scrub(self) -> bool:
-        """Removes some of what blocks left that are gone, within the deadline; see `Backend`."""
+        """Overwrites some bytes of dropped blocks, within the deadline; see `Backend.scrub`."""
         self._opened()
         return bool(await self._calls.run("scrub", lambda _: self.inner.scrub()))
 
     async def stats(self) -> Mapping[str, float]:
         """Returns numbers about the store, and about the calls to it.
 
-        ``breaker_state`` is 0 (closed: calls are made), 1 (half-open) or 2 (open); unless it is 0
-        the store itself is not asked. ``running`` are calls that have not ended, ``abandoned``
-        those of them that are past their deadline.
+        ``breaker_state`` is 0 (closed), 1 (half-open) or 2 (open); unless it is 0 the store itself
+        is not called. ``running`` counts calls that have not ended, ``abandoned`` those of them
+        past their deadline.
         """
         self._opened()
         numbers: Mapping[str, float] = {}
@@ -309,7 +309,7 @@ class GuardedBackend(Backend):
         return self._layouts
 
     def _take_labels(self) -> None:
-        # Only what is opened counts anything, and may keep others from the same labels.
+        # Labels are taken at the opening, because unopened stores count nothing.
         if self._give_back_labels is None:
             self._labels = self._calls.labels = store_labels.take(self.name, self.place)
             if self._framed is not None:
@@ -364,7 +364,7 @@ class GuardedBackend(Backend):
         return await self._framed.save(blocks, call)
 
     def was_damaged(self, key: BlockKey) -> bool:
-        """Returns whether `key` is one of the last blocks that came and could not be used."""
+        """Returns whether `key` is one of the last blocks whose frame could not be used."""
         return self._framed is not None and key in self._framed.damaged
 
     async def _children(self, key: BlockKey | None) -> Sequence[Child]:

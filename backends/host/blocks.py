@@ -24,10 +24,11 @@ from kvconnect.layout import KvCacheLayout
 
 __all__ = ["HostBlocks", "unit_nbytes"]
 
-# One layout: a block is one unit, one copy. Several: blocks of any size share units without waste.
+# With one layout, a block is one unit and one copy. With several, blocks of any size share small
+# units.
 _SHARED_UNIT = 64 << 10
 _SCRUB_NBYTES = 16 << 20
-# The units of a block, if values are shorter than blocks.
+# The units per block, if values may be shorter than blocks.
 _PARTS = 16
 
 
@@ -97,7 +98,7 @@ class HostBlocks:
             return blocks
 
     def release(self, blocks: Sequence[MemoryBlock]) -> None:
-        """Ends a `hold`."""
+        """Ends a `hold` of `blocks`."""
         with self._lock:
             self.index.release(blocks)
 
@@ -135,8 +136,8 @@ class HostBlocks:
         """Copies blocks in, dropping older ones for room; a block is visible once it is whole.
 
         Returns:
-            How many leading ones are present now. Each of `checksums` seals its block as it is
-            read.
+            The number of leading blocks that are present now. Each of `checksums` seals its block
+            while it is read.
         """
         new: list[MemoryBlock] = []
         copies: list[Copy] = []
@@ -168,7 +169,7 @@ class HostBlocks:
         return present
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Deletes `keys`; their memory is free once it is held no more."""
+        """Deletes `keys`; their memory is free once it is no longer held."""
         with self._lock:
             self.index.delete(keys)
 

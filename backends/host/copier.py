@@ -16,7 +16,8 @@ __all__ = ["Copy", "copy_all"]
 
 # Copying less than this takes less time than handing it to a thread.
 _INLINE_NBYTES = 1 << 20
-# Hashed while the processor's cache has it; less costs the interpreter's lock too often.
+# The bytes hashed while they are in the processor's cache; with fewer the interpreter's lock is
+# taken too often.
 _PIECE_NBYTES = 2 << 20
 
 
@@ -27,7 +28,7 @@ class Copy:
     Attributes:
         parts: pairs of source and target, equally long, one after the other in the value.
         checksum: hashes the bytes that are copied.
-        seals: `checksum` seals the source, once it is read.
+        seals: true if `checksum` seals the source once it is read.
     """
 
     parts: Sequence[tuple[Bytes, Bytes]]
@@ -56,7 +57,7 @@ class Copy:
 
     @property
     def fusable(self) -> ValueCopy | None:
-        """The value for `FusedCopy`; ``None`` for a value with gaps or without its whole frame."""
+        """The argument for `FusedCopy`; ``None`` for a value with gaps or an incomplete frame."""
         gaps = not all(one.flags.c_contiguous for part in self.parts for one in part)
         if gaps or not self.parts:
             return None
@@ -140,6 +141,6 @@ def _fuse(copies: Sequence[Copy], fused: FusedCopy) -> list[Copy]:
 
 
 def _copy(source: Bytes, target: Bytes) -> None:
-    # memcpy on this thread, without the interpreter's lock. torch would share the copy with threads
-    # of its own: slower than memcpy on one, and far slower where the cores are busy.
+    # memcpy on this thread, without the interpreter's lock. torch would divide the copy among its
+    # threads, which is slower, and far slower if the cores are busy.
     np.copyto(target, source)

@@ -1,9 +1,9 @@
 """The copying and hashing of many values in one call, without the interpreter's lock in between.
 
-Python's own way is a call for each piece of a value, and after each of them its thread has to get
-the lock back, against the event loop: with pieces that fit a core's cache that costs more than it
-saves. Where numba is installed it compiles one function of libc's ``memcpy`` and the C functions
-of the xxhash package. Either way gives the same bytes.
+In Python, each piece of a value is a call, after which the thread competes with the event loop for
+the lock. With pieces that fit a core's cache, that costs more than it saves. If numba is installed,
+it compiles one function of libc's ``memcpy`` and the C functions of the xxhash package. Both give
+the same bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("kvconnect")
 Bytes: TypeAlias = NDArray[np.uint8]
 _Numbers: TypeAlias = NDArray[np.int64]
 
-# A core's cache has room for twice as much: the source and the target.
+# The bytes of a piece; a core's cache holds twice as much, the source and the target.
 _PIECE_NBYTES = 256 << 10
 # The values copied in one call; the state of each hash takes half a KiB.
 _STATES = 64
@@ -42,7 +42,7 @@ class ValueCopy(NamedTuple):
     Attributes:
         parts: one pair or more of source and target, equally long and contiguous, one after the
             other in the value.
-        end: the end of the value's frame, where the padding begins; 0: nothing is hashed.
+        end: the end of the value's frame, where the padding begins; 0: the value is not hashed.
     """
 
     parts: Sequence[tuple[Bytes, Bytes]]
@@ -100,7 +100,7 @@ class FusedCopy:
             self._idle.append(states)
 
     def _make_states(self) -> _Numbers:
-        # Kept for good: there are as many sets as threads were in here at once.
+        # Kept for ever: there are as many sets as threads that ran here at once.
         return np.array([self._make_state() for _ in range(_STATES)], np.int64)
 
     def _check(self) -> None:
@@ -129,7 +129,8 @@ class _Maker:
 
     def start(self) -> None:
         """Starts the thread once; returns while another caller starts it."""
-        # In a process forked meanwhile that thread does not run, and the lock is held for ever.
+        # In a process forked meanwhile that thread does not run, and the lock would be held for
+        # ever.
         if not self._lock.acquire(blocking=False):
             return
         try:

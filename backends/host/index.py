@@ -55,10 +55,10 @@ class MemoryBlock:
 class MemoryIndex:
     """The blocks by key, by parent and by order of eviction. Not thread-safe.
 
-    Only leaves, blocks without stored children, are dropped: lowest priority first, then least
+    Only leaves (blocks without stored children) are dropped: lowest priority first, then least
     recently used. So a chain is dropped from its end, and using a block keeps its ancestors. Pinned
-    leaves are no candidates until their pins end. With `quotas` the leaves of one tenant go before
-    those of another.
+    leaves are no candidates until their pins end. With `quotas`, the leaves of some tenants are
+    dropped before those of others.
     """
 
     def __init__(self, num_units: int, quotas: Quotas | None = None) -> None:
@@ -77,7 +77,7 @@ class MemoryIndex:
         self._pushes = 0
         self._clock = 0
         self._pinned: dict[BlockKey, MemoryBlock] = {}
-        self._ends: list[tuple[float, int, MemoryBlock]] = []  # of pins, the first one first
+        self._ends: list[tuple[float, int, MemoryBlock]] = []  # ends of pins, the earliest first
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -175,7 +175,7 @@ class MemoryIndex:
                 self._drop(block)
 
     def take_leftovers(self, most: int) -> list[int]:
-        """Returns up to `most` free units that held blocks; the caller overwrites them at once."""
+        """Returns up to `most` free units that held blocks, which the caller overwrites."""
         written = (unit for unit in self._free if unit in self._written)
         units = list(islice(written, most))
         self._written.difference_update(units)
@@ -195,7 +195,7 @@ class MemoryIndex:
             was = key in self._pinned
             if block is None or (until is not None and not was and len(block.units) > left):
                 answers.append(False)
-                left = left if block is None else 0  # no child of what is not pinned
+                left = left if block is None else 0  # a child is not pinned without its parent
                 continue
             if until is None:
                 self._unpin(block)
@@ -236,7 +236,7 @@ class MemoryIndex:
         leaves = self._leaves.setdefault(tenant, [])
         heapq.heappush(leaves, (block.metadata.priority, block.used, self._pushes, block))
         if len(leaves) > 2 * self._usage[tenant] + 64:
-            # Deleted blocks stay behind in the heap; do not let them pile up.
+            # Deleted blocks remain in the heap, which is rebuilt when they are many.
             leaves[:] = [leaf for leaf in leaves if not leaf[3].dropped]
             heapq.heapify(leaves)
 

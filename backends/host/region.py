@@ -17,12 +17,12 @@ __all__ = ["MemoryRegion"]
 
 
 class MemoryRegion:
-    """A region of `nbytes` in units of `unit` bytes, pinned where there is CUDA.
+    """A region of `nbytes` in units of `unit` bytes; page-locked if there is CUDA.
 
     It does not record what its units hold. Several threads may use different units at once.
 
     Raises:
-        ConfigurationError: there is not so much memory.
+        ConfigurationError: so much memory cannot be allocated.
     """
 
     def __init__(self, nbytes: int, unit: int) -> None:
@@ -74,7 +74,7 @@ class MemoryRegion:
 def _allocate(nbytes: int) -> Tensor:
     if torch.cuda.is_available():
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    # Anonymous memory is taken as it is touched; huge pages make that 10x cheaper.
+    # Anonymous memory is allocated as it is touched; huge pages make that 10x cheaper.
     region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them: slower the first time

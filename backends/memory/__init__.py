@@ -1,7 +1,7 @@
 """The ``memory:`` backend: blocks in host memory, the fastest store and the model for the others.
 
 Imports the vocabulary, ``url``, ``lanes`` and ``host``, which does the work; never another store,
-nor what stands around one. There is only `store`.
+nor the guard. There is only `store`.
 """
 
 from __future__ import annotations

@@ -50,10 +50,10 @@ class MemoryBackend(Backend):
     end. The index belongs to the event loop. Large copies run on a thread, on held blocks.
 
     Args:
-        capacity: bytes of the region. It is reserved at `open` (pinned memory is allocated at once,
-            other memory as it is used).
-        short_values: values will be shorter than the layouts say, because they are compressed; then
-            memory is allocated in smaller units.
+        capacity: bytes of the region, reserved by `open`. Page-locked memory is allocated at once,
+            other memory when it is first used.
+        short_values: true if values are compressed and so shorter than blocks; then memory is
+            allocated in smaller units.
         pin_fraction: the share of `capacity` that pinned blocks may take, 0 to 1.
         quotas: the tenants' shares of `capacity`; ``None``: all blocks are alike.
     """
@@ -88,7 +88,7 @@ class MemoryBackend(Backend):
         """Reserves the region.
 
         Raises:
-            ConfigurationError: `capacity` is below one block, or there is not so much memory.
+            ConfigurationError: `capacity` is below one block, or cannot be allocated.
         """
         unit = unit_nbytes(self.capacity, layouts, short_values=self._short_values)
         region = MemoryRegion(self.capacity, unit)
@@ -153,7 +153,7 @@ class MemoryBackend(Backend):
         return self._opened().pin(keys, until, int(self._pin_fraction * self.capacity))
 
     async def stats(self) -> Mapping[str, float]:
-        """Returns numbers of blocks and of pinned ones, bytes taken by them, and ``capacity``."""
+        """Returns the numbers of blocks and of pinned blocks, their bytes, and ``capacity``."""
         blocks = self._opened()
         pinned, pinned_nbytes = blocks.pinned()
         return {

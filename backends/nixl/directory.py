@@ -1,4 +1,4 @@
-"""The directory of instances in a Redis: each writes its address, and reads the others'."""
+"""The directory of instances in a Redis: each instance writes its address and reads all others."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Directory:
     seconds, on the server's clock. While the server is gone, the peers that are known stay.
 
     Args:
-        url: of the Redis.
-        prefix: of the set's key.
-        address: of this instance; empty: it only reads.
-        peers: connected to those that are found.
-        keep: peers that stay, also if they are not in the directory.
+        url: the URL of the Redis server.
+        prefix: the prefix of the set's key.
+        address: the address of this instance; empty: only reads the directory.
+        peers: the connections, to which found instances are added.
+        keep: peers that stay connected even if they are not in the directory.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Directory:
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
-        """Writes and reads once, then in the background; blocks for some seconds at most.
+        """Writes and reads the directory once, then in the background; blocks for some seconds.
 
         Raises:
             ConfigurationError: the server refuses.
@@ -130,14 +130,14 @@ class Directory:
 
 
 def connect(peers: Peers, addresses: Collection[str], replaceable: Collection[str] = ()) -> None:
-    """Connects to those of `addresses` that `peers` has not, in the background.
+    """Connects to `addresses` that are not in `peers`, in the background.
 
-    Where there is no room for all, chance decides.
+    If there are too many, a random choice is connected.
 
     Args:
         peers: the connections; only one thread at a time may add to them.
-        addresses: of peers.
-        replaceable: those that make room once an attempt to connect to them has failed.
+        addresses: the addresses of peers.
+        replaceable: peers that are replaced once an attempt to connect to them has failed.
     """
     links, left_out = peers.links(), 0
     new = [one for one in addresses if one not in links]

@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 __all__ = ["Fetcher"]
 
 _PORTIONS_IN_FLIGHT = 4
-# A peer whose blocks were not what it said is not read from for so long.
+# Seconds without reads from a peer whose blocks did not match their digests.
 _AVOID_S = 30.0
 
 
 class Fetcher:
-    """The fetcher: loads blocks from peers. Belongs to the event loop.
+    """Loads blocks from peers. Belongs to the event loop.
 
     Args:
-        name: of this instance; the names of its claims begin with it.
-        client: of the leases.
+        name: the name of this instance; the names of its claims begin with it.
+        client: the client that claims leases.
         pulls: reads from peers.
-        staging: the memory that blocks arrive in.
-        lane: of threads that copy and hash.
+        staging: the memory that receives blocks.
+        lane: the lane of threads that copy and hash.
         verify: which blocks are compared with the owner's digests.
-        timeout_s: how long an answer of a peer is waited for.
+        timeout_s: seconds to wait for an answer of a peer.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Fetcher:
         self._timeout_s = timeout_s
 
     async def fetch(self, link: PeerLink, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Fills `into` with blocks that `link` has; returns how many leading ones are valid.
+        """Fills `into` with blocks of the peer at `link`; returns how many leading ones are valid.
 
         The blocks count only if the owner kept them until the last read had ended, and their
-        digests are right. Otherwise none counts, and `into` is undefined. Nothing writes to
+        digests are right. Otherwise no block counts, and `into` is undefined. Nothing writes to
         `into` any more when this ends.
         """
         handle = link.handle
@@ -129,7 +129,7 @@ class Fetcher:
     async def _is_valid(self, claimed: Claimed, changed: Signal) -> bool:
         """Releases the lease; returns whether the owner kept the blocks until the end.
 
-        All reads must have ended before.
+        Called after all reads have ended.
         """
         self._client.release(claimed)
         await self._until(lambda: claimed.lease.outcome is not Outcome.OPEN, changed)
@@ -161,7 +161,7 @@ class Fetcher:
                     going_on[0] = False
 
         parts = portions(granted, len(into), self._staging.slot_nbytes)
-        # This waits for all of them even if it is cancelled, as each is then, too.
+        # Waits for all reads even if cancelled, because each of them waits for its own end.
         results_of(await asyncio.gather(*map(read, parts), return_exceptions=True))
         return going_on[0]
 

@@ -1,4 +1,4 @@
-"""The search for blocks, here and at the peers."""
+"""The search for blocks, in this instance and at its peers."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _REMEMBERED = 1 << 16
 
 
 class NixlFinder:
-    """The finder of blocks here and at the peers. Belongs to the event loop.
+    """Finds blocks in this instance and at its peers. Belongs to the event loop.
 
     The peer of a block that a lookup has found is cached for the load that follows. It is a hint: a
-    peer that has dropped the block since grants nothing.
+    peer that has dropped the block since then grants no read.
 
     Args:
         own: the blocks of this instance.
-        peers: that it asks.
-        patience_s: how long it waits for them.
+        peers: the peers that are asked.
+        patience_s: seconds to wait for peers.
     """
 
     def __init__(self, own: HostBlocks, peers: Peers, patience_s: float) -> None:
@@ -49,7 +49,7 @@ class NixlFinder:
         self._known: OrderedDict[BlockKey, PeerLink] = OrderedDict()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """Returns how many leading `keys` are here or at a peer; those that are late have none."""
+        """Returns how many leading `keys` are here or at a peer that answers in time."""
         found = 0
         for start in range(0, len(keys), MAX_KEYS):
             part = keys[start : start + MAX_KEYS]
@@ -67,13 +67,13 @@ class NixlFinder:
     async def run_of(
         self, keys: Sequence[BlockKey], without: Collection[PeerLink]
     ) -> tuple[PeerLink | None, int]:
-        """Returns a peer that has the first of `keys`, and how many of the leading ones it has.
+        """Returns a peer that has the first of `keys`, and how many leading ones it has.
 
-        Those that are here end the run; so does `MAX_KEYS`.
+        A key in this instance ends the run; so does `MAX_KEYS`.
 
         Args:
-            keys: the first of them is not here.
-            without: peers that are not to be used.
+            keys: the keys, the first of which is not in this instance.
+            without: peers that are excluded.
         """
         keys = keys[:MAX_KEYS]
         here = self._own.present(keys)
@@ -88,7 +88,7 @@ class NixlFinder:
         return first, sum(1 for _ in takewhile(lambda link: link is first, where))
 
     async def children(self, key: BlockKey | None) -> list[Child]:
-        """Returns blocks with tokens that follow `key`, from here and from peers that answer soon.
+        """Returns blocks with tokens that follow `key`, here and at peers that answer in time.
 
         An answer of a peer is not trusted by itself: see `Backend.children`.
         """
@@ -127,7 +127,7 @@ class NixlFinder:
         asked: dict[asyncio.Future[Message], PeerLink] = {}
         for link in links:
             if link.late and link.answers:
-                continue  # one open question is enough to notice that it answers again
+                continue  # one open request suffices to notice that the peer answers again
             answer = link.ask(lambda seq: FindKeys(seq=seq, keys=tuple(keys)))
             if not link.late:
                 asked[_on_loop(answer)] = link

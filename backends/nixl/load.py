@@ -1,4 +1,4 @@
-"""The loads: each piece of the run from here, or from a peer that has it."""
+"""The loads: each piece of a run comes from this instance, or from a peer that has it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["NixlReader"]
 
 
 class NixlReader:
-    """The reader: loads runs of blocks. Belongs to the event loop.
+    """Loads runs of blocks. Belongs to the event loop.
 
     Args:
         own: the blocks of this instance.
-        finder: knows which peer has which.
-        fetcher: reads from peers.
+        finder: finds the peer of a block.
+        fetcher: loads blocks from peers.
     """
 
     def __init__(self, own: HostBlocks, finder: NixlFinder, fetcher: Fetcher) -> None:

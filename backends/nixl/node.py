@@ -23,7 +23,7 @@ _FORMAT = 2
 """The version of the meaning of a key and of the bytes of its block."""
 
 _POLL_S = 0.01
-# Peers that are gone are tried rarely once the store was not used for so long.
+# Seconds without use of the store after which lost peers are tried rarely.
 _IDLE_AFTER_S = 10.0
 
 
@@ -32,13 +32,13 @@ class NixlNode(PeerNode):
 
     Args:
         settings: the store's settings.
-        blocks: that it publishes.
-        staging: the memory that blocks of peers arrive in.
+        blocks: the blocks that it publishes.
+        staging: the memory that receives blocks of peers.
     """
 
     def __init__(self, settings: NixlSettings, blocks: HostBlocks, staging: Staging) -> None:
         super().__init__(
-            # Keys say what a block holds: any model's may be in one store.
+            # Keys identify the content of a block, so one store may hold blocks of any model.
             Compat(
                 model="kvconnect: blocks by key",
                 dtype="uint8",
@@ -66,12 +66,12 @@ class NixlNode(PeerNode):
     def open(self, *, publish: bool) -> None:
         """Registers memory, listens if it is to `publish`, and connects to the peers.
 
-        Waits for each peer's answer, for ``timeout_s`` at most; one that is not there is connected
-        to when it comes.
+        Waits for each peer's answer, for ``timeout_s`` at most; a peer that is not running is
+        connected later.
 
         Raises:
-            ConfigurationError: the transport cannot be used, the port cannot be had, a peer does
-                not fit, or the directory refuses. `close` closes what was opened.
+            ConfigurationError: the transport cannot be used, the port is taken, a peer does not
+                fit, or the directory refuses. The caller must call `close`.
             BackendUnavailable: the directory cannot be reached.
         """
         settings = self._settings
@@ -101,7 +101,7 @@ class NixlNode(PeerNode):
                 raise ConfigurationError(f"peer {link.address}: {link.error}") from link.error
 
     def close(self) -> None:
-        """Ends all: nothing reads or writes the registered memory any more. Idempotent."""
+        """Ends all connections: no transfer accesses the registered memory any more. Idempotent."""
         directory, self._directory = self._directory, None
         if directory is not None:
             directory.close()

@@ -18,10 +18,10 @@ class Part:
     """The contiguous bytes of one block.
 
     Attributes:
-        block: index of the block in the grant.
-        start: of the part in the block, bytes.
-        nbytes: of the part.
-        pieces: offset in the peer's region and bytes, of each unit that the part is in.
+        block: the index of the block in the grant.
+        start: the offset of the part in the block, in bytes.
+        nbytes: the bytes of the part.
+        pieces: the offset in the peer's region, and the bytes, of the part in each unit.
     """
 
     block: int
@@ -44,7 +44,7 @@ class Portion:
     def reads(self, granted: GrantKeys, local_region: int, local: Sequence[int]) -> list[Reads]:
         """Returns the reads; `local` has the offset of each part in the local region, in bytes.
 
-        Pieces of one size are one `Reads`: of blocks of one length there are one or two.
+        Pieces of one size form one `Reads`; blocks of equal length have one or two sizes.
         """
         by_size: dict[int, tuple[list[int], list[int]]] = {}
         for part, at in zip(self.parts, local, strict=True):

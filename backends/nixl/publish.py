@@ -1,4 +1,4 @@
-"""The answers to peers: which blocks are here, and where they may read them until when."""
+"""The answers to peers: the blocks of this instance, and leases to read them."""
 
 from __future__ import annotations
 
@@ -37,21 +37,22 @@ __all__ = ["Publisher"]
 
 logger = logging.getLogger("kvconnect")
 
-# The units of one grant, which has to fit a message; the rest is claimed next.
+# The most units of one grant, which has to fit a message; peers claim the rest afterwards.
 _MAX_UNITS = 1 << 18
-# A multiple of the region's bytes: a block counts once for each reader. The region bounds memory.
+# The limit of leased bytes, a multiple of the region's, because a block counts once for each
+# reader.
 _LEASED_AT_MOST = 8
 
 
 class Publisher:
-    """The publisher: answers peers on their channels' threads, independent of the event loop.
+    """Answers peers on their channels' threads, independent of the event loop.
 
-    A block that is leased is held: neither eviction nor deletion reuses its memory before
-    the lease has ended.
+    A block that is leased is held: neither eviction nor deletion reuses its memory before the lease
+    has ended.
 
     Args:
-        blocks: of this instance.
-        region: number of their memory at the transport.
+        blocks: the blocks of this instance.
+        region: the transport's number of their memory.
         lease_s: the length of a lease.
     """
 
@@ -72,7 +73,7 @@ class Publisher:
         return len(self._held)
 
     def close(self) -> None:
-        """Refuses further leases; the memory lives until the present ones would end."""
+        """Refuses further leases; keeps the memory until the present leases would end."""
         self.server.close(self._blocks.region.tensor)
         with self._lock:
             held, self._held = self._held, {}
@@ -106,7 +107,7 @@ class Publisher:
         try:
             grant = self._place(blocks, claim)
             nbytes = self._blocks.region.unit * sum(len(block.units) for block in blocks)
-            with self._lock:  # so that `_unpin` cannot end the lease before
+            with self._lock:  # so that `_unpin` cannot run first
                 key = self.server.grant_keys(claim, holder, send, grant, nbytes=nbytes)
                 self._held[key] = blocks
         except OutOfBlocks as error:

@@ -1,4 +1,4 @@
-"""The pulls from peers, which always end: after them nothing writes to their targets."""
+"""The pulls from peers. Each ends, and afterwards no transfer writes to its targets."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from kvconnect.transfer.transport import PeerHandle, Transport
 
 __all__ = ["Pulls", "Signal"]
 
-# A pull that has not ended after its timeout and the time of its bytes at this rate has failed.
+# The bytes per second for the deadline of a pull: its timeout plus its bytes at this rate.
 _LEAST_BYTES_PER_S = 16e6
-# A pull that failed and may still land is waited for, before all of the transport's are ended.
+# Seconds to wait for a failed pull that may still write, before all pulls of the transport are
+# ended.
 _QUIET_S = 2.0
 
 
@@ -38,10 +39,10 @@ class Pulls:
     """The pulls of one transport. Belongs to the event loop.
 
     Args:
-        transport: that reads.
+        transport: the transport that reads.
         rebuild: ends every pull; blocks.
-        lane: on which that is called.
-        timeout_s: of a pull, beside the time of the bytes that are under way.
+        lane: the lane that `rebuild` is called on.
+        timeout_s: seconds of a pull, plus the time of all bytes under way.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class Pulls:
         self._rebuilding: asyncio.Task[None] | None = None
 
     async def run(self, handle: PeerHandle, several: Sequence[Reads]) -> bool:
-        """Reads all of `several`; returns whether all bytes are there.
+        """Reads all of `several`; returns whether all bytes arrived.
 
-        Nothing writes to the targets any more when this returns, even if it fails or is cancelled.
+        When this returns, no transfer writes to the targets any more, even if it fails or is
+        cancelled.
         """
         pulls: list[Pull] = []
         fine = True
@@ -98,7 +100,7 @@ class Pulls:
         pull.done.add_done_callback(done.wake)
         pull.terminal.add_callback(terminal.wake)
         await done.wait()
-        while not pull.terminal.is_set():  # it failed and may still land
+        while not pull.terminal.is_set():  # it failed and may still write
             try:
                 async with asyncio.timeout(_QUIET_S):
                     await terminal.wait()

@@ -31,22 +31,24 @@ class NixlSettings:
     """The settings in a ``nixl:`` URL.
 
     Attributes:
-        peers: ``host:port`` of each; this instance itself may be among them.
-        directory: URL of a Redis in which instances find each other; ``None``: there are `peers`.
-        prefix: before the key in it; instances of one prefix are peers.
+        peers: ``host:port`` of each peer; this instance itself may be among them.
+        directory: URL of a Redis in which instances find each other; ``None``: only `peers` are
+            used.
+        prefix: the prefix of the directory's key; instances with the same prefix are peers.
         listen: ``host:port`` that peers connect to; port 0 uses a free one.
-        advertise: ``host:port`` that they reach it at, if that is another; port 0: the same.
+        advertise: ``host:port`` at which peers reach this instance, if it differs from `listen`;
+            port 0: the same port.
         transport: the transport of blocks.
         device: the network device of ``nixl``, as UCX names it.
-        secret: that all peers share; beyond loopback there must be one.
-        capacity: bytes of the blocks that this instance publishes.
-        staging: bytes of memory that blocks of peers arrive in, on their way to a caller's buffer
-            that was not registered.
+        secret: the secret that all peers share; required beyond loopback.
+        capacity: the most bytes of blocks that this instance publishes.
+        staging: bytes of memory for blocks of peers on their way to buffers that are not
+            registered.
         verify: which blocks are compared with the owner's digests.
         lease_s: seconds for which a silent peer may read the blocks that it claimed.
         timeout_s: seconds that a peer may take to answer, and to deliver beside the time of the
             bytes.
-        patience_s: how long a lookup waits for the peers.
+        patience_s: seconds that a lookup waits for the peers.
     """
 
     peers: tuple[str, ...] = ()
@@ -106,7 +108,7 @@ class NixlSettings:
         """Returns the shared secret, which peers prove to know.
 
         Raises:
-            ConfigurationError: it is too short.
+            ConfigurationError: the secret is too short.
         """
         if self.secret is None:
             return None

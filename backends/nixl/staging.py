@@ -1,4 +1,4 @@
-"""The memory that blocks of peers arrive in: a registered buffer of the caller, or a slot."""
+"""The memory that receives blocks of peers: a registered buffer of the caller, or a slot."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Staging:
     """The slots of memory, each for one portion. `take` and `give_back` are the event loop's.
 
     Args:
-        nbytes: of all slots together.
+        nbytes: the bytes of all slots together.
 
     Attributes:
-        slot_nbytes: of each.
-        region: number of the memory at the transport; set once it is registered.
+        slot_nbytes: the bytes of each slot.
+        region: the transport's number of the memory; set once it is registered.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -42,7 +42,7 @@ class Staging:
         return self._memory.tensor
 
     def add(self, region: int, memory: Tensor) -> None:
-        """Adds `memory`, the transport's `region`, in which blocks may arrive without a copy."""
+        """Adds `memory`, the transport's `region`, which can receive blocks without a copy."""
         self._registered = (*self._registered, (region, memory))
 
     async def take(self) -> int:
@@ -50,7 +50,7 @@ class Staging:
         return await self._free.get() * self.slot_nbytes
 
     def give_back(self, offset: int) -> None:
-        """Frees the slot at `offset`, to which nothing writes any more."""
+        """Frees the slot at `offset`; no transfer may write to it any more."""
         self._free.put_nowait(offset // self.slot_nbytes)
 
     def direct(self, buffers: Sequence[Tensor]) -> tuple[int, list[int]] | None:

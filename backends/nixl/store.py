@@ -47,12 +47,12 @@ class NixlBackend(Backend):
     """A store of blocks in the memory of several instances, which read each other's by key.
 
     Saved blocks are copied into a bounded region of this process and published: peers find and read
-    them, one-sided, with NIXL or over TCP. Blocks live as long as the instance that saved them.
-    A peer that dies, freezes, restarts or reports wrong digests costs time, nothing else.
+    them, one-sided, with NIXL or over TCP. Blocks live as long as the instance that saved them. A
+    peer that dies, freezes, restarts or reports wrong digests costs time, nothing else.
 
     Args:
         settings: the parameters of the URL.
-        short_values: as of the memory store.
+        short_values: see `MemoryBackend`.
     """
 
     capabilities = Capabilities(enumerable=True, variable_length=True)
@@ -66,7 +66,7 @@ class NixlBackend(Backend):
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
         """Reserves memory, listens and connects to the peers.
 
-        Opened to read or to maintain, it publishes nothing and does not listen.
+        A store opened to read or to maintain publishes no block and does not listen.
 
         Raises:
             ConfigurationError: `capacity` is below one block, the port is taken, a peer has another
@@ -118,19 +118,19 @@ class NixlBackend(Backend):
         parts.lanes.join()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """Returns how many leading `keys` are here or at a peer that answers soon."""
+        """Returns how many leading `keys` are here or at a peer that answers in time."""
         return await self._opened().finder.lookup(keys)
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        """Fills `into` from here and from peers; a block that is lost on the way is a miss."""
+        """Fills `into` from this instance and from peers; a block lost on the way is a miss."""
         return await self._opened().reader.load(keys, into)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Publishes copies of `blocks`, dropping older ones for room, but none that is leased."""
+        """Publishes copies of `blocks`; drops older blocks for room, except leased ones."""
         return await self._opened().blocks.save(blocks, ())
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Deletes `keys`, and asks the peers to; those that are late may have them still."""
+        """Deletes `keys` here and at peers that answer in time; others may keep them."""
         parts = self._opened()
         parts.blocks.delete(keys)
         await parts.finder.forget_everywhere(keys)

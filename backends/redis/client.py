@@ -32,7 +32,7 @@ _JOIN_S = 1.0
 Kind: TypeAlias = Literal["ask", "fetch", "store"]
 """The kind of a work. Each kind has threads of its own.
 
-So a lookup does not wait behind megabytes, nor a load, which a prompt waits for, behind saves.
+So lookups do not wait for large values, and loads, for which prompts wait, do not wait for saves.
 """
 
 
@@ -63,7 +63,7 @@ class _Hold:
             self._connection = None
 
     def abort(self) -> None:
-        """Ends the connection: nothing is received for the work any more once this returns."""
+        """Ends the connection, so that the work receives no byte after this returns."""
         with self._lock:
             self._aborted = True
             sock = None if self._connection is None else _socket_of(self._connection)
@@ -82,8 +82,8 @@ class _Link:
 class RedisNode:
     """A server, and ``settings.connections`` threads each that move values to and from it.
 
-    A connection is used by one call at a time, and goes back only if that ended well, with
-    nothing unread. All methods run on the event loop; `work` runs on a thread.
+    A connection serves one call at a time. It is reused only if the call succeeded and no byte is
+    unread. All methods run on the event loop; `work` runs on a thread.
     """
 
     def __init__(self, address: Address, settings: RedisSettings) -> None:
@@ -107,8 +107,8 @@ class RedisNode:
     async def run(self, work: Callable[[Wire], T], kind: Kind) -> T:
         """Returns the result of `work` on a connection.
 
-        Ends only when no thread uses the buffers of `work`, even if it is cancelled: then the
-        connection is ended during the work.
+        Returns only when no thread uses the buffers of `work`, even if it is cancelled: then the
+        connection is closed during the work.
 
         Raises:
             BackendUnavailable: the connection was lost, timed out or cannot be made.
@@ -128,8 +128,8 @@ class RedisNode:
     def close(self) -> Awaitable[None]:
         """Ends all work, connections and threads. Threads that still connect end by themselves.
 
-        The returned awaitable only waits, not for long, for the threads. All else is done when this
-        returns, so that nothing stays open if it is never awaited.
+        The returned awaitable waits shortly for the threads. All else is done when the method
+        returns, so that no connection stays open if the awaitable is never awaited.
         """
         self._closed = True
         self._lanes.abort()
@@ -154,12 +154,12 @@ class RedisNode:
                 self._idle.append(link)
             else:
                 _end(link.connection)
-            if self._closed:  # asked after the append: `close` may have looked before it
+            if self._closed:  # checked after the append, because `close` may have run before it
                 self._end_idle()
         return result
 
     def _linked(self, hold: _Hold) -> _Link:
-        """Returns a connection on which nothing is unread; `hold` holds it."""
+        """Returns a connection without unread bytes; `hold` holds it."""
         link = self._reused()
         connection = (
             _connection_to(self.address, self._settings) if link is None else link.connection
@@ -168,7 +168,7 @@ class RedisNode:
             hold.attach(connection)
             if link is None:
                 connection.connect()  # type: ignore[no-untyped-call]
-                hold.attach(connection)  # it may have been aborted when there was no socket to end
+                hold.attach(connection)  # it may have been aborted before it had a socket
                 wire = Wire(
                     _socket_of(connection),
                     self.address,
@@ -199,7 +199,7 @@ class RedisNode:
     def _popped(self) -> _Link | None:
         try:
             return self._idle.pop()
-        except IndexError:  # no `if`: another thread may be faster
+        except IndexError:  # no `if`, because another thread may take it first
             return None
 
 
@@ -234,10 +234,10 @@ def transport_options(settings: RedisSettings) -> dict[str, Any]:
 
 
 def _connection_to(address: Address, settings: RedisSettings) -> AbstractConnection:
-    """Returns a connection that is not made yet."""
+    """Returns an unconnected connection to `address`."""
     options = {**connection_options(settings), "retry": Retry(NoBackoff(), 0)}
     if not address.port:
-        del options["socket_keepalive"]  # of TCP
+        del options["socket_keepalive"]  # an option of TCP
         return redis.UnixDomainSocketConnection(  # type: ignore[abstract, no-untyped-call]
             path=address.host, **options
         )
@@ -246,17 +246,17 @@ def _connection_to(address: Address, settings: RedisSettings) -> AbstractConnect
 
 
 def _end(connection: AbstractConnection) -> None:
-    """Closes `connection`, whatever state it is in."""
+    """Closes `connection`, in any state."""
     connection.disconnect()  # type: ignore[no-untyped-call]
 
 
 def _socket_of(connection: AbstractConnection) -> Any:
-    """Returns the socket of `connection`; ``None``: it has none yet."""
+    """Returns the socket of `connection`; ``None`` if it has none."""
     return connection._sock  # noqa: SLF001  there is no public way to it
 
 
 def _is_idle(sock: socket.socket | None) -> bool:
-    """Returns whether nothing is unread on `sock`, and neither end has closed it."""
+    """Returns whether `sock` has no unread bytes, and neither end has closed it."""
     if sock is None or sock.fileno() < 0:
         return False
     poll = select.poll()

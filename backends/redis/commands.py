@@ -44,7 +44,7 @@ _GET_HEAD = b"*4\r\n$8\r\nGETRANGE\r\n$%%d\r\n%%s\r\n$1\r\n0\r\n$%d\r\n%d\r\n" %
     len(str(HEAD_NBYTES - 1)),
     HEAD_NBYTES - 1,
 )
-_MOST_DIGITS = 5  # of a slot, and of a port
+_MOST_DIGITS = 5  # the numbers of a slot and of a port
 REFUSALS = ("OOM", "MISCONF", "READONLY", "NOREPLICAS")
 
 
@@ -54,11 +54,11 @@ class Outcome(enum.Enum):
     DONE = enum.auto()
     ABSENT = enum.auto()
     THERE = enum.auto()
-    """There is one already; it was not replaced."""
+    """A value exists already; it was not replaced."""
     UNFIT = enum.auto()
-    """It is longer than the buffer."""
+    """The value is longer than the buffer."""
     BROKEN = enum.auto()
-    """It is no block, or a damaged one."""
+    """The value is no block, or a damaged one."""
     NOT_TRIED = enum.auto()
 
 
@@ -68,7 +68,7 @@ class Redirect:
 
     Attributes:
         slot: the slot of the key.
-        asking: only this request goes there: the slot is being moved.
+        asking: true if only this request goes to the other server, because the slot is being moved.
     """
 
     slot: int
@@ -78,10 +78,10 @@ class Redirect:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The answer that the server takes no writes now.
+    """The answer that the server accepts no writes now.
 
     Attributes:
-        reason: in its own words.
+        reason: the server's message.
     """
 
     reason: str
@@ -105,9 +105,10 @@ class Want:
     """A value to fetch.
 
     Attributes:
-        into: receives its part of the frame. A value with a head may be shorter than that.
-        headed: it begins with a `Head`; otherwise it is exactly as long as `into`.
-        checksum: of the frame that the value begins; hashes the bytes that arrive.
+        into: receives the value's part of the frame. A value with a head may be shorter than
+            `into`.
+        headed: true if the value begins with a `Head`; otherwise it is exactly as long as `into`.
+        checksum: the checksum of the frame that the value begins; hashes the bytes that arrive.
     """
 
     name: bytes
@@ -126,11 +127,12 @@ class Put:
     """A value to store.
 
     Attributes:
-        pieces: the value, one after the other.
-        ttl_ms: after which it is gone; ``None``: never.
-        replace: also if there is one.
-        look_first: look for a block of that name, and send nothing if it is there.
-        checksum: of the frame that begins in it, which is sealed before it is sent.
+        pieces: the consecutive pieces of the value.
+        ttl_ms: milliseconds after which the value expires; ``None``: never.
+        replace: true to replace an existing value.
+        look_first: true to check first for a block of that name, and to send no value if there is
+            one.
+        checksum: the checksum of the frame that begins in the value, sealed before it is sent.
     """
 
     name: bytes
@@ -146,7 +148,7 @@ class Put:
         return sum(len(piece) for piece in self.pieces)
 
     def around(self) -> tuple[bytes, bytes]:
-        """Returns the bytes to send before and after the value."""
+        """Returns the bytes of the command before and after the value."""
         options = [] if self.replace else [b"NX"]
         if self.ttl_ms is not None:
             options += [b"PX", b"%d" % self.ttl_ms]
@@ -161,7 +163,7 @@ Stored: TypeAlias = Refused | Outcome | Redirect
 
 
 def command(*words: bytes | int | str) -> bytes:
-    """Returns a command as it is sent."""
+    """Returns the bytes of a command."""
     packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]
     return packed
 
@@ -178,7 +180,7 @@ def call(wire: Wire, *words: bytes | int | str) -> Reply:
 
 
 def sound(reply: Reply) -> Reply:
-    """Returns `reply`, if it is no error.
+    """Returns `reply` unless it is an error.
 
     Raises:
         BackendUnavailable: `reply` is an error.
@@ -189,7 +191,7 @@ def sound(reply: Reply) -> Reply:
 
 
 def of_another_type(reply: Reply) -> bool:
-    """Returns whether `reply` says that the name is used by a value of another type."""
+    """Returns whether `reply` is the error that the name has a value of another type."""
     return isinstance(reply, hiredis.ReplyError) and str(reply).startswith("WRONGTYPE")
 
 
@@ -199,7 +201,7 @@ def head_command(name: bytes) -> Ask:
 
 
 def state_of(reply: Reply) -> Head | Outcome:
-    """Returns the head of the value, ``ABSENT`` or ``BROKEN``.
+    """Returns the state of a value by the reply to `head_command`: head, ``ABSENT``, ``BROKEN``.
 
     Raises:
         BackendUnavailable: `reply` is another error.
@@ -243,5 +245,5 @@ def redirected(reply: Reply, server: Address) -> Reply | Redirect:
     host, _, port = words[2].rpartition(":")
     if not port.isdecimal() or max(len(port), len(words[1])) > _MOST_DIGITS:
         return reply
-    # A server that does not know its own name leaves it out.
+    # A server that does not know its own host name omits it.
     return Redirect(int(words[1]), Address(host or server.host, int(port)), words[0] == "ASK")

@@ -1,4 +1,4 @@
-"""The mapping of errors of redis-py and of sockets to ours, with advice."""
+"""The mapping of errors of redis-py and of sockets to kvconnect's, with advice."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LOOK_AT_USER = "look at user and password in the URL (redis://user:password@hos
 
 @contextmanager
 def explained(settings: RedisSettings, server: Address | str) -> Iterator[None]:
-    """Maps errors of redis-py and of sockets to ours, with advice on what to change.
+    """Maps errors of redis-py and of sockets to kvconnect's, with advice on what to change.
 
     Raises:
-        ConfigurationError: the server was reached and does not accept these settings.
-        BackendUnavailable: it was not reached, or does not serve now.
+        ConfigurationError: the server answered, and refuses these settings.
+        BackendUnavailable: the server was not reached, or does not serve now.
     """
     try:
         yield
@@ -71,7 +71,7 @@ def _translated(
 
 
 def _remedy(error: Exception, text: str, settings: RedisSettings) -> str | None:
-    """Returns what to change in the URL; ``None`` if that would not help."""
+    """Returns advice on the URL; ``None`` if no change of it would help."""
     if _caused_by(error, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in text:
         return "name the file with its authority in tls_ca=, or write tls_verify=no"
     if _caused_by(error, ssl.SSLError):
@@ -94,7 +94,7 @@ def _plain(settings: RedisSettings) -> str:
 
 
 def permissions(settings: RedisSettings) -> str:
-    """Returns what to change in the server's access list."""
+    """Returns advice on the server's access list."""
     cluster = " +cluster" if settings.mode is Mode.CLUSTER else ""
     return (
         f"the user needs ~{settings.prefix}* +@read +@write +@connection +@keyspace +info{cluster}"

@@ -1,6 +1,6 @@
-"""The search, listing and deletion of blocks in Redis: each of them one value or several.
+"""The search, listing and deletion of blocks in Redis, each of which has one value or several.
 
-Beside them an index of which blocks follow a block: for partial blocks at a prompt's end.
+It also keeps an index of the blocks that follow a block, for partial blocks at a prompt's end.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from kvconnect.trace import warn_once
 
 __all__ = ["RedisChildren", "RedisFinder", "State", "leading_heads"]
 
-# Keys of a lookup that are asked about at once: what is asked behind the first absent one is lost.
+# The keys of a lookup that are requested at once; those behind the first absent one are wasted.
 _CHUNK = 256
 _HEAD_AND_METADATA = 4096  # most have less
 # The longest part of a listing without a new block: a server skips all else in less time.
 _MOST_BARREN_S = 60.0
-# The TTL of an index of children whose blocks have none, and the time added to theirs.
+# The TTL of an index of children whose blocks have no TTL; otherwise added to the blocks' TTL.
 _INDEX_TTL_S = 30 * 86400.0
 _INDEX_SLACK_S = 60.0
 
 State: TypeAlias = Head | Outcome
-"""The state of a block: `Head` if it is wholly there, else ``ABSENT`` or ``BROKEN``."""
+"""The state of a block: its `Head` if it is complete, else ``ABSENT`` or ``BROKEN``."""
 
 
 class RedisFinder:
-    """The finder: finds, describes and deletes blocks. Belongs to the event loop."""
+    """Finds, describes and deletes blocks. Belongs to the event loop."""
 
     def __init__(self, router: RedisRouter) -> None:
         self._router = router
@@ -63,7 +63,7 @@ class RedisFinder:
         return heads
 
     async def leading(self, keys: Sequence[BlockKey]) -> list[Head]:
-        """Returns the heads of the leading `keys` that are wholly there."""
+        """Returns the heads of the leading `keys` that are complete."""
         found: list[Head] = []
         for start in range(0, len(keys), _CHUNK):
             chunk = keys[start : start + _CHUNK]
@@ -90,10 +90,10 @@ class RedisFinder:
     async def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
         """Returns the entry of each of `keys`; ``None`` if there is no such block.
 
-        Counts as use only with servers that know no other way to read: Redis before 7.2.
+        Counts as use only with Redis before 7.2, where every read does.
         """
         stored = [self._names.block(key) for key in keys]
-        # First how long it was not used: with such servers reading ends that.
+        # The idle time is read first, because with such servers other reads reset it.
         idle = [Ask(name, command(b"OBJECT", b"IDLETIME", name)) for name in stored]
         pinned = [about(b"HMGET", self._names.pins, *keys)] if keys else []
         replies = await self._router.look(
@@ -192,7 +192,7 @@ def _entry(
     metadata = BlockMetadata.from_bytes(start[HEAD_NBYTES:end])
     if metadata is None or len(start) < end:
         return None
-    # Under an LFU policy servers do not tell.
+    # With an LFU policy servers do not report it.
     used_at = time.time() - idle if isinstance(idle, int) else head.created_at
     entry = metadata.entry(key, head.frame_nbytes, created_at=head.created_at, used_at=used_at)
     return replace(entry, pinned_until=pinned_until) if pinned_until else entry
@@ -201,8 +201,8 @@ def _entry(
 class RedisChildren:
     """A sorted set per parent: the newest `MAX_CHILDREN` blocks, by the time they were saved.
 
-    It may name blocks that are gone, which `get` finds out, and lack some that are there: an
-    index that was evicted comes back as blocks are saved again.
+    The set may contain absent blocks, which `get` filters out, and lack stored ones: an evicted
+    index grows anew as blocks are saved.
     """
 
     def __init__(self, router: RedisRouter, finder: RedisFinder) -> None:
@@ -232,11 +232,11 @@ class RedisChildren:
             for reply in replies:
                 sound(reply)
         except BackendUnavailable as error:
-            # The blocks are found by their keys nevertheless.
+            # The blocks are still found by their keys.
             warn_once("redis.children", f"blocks are stored without the index of tails: {error}")
 
     async def remove(self, keys: Sequence[BlockKey]) -> None:
-        """Removes the blocks of `keys` that are there, and with them their tokens."""
+        """Removes the stored blocks among `keys` from their parents' sets, with their tokens."""
         entries = await self._finder.describe(keys)
         asks = [
             about(
@@ -252,7 +252,7 @@ class RedisChildren:
                 sound(reply)
 
     async def get(self, parent: BlockKey | None) -> list[Child]:
-        """Returns the listed blocks that are there, newest first."""
+        """Returns the listed blocks that are stored, newest first."""
         name = self._router.names.children(parent)
         found = about(b"ZREVRANGE", name, 0, MAX_CHILDREN - 1)
         replies = await self._router.ask([found])

@@ -8,8 +8,9 @@
     <prefix>pins               hash: keys of the pinned blocks, each with a `Pin`
 
 No value is above `MAX_VALUE_NBYTES`. The parts of a frame are stored first and the head last, and
-the head names them by a number drawn for this one writing: what a reader finds is one frame, of
-one writer, or none. Parts have names of their own, so that a cluster spreads them over its nodes.
+the head contains a random number of this write, which is in their names. So a reader finds a whole
+frame of one writer, or none. Parts have names of their own, so that a cluster spreads them over its
+nodes.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _HEAD = struct.Struct("<4sIQI8sd")
 HEAD_NBYTES = _HEAD.size
 NONCE_NBYTES = 8
 _MAX_METADATA_NBYTES = 1 << 20
-# No block is as long, but a damaged head may claim it, and every command about a block is sent
-# for each of its parts.
+# The most parts of a block. A damaged head may claim more, and every command about a block is sent
+# for each part.
 _MAX_FRAME_NBYTES = 4 << 30
 
 
@@ -53,9 +54,9 @@ class Head(NamedTuple):
     """The head of a block's value. A tuple: a lookup makes one for every block.
 
     Attributes:
-        frame_nbytes: of the whole frame.
-        part_nbytes: of it in each value; the last may have fewer.
-        nonce: in the names of the parts.
+        frame_nbytes: the bytes of the whole frame.
+        part_nbytes: the bytes of the frame in each value; the last may have fewer.
+        nonce: the random number in the names of the parts.
         created_at: Unix seconds.
     """
 
@@ -70,7 +71,7 @@ class Head(NamedTuple):
         """Returns the head of a frame that is about to be stored.
 
         Raises:
-            ConfigurationError: it is too long.
+            ConfigurationError: the frame is too long.
         """
         if frame_nbytes > _MAX_FRAME_NBYTES:
             raise ConfigurationError(
@@ -160,7 +161,7 @@ class Names:
 
     @property
     def probe(self) -> bytes:
-        """The name of no block, for trying which commands a server accepts."""
+        """A name that no block has, to test which commands a server accepts."""
         return self.prefix + b"probe"
 
     @property
@@ -169,7 +170,7 @@ class Names:
         return self.prefix + b"pins"
 
     def block(self, key: BlockKey) -> bytes:
-        """Returns the name of the block's value, or of the first of them."""
+        """Returns the name of the block's first or only value."""
         return b"%sb:%s" % (self.prefix, key.hex().encode())
 
     def parts(self, key: BlockKey, head: Head) -> list[bytes]:

@@ -1,7 +1,7 @@
-"""The remains in Redis of blocks that are gone: tokens in the lists of children, and parts.
+"""The remains of dropped blocks in Redis: tokens in the lists of children, and parts.
 
-A server that drops a block's first value for room or for its age keeps its other values, and the
-entry in the sorted set of its parent.
+A server that drops a block's first value, by eviction or TTL, keeps the block's other values, and
+the entry in its parent's sorted set.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvconnect.keys import KEY_NBYTES, BlockKey
 
 __all__ = ["RedisLeftovers"]
 
-_NO_EXPIRY = -1  # PTTL of a value that stays
+_NO_EXPIRY = -1  # the PTTL of a value without expiry
 
 
 class RedisLeftovers:
-    """Removes what blocks left behind, a page of names at a time. Belongs to the event loop."""
+    """Removes remains of dropped blocks, a page of names at a time. Belongs to the event loop."""
 
     def __init__(self, router: RedisRouter) -> None:
         self._router = router
@@ -31,7 +31,7 @@ class RedisLeftovers:
         self._pages: AsyncIterator[None] | None = None
 
     async def remove_some(self) -> bool:
-        """Goes through the next page; returns whether there may be more.
+        """Cleans the next page; returns whether more may be left.
 
         Raises:
             BackendUnavailable: a server fails, or its listing does not end. The next call begins
@@ -63,7 +63,7 @@ class RedisLeftovers:
                         break
 
     async def _unlist(self, names: Sequence[bytes]) -> None:
-        """Removes blocks that are gone from lists of children."""
+        """Removes absent blocks from lists of children."""
         lists = await self._router.look([about(b"ZRANGE", name, 0, -1) for name in names])
         listed = [
             (name, member, child.key)
@@ -80,9 +80,9 @@ class RedisLeftovers:
         await self._done([about(b"ZREM", name, *members) for name, members in gone.items()])
 
     async def _drop_parts(self, names: Sequence[bytes]) -> None:
-        """Deletes parts that no block names, but those that a writer has yet to name: they end."""
+        """Deletes parts that no block refers to, except those of a running write, which expire."""
         ends = await self._router.look([about(b"PTTL", name) for name in names])
-        # In this order: a writer makes parts stay once a block names them.
+        # In this order, because a writer removes the parts' expiry once a block refers to them.
         ours = [
             (name, *owner)
             for name, end in zip(names, ends, strict=True)

@@ -1,4 +1,4 @@
-"""The loads from Redis: values received into the caller's buffers, without a copy between."""
+"""The loads from Redis, which receive values directly into the caller's buffers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _AHEAD_NBYTES = 1 << 20
 
 
 class RedisReader:
-    """The reader: reads blocks into the caller's buffers. Belongs to the event loop."""
+    """Reads blocks into the caller's buffers. Belongs to the event loop."""
 
     def __init__(self, router: RedisRouter, finder: RedisFinder) -> None:
         self._router = router
@@ -47,14 +47,14 @@ class RedisReader:
     async def load(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
-        """Fills leading buffers; those behind stay untouched unless blocks vanish meanwhile.
+        """Fills leading buffers; the others stay unchanged unless blocks vanish meanwhile.
 
         If there are `checksums`, each hashes the first part of its frame.
         """
         views = [buffer.numpy().data for buffer in into]
         wanted = [self._router.names.block(key) for key in keys]
         if self._router.settings.mode is Mode.CLUSTER and len(wanted) > 1:
-            # Servers do not know of each other's misses, and slots may move.
+            # Servers do not notice each other's misses, and slots may move.
             heads = await self._finder.leading(keys)
             while heads and heads[-1].frame_nbytes > len(views[len(heads) - 1]):
                 heads.pop()
@@ -99,10 +99,9 @@ class _Fetch:
     """A fetch of values from one server.
 
     Small values are requested ahead. A large value is requested when the one before it begins to
-    arrive: the server copies a value for every request that it has read, and does that while we
-    receive. If other connections keep the server busy anyway, it is requested only when the one
-    before is here: a server whose memory allocator is libc's takes more than twice as long for a
-    value once it has four at a time.
+    arrive, so that the server copies it while the earlier one is received. If other connections
+    keep the server busy, it is requested only when the one before it has arrived: a server with
+    libc's allocator takes more than twice as long for a value once it holds four.
     """
 
     def __init__(self, wire: Wire, wants: Sequence[Want], *, asking: bool) -> None:
@@ -110,7 +109,7 @@ class _Fetch:
         self._wants = wants
         self._asking = asking
         self._sent = 0
-        self._under_way = 0  # bytes asked for and not begun, as far as buffers tell their number
+        self._under_way = 0  # requested bytes whose value has not begun to arrive
         self._missed = False
 
     def run(self) -> list[Fetched]:
@@ -122,7 +121,8 @@ class _Fetch:
             if self._asking:
                 self._wire.line()
             result = self._receive(want)
-            # A value on another server is fetched there, and the values after it are wanted, too.
+            # A value on another server is fetched from that server, and the values after it are
+            # still fetched here.
             there = isinstance(result, (Head, Redirect)) or result is Outcome.DONE
             self._missed |= not there
             found.append(result)

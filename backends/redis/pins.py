@@ -74,7 +74,7 @@ class RedisPins:
         await self._forget(set(left) - await self._there(left))
 
     async def sweep_when_due(self) -> None:
-        """Sweeps if this process has not for a minute; warns of a failure, for a save goes on."""
+        """Sweeps if this process has not for a minute; a failure is only logged."""
         # By the clock that pins end by; it may have been set back.
         if abs(time.time() - self._swept_at) < _SWEEP_S:
             return

@@ -1,4 +1,4 @@
-"""The router of work on many keys: to their servers, in parallel, and on to others if moved."""
+"""The router of work on many keys: sends it to their servers in parallel, and follows redirects."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 
 __all__ = ["RedisRouter", "all_ended"]
 
-# Values of less than this are not worth a second connection: a server has one thread for all.
+# The bytes of values below which a second connection does not pay, because a server has one thread.
 _STRIPE_NBYTES = 32 << 20
 _MAX_REDIRECTS = 5
-# Each gets threads of its own. If more have changed, the next call finds out first.
+# The most new servers in one call, each with threads of its own. If more have changed, the next
+# call reads the topology first.
 _MAX_REDIRECTED_TO = 32
 
 
@@ -34,7 +35,7 @@ R = TypeVar("R")
 
 
 _Target: TypeAlias = tuple[Address, bool]
-"""The server to try, and whether only this once, since the key is being moved there."""
+"""The server to call, and true if only for this call because the key is being moved there."""
 
 
 class RedisRouter:
@@ -56,11 +57,11 @@ class RedisRouter:
     async def open(self) -> None:
         """Finds the servers, and checks that each of them accepts the commands of this store.
 
-        Later errors are never configuration errors: the settings were right once.
+        Errors of later calls are never configuration errors, because the settings worked once.
 
         Raises:
-            ConfigurationError: they were reached, and the settings are wrong for them.
-            BackendUnavailable: they were not reached. Nothing is left open.
+            ConfigurationError: a server answered, and the settings are wrong for it.
+            BackendUnavailable: a server was not reached. No connection is left open.
         """
         try:
             await self.topology.open()
@@ -71,7 +72,7 @@ class RedisRouter:
         self._was_open = True
 
     async def refresh(self) -> None:
-        """Finds out which server holds which keys, if in doubt; closes those that hold none."""
+        """Reads the topology again if it is in doubt; closes servers that hold no keys."""
         await self.topology.refresh()
         for address in set(self._nodes) - set(self.topology.servers):
             if self._nodes[address].idle:
@@ -88,7 +89,7 @@ class RedisRouter:
     async def run(
         self, work: Callable[..., Sequence[A | Redirect]], items: Sequence[Item], kind: Kind
     ) -> list[A]:
-        """Returns the answers of `work` to `items`, in order; each server gets those that it holds.
+        """Returns the answers of `work` to `items`, in order; each server gets its own items.
 
         Ends only when no thread uses the buffers of `items`, even if it fails or is cancelled.
 

@@ -1,4 +1,4 @@
-"""The saves to Redis: parts first, and last the value that makes them a block."""
+"""The saves to Redis: parts first, and last the value with the head, which makes them a block."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from kvconnect.trace import count, warn_once
 
 __all__ = ["RedisWriter", "put"]
 
-# Parts of a writer that died are gone after this; it is also what one block may take to write.
+# Seconds after which the parts of a writer that died expire; also the limit for writing a block.
 _ORPHAN_TTL_MS = 600_000
-# Parts outlive what names them.
+# Seconds that parts outlive the value that refers to them.
 _PART_SLACK_MS = 60_000
-# Enough under way that neither side waits for the other, little enough that not much is moved
-# without effect after a refusal.
+# The bytes under way: enough that neither side waits for the other, and few enough that a refusal
+# wastes little.
 _WINDOW_NBYTES = 4 << 20
 
 
@@ -54,8 +54,8 @@ class _Writing:
     """A block that is about to be stored.
 
     Attributes:
-        first: the value that makes it a block, with the head.
-        parts: its other values.
+        first: the value with the head, which makes it a block.
+        parts: the block's other values.
     """
 
     key: BlockKey
@@ -69,7 +69,7 @@ class _Writing:
 
 
 class RedisWriter:
-    """The writer: stores blocks. Belongs to the event loop.
+    """Stores blocks. Belongs to the event loop.
 
     A server that refuses writes (``maxmemory``, a disk that is full, a replica) stores fewer, with
     one warning. Until it accepts writes again, it is probed before blocks are sent to it.
@@ -85,7 +85,7 @@ class RedisWriter:
         """Stores `blocks`, sealed by `checksums` if there are any, and lists them as children.
 
         Returns:
-            How many leading ones are stored now.
+            The number of leading blocks that are stored now.
         """
         calls: list[Coroutine[Any, Any, Any]] = [self._save(blocks, checksums)]
         if any(block.tokens is not None for block in blocks):
@@ -138,9 +138,9 @@ class RedisWriter:
         return max(1, round(min(times) * 1e3)) if times else None
 
     async def _save_single(self, writings: Sequence[_Writing]) -> set[BlockKey]:
-        """Stores `writings` of one value each; returns those that are there now."""
+        """Stores `writings` of one value each; returns those that are stored now."""
         stored: set[BlockKey] = set()
-        for _ in range(2):  # the second time those that were damaged, once these are deleted
+        for _ in range(2):  # the second time only damaged ones, after their deletion
             results = await self._send([one.first for one in writings])
             pairs = list(zip(writings, results, strict=True))
             stored |= {one.key for one, r in pairs if r in {Outcome.DONE, Outcome.THERE}}
@@ -151,7 +151,7 @@ class RedisWriter:
         return stored
 
     async def _save_parted(self, writings: Sequence[_Writing]) -> set[BlockKey]:
-        """Stores `writings` of several values each; returns those that are there now."""
+        """Stores `writings` of several values each; returns those that are stored now."""
         keys = [one.key for one in writings]
         pairs = list(zip(writings, await self._finder.states(keys), strict=True))
         await self._finder.delete([one.key for one, s in pairs if s is Outcome.BROKEN])
@@ -159,18 +159,18 @@ class RedisWriter:
         return stored | await self._write([one for one, s in pairs if not isinstance(s, Head)])
 
     async def _write(self, writings: Sequence[_Writing]) -> set[BlockKey]:
-        """Returns those that are stored; leading ones, but for what single servers refuse."""
+        """Returns those that are stored: the leading ones, except those that a server refused."""
         whole = await self._write_parts(writings)
         done, there = await self._complete(whole)
         if there:
             keys = [one.key for one in there]
             pairs = list(zip(there, await self._finder.states(keys), strict=True))
-            # An empty value passes for none when it is looked for.
+            # An empty value would look absent.
             junk = [one for one, state in pairs if not isinstance(state, Head)]
             await self._finder.unlink([one.first.name for one in junk])
             more, _ = await self._complete(junk)
             done += more
-            # Another writer was faster: its block is as good, our parts have no name.
+            # Another writer was faster: its block is valid, and no head refers to our parts.
             there = [one for one, state in pairs if isinstance(state, Head)]
             await self._unlink_parts(there)
         return {one.key for one in (*there, *await self._keep_parts(done))}
@@ -210,12 +210,12 @@ class RedisWriter:
         await self._finder.unlink([part.name for one in writings for part in one.parts])
 
     async def _takes_writes(self, nbytes: int) -> bool:
-        """Returns whether servers that refused a write may take one of `nbytes` now."""
+        """Returns whether servers that refused a write may accept one of `nbytes` now."""
         if not self._refused:
             return True
         await self._router.refresh()
         for server in self._refused.keys() - set(self._router.topology.servers):
-            self._refused.pop(server, None)  # another one has taken its place
+            self._refused.pop(server, None)  # another server has replaced it
         for server, reason in list(self._refused.items()):
             if await self._router.on(server, partial(takes_writes, self._router.names, nbytes)):
                 self._refused.pop(server, None)
@@ -226,7 +226,7 @@ class RedisWriter:
         return not self._refused
 
     async def _send(self, puts: Sequence[Put]) -> list[Refused | Outcome]:
-        """Stores `puts` and returns their results; remembers servers that refuse."""
+        """Stores `puts` and returns their results; records servers that refuse writes."""
         results: list[Refused | Outcome] = await self._router.run(put, puts, "store")
         for refusal in results:
             if not isinstance(refusal, Refused) or refusal.server in self._refused:
@@ -241,22 +241,21 @@ class RedisWriter:
 
 
 def put(wire: Wire, puts: Sequence[Put], *, asking: bool = False) -> list[Stored]:
-    """Stores `puts` in order, and sends no more after the first refusal. Blocks.
+    """Stores `puts` in order; sends none after the first refusal. Blocks.
 
     Args:
         wire: the connection to the server.
-        puts: the values, in the order of their storing. Those with `look_first` that are there
-            already are not sent.
+        puts: the values, in order. Existing ones with `look_first` are not sent.
         asking: sends ``ASKING`` before each command, to the server that a slot is moved to.
 
     Returns:
         The result of each put; ``NOT_TRIED`` if a refusal came before it was sent.
 
     Raises:
-        OSError: the connection is lost, or the server took nothing in time.
+        OSError: the connection is lost, or the server received no byte in time.
         BackendUnavailable: the server answered with another error.
 
-    If it raises, any of `puts` may be stored.
+    After an error, any of `puts` may be stored.
     """
     found: list[Stored] = [Outcome.NOT_TRIED] * len(puts)
     looked_for = [number for number, one in enumerate(puts) if one.look_first]
@@ -295,7 +294,7 @@ def _found_there(reply: Reply | Redirect) -> Stored:
         return reply
     state = state_of(reply)
     if isinstance(state, Head):
-        # It is unknown here whether its other values exist.
+        # The existence of its other values is not checked here.
         return Outcome.THERE if state.num_parts == 1 else Outcome.BROKEN
     return Outcome.BROKEN if state is Outcome.BROKEN else Outcome.NOT_TRIED
 

@@ -21,7 +21,7 @@ __all__ = ["Room", "check_server", "room_of", "scan_names", "scan_page", "survey
 _OLDEST = (6, 2)
 _PAGE = 512
 _SURVEYED = 200_000
-# The most pages without a single key: there are many only after nearly all were deleted.
+# The most pages without a key in a row; many occur only after nearly all keys were deleted.
 _MOST_EMPTY_PAGES = 10_000
 
 
@@ -30,11 +30,12 @@ def check_server(settings: RedisSettings, names: Names, wire: Wire) -> None:
 
     Raises:
         ConfigurationError: the server is of another kind, too old, or the user lacks rights.
-        BackendUnavailable: it does not serve now.
+        BackendUnavailable: the server does not serve now.
     """
     _send_and_check(wire, [command(b"PING")], settings)
     _check_kind(_info(wire, "server"), wire.server, settings)
-    # A node of a cluster may redirect to another one: it has checked the user's rights before.
+    # A redirect by a cluster's node is accepted, because the node has checked the user's rights
+    # before.
     tried = [
         command(b"GETRANGE", names.probe, 0, 0),
         command(b"TOUCH", names.probe),
@@ -55,14 +56,14 @@ def check_server(settings: RedisSettings, names: Names, wire: Wire) -> None:
 def takes_writes(names: Names, nbytes: int, wire: Wire) -> bool:
     """Returns whether a server that refused to store a value would store one of `nbytes` now.
 
-    This is an estimate: servers that evict old keys may do so, and so may those of a cluster.
+    This is an estimate: servers that evict old keys, or belong to a cluster, count as accepting.
     """
     reply = call(wire, b"SET", names.probe, b"", b"PX", 1)
     if isinstance(reply, hiredis.ReplyError) and str(reply).startswith(REFUSALS):
         return False
     memory = _info(wire, "memory")
     limit = int(memory.get("maxmemory", 0))
-    # The server counts a value as used memory before it decides.
+    # The server adds the value to its used memory before it decides.
     room = limit - int(memory.get("used_memory", 0)) - 2 * nbytes
     return not limit or memory.get("maxmemory_policy") != "noeviction" or room > 0
 
@@ -90,20 +91,21 @@ def room_of(wire: Wire) -> Room:
 
 
 def scan_page(names: Names, cursor: int, wire: Wire) -> tuple[int, list[BlockKey]]:
-    """Returns the cursor of the next step of SCAN, 0 after the last, and this one's blocks."""
+    """Returns the cursor of the next step of SCAN, 0 after the last, and this step's blocks."""
     after, found = scan_names(names, b"b:", cursor, wire)
     return after, [key for name in found if (key := names.key(name)) is not None]
 
 
 def scan_names(names: Names, stem: bytes, cursor: int, wire: Wire) -> tuple[int, list[bytes]]:
-    """Returns the cursor of the next step of SCAN, and this one's names that begin with `stem`."""
+    """Returns the cursor of the next step of SCAN, and this step's names that begin with `stem`."""
     return _step(wire, names.prefix + stem, cursor)
 
 
 def survey(names: Names, wire: Wire) -> dict[str, int]:
     """Returns ``blocks`` and ``bytes`` of this store, ``used_memory`` and ``maxmemory`` of all.
 
-    The first two are estimated from `_SURVEYED` keys where there are more; no limit is 0.
+    The first two are estimates from `_SURVEYED` keys if there are more. ``maxmemory`` is 0 without
+    a limit.
     """
     total = sound(call(wire, b"DBSIZE"))
     seen = blocks = nbytes = cursor = empty = 0
@@ -137,7 +139,7 @@ def _send_and_check(wire: Wire, commands: list[bytes], settings: RedisSettings) 
             raise ConfigurationError(
                 f"{settings}: {text}; give user and password: redis://user:password@host"
             )
-        # Other errors are about the present state, which may be another one when it matters.
+        # Other errors depend on the present state, which may change before the first call.
         if text.startswith(("LOADING", "MASTERDOWN", "ERR")):
             sound(reply)
 

@@ -16,7 +16,7 @@ from kvconnect.redaction import HIDDEN, shown_host
 __all__ = ["SCHEMES", "Address", "Mode", "RedisSettings", "Tls"]
 
 DEFAULT_PREFIX = "kvconnect:"
-# A server does its work on one thread: two keep it busy, more make its caches colder.
+# A server works on one thread: two connections keep it busy, more make its caches colder.
 DEFAULT_CONNECTIONS = 2
 DEFAULT_TIMEOUT = 5.0
 MAX_CONNECTIONS = 64
@@ -49,8 +49,8 @@ class Address:
     """The address of one server.
 
     Attributes:
-        host: or the path of its socket.
-        port: 0 for a socket of this machine.
+        host: the host, or the path of a local socket.
+        port: the port; 0 for a local socket.
     """
 
     host: str
@@ -67,9 +67,9 @@ class Tls:
     """The encryption of connections.
 
     Attributes:
-        ca: file of certificates to trust instead of the system's.
-        cert, key: files of the client's own certificate, where the server wants one.
-        verify: check the server's certificate and its name.
+        ca: file of trusted certificates, instead of the system's.
+        cert, key: files of the client's certificate, if the server requires one.
+        verify: true to check the server's certificate and its name.
     """
 
     ca: str | None = None
@@ -120,7 +120,7 @@ class RedisSettings:
             )
         if self.ttl is not None and self.ttl < 1e-3:
             raise ConfigurationError(f"ttl={self.ttl}: must be at least one millisecond")
-        if self.timeout < 1e-3:  # less than systems count is no limit at all
+        if self.timeout < 1e-3:  # a time below the system's resolution would mean no limit
             raise ConfigurationError(f"timeout={self.timeout:g}: must be at least one millisecond")
 
     def __str__(self) -> str:
@@ -128,11 +128,11 @@ class RedisSettings:
         return f"{scheme}://{','.join(map(str, self.hosts))}"
 
     def hide_passwords(self, text: str) -> str:
-        """Returns `text`, which a server wrote, without the passwords: some quote commands."""
+        """Returns a server's message `text` without passwords: some messages quote commands."""
         given = (word for word in (self.password, self.sentinel_password) if word)
         spellings = {one for word in given for one in (word, repr(word)[1:-1], quote(word, ""))}
         for word in sorted(spellings, key=len, reverse=True):
-            # A shorter one is no secret, and is in every text.
+            # A shorter password is no secret, and would match in every text.
             text = text.replace(word, HIDDEN) if len(word) > 3 else text
         return text
 
@@ -150,7 +150,7 @@ class RedisSettings:
         url.allow(*_COMMON, *(("db",) if unix else _TLS), *more, *sentinel)
         userinfo, _, location = url.location.rpartition("@")
         username, colon, password = userinfo.partition(":")
-        # First, since an invalid host may be a password that continues in the path.
+        # Checked first, since an invalid host may be a password that continues in the path.
         hosts = (_socket(url, location),) if unix else _hosts(url, location, mode)
         service, db = ("", url.whole("db", 0)) if unix else _path(url, mode)
         encrypted = url.scheme == "rediss" or (more and url.choice("tls", "no", "yes") == "yes")

@@ -51,8 +51,8 @@ class RedisBackend(Backend):
     """A store of blocks in a Redis or Valkey server, its failover group or its cluster.
 
     Values move on threads, between the socket and the caller's buffers without a copy. A call ends
-    only when no thread uses its buffers any more; a connection on which anything went wrong is
-    closed, so that no answer is ever taken for another one's.
+    only when no thread uses its buffers any more. After any error the connection is closed, so that
+    no answer is mistaken for that of another command.
     """
 
     capabilities = Capabilities(
@@ -98,14 +98,14 @@ class RedisBackend(Backend):
             await parts.router.close()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """Returns how many leading `keys` are wholly there; they count as used now."""
+        """Returns how many leading `keys` are complete, and marks them as used."""
         return len(await self._opened().finder.leading(keys))
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Fills the beginnings of `into`; damaged blocks are deleted.
 
         Raises:
-            BackendUnavailable: `into` is undefined, and nothing writes to it any more.
+            BackendUnavailable: `into` is undefined, and gets no more writes.
         """
         return await self._opened().reader.load(keys, into, ())
 
@@ -116,7 +116,7 @@ class RedisBackend(Backend):
         return await self._opened().reader.load(keys, into, checksums)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        """Stores those that are not there yet; fewer if a server takes no writes now.
+        """Stores new blocks; returns fewer if a server accepts no writes now.
 
         Raises:
             BackendUnavailable: each block is wholly stored or not at all.
@@ -160,15 +160,15 @@ class RedisBackend(Backend):
 
         Raises:
             ConfigurationError: a server may drop pinned blocks: it has ``maxmemory`` and a policy
-                ``allkeys-…``, or does not tell.
+                ``allkeys-…``, or does not say.
             BackendUnavailable: a server fails; some of `keys` may be pinned.
         """
         return await self._opened().pins.pin(keys, until)
 
     async def scrub(self) -> bool:
-        """Removes tokens of absent blocks from lists of children, and parts that no block names.
+        """Removes tokens of absent blocks from lists of children, and parts without a head.
 
-        Goes through a page of names for each call; see `Backend.scrub`.
+        Each call cleans a page of names; see `Backend.scrub`.
         """
         return await self._opened().leftovers.remove_some()
 

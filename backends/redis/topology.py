@@ -23,16 +23,16 @@ from kvconnect.trace import warn_once
 
 __all__ = ["Topology", "topology_of"]
 
-# The least time between two requests for the topology …
+# The least seconds between two requests for the topology.
 _REFRESH_S = 1.0
-# … and the longest that calls wait for the answer: a frozen node must not delay the others.
+# The most seconds that calls wait for the answer, so that a frozen node does not delay the others.
 _MAX_WAIT_S = 0.25
 
 
 class Topology:
-    """The last known map from keys to servers: here a single server has all of them.
+    """The last known map from keys to servers. In this class a single server has all keys.
 
-    Belongs to the event loop. `servers`, `address_of` and `discover` are what differs elsewhere.
+    Belongs to the event loop. Subclasses override `servers`, `address_of` and `discover`.
     """
 
     def __init__(self, settings: RedisSettings) -> None:
@@ -52,18 +52,18 @@ class Topology:
         return self._settings.hosts
 
     async def discover(self) -> None:
-        """Finds out which server holds which keys."""
+        """Reads which server holds which keys."""
 
     def moved(self, slot: int, address: Address) -> None:
         """Records the answer of a server that `address` holds `slot`."""
         self.suspect()
 
     def suspect(self) -> None:
-        """Makes the next call find out again, since a server failed."""
+        """Makes the next call read the topology again, because a server failed."""
         self._stale = True
 
     async def open(self) -> None:
-        """Finds out for the first time.
+        """Reads the topology for the first time.
 
         Raises:
             ConfigurationError: a server answers that the settings are wrong.
@@ -73,14 +73,14 @@ class Topology:
         self._stale = False
 
     async def refresh(self) -> None:
-        """Finds out again, if a server failed or a key moved.
+        """Reads the topology again if a server failed or a key moved.
 
-        The last known map stays in use until there is an answer.
+        The last known map is used until the answer arrives.
 
         Raises:
-            BackendUnavailable: no map is known, and no server answers; or it is closed.
+            BackendUnavailable: no map is known and no server answers; or the topology is closed.
         """
-        if self._closed:  # a question asked now would never be ended
+        if self._closed:  # a request started now would never be cancelled
             raise BackendUnavailable(f"{self._settings}: is closed")
         if self._stale and self._asking is None and time.monotonic() >= self._due_at:
             self._asking = asyncio.create_task(self._ask_again())
@@ -91,7 +91,7 @@ class Topology:
             raise BackendUnavailable(f"{self._settings}: no server is known to hold the keys")
 
     def close(self) -> Awaitable[None]:
-        """Stops finding out; the returned awaitable waits for the end of an attempt under way."""
+        """Stops reading the topology; the returned awaitable waits for a running attempt."""
         self._closed = True
         asking = self._asking
         if asking is not None:
@@ -138,7 +138,7 @@ class _Sentinels(Topology):
             self._master = Address(str(host), int(port))
         except ConfigurationError:  # it is a ValueError
             raise
-        except (LookupError, TypeError, ValueError) as error:  # redis-py takes any answer apart
+        except (LookupError, TypeError, ValueError) as error:  # redis-py parses any answer
             raise BackendUnavailable(
                 f"{settings}: the sentinel's answer makes no sense: {error!r}"
             ) from error
@@ -181,7 +181,7 @@ class _Cluster(Topology):
     def __init__(self, settings: RedisSettings) -> None:
         super().__init__(settings)
         self._slots: dict[int, Address] = {}
-        self._servers: tuple[Address, ...] = ()  # of `_slots`: every call asks for them
+        self._servers: tuple[Address, ...] = ()  # the servers of `_slots`, which every call uses
 
     def address_of(self, name: bytes) -> Address:
         slot = key_slot(name)
@@ -196,7 +196,8 @@ class _Cluster(Topology):
         return self._servers
 
     def moved(self, slot: int, address: Address) -> None:
-        # A whole node's slots may have moved: this is done for every key, on the event loop.
+        # Fast, because it runs on the event loop for every key, and a whole node's slots may have
+        # moved.
         self._slots[slot] = address
         if address not in self._servers:
             self._servers = tuple(sorted((*self._servers, address)))
@@ -216,8 +217,8 @@ class _Cluster(Topology):
         cluster.set_response_callback("CLUSTER SLOTS", _sound_slots)
         try:
             with explained(settings, str(settings)):
-                # Not the client's own `initialize`: that also asks for COMMAND, which costs more
-                # than all the rest and which not every user may.
+                # Not the client's own `initialize`, which also sends COMMAND: that costs more than
+                # all the rest, and not every user may send it.
                 await cluster.nodes_manager.initialize()
             nodes = {slot: nodes[0] for slot, nodes in cluster.nodes_manager.slots_cache.items()}
         finally:
@@ -230,7 +231,7 @@ class _Cluster(Topology):
 
 
 def topology_of(settings: RedisSettings) -> Topology:
-    """Returns the topology for the mode of `settings`; nothing is asked yet."""
+    """Returns the topology for the mode of `settings`, without any request."""
     kinds = {Mode.SENTINEL: _Sentinels, Mode.CLUSTER: _Cluster}
     return kinds.get(settings.mode, Topology)(settings)
 
@@ -248,11 +249,11 @@ async def _in_full(closings: Iterable[Coroutine[Any, Any, None]]) -> None:
 def _sound_slots(response: Any, **_: Any) -> Any:
     """Returns `response` to CLUSTER SLOTS if it is sound; redis-py does not check it.
 
-    Without the check it would count billions of slots on the event loop. After an error it asks
-    the next node.
+    Without the check redis-py might iterate over billions of slots on the event loop. After an
+    error it calls the next node.
 
     Raises:
-        InvalidResponse: it does not say who serves which slots.
+        InvalidResponse: the response is no map from slots to servers.
     """
     left = REDIS_CLUSTER_HASH_SLOTS
     entries = response if isinstance(response, list) else []

@@ -29,15 +29,15 @@ Reply: TypeAlias = object
 
 _HOLD_NBYTES = 16 << 10
 _MAX_LINE_NBYTES = 8 << 10
-# hiredis makes room for a list when it is announced, and Python's garbage collector then looks at
-# all of that while everything else stands still.
+# hiredis allocates a list when its length is announced, and Python's garbage collector then
+# traverses all of it while all threads wait.
 _HUGE = re.compile(rb"\r\n[*%~>|]\d{7}")
-_HUGE_NBYTES = 9  # of such a text, but for its last byte
-_MAX_LENGTH_NBYTES = 32  # of a line that tells the length of a value
+_HUGE_NBYTES = 9  # bytes of such a text, except its last
+_MAX_LENGTH_NBYTES = 32  # bytes of a line with the length of a value
 _MAX_BULK_NBYTES = 512 << 20
-_MAX_REPLIES_NBYTES = 64 << 20  # small answers asked for at once: they are kept until all are here
-_SLOWEST_NBYTES = 16 << 10  # in `timeout` seconds: less is no connection
-_MAX_BUFFERS = 512  # of one sendmsg; the system's limit is 1024
+_MAX_REPLIES_NBYTES = 64 << 20  # small answers requested at once
+_SLOWEST_NBYTES = 16 << 10  # the least bytes in `timeout` seconds
+_MAX_BUFFERS = 512  # in one sendmsg; the system's limit is 1024
 # On this host, bytes that wait are still in the processor's cache when they are received. For
 # other hosts the system chooses the size of the buffer.
 _LOCAL_SEND_NBYTES = 208 << 10
@@ -47,14 +47,15 @@ class Wire:
     """The two directions of one connection.
 
     Args:
-        sock: connected, nothing unread on it. Plain sockets are made blocking, with `timeout` left
-            to the system: so that one call reads a whole value.
-        server: where `sock` leads.
-        timeout: seconds; if less than `_SLOWEST_NBYTES` pass in so long, the connection has failed.
-        alone: whether no other connection to the server fetches values now.
+        sock: connected, nothing unread on it. Plain sockets are made blocking, with the system's
+            own timeout, so that one call reads a whole value.
+        server: the server at the other end of `sock`.
+        timeout: seconds within which at least `_SLOWEST_NBYTES` must pass; otherwise the connection
+            has failed.
+        alone: true if no other connection to the server fetches values now.
 
     Attributes:
-        server, alone: as given.
+        server, alone: the arguments.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Wire:
         """Sends all of `buffers`, one after the other.
 
         Raises:
-            OSError: the server took nothing for `timeout` seconds, or the connection is lost.
+            OSError: the server received no byte for `timeout` seconds, or the connection is lost.
         """
         self._since, self._received = time.monotonic(), 0
         if not self._plain:
@@ -104,7 +105,7 @@ class Wire:
                 raise self._too_slow() from error
             nbytes = sum(view.nbytes for view in left[at : at + _MAX_BUFFERS])
             if sent < min(nbytes, _SLOWEST_NBYTES):
-                raise self._too_slow()  # it comes back early only when its time is over
+                raise self._too_slow()  # it returns early only at its timeout
             while at < len(left) and sent >= left[at].nbytes:
                 sent -= left[at].nbytes
                 at += 1
@@ -162,7 +163,7 @@ class Wire:
         return nbytes
 
     def exactly(self, nbytes: int) -> bytes:
-        """Returns the next `nbytes` bytes, a few."""
+        """Returns the next `nbytes` bytes; for small numbers."""
         data = bytearray(nbytes)
         self.into(memoryview(data))
         return bytes(data)
@@ -196,13 +197,13 @@ class Wire:
             raise self._garbled("the server sent a value longer than it had announced")
 
     def done(self) -> None:
-        """Checks that no byte is left: it would be taken for the answer to the next command."""
+        """Checks that no byte is left, which would be read as the answer to the next command."""
         decrypted = 0 if self._plain else self._sock.pending()  # type: ignore[attr-defined]
         if self._start != self._end or self._reader.has_data() or decrypted:
             raise self._garbled("the server sent more than was asked for")
 
     def _feed(self) -> int:
-        """Parses the bytes that wait in the hold; returns how many they were."""
+        """Parses the bytes in the buffer; returns how many they were."""
         data = bytes(self._hold[self._start : self._end])
         recent = self._fed + data
         if _HUGE.search(recent):
@@ -213,7 +214,7 @@ class Wire:
         return len(data)
 
     def _fill(self) -> None:
-        """Receives at least one byte after those that wait in the hold."""
+        """Receives at least one byte after those in the buffer."""
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start:
@@ -263,4 +264,4 @@ def _is_local(sock: socket.socket) -> bool:
     try:
         return bool(sock.getsockname()[0] == sock.getpeername()[0])
     except (OSError, IndexError):
-        return False  # it is gone already, or has no address
+        return False  # it is closed already, or has no address

@@ -1,4 +1,4 @@
-"""The answers of the service about a block, and how long they are cached."""
+"""The answers of the service about a block, and their cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Found:
         record: the block and the blocks that share its object.
         member: the block.
         data_start: the offset of the payload in its object.
-        etag: of the object named after the block; ``None`` if only a neighbour's was read.
+        etag: the etag of the object named after the block; ``None`` if only a neighbour's was read.
         expires_at: monotonic seconds after which the block counts as gone.
     """
 
@@ -42,9 +42,9 @@ class Absent:
     """A block that is not stored.
 
     Attributes:
-        etag: of the object of its name that is damaged or too old; empty if there is none.
-        damaged: that object is no record of the block. The answer may also be wrong, and the object
-            a record of it.
+        etag: the etag of the block's damaged or expired object; empty if there is no object.
+        damaged: true if that object is no record of the block. The answer may be wrong, and the
+            object valid.
     """
 
     etag: str = ""
@@ -90,8 +90,8 @@ def _entry(fetched: Fetched, nbytes: int, ttl_s: float, key: BlockKey) -> Found 
 def has_bytes(bucket: S3Bucket, found: Found) -> bool:
     """Returns whether the payload that `found` points to is there. Blocks.
 
-    It may be absent: a lifecycle rule removes objects one by one, and a service that for a while
-    answers with other objects may make a delete remove a payload that blocks still need.
+    The payload may be absent: a lifecycle rule removes objects one by one. And if a service returns
+    wrong objects for a while, a delete may remove a payload that blocks still need.
 
     Raises:
         BackendUnavailable: the request failed.
@@ -130,7 +130,7 @@ class AnswerCache(Generic[K, V]):
         return entry[1]
 
     def put(self, key: K, answer: V, seconds: float) -> None:
-        """Caches `answer` for so many seconds; 0: not at all."""
+        """Caches `answer` for `seconds`; 0: not at all."""
         if seconds <= 0:
             self._answers.pop(key, None)
             return

@@ -21,7 +21,7 @@ from kvconnect.errors import BackendUnavailable
 
 __all__ = ["Conflict", "Fetched", "Gone", "Listed", "S3Bucket"]
 
-# Pages of a listing that are empty, or as the one before.
+# The most pages of a listing in a row that are empty or repeat the one before.
 _MOST_BARREN_PAGES = 1000
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
@@ -40,9 +40,9 @@ class Fetched:
 
     Attributes:
         data: its first bytes.
-        etag: of the object; another one once it is written anew.
-        nbytes: of the whole object.
-        age_s: since it was written, by the server's clock alone.
+        etag: the etag of the object, which changes with every write.
+        nbytes: the bytes of the whole object.
+        age_s: seconds since it was written, by the server's clock.
     """
 
     data: bytes
@@ -67,7 +67,7 @@ class S3Bucket:
         settings: the store's settings.
 
     Raises:
-        ConfigurationError: the profile, region or certificates are not there.
+        ConfigurationError: the profile, region or certificates do not exist.
     """
 
     def __init__(self, settings: S3Settings) -> None:
@@ -90,12 +90,12 @@ class S3Bucket:
         self.client.close()
 
     def end_overdue(self) -> None:
-        """Ends requests that take far longer than their size explains."""
+        """Ends requests that take far longer than their size justifies."""
         if self.client.transport is not None:
             self.client.transport.connections.end_overdue()
 
     def check(self) -> None:
-        """Checks that the bucket is there and may be read; call it before any other request.
+        """Checks that the bucket exists and may be read; call it before any other request.
 
         Raises:
             ConfigurationError: no such bucket, no credentials, or they are refused.
@@ -139,7 +139,7 @@ class S3Bucket:
         try:
             return self.client.ask("HEAD", name, take)
         except ClientError as error:
-            if S3Failure.of(error).status == 404:  # without a body that tells more
+            if S3Failure.of(error).status == 404:  # without a body that contains the reason
                 return None
             raise
 
@@ -155,7 +155,7 @@ class S3Bucket:
             etag: the etag that the object must have; ``None``: any.
 
         Raises:
-            Gone: there is no such object, it is another one now, or it ends before `start`.
+            Gone: the object does not exist, was replaced, or ends before `start`.
             BackendUnavailable: `views` are undefined.
         """
         end = start + sum(view.nbytes for view in views)
@@ -189,11 +189,12 @@ class S3Bucket:
         Args:
             name: the name of the object.
             views: its bytes.
-            replaces: the etag of the object to replace; empty: there must be none; ``None``: any.
+            replaces: the etag of the object to replace; empty: the object must not exist; ``None``:
+                any.
 
         Raises:
-            Conflict: another object is there.
-            BackendUnavailable: it may have been written, or not.
+            Conflict: another object has the name.
+            BackendUnavailable: the request failed; the object may have been written.
         """
         condition = {}
         if replaces is not None and self._has_conditions:

@@ -1,8 +1,8 @@
-"""The lists of blocks that follow a block, where its own record does not list them.
+"""The lists of blocks that follow a block and are not in its own record.
 
 One small object per parent lists blocks that were saved apart from it: tails, and first blocks of
 later saves. It is read, extended and written back on the condition that no other writer did so
-meanwhile. It is a hint: a block that it fails to list is only not found as part of a longer one.
+meanwhile. The list is a hint: a missing block is only not found by a prompt that uses part of it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class S3Children:
         await self._change(parent, reduced)
 
     async def _change(self, parent: BlockKey | None, change: _Change) -> None:
-        # Changes that arrive while another one of this list is written are written together.
+        # Changes that arrive during a write of this list are written together.
         waiting = self._waiting.get(parent)
         if waiting is None:
             changes: list[_Change] = []
@@ -132,7 +132,8 @@ class S3Children:
             if new is old:
                 return
             if not new:
-                # Its name has the parent's key. A block that is listed meanwhile loses the hint.
+                # The object's name has the parent's key. A block that is listed meanwhile is lost
+                # from the list.
                 self._bucket.remove(self._name(parent))
                 return
             try:
@@ -158,7 +159,7 @@ class S3Children:
 async def _ended(changes: Sequence[Coroutine[Any, Any, None]]) -> None:
     for result in await settled([asyncio.ensure_future(change) for change in changes]):
         if isinstance(result, BackendUnavailable):
-            # The blocks themselves are there: only short prompts are not found in them.
+            # The blocks themselves are stored: only short prompts are not found in them.
             warn_once("s3.children", str(result))
         elif isinstance(result, BaseException):
             raise result

@@ -37,7 +37,7 @@ __all__ = ["S3Client"]
 T = TypeVar("T")
 
 _ATTEMPTS = 3
-# The attempts of requests that boto3 makes by itself.
+# The most attempts of requests that boto3 makes itself.
 _BOTO3_ATTEMPTS = 2
 _CONNECT_TIMEOUT_S = 3.0
 _DEFAULT_REGION = "us-east-1"
@@ -59,15 +59,15 @@ class _Signed:
 class S3Client:
     """A client of one bucket of a service. Thread-safe; every method blocks.
 
-    Making the first client takes a tenth of a second, and reads boto3's configuration. It connects
-    to nothing.
+    Making the first client takes a tenth of a second, and reads boto3's configuration. It makes no
+    connection.
 
     Args:
         settings: the store's settings.
 
     Attributes:
         boto3: boto3's client, for rare requests.
-        transport: sends the requests; ``None``: boto3's own does, which supports proxies.
+        transport: sends the requests; ``None``: boto3's own transport, which supports proxies.
 
     Raises:
         ConfigurationError: the certificates cannot be read.
@@ -85,7 +85,7 @@ class S3Client:
             self.boto3.meta.events.register("before-send.s3", self.transport)
         self._url = ""
         self._context: Mapping[str, Any] = {}
-        # By name; single operations on it are atomic, so threads need no lock.
+        # By name; operations on the dict are atomic, so threads need no lock.
         self._signed: dict[str, _Signed] = {}
 
     def look(self, bucket: str, name: str) -> None:
@@ -102,14 +102,14 @@ class S3Client:
         event = "request-created.s3.GetObject"
         self.boto3.meta.events.register(event, watch)
         try:
-            # Not HEAD for the bucket: an answer to HEAD has no body that says what is wrong.
+            # Not HEAD for the bucket, because an answer to HEAD has no body with the error.
             self.boto3.get_object(Bucket=bucket, Key=name)["Body"].close()
         except ClientError as error:
             if not S3Failure.of(error).absent:
                 raise
         finally:
             self.boto3.meta.events.unregister(event, watch)
-        # Another region of the bucket makes boto3 ask again; the last time was right.
+        # If the bucket is in another region, boto3 sends the request again; the last one is right.
         self._url = str(asked[-1].url).removesuffix(_quoted(name))
         self._context = dict(asked[-1].context)
 
@@ -125,10 +125,10 @@ class S3Client:
         """Sends a request and returns the result of `take`; retries passing failures.
 
         Args:
-            method: of HTTP.
+            method: the HTTP method.
             name: the name of the object.
             take: reads the body of a successful response; called again if the body broke off.
-            headers: beside those of the signature.
+            headers: further headers beside those of the signature.
             views: the request's body.
 
         Raises:
@@ -146,7 +146,7 @@ class S3Client:
                     return take(response)
             except (BotoCoreError, ClientError) as error:
                 self._signed.pop(name, None)
-                # Since it was signed, the machine may have slept, or its credentials were replaced.
+                # The machine may have slept since the signature, or its credentials were replaced.
                 stale = shared and is_of_signature(error)
                 if attempt == _ATTEMPTS or not (stale or is_passing(error)):
                     raise
@@ -168,7 +168,7 @@ class S3Client:
         """
         if method != "GET":
             return self._sign(method, name, headers or {}, body)
-        # One signature serves all ranges of an object: it need not include the range.
+        # One signature serves all ranges of an object, because it need not include the range.
         found = self._signed.get(name)
         if found is None or time.monotonic() >= found.until:
             request = self._sign(method, name, {}, None)
@@ -239,7 +239,7 @@ def _boto3_client(settings: S3Settings) -> tuple[Any, str | None]:
         verify=certificates,
     )
     client.meta.events.register("before-call.s3.HeadBucket", _follow_nowhere)
-    # Only now is the endpoint known: the environment or a profile may set it.
+    # The endpoint is known only now, because the environment or a profile may set it.
     if settings.sign_payload is None:
         tls = client.meta.endpoint_url.startswith("https:")
         client.meta.config.s3["payload_signing_enabled"] = not tls
@@ -247,14 +247,14 @@ def _boto3_client(settings: S3Settings) -> tuple[Any, str | None]:
 
 
 def _follow_nowhere(context: dict[str, Any], **_: object) -> None:
-    # Redirected without a region, boto3 asks for it with HeadBucket; if that is redirected, too, it
-    # asks again, and again, as deep as Python goes.
+    # After a redirect without a region, boto3 sends HeadBucket; if that is redirected, too, it
+    # repeats that until Python's recursion limit.
     context.setdefault("s3_redirect", {})["redirected"] = True
 
 
 def _config(settings: S3Settings) -> Config:
-    # Hashing and checksums cost several times the upload itself. TLS guards the way there, and
-    # every block has a checksum of its own, which is checked when it is loaded.
+    # Hashing and checksums cost several times the upload itself. TLS protects the upload, and every
+    # block has a checksum of its own, which is checked when it is loaded.
     return Config(
         connect_timeout=min(_CONNECT_TIMEOUT_S, settings.timeout_s),
         read_timeout=settings.timeout_s,
@@ -271,12 +271,12 @@ def _config(settings: S3Settings) -> Config:
 
 @cache
 def _loader() -> Loader:
-    # Reading what boto3 knows of S3 takes most of the time it takes to make a client.
+    # Loading boto3's data about S3 takes most of the time of making a client.
     return create_loader(botocore.session.get_session().get_config_variable("data_path"))
 
 
 def _transport(meta: Any, certificates: str | None) -> Transport | None:
-    """Returns our transport, or ``None`` where boto3's is needed: proxies, client certificates."""
+    """Returns our transport; ``None`` if proxies or client certificates require boto3's."""
     config = meta.config
     if config.proxies or get_environ_proxies(meta.endpoint_url) or config.client_cert:
         return None

@@ -25,9 +25,9 @@ from kvconnect.backends.s3.errors import Aborted
 
 __all__ = ["Connections"]
 
-# Bytes per second; a request may take this long, beside the timeout.
+# The bytes per second that determine a request's deadline, in addition to the timeout.
 _SLOWEST = 256 << 10
-# The bytes of a request that may still wait in the socket once all of it was sent.
+# The bytes of a request that the socket may still hold after all were sent.
 _MOST_BUFFERED = 4 << 20
 
 
@@ -48,9 +48,9 @@ class Connections:
         self._tls = tls
         self._lock = threading.Lock()
         self._idle: defaultdict[str, list[http.client.HTTPConnection]] = defaultdict(list)
-        # Every connection, and when the request it serves must have ended.
+        # Every connection, with the deadline of its request.
         self._open: dict[http.client.HTTPConnection, float] = {}
-        # The library forgets a connection that brings its last answer; the answer still uses it.
+        # The library drops its reference to a connection with its last answer, which still uses it.
         self._sockets: dict[http.client.HTTPConnection, socket.socket] = {}
         self._aborted = False
 
@@ -70,13 +70,13 @@ class Connections:
                 connection = idle.pop() if idle else None
             if connection is None:
                 return self._connect(url, service)
-            # Something to read before anything was asked: the server has closed it.
+            # Readable before a request was sent: the server has closed it.
             if not _readable(connection.sock):
                 return connection
             self.drop(connection)
 
     def allow(self, connection: http.client.HTTPConnection, nbytes: int) -> None:
-        """Sets the deadline by which `connection` must have moved `nbytes`, with ample time."""
+        """Sets a generous deadline by which `connection` must have moved `nbytes`."""
         self._open[connection] = time.monotonic() + self._read_timeout + nbytes / _SLOWEST
 
     def sent(self, connection: http.client.HTTPConnection, nbytes: int) -> None:
@@ -89,11 +89,11 @@ class Connections:
 
     def received(self, connection: http.client.HTTPConnection) -> None:
         """Sets the usual timeout again, since a response has begun."""
-        if connection.sock is not None:  # not if there is no more to come
+        if connection.sock is not None:  # not if the response is complete
             connection.sock.settimeout(self._read_timeout)
 
     def give_back(self, url: SplitResult, connection: http.client.HTTPConnection) -> None:
-        """Keeps `connection`, which has no bytes left to read, for another request."""
+        """Keeps `connection`, which has no unread bytes, for another request."""
         with self._lock:
             if not self._aborted:
                 self._idle[f"{url.scheme}://{url.netloc}"].append(connection)
@@ -121,7 +121,7 @@ class Connections:
             _shut_down(sock)
 
     def end_overdue(self) -> None:
-        """Ends requests that take far longer than their size explains: a server that drips bytes.
+        """Ends requests that take far longer than their size justifies, as with single bytes.
 
         Each byte in time keeps a socket's timeout from expiring.
         """

@@ -54,15 +54,14 @@ _REMEDIES = {
 # The failures that boto3 retries, too.
 _PASSING_STATUSES = {429, 500, 502, 503, 504}
 _PASSING_CODES = {"RequestTimeout", "SlowDown"}
-# The codes about the clock and the credentials of a request.
+# The error codes about the clock and the credentials of a request.
 _SIGNATURE_CODES = {
     *("RequestTimeTooSkewed", "RequestExpired", "SignatureDoesNotMatch"),
     *("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId"),
 }
 _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError)
-# Errors that boto3 does not catch: an answer that it cannot parse (no XML, no date, no name where
-# there must be one, text where there must be fields), and RuntimeError for credentials that are
-# past their time when they are new.
+# Errors that boto3 does not catch: of an answer that it cannot parse (no XML, a bad date, a missing
+# name, text instead of fields), and RuntimeError for new credentials that have expired.
 _NONSENSE = (
     *(ResponseParserError, ValueError, OverflowError, KeyError, RuntimeError),
     *(AttributeError, TypeError),
@@ -103,7 +102,7 @@ class S3Failure:
     @property
     def absent(self) -> bool:
         """Returns whether the object does not exist, though the bucket does."""
-        # Any web server says 404; only this names the object.
+        # Any web server answers 404; only this code refers to the object.
         return self.code == "NoSuchKey"
 
     @property
@@ -146,7 +145,7 @@ def failures(settings: S3Settings, operation: str = "") -> Iterator[None]:
     except ClientError as error:
         raise BackendUnavailable(f"{at}: {S3Failure.of(error)}") from error
     except (BotoCoreError, Aborted, OSError) as error:
-        # boto3 names the endpoint as it was configured, also by the environment.
+        # boto3's message contains the endpoint as configured, also by the environment.
         raise BackendUnavailable(f"{at}: {text_without_passwords(str(error))}") from as_cause(error)
     except _NONSENSE as error:
         raise BackendUnavailable(f"{at}: {text_without_passwords(repr(error))}") from as_cause(
@@ -156,7 +155,7 @@ def failures(settings: S3Settings, operation: str = "") -> Iterator[None]:
 
 @contextmanager
 def failures_at_open(settings: S3Settings) -> Iterator[None]:
-    """Maps errors while a store is opened, when a wrong setting is another error than a failure.
+    """Maps errors during the opening of a store, where wrong settings differ from failures.
 
     Raises:
         ConfigurationError: no such bucket, no credentials, or they are refused.

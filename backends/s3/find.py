@@ -1,8 +1,8 @@
-"""The search for blocks with few requests, none of them a listing; and their listing, for tools.
+"""The search for blocks with few requests and no listing; and the listing of blocks, for tools.
 
 The object of a block names the neighbours that share its payload, so one request answers for up to
-``blocks_per_object`` keys: of every so many consecutive keys one is requested, all at the same
-time. Only if objects hold fewer blocks is there another round.
+``blocks_per_object`` keys: one of that many consecutive keys is requested, all at the same time.
+Only if objects hold fewer blocks is there another round.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from kvconnect.keys import BlockKey
 __all__ = ["S3Finder", "S3Listing"]
 
 _MOST_CACHED = 65_536
-# More probes than this are worth a round that finds out where a prompt's blocks end.
+# The probes above which an additional round to find the end of a prompt's blocks pays.
 _PROBES_AT_ONCE = 32
 _ENTRY = re.compile(r"[0-9a-f]{64}")
 _LISTED_AT_ONCE = 128
 _MOST_RECORDS = 4096
-# `stats` is asked often; a store of more objects is counted by `scan`.
+# The most objects that `stats`, which is called often, lists; tools count more by `scan`.
 _MOST_PAGES = 10
 
 
 class S3Finder:
-    """The finder: requests the state of blocks and caches it. Belongs to one event loop."""
+    """Requests the state of blocks and caches it. Belongs to one event loop."""
 
     def __init__(self, bucket: S3Bucket, lanes: Lanes) -> None:
         self._bucket = bucket
@@ -69,7 +69,7 @@ class S3Finder:
             BackendUnavailable: a request failed.
         """
         found = await self.leading(keys)
-        # Behind the first absent one there is mostly nothing; where there is, all are asked for.
+        # After the first absent key there are mostly no others; if there are, all are requested.
         answers: dict[BlockKey, Found | Absent] = dict.fromkeys(keys[len(found) :][:1], Absent())
         rest = keys[len(found) + 1 :]
         self._remembered(rest, answers)
@@ -80,7 +80,7 @@ class S3Finder:
         return [*found, *(one for one in answers.values() if isinstance(one, Found))]
 
     async def standing(self, keys: Sequence[BlockKey]) -> list[Found]:
-        """Returns those of `present` whose own object exists: one named by a neighbour may be lost.
+        """Returns those of `present` whose own object exists, not only a neighbour's.
 
         A lookup that happens to request the block itself would not find it.
 
@@ -91,7 +91,7 @@ class S3Finder:
         own = {one.member.key: one for one in found if one.etag is not None}
         answers: dict[BlockKey, Found | Absent] = {}
         await self._ask([one.member.key for one in found if one.etag is None], answers)
-        # The answers about their neighbours do not count for a block that was requested itself.
+        # A neighbour's record does not count for a block that was requested itself.
         each = (own.get(one.member.key, answers.get(one.member.key)) for one in found)
         return [one for one in each if isinstance(one, Found)]
 
@@ -148,7 +148,7 @@ class S3Finder:
         if num_keys > _PROBES_AT_ONCE * step:
             yield 0
         yield step
-        while True:  # what the others left open: objects of fewer blocks
+        while True:  # keys without an answer, in objects of fewer blocks
             yield 1
 
     async def _ask(self, keys: Sequence[BlockKey], answers: dict[BlockKey, Found | Absent]) -> None:
@@ -161,7 +161,7 @@ class S3Finder:
                     answers.setdefault(found.member.key, found)
 
     def _asked(self, key: BlockKey) -> asyncio.Task[Found | Absent]:
-        # Requests for one prompt come together: one of them asks for all.
+        # Requests for one prompt arrive together, so one of them serves all.
         task = self._asking.get(key)
         if task is None:
             task = asyncio.get_running_loop().create_task(self._answer(key))
@@ -172,7 +172,7 @@ class S3Finder:
     async def _answer(self, key: BlockKey) -> Found | Absent:
         changes = self._changes
         answer = await self._lane.run(lambda: fetch_entry(self._bucket, key))
-        # An answer that was on its way while something changed may be an old one.
+        # An answer that was under way during a change may be outdated.
         if changes == self._changes:
             self._remember(key, answer)
         return answer
@@ -182,7 +182,7 @@ class S3Finder:
             self._cache.put(key, answer, self._bucket.settings.miss_ttl_s)
             return
         for found in _neighbours(answer):
-            # The newer answer is right, but one that was read itself tells more than a neighbour's.
+            # The newer answer is right, but a block's own record has more than a neighbour's.
             if found.etag is not None or not isinstance(self._cache.get(found.member.key), Found):
                 self._cache.put(found.member.key, found, self._bucket.settings.lookup_ttl_s)
 
@@ -190,7 +190,7 @@ class S3Finder:
 def _probes(
     keys: Sequence[BlockKey], answers: dict[BlockKey, Found | Absent], step: int
 ) -> list[BlockKey]:
-    """Returns the `keys` to request: the first is among them, and none after an absent one."""
+    """Returns the `keys` to request: the first one, others at `step`, none after an absent one."""
     end = next((n for n, key in enumerate(keys) if isinstance(answers.get(key), Absent)), len(keys))
     if step == 0:
         numbers = [0, *(1 << n for n in range(end.bit_length()))]
@@ -216,7 +216,7 @@ def _neighbours(found: Found) -> list[Found]:
 
 
 class S3Listing:
-    """The listing of a bucket, never used by a request. Belongs to one event loop."""
+    """The listing of a bucket, which lookups and loads never use. Belongs to one event loop."""
 
     def __init__(self, bucket: S3Bucket, lanes: Lanes) -> None:
         self._bucket = bucket

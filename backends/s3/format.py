@@ -1,9 +1,9 @@
 """The records that the store keeps about blocks, beside their bytes.
 
-A record is ``magic | length | checksum | JSON``. For a block that is alone the record is the
-beginning of its object, before the block's bytes. Blocks that share a payload object have one
-object each, which holds only the record. All of them have the same record, which lists them all:
-the reader of one block knows about the others.
+A record is ``magic | length | checksum | JSON``. A single block has one object: the record, then
+the block's bytes. Blocks that share a payload object have one object each, which holds only the
+record. All of them have the same record, which lists them all, so the reader of one block finds the
+others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""The exceptions of reading JSON of another form than was written."""
+"""The exceptions of reading JSON of an unexpected form."""
 
 _MAGIC = b"KVCS3REC"
 _PREAMBLE = struct.Struct("<8sI8s")  # magic, length of the JSON, its checksum
@@ -50,8 +50,8 @@ class Member:
     """A block of a record.
 
     Attributes:
-        offset: of its bytes in the payload.
-        nbytes: of its value.
+        offset: the offset of the block's bytes in the payload.
+        nbytes: the bytes of the block's value.
     """
 
     key: BlockKey
@@ -94,7 +94,7 @@ class Record:
         return next((member for member in self.members if member.key == key), None)
 
     def tells_parent(self, member: Member) -> bool:
-        """Returns whether the parent of `member` is a member, too, so that `children` finds it."""
+        """Returns whether the parent of `member` is a member, too, so that `children` lists it."""
         parent = member.metadata.parent
         return parent is not None and self.find(parent) is not None
 
@@ -120,7 +120,7 @@ class Record:
         """Decodes the record at the beginning of `data`.
 
         Raises:
-            BadRecord: damaged, cut short, or of another kind.
+            BadRecord: the data is damaged, cut short, or of another kind.
         """
         try:
             content = unpack(data)
@@ -159,7 +159,7 @@ def unpack(data: bytes) -> dict[str, Any]:
     """Decodes the result of `pack`; `data` may be longer.
 
     Raises:
-        BadRecord: damaged, cut short, or of another kind.
+        BadRecord: the data is damaged, cut short, or of another kind.
     """
     end = record_nbytes(data)
     body = data[PREAMBLE_NBYTES:end]

@@ -1,4 +1,4 @@
-"""The reader of blocks: neighbours in one request, long ones in several at once."""
+"""The loads of blocks: neighbours in one request, long ones in several parallel requests."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class _Part:
     Attributes:
         name: the name of the object.
         start: the offset in the object.
-        number: the index of the first block that they belong to.
-        etag: of the object; ``None`` where no other writer uses that name.
+        number: the index of the first block in them.
+        etag: the etag of the object; ``None`` where no other writer uses that name.
         views: receive the bytes, one after the other.
-        nbytes: of all views.
+        nbytes: the bytes of all views.
     """
 
     name: str
@@ -90,7 +90,7 @@ class S3Reader:
                     or last.start + last.nbytes != start
                     or last.nbytes >= most
                 ):
-                    # A block that is alone may be deleted and saved again, with a longer record.
+                    # A single block may have been deleted and saved again, with a longer record.
                     etag = one.etag if one.record.payload is None else None
                     last = _Part(name, start, number, etag)
                     parts.append(last)
@@ -108,10 +108,10 @@ class S3Reader:
         return self._bucket.settings.name("g", found.record.payload)
 
     async def _forget(self, gone: Sequence[Found]) -> None:
-        """Removes the objects that point to payloads which are gone.
+        """Removes the objects that refer to missing payloads.
 
-        A lifecycle rule or a person removed the payload. Without this the objects that
-        point to it would still be found, and no new save could replace them.
+        A lifecycle rule or a person removed the payload. Otherwise the objects that refer to it
+        would still be found, and no save could replace them.
         """
         self._finder.gone([found.member.key for found in gone])
         pointing = [

@@ -1,10 +1,10 @@
-"""The writer that saves and deletes blocks.
+"""The saves and deletions of blocks.
 
 The payload of an object's blocks is written first, under a name that no other writer uses, and then
 one small object for each block that points to it, on the condition that there is none. So a block
-is there wholly or not at all; of two writers the first one stays; and a payload without pointers,
-left by a writer that died, is garbage that a lifecycle rule removes. A block that is alone has one
-object: record and payload together.
+is stored wholly or not at all, and of two writers the first one's objects stay. A payload without
+such objects, left by a writer that died, is removed by a lifecycle rule. A single block has one
+object with record and payload.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kvconnect.keys import BlockKey
 
 __all__ = ["S3Writer"]
 
-# The most bytes of one request: repeated failures in the middle of more would be costly.
+# The most bytes of one request, because a failure in the middle of more would be costly.
 _MOST_OBJECT_NBYTES = 64 << 20
 _TRIES = 4
 
 
 class S3Writer:
-    """The writer: saves and deletes blocks. Belongs to one event loop."""
+    """Saves and deletes blocks. Belongs to one event loop."""
 
     def __init__(
         self, bucket: S3Bucket, lanes: Lanes, finder: S3Finder, children: S3Children
@@ -50,11 +50,11 @@ class S3Writer:
         """Stores `blocks`; returns how many leading ones are stored.
 
         Raises:
-            BackendUnavailable: each is stored wholly or not at all.
+            BackendUnavailable: a request failed; each block is stored wholly or not at all.
         """
         unique = {block.key: block for block in reversed(blocks)}
         ordered = [unique[key] for key in dict.fromkeys(block.key for block in blocks)]
-        # The conditions of the writes find the blocks that this misses.
+        # The conditions of the writes detect blocks that this misses.
         found = await self._whole([block.key for block in ordered])
         stored = {one.member.key for one in found}
         missing = [block for block in ordered if block.key not in stored]
@@ -119,7 +119,7 @@ class S3Writer:
         found = await self._point(record, [head])
         lost = {one.member.key for one in found if one.record is not record}
         if lost:
-            # Another writer was faster with these: their bytes here are not used.
+            # Another writer was faster with these blocks: their bytes in this object are not used.
             await self._shrink({payload: record}, lost)
             left = record.without(lost)
             found = [replace(one, record=left) if one.record is record else one for one in found]
@@ -141,7 +141,7 @@ class S3Writer:
             except Conflict:
                 entry = fetch_entry(self._bucket, member.key)
                 if isinstance(entry, Found):
-                    # Our own: the answer to the first attempt got lost.
+                    # Our own object: the answer to the first attempt was lost.
                     if entry.record.payload is not None and entry.record.payload == record.payload:
                         return replace(entry, record=record, member=member)
                     if has_bytes(self._bucket, entry):
@@ -159,7 +159,7 @@ class S3Writer:
         """Deletes `keys`; a payload is removed with its last block.
 
         Raises:
-            BackendUnavailable: some are deleted, some may not be.
+            BackendUnavailable: a request failed; some blocks may be deleted, others not.
         """
         unique = list(dict.fromkeys(keys))
         try:
@@ -200,7 +200,7 @@ class S3Writer:
         for _ in range(_TRIES):
             entry = fetch_entry(self._bucket, key)
             if isinstance(entry, Absent):
-                # An answer that makes no sense is no reason to drop what others may still need.
+                # After an invalid answer, nothing is deleted that others may still need.
                 return entry.damaged
             if entry.record.payload != payload:
                 return False

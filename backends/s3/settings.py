@@ -36,20 +36,22 @@ class S3Settings:
     """The settings of a store. Credentials are boto3's: environment, profile, role.
 
     Attributes:
-        bucket: exists already.
-        prefix: of all object names, without a slash at its end; may be empty.
-        endpoint_url: of an S3-compatible service; ``None``: AWS.
-        region: ``None``: boto3's, and ``us-east-1`` at an `endpoint_url` where boto3 knows none.
-        profile: of the AWS configuration files.
-        addressing_style: whether the bucket stands in the host name or in the path.
-        ca_bundle: file of certificates to trust instead of the usual ones.
-        sign_payload: hash what is uploaded; ``None``: without TLS only.
+        bucket: the bucket, which must exist.
+        prefix: the prefix of all object names, without a slash at its end; may be empty.
+        endpoint_url: the URL of an S3-compatible service; ``None``: AWS.
+        region: the region; ``None``: boto3's, or ``us-east-1`` with an `endpoint_url` if boto3 has
+            none.
+        profile: the profile of the AWS configuration files.
+        addressing_style: ``virtual`` if the bucket is part of the host name, ``path`` if of the
+            path.
+        ca_bundle: file of trusted certificates, instead of the usual ones.
+        sign_payload: true to sign a hash of uploads; ``None``: only without TLS.
         blocks_per_object: neighbouring blocks of one save that share an object.
-        part_nbytes: longer reads are split into parts of so many bytes, read at the same time.
-        concurrency: requests at the same time.
+        part_nbytes: the bytes of the parts into which longer reads are split, read in parallel.
+        concurrency: the most requests at the same time.
         timeout_s: seconds without a byte after which a connection fails.
-        storage_class, sse, sse_kms_key_id: of the objects written.
-        ttl_s: blocks older than so many seconds are not found; ``inf``: there is no limit.
+        storage_class, sse, sse_kms_key_id: the settings of written objects.
+        ttl_s: seconds after its save at which a block is no longer found; ``inf``: never.
         lookup_ttl_s, miss_ttl_s: seconds for which the answer "stored", or "absent", is cached.
     """
 
@@ -94,7 +96,7 @@ class S3Settings:
 
     def name(self, kind: str, *parts: str) -> str:
         """Returns the name of an object, or the prefix of such names."""
-        # The format's version: another one reads and writes other objects.
+        # The format's version; other versions use other objects.
         return "/".join((*((self.prefix,) if self.prefix else ()), "v1", kind, *parts))
 
     @classmethod
@@ -138,7 +140,7 @@ def _addressing(url: StoreUrl) -> AddressingStyle:
 
 
 def _seconds(url: StoreUrl, name: str, default: float) -> float:
-    # Unlike other durations these may be 0: nothing is remembered.
+    # Unlike other durations these may be 0: answers are not cached.
     if url.query.get(name) in {"0", "0s"}:
         return 0.0
     given = url.duration(name)

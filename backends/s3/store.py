@@ -36,10 +36,10 @@ def from_url(url: StoreUrl) -> S3Backend:
 class S3Backend(Backend):
     """A store of blocks in objects of a bucket, several to an object, found without listing it.
 
-    Several processes may use one bucket and prefix, also with different models. Nothing is evicted:
-    a lifecycle rule on the prefix does that, by age; `ttl` makes blocks unfindable after a time.
-    Answers about blocks are cached for ``lookup_ttl`` and ``miss_ttl`` seconds: another process may
-    notice that late that a block was saved or deleted.
+    Several processes may use one bucket and prefix, also with different models. The store evicts no
+    block: a lifecycle rule on the prefix removes old objects, and `ttl` limits the age of found
+    blocks. Answers about blocks are cached for ``lookup_ttl`` and ``miss_ttl`` seconds, after which
+    other processes notice that a block was saved or deleted.
 
     Args:
         settings: the store's settings.
@@ -55,7 +55,7 @@ class S3Backend(Backend):
         self._watch: asyncio.TimerHandle | None = None
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:
-        """Connects, and checks that the bucket is there and may be read.
+        """Connects, and checks that the bucket exists and may be read.
 
         Raises:
             ConfigurationError: no such bucket, no credentials, or they are refused.
@@ -89,7 +89,7 @@ class S3Backend(Backend):
         await parts.lanes.close()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        """Returns how many leading `keys` are present, or were a short while ago.
+        """Returns how many leading `keys` are present, or were when the answer was cached.
 
         Raises:
             BackendUnavailable: a request failed.
@@ -100,7 +100,7 @@ class S3Backend(Backend):
         """Reads blocks straight into `into`, neighbours in one request.
 
         Raises:
-            BackendUnavailable: `into` is undefined; nothing writes to it any more.
+            BackendUnavailable: `into` is undefined, and gets no more writes.
         """
         return await self._opened().reader.load(keys, into)
 
@@ -108,7 +108,7 @@ class S3Backend(Backend):
         """Writes blocks, neighbours into one object.
 
         Raises:
-            BackendUnavailable: each is stored wholly or not at all.
+            BackendUnavailable: a request failed; each block is stored wholly or not at all.
         """
         return await self._opened().writer.save(blocks)
 
@@ -116,7 +116,7 @@ class S3Backend(Backend):
         """Deletes `keys`; their bytes are removed with the last block that shares their object.
 
         Raises:
-            BackendUnavailable: some are deleted, some may not be.
+            BackendUnavailable: a request failed; some blocks may be deleted, others not.
         """
         await self._opened().writer.delete(keys)
 
@@ -137,7 +137,7 @@ class S3Backend(Backend):
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
         """Returns the entries of `keys`; those of cached blocks without another request.
 
-        Their times of writing are by the writer's clock.
+        The times of writing are those of the writers' clocks.
 
         Raises:
             BackendUnavailable: a request failed.
@@ -145,7 +145,7 @@ class S3Backend(Backend):
         return await self._opened().finder.describe(keys)
 
     async def stats(self) -> Mapping[str, float]:
-        """Returns ``blocks`` and ``bytes``, unless too many to list, and ``remembered``."""
+        """Returns ``blocks`` and ``bytes``, unless too many to list, and ``remembered`` answers."""
         parts = self._opened()
         numbers = await parts.listing.totals()
         return {**numbers, "remembered": len(parts.finder)}
@@ -164,7 +164,7 @@ class S3Backend(Backend):
 
 
 class _Parts:
-    """The parts of an open store."""
+    """The objects of an open store."""
 
     def __init__(self, bucket: S3Bucket, lanes: Lanes) -> None:
         self.bucket = bucket

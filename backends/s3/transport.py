@@ -1,7 +1,7 @@
-"""The HTTP transport under boto3: bytes go straight between sockets and the caller's buffers.
+"""The HTTP transport under boto3, which moves bytes between sockets and the caller's buffers.
 
-boto3's own HTTP library reads a body into new memory and copies it from there, and has no way to
-end a request that another thread waits for.
+boto3's own HTTP library reads a body into new memory and copies it from there, and cannot end a
+request that another thread waits for.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvconnect.backends.s3.connections import Connections
 __all__ = ["MOST_OF_ERROR", "Transport", "Upload", "fill"]
 
 MOST_OF_ERROR = 64 << 10
-"""The most bytes read of an error. Parsed as XML, each takes many times its space."""
+"""The most bytes read of an error. Parsed as XML, each takes many times its memory."""
 
 # The most bytes of a page of a listing.
 _MOST_LISTED = 16 << 20
-# Views may be of any length; one call of the kernel should not hold a thread for ever.
+# Views may be of any length, and one system call should not hold a thread for long.
 _SEND_NBYTES = 4 << 20
 _USUAL_PORTS = {"http": ":80", "https": ":443"}
 
@@ -60,7 +60,7 @@ class Transport:
             self.connections.drop(connection)
             raise
         promised = response.length or 0
-        # The length of a part of an object is checked before it is read; other lengths are not.
+        # The length of a part of an object is checked before reading; other lengths are not.
         known = promised if response.status == 206 else min(promised, _most_said(response.status))
         self.connections.allow(connection, known)
         body = _Download(self.connections, connection, response, url=url)
@@ -75,10 +75,11 @@ class Transport:
             for chunk in _chunks(request.body):
                 left = memoryview(chunk)
                 sent += len(left)
-                while left:  # not `sendall`, whose timeout is for all, however steadily it goes
+                while left:  # not `sendall`, whose timeout is for all bytes together
                     left = left[connection.sock.send(left) :]
         except (BrokenPipeError, ConnectionResetError):
-            # The server may have answered early and closed: the answer has the reason.
+            # The server may have answered early and closed the connection; the answer has the
+            # reason.
             response = connection.getresponse()
             response.will_close = True
             return response
@@ -94,11 +95,11 @@ def _begin(
     target = f"{url.path or '/'}{'?' if url.query else ''}{url.query}"
     connection.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
     if "host" not in request.headers:
-        # Without the port if that is the scheme's default, as in the signature.
+        # Without the scheme's default port, as in the signature.
         host = url.netloc.rpartition("@")[2].removesuffix(_USUAL_PORTS[url.scheme])
         connection.putheader("Host", host)
     for name, value in request.headers.items():
-        # The body is sent at once: there is no wait for "100 Continue".
+        # The body is sent at once, without waiting for "100 Continue".
         if name.lower() != "expect":
             connection.putheader(name, value)
     connection.endheaders()
@@ -112,12 +113,12 @@ def _chunks(body: Any) -> Iterator[bytes | memoryview]:
 
 
 def _most_said(status: int) -> int:
-    """Returns the most bytes that are read of a response with `status` that is no object."""
+    """Returns the most bytes to read of a response with `status` that is no object."""
     return _MOST_LISTED if status < 300 else MOST_OF_ERROR
 
 
 class Readable(Protocol):
-    """A body, whichever library it comes from."""
+    """The interface of a body, of boto3 or of this module."""
 
     def readinto(self, view: memoryview, /) -> int:
         """Fills the beginning of `view`; returns the number of bytes, 0 at the end."""
@@ -258,7 +259,7 @@ class _Download:
     def close(self) -> None:
         """Returns the connection for further requests if nothing is left to read, or closes it."""
         if self._response.length == 0 and self._connection is not None:
-            self.read()  # nothing; but now it knows that it is at its end
+            self.read()  # reads no byte, but marks the end
         self._drop()
 
     def _failed(self, error: Exception) -> Exception:

@@ -29,7 +29,7 @@ _INLINE_NBYTES = 1 << 20
 class Backlog:
     """The copies of blocks that wait to be written to one tier, within a number of bytes.
 
-    All methods run on one event loop. Blocks are written in the order they came, parents before
+    All methods run on one event loop. Blocks are written in the order of `add`, parents before
     children, one batch after the other. A block that does not fit, or that the tier does not store,
     is dropped and counted (``store.tiered.dropped``): that costs a later hit, nothing else.
 
@@ -37,9 +37,9 @@ class Backlog:
         name: the tier's name, for messages.
         save: writes a batch to the tier; returns how many leading blocks are stored.
         delete: deletes from the tier, now or later.
-        owe: makes the tier delete keys later.
+        owe: makes the tier delete keys once it answers again.
         ready: waits until the tier can be written to.
-        limit: bytes of all copies together, buffers that are kept for the next ones included.
+        limit: the most bytes of all copies together, including buffers kept for later copies.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Backlog:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the copies, and of the buffers that are kept for the next ones."""
+        """The bytes of the copies, and of buffers kept for later copies."""
         return self._buffers.nbytes
 
     async def add(self, blocks: Iterable[StoredBlock]) -> int:
@@ -104,7 +104,7 @@ class Backlog:
         return len(copies)
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Drops `keys` that wait; deletes those that are being written just now afterwards."""
+        """Drops waiting `keys`; deletes those that are being written once that has ended."""
         gone = {key for key in keys if key in self._known}
         if not gone:
             return
@@ -119,9 +119,9 @@ class Backlog:
         self._queue = kept
 
     async def close(self, deadline_s: float) -> None:
-        """Writes what waits, for up to `deadline_s`; drops the rest and stops the worker.
+        """Writes waiting blocks for up to `deadline_s`, drops the rest and stops the worker.
 
-        A batch that is being written by then is waited for: its buffers are in use.
+        Waits for a batch that is being written then, because its buffers are in use.
         """
         worker = self._worker
         if worker is not None:
@@ -131,7 +131,7 @@ class Backlog:
             self._drop(len(self._queue), f"it did not take them within {deadline_s:g} s at close")
             self._queue.clear()
         if worker is not None and not self._writing:
-            worker.cancel()  # it waits for a tier that does not answer
+            worker.cancel()  # the worker waits for a tier that does not answer
         if worker is not None:
             await asyncio.wait({worker})
         self._known.clear()
@@ -176,7 +176,7 @@ class Backlog:
                 for block in batch:
                     self._give_back(block)
             else:
-                # The buffers stay with the call until it ends; the keys may be added again.
+                # The call keeps the buffers until it ends; the keys may be added again.
                 self._known.difference_update(block.key for block in batch)
                 lent = [block.data for block in batch]
                 loop = asyncio.get_running_loop()
@@ -225,9 +225,9 @@ class _Buffers:
             if not self._discard_one(other_than=nbytes):
                 return None
         try:
-            # Anonymous maps are page-aligned, so direct I/O takes them as they are.
+            # Anonymous maps are page-aligned, so direct I/O can use them.
             whole = mmap.mmap(-1, max(nbytes, 1))
-        except OSError:  # the machine has less than it may take
+        except OSError:  # the machine has less memory than the limit
             return None
         self.nbytes += nbytes
         import torch

@@ -11,16 +11,16 @@ from kvconnect.keys import BlockKey
 
 __all__ = ["TieredFinder"]
 
-# Lookups of one tier that no caller waits for any more; a tier with more of them is slow.
+# The number of abandoned lookups above which a tier counts as slow.
 _MAX_UNANSWERED = 32
 
 
 class TieredFinder:
-    """The finder: asks all tiers at once, and waits for none of them longer than `patience_s`.
+    """Looks blocks up in all tiers at once, and waits for each at most `patience_s`.
 
     Args:
         tiers: in order.
-        patience_s: how long a lookup waits for a tier.
+        patience_s: seconds that a lookup waits for a tier.
     """
 
     def __init__(self, tiers: Sequence[Tier], patience_s: float) -> None:
@@ -31,8 +31,8 @@ class TieredFinder:
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """Returns how many leading `keys` are present, each in any tier.
 
-        Ends as soon as one tier has all that is left, and at the latest after twice `patience_s`:
-        where different tiers hold successive parts of the prefix, each part needs another round.
+        Returns as soon as one tier has all remaining keys, and at the latest after twice
+        `patience_s`: if tiers hold successive parts of the prefix, each part needs another round.
         """
         loop = asyncio.get_running_loop()
         start, patience = loop.time(), self._patience_s
@@ -57,7 +57,7 @@ class TieredFinder:
             task.cancel()
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
-        """Returns the children of `key`, of all tiers that answer within `patience_s`."""
+        """Returns the children of `key` in all tiers that answer within `patience_s`."""
         listing = [
             tier for tier in self._tiers if tier.prompt and tier.guard.capabilities.enumerable
         ]
@@ -74,8 +74,8 @@ class TieredFinder:
         return list(found.values())[:MAX_CHILDREN]
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
-        """Yields the entries of all tiers that list theirs; a block only from its first tier."""
-        # A part of each key is enough to know it again, and takes less memory.
+        """Yields the entries of all tiers that list them; a block only from its first tier."""
+        # A part of each key identifies the block, and takes less memory.
         seen: set[bytes] = set()
         for tier in self._tiers:
             if not (tier.alive and tier.guard.capabilities.enumerable):
@@ -121,7 +121,7 @@ class TieredFinder:
         return answers
 
     def _leave(self, task: asyncio.Task[int], tier: Tier) -> None:
-        # The lookup still runs: the tier learns that the blocks were used.
+        # The lookup continues, so that the tier marks the blocks as used.
         self._unanswered[task] = tier
         task.add_done_callback(lambda ended: self._unanswered.pop(ended, None))
         if sum(other is tier for other in self._unanswered.values()) > _MAX_UNANSWERED:

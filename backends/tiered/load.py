@@ -1,4 +1,4 @@
-"""The loads from the tiers: each piece from the first that has it, checked and promoted."""
+"""The loads from the tiers: each piece from the first tier that has it, checked and promoted."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["TieredReader"]
 
 
 class TieredReader:
-    """The reader of the tiers; copies loaded blocks to faster tiers. Belongs to the event loop.
+    """Loads blocks from the tiers, and copies them to faster tiers. Belongs to the event loop.
 
     Args:
         tiers: in order.
 
     Attributes:
-        promotes: whether blocks loaded from a slower tier are copied to the faster ones.
+        promotes: true if blocks loaded from a slower tier are copied to the faster ones.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
@@ -45,7 +45,7 @@ class TieredReader:
             progress = True
             while progress and loaded < len(keys):
                 progress = False
-                # A slow tier comes last: blocks in another tier need not wait for it.
+                # A slow tier is tried last, so that blocks in another tier need not wait for it.
                 for tier in sorted(self._tiers, key=lambda tier: not tier.prompt):
                     rest = slice(loaded, None)
                     got = await _load(tier, keys[rest], into[rest], bad)
@@ -57,7 +57,7 @@ class TieredReader:
                     if loaded == len(keys):
                         break
         finally:
-            # They read `into`, which the caller reuses then. Their failure is not the load's.
+            # They read `into`, which the caller reuses afterwards. Their failure is not the load's.
             for error in await asyncio.gather(*promotions, return_exceptions=True):
                 if error is not None:
                     warn_once("tiered.promotion", f"loaded blocks were not copied: {error!r}")
@@ -89,7 +89,7 @@ async def _promote(
         elif not source.guard.capabilities.variable_length:
             blocks.append(StoredBlock(key, data))
         else:
-            with suppress(BadFrame):  # no frame: nothing says how long the value is
+            with suppress(BadFrame):  # no frame: the length of the value is unknown
                 blocks.append(StoredBlock(key, frame.whole(data)))
     await asyncio.gather(*(tier.backlog.add(blocks) for tier in faster))
 
@@ -99,7 +99,7 @@ async def _load(
 ) -> int:
     """Fills `into`; returns how many leading buffers are filled, and sound if that is checked.
 
-    Returns 0 if the store fails. Keys of frames that were not sound are added to `bad`.
+    Returns 0 if the store fails. Keys of damaged frames are added to `bad`.
 
     Raises:
         BackendTimeout: `into` belongs to the call until `pending` is done.
@@ -126,7 +126,7 @@ async def _check(
     if not taken:
         return len(keys)
     faults = await tier.framing.open(keys, frames, frames, taken)
-    # Sound frames in an encoding that this process does not know are for readers to judge.
+    # Sound frames in an unknown encoding are passed on to the readers.
     bad = {index: error for index, error in faults.items() if isinstance(error, BadFrame)}
     if not bad:
         return len(keys)

@@ -23,15 +23,15 @@ class TieredSettings:
     """The settings of a `TieredBackend`.
 
     Attributes:
-        write: the mode of each tier, or one for all. Saves wait for a tier with ``through``; one
-            with ``behind`` is written to in the background. At least one is written through.
-        promote: copy blocks loaded from a slower tier to the faster ones.
-        patience_s: how long a lookup waits for a tier. An engine's own budget
+        write: the mode of each tier, or one for all. Saves wait for a tier with ``through``; a tier
+            with ``behind`` is written in the background. At least one tier has ``through``.
+        promote: true to copy blocks loaded from a slower tier to the faster ones.
+        patience_s: seconds that a lookup waits for a tier. An engine's own budget
             (``lookup_timeout_ms``) should be longer.
         deadline_s: the deadline of each call to a tier.
-        queue_nbytes: the bytes that may wait in memory to be written to one tier.
-        verify_frames: check loaded frames, so that another tier can replace a bad one. Off for
-            values that are no frames.
+        queue_nbytes: the most bytes that wait in memory to be written to one tier.
+        verify_frames: true to check loaded frames, so that another tier can replace a damaged one.
+            False for values that are no frames.
     """
 
     write: tuple[Write, ...] = ("through",)
@@ -56,7 +56,7 @@ class TieredSettings:
         """Returns the mode of each of `tiers` tiers.
 
         Raises:
-            ConfigurationError: another number of modes, or no tier that is written through.
+            ConfigurationError: the number of modes differs, or no tier has ``through``.
         """
         if not 1 <= tiers <= _MAX_TIERS:
             raise ConfigurationError(f"tiers: {tiers} are given; 1 to {_MAX_TIERS} are possible")

@@ -46,13 +46,13 @@ class TieredBackend(Backend):
 
     A prefix may come from several tiers: each piece of it is loaded from the first tier that has
     it, and copied to the faster ones in the background. A tier that fails or is slow is skipped,
-    and probed in the background until it answers. A bad frame is deleted in the tier it came from
-    and loaded from the next.
+    and probed in the background until it answers. A damaged frame is deleted in its tier and loaded
+    from the next one.
 
     Args:
-        tiers: stores that are not open yet; a guard around one is replaced by the tier's own.
+        tiers: unopened stores; the tier's own guard replaces a guard around one.
         settings: the settings of the whole.
-        names: of the tiers, for messages and `stats`; default: their classes'.
+        names: the names of the tiers, for messages and `stats`; by default their class names.
     """
 
     capabilities = Capabilities(checks_frames=True)
@@ -87,11 +87,11 @@ class TieredBackend(Backend):
         With another `access` than ``store`` no block is copied to another tier.
 
         Raises:
-            ConfigurationError: of the first tier that is configured wrongly.
-            BackendUnavailable: no tier that saves wait for can be reached.
+            ConfigurationError: a tier is configured wrongly.
+            BackendUnavailable: no tier with ``through`` can be reached.
         """
         self._reader.promotes = self._settings.promote and access == "store"
-        # A tier that hangs misses its deadline before the call to the whole does.
+        # The deadline of a tier is earlier than that of the call to the tiered store.
         for tier in self.tiers:
             tier.guard.deadline_s = min(tier.guard.deadline_s, self.deadline_s / 2)
         try:
@@ -114,7 +114,7 @@ class TieredBackend(Backend):
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """Returns how many leading `keys` are present, each in any tier.
 
-        Ends as soon as a tier has all, and at the latest after twice ``patience_s``.
+        Returns as soon as a tier has all keys, and at the latest after twice ``patience_s``.
         """
         self._opened()
         return await self._finder.lookup(keys)
@@ -132,8 +132,8 @@ class TieredBackend(Backend):
         """Stores `blocks` in all tiers; waits for those that are written through.
 
         Returns:
-            How many leading ones are stored: in a durable tier if one is written through, else in a
-            shared one, else in any.
+            The number of leading blocks that are stored: in a durable tier with ``through`` if
+            there is one, else in a shared one, else in any.
 
         Raises:
             BackendTimeout: a tier holds the data beyond its deadline, until `pending` is done.
@@ -153,10 +153,10 @@ class TieredBackend(Backend):
     async def delete(self, keys: Sequence[BlockKey]) -> None:
         """Deletes `keys` in every tier, and drops those that wait to be written.
 
-        A tier that does not answer now deletes them when it does, if this is open until then.
+        A tier that does not answer now deletes them later, if the store is still open then.
 
         Raises:
-            BackendUnavailable: no tier could delete; drop it again once a tier answers anything.
+            BackendUnavailable: no tier could delete; call it again once a tier answers.
         """
         self._opened()
         deleted = await asyncio.gather(*(tier.delete(keys) for tier in self.tiers))
@@ -166,11 +166,11 @@ class TieredBackend(Backend):
             )
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
-        """Returns the stored blocks whose parent is `key`, of all tiers that answer soon."""
+        """Returns the stored blocks whose parent is `key`, of all tiers that answer in time."""
         return await self._finder.children(key)
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
-        """Yields the entries of all tiers that list theirs; a block only from its first tier."""
+        """Yields the entries of all tiers that list them; a block only from its first tier."""
         async for entry in self._finder.scan():
             yield entry
 
@@ -212,18 +212,17 @@ class TieredBackend(Backend):
         return [any(of_key) for of_key in zip(*answers, strict=True)]
 
     async def scrub(self) -> bool:
-        """Removes some of what blocks left in the tiers that answer; see `Backend.scrub`."""
+        """Overwrites some bytes of dropped blocks in the tiers that answer; see `Backend.scrub`."""
         self._opened()
         default = False
         calls = (tier.answer(tier.guard.scrub(), default) for tier in self.tiers if tier.alive)
         return any(await asyncio.gather(*calls))
 
     async def stats(self) -> dict[str, float]:
-        """Returns each tier's numbers as ``<tier>.<name>``, and the greatest of some.
+        """Returns each tier's numbers as ``<tier>.<name>``, and the largest of some numbers.
 
         These are ``blocks`` and ``bytes``, and those of pinned blocks if a tier has pins. Each tier
-        also has
-        ``<tier>.alive``, and ``<tier>.waiting``: blocks to be written in the background.
+        also has ``<tier>.alive``, and ``<tier>.waiting``: blocks to be written in the background.
         """
         greatest = ["blocks", "bytes"]
         if any(tier.guard.capabilities.pins for tier in self.tiers):
@@ -274,7 +273,7 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def _capabilities_of(own: Capabilities, tiers: Sequence[Tier]) -> Capabilities:
-    """Returns `own`, limited to what holds for every one of `tiers` that may have a block."""
+    """Returns `own`, limited to the capabilities that all of `tiers` with blocks share."""
     every = [tier.guard.capabilities for tier in tiers]
     deciding = [tier.guard.capabilities for tier in _decisive(tiers)]
     limits = [one.max_value_bytes for one in deciding]

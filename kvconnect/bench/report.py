@@ -39,7 +39,7 @@ def binary_size(nbytes: int) -> str:
 
 def machine() -> str:
     """Describes the machine that the figures were measured on."""
-    import torch  # takes seconds, and whoever asks for help needs none of it
+    import torch  # takes seconds, which ``--help`` must not
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"{os.cpu_count()} cores, {device}, {platform.machine()}, torch {torch.__version__}"

@@ -157,7 +157,7 @@ def cold_read_seconds(path: Path, nbytes: int) -> float:
     page cache first. Blocks.
     """
     descriptor = open_direct(path, os.O_RDONLY)
-    # Anonymous maps are page-aligned, as O_DIRECT wants them.
+    # Anonymous maps are page-aligned, as O_DIRECT requires.
     with mmap.mmap(-1, nbytes + _READ_NBYTES) as memory, memoryview(memory) as target:
         target[:] = bytes(len(target))  # the first touch of memory is not the disk's time
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

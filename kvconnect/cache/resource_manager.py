@@ -73,10 +73,9 @@ class BaseKVCacheManager(BaseResourceManager):
     ``supports_connector = False``, and the engine then refuses to attach a connector. A manager
     without pools for sliding windows (``supports_window_pools = False``) gets one layout for all
     layers; windows are then masks only. A manager that keeps no snapshots of recurrent states
-    (``supports_states = False``) gets no layout of them, and is told to reuse nothing for models
-    that have some. A manager that sets a request's ``load_end`` and
-    ``loaded_from`` for a match that `overlaps` declares ``overlaps_loads = True``. Requests of
-    another manager wait for their loads.
+    (``supports_states = False``) gets no layout of them, and must reuse no prefix for models that
+    have some. A manager that sets a request's ``load_end`` and ``loaded_from`` for a match that
+    `overlaps` declares ``overlaps_loads = True``. Requests of another manager wait for their loads.
 
     An error of `needed_blocks` for a waiting request ends that request and no other. So does an
     error of `prepare_resources` for a batch of one request that is to be admitted. (If a batch of

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    # argparse keeps this class to itself, and it takes its parameter only while type checking.
+    # A private class of argparse, which accepts its type parameter only for type checkers.
     Subparsers: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
     Options: TypeAlias = argparse._ActionsContainer  # noqa: SLF001
 else:
@@ -35,7 +35,7 @@ else:
 
 
 class NothingMatched(Exception):
-    """The object of a command does not exist: exit code 3."""
+    """The error that the object of a command does not exist: exit code 3."""
 
 
 class Command(Protocol):
@@ -58,7 +58,7 @@ def add_number(
     default: float | None = None,
     metavar: str = "N",
 ) -> None:
-    """Adds an `option` that takes a number: a whole one, unless its default is a ``float``."""
+    """Adds an `option` with a number as value: an integer unless its default is a ``float``."""
     kind = float if isinstance(default, float) else int
     if default is not None:
         about = f"{about} (default: {f'{default:g}' if kind is float else default})".lstrip()
@@ -74,18 +74,18 @@ def add_duration(
     unit: Literal["s", "ms"] = "s",
     zero: bool = False,
 ) -> None:
-    """Adds an `option` that takes a time: ``500ms``, ``30s``, ``7d``, or a number of seconds.
+    """Adds an `option` with a duration as value: ``500ms``, ``30s``, ``7d``, or seconds.
 
-    Its value is a number of `unit`, under the name that Python has for it: that of
-    ``--client-timeout`` is ``client_timeout_s``.
+    The parsed value is a number of `unit`, under the name of the Python argument:
+    ``--client-timeout`` sets ``client_timeout_s``.
 
     Args:
         parser: gets the option.
         option: its name, without a unit.
         about: its description.
-        default: written as a user would.
-        unit: of the value.
-        zero: 0 is possible.
+        default: the default, in the form that a user writes.
+        unit: the unit of the value.
+        zero: true if 0 is allowed.
     """
 
     def parse(text: str) -> float:
@@ -110,7 +110,7 @@ def add_old_name(
 ) -> None:
     """Accepts `old` for the option `new`, for scripts of earlier versions; help does not show it.
 
-    `kind` parses its value, if that was written otherwise.
+    `kind` parses its value, if that had another form.
     """
     action = copy.copy(next(one for one in parser._actions if new in one.option_strings))  # noqa: SLF001
     action.option_strings = [old]
@@ -120,21 +120,21 @@ def add_old_name(
 
 
 def add_json(parser: Options, per: str = "") -> None:
-    """Adds ``--json``: one JSON object on standard output, or one for each `per`.
+    """Adds ``--json``, which prints one JSON object on standard output, or one for each `per`.
 
-    With it an error is a JSON object, too, on standard error.
+    With ``--json`` an error is printed as a JSON object on standard error.
     """
     each = f" per {per}" if per else ""
     parser.add_argument("--json", action="store_true", help=f"print one JSON object{each}")
 
 
 def picked(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Returns the options that are named like the keyword arguments they become."""
+    """Returns the options whose names are those of keyword arguments, by name."""
     return {name: getattr(arguments, name) for name in names}
 
 
 def require_at_least_one(arguments: argparse.Namespace, *names: str) -> None:
-    """Checks the options that are named like `names`; those without a value pass.
+    """Checks that the options `names` are at least 1; those without a value are accepted.
 
     Raises:
         ConfigurationError: one of them is below 1.
@@ -146,7 +146,7 @@ def require_at_least_one(arguments: argparse.Namespace, *names: str) -> None:
 
 
 def chosen(option: str, given: str, known: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names in the value of an `option`, ``"NAME,…"``, each once.
+    """Returns the names in the value of `option`, ``"NAME,…"``, each once.
 
     Raises:
         ConfigurationError: one of them is not `known`.

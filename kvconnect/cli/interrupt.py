@@ -1,6 +1,6 @@
 """Turns SIGTERM into an exception, like Ctrl-C, so that ``with`` blocks close what they opened.
 
-It also turns Ctrl-C into a note, for a command that ends by itself.
+It also turns Ctrl-C into an event, for a command that ends by itself.
 """
 
 from __future__ import annotations

@@ -43,5 +43,5 @@ class JsonLines(logging.Formatter):
 
 
 def _hidden(record: logging.LogRecord, text: str) -> str:
-    # What kvconnect logs has none.
+    # Records of kvconnect contain no passwords.
     return text if record.name.partition(".")[0] == "kvconnect" else text_without_passwords(text)

@@ -33,8 +33,9 @@ class Machines(NamedTuple):
     """The machines to simulate.
 
     Attributes:
-        runs: label and machine of each; one, without a label, where nothing is swept.
-        swept: the tier whose size differs; ``None``: nothing is.
+        runs: the label and the machine of each run; a single one without a label unless sizes are
+            swept.
+        swept: the tier whose size differs between runs; ``None``: no tier.
     """
 
     runs: list[tuple[str, Machine]]
@@ -47,7 +48,7 @@ def parse_machines(arguments: argparse.Namespace, token_nbytes: int | None) -> M
     Raises:
         ConfigurationError: an option is missing, malformed or out of range.
     """
-    # Checked here first: a bad block size must not pass for a bad size of a tier.
+    # Checked first, so that a bad block size is not reported as a bad size of a tier.
     KvCacheConfig(
         tokens_per_block=arguments.tokens_per_block,
         secondary_offload_min_priority=arguments.offload_min_priority,

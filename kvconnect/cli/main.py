@@ -90,10 +90,11 @@ errors are JSON, on standard error.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line `arguments` (default: the process's) and returns the exit code.
 
-    SIGTERM and Ctrl-C end it like an exception: blocks that are staged for a store are saved first.
+    SIGTERM and Ctrl-C end the command like an exception: blocks that are staged for a store are
+    saved first.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    # Only flags precede it.
+    # Only flags precede the command.
     chosen = next((one for one in arguments if not one.startswith("-")), "")
     try:
         arguments = with_config(arguments, make_parser(chosen))
@@ -144,7 +145,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
     """Yields the options of `parser` and of the chosen command, without old names."""
-    for action in parser._actions:  # noqa: SLF001  argparse tells them in no other way
+    for action in parser._actions:  # noqa: SLF001  argparse has no public list
         if action.help != argparse.SUPPRESS:
             yield from action.option_strings
         if isinstance(action.choices, Mapping):
@@ -159,7 +160,8 @@ def _run(parsed: argparse.Namespace) -> int:
         sys.stdout.flush()
         return 0
     except BrokenPipeError:
-        # The reader left, as `head` does. Python would complain when it flushes at exit.
+        # The reader has closed the pipe, as `head` does. Python would report an error when it
+        # flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
@@ -175,8 +177,8 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
     """Makes the parser of the whole command line.
 
     Args:
-        only: the command whose options are needed; those of others, and what their modules import,
-            are left out. ``None``: all of them.
+        only: the command whose options are needed; the modules of other commands are not imported.
+            ``None``: all commands.
     """
     parser = _Parser(
         prog="kvconnect",

@@ -30,10 +30,10 @@ class GivenPrompt:
     """A prompt to answer.
 
     Attributes:
-        content: of `form`: text, token ids, or the messages of a conversation.
+        content: the content of `form`: text, token ids, or the messages of a conversation.
         form: ``prompt``, ``prompt_token_ids`` or ``messages``.
         sampling: its sampling parameters.
-        cache_salt: of its blocks.
+        cache_salt: the salt of its blocks.
     """
 
     content: Any
@@ -45,7 +45,7 @@ class GivenPrompt:
         """Returns the prompt as a conversation, its text as a message of the user.
 
         Raises:
-            ConfigurationError: it is token ids.
+            ConfigurationError: the prompt consists of token ids.
         """
         if self.form == "messages":
             return self
@@ -55,7 +55,7 @@ class GivenPrompt:
         return GivenPrompt(messages, "messages", self.sampling, self.cache_salt)
 
     def submit(self, llm: LLM, retention: KvCacheRetentionConfig | None) -> RequestHandle:
-        """Starts it."""
+        """Starts the prompt's request."""
         prompt = (
             llm.chat_prompt(self.content) if self.form == "messages" else {self.form: self.content}
         )
@@ -63,7 +63,7 @@ class GivenPrompt:
 
 
 def add_prompt_options(group: argparse._ArgumentGroup, *, required: bool = True) -> None:
-    """Adds the options of prompts, of which one is `required`."""
+    """Adds the options of prompts; with `required`, one of them must be given."""
     prompts = group.add_mutually_exclusive_group(required=required)
     prompts.add_argument(
         "--prompt", nargs="+", action="extend", metavar="TEXT", help="one prompt or several"
@@ -97,7 +97,7 @@ def read_prompts(
     """Yields the prompts that `arguments` name, in order.
 
     Args:
-        arguments: of `add_prompt_options`, and ``salt``.
+        arguments: the arguments of `add_prompt_options`, and ``salt``.
         sampling: fields of `SamplingParams`, for prompts without their own.
 
     Raises:

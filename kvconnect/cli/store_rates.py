@@ -20,7 +20,7 @@ _REFINEMENTS = {"store_first_byte_s": 0.0, "step_s": 0.0, "step_tokens": None}
 
 
 def add_store_rates(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
+    """Adds the options of rates."""
     group = parser.add_argument_group(
         "time to the first token",
         "Of prompts that the external store has a part of, each alone on the engine.",

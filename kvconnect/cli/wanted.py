@@ -57,7 +57,7 @@ def add_wanted(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_revision(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that says what engines name the weights of the argument MODEL."""
+    """Adds the option of the name that engines give the weights of the argument MODEL."""
     parser.add_argument(
         "--model-revision",
         metavar="NAME",
@@ -114,9 +114,9 @@ def given_prompts(arguments: argparse.Namespace, store: PromptStore) -> Which:
         ConfigurationError: a prompt cannot be read.
     """
     which: Which = {"lora": arguments.lora}
-    # Sampling parameters in a line of a file are of no use here, and no error.
+    # Sampling parameters in a line of a file are ignored.
     prompts = list(read_prompts(arguments, {}))
-    if prompts or arguments.jsonl:  # a file without a line names no block
+    if prompts or arguments.jsonl:  # an empty file chooses no block
         which["prompts"] = [tokens_of(store, one) for one in prompts]
         which["salt"] = [one.cache_salt for one in prompts]
     return which
@@ -125,10 +125,10 @@ def given_prompts(arguments: argparse.Namespace, store: PromptStore) -> Which:
 def report(
     arguments: argparse.Namespace, done: Result, what: str, *notes: str, **more: object
 ) -> None:
-    """Prints the counts of `done` behind `what`, and the `notes` that are not empty.
+    """Prints `what` and the counts of `done`, then the non-empty `notes`.
 
-    With ``--json`` it prints the counts and `more` as an object. If the store could not be opened,
-    it prints no line: there are no counts.
+    With ``--json`` it prints the counts and `more` as an object. If the store was not opened, it
+    prints no line.
     """
     if not done.opened:
         return

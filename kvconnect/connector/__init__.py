@@ -1,1 +1,1 @@
-"""The connector API: how blocks of the KV cache reach external stores, and come back."""
+"""The connector API: saves blocks of the KV cache to external stores, and loads them back."""

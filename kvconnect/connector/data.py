@@ -34,13 +34,13 @@ class LlmArgs:
 
     Attributes:
         model: directory of the model.
-        kv_cache_config, kv_connector_config: as the user gave them.
-        layouts: of the pool groups, group 0 first.
+        kv_cache_config, kv_connector_config: the user's settings.
+        layouts: the layouts of the pool groups, group 0 first.
         model_digest: 32 bytes; see `kvconnect.digest.model_digest`.
-        place: this rank's place; what follows from it is `shard`.
-        backend: a store that the user made; ``None`` if `kv_connector_config` names one.
-        num_kv_heads: of each pool group in the whole model; by default no heads are on several
-            tensor-parallel ranks, but those of a latent (MLA) on all.
+        place: the rank's position among all ranks; `shard` is derived from it.
+        backend: a store object of the user; ``None`` if `kv_connector_config` names the store.
+        num_kv_heads: the KV heads of each pool group in the whole model; by default each
+            tensor-parallel rank has heads of its own, and every rank the latents (MLA).
     """
 
     model: str
@@ -82,12 +82,12 @@ class LlmArgs:
 
     @property
     def parallel_config(self) -> ParallelConfig:
-        """The spread of the model over ranks; ``to_mapping()`` returns this rank's place."""
+        """The division of the model among ranks; ``to_mapping()`` returns this rank's position."""
         return ParallelConfig(self.place)
 
     @property
     def mapping(self) -> Mapping:
-        """The place of this rank."""
+        """The position of this rank."""
         return self.parallel_config.to_mapping()
 
     @property
@@ -128,8 +128,8 @@ _FOREIGN = frozenset({"groups", "group", "group_of_layer", "as_single_pool_tenso
 class KvCachePools(tuple[KvCachePool, ...]):
     """A `KvCachePool` for each pool group, in their order.
 
-    TensorRT-LLM's method of the same name gets a ``KvCacheLayout`` instead. A worker that reads its
-    attributes here gets an error that says so.
+    TensorRT-LLM's method of the same name gets a ``KvCacheLayout`` instead. Reading that class's
+    attributes here raises an error that says so.
     """
 
     __slots__ = ()
@@ -150,17 +150,16 @@ class RequestData:
 
     Attributes:
         request_id: unique within the engine.
-        new_tokens, new_block_ids: what has not been reported before; the whole prompt and all of
-            its blocks the first time, even if it is computed in chunks.
+        new_tokens, new_block_ids: tokens and blocks not reported before. The first report has the
+            whole prompt and all of its blocks, even if the prompt is computed in chunks.
         computed_position: leading tokens whose KV is valid before this step (``len(tokens) - 1``
-            while decoding). Tokens that a synchronous load is to bring in this step are not
-            counted.
+            while decoding). Tokens that a synchronous load fills in this step are not counted.
         num_scheduled_tokens: tokens that this step computes; drafts count.
-        block_keys: chained keys of the full blocks of the tokens so far; listed when read, in the
-            step that they are of.
-        new_block_ids_by_group: the same of each pool group, `new_block_ids` being those of group 0;
-            -1 where a window holds none. Pools of windows get blocks for what is computed next
-            only, so the list of such a group may end before that of group 0 and go on later.
+        block_keys: chained keys of the full blocks of the tokens so far; computed when read, which
+            is allowed during the step only.
+        new_block_ids_by_group: the new block ids of each pool group; -1 where a window holds none.
+            `new_block_ids` are those of group 0. Pools of windows get blocks chunk by chunk, so the
+            list of such a group may be shorter than that of group 0 and continue in a later step.
         cache_salt: the request's salt.
         priorities: retention priority of each new block.
     """
@@ -177,12 +176,12 @@ class RequestData:
 
     @property
     def block_hashes(self) -> list[BlockHash]:
-        """The `block_keys`, for connectors that know blocks by a hash of 64 bits: ``int(hash)``."""
+        """The `block_keys`, for connectors that name blocks by a 64-bit hash: ``int(hash)``."""
         return [BlockHash(key) for key in self.block_keys]
 
     @property
     def new_block_ids_by_layer_group(self) -> list[list[int]]:
-        """The `new_block_ids_by_group`, by TensorRT-LLM's name for it."""
+        """The `new_block_ids_by_group`, under its name in TensorRT-LLM."""
         return [list(ids) for ids in self.new_block_ids_by_group]
 
 
@@ -193,8 +192,8 @@ class SchedulerOutput:
     Attributes:
         new_requests: once per admission (a preempted request is admitted again).
         cached_requests: every later step of a request, decode steps too.
-        loading_requests: whose load in the background starts in this step. They compute nothing yet
-            and appear in `new_requests` when they do.
+        loading_requests: requests whose background load starts in this step. They appear in
+            `new_requests` when they begin to compute.
     """
 
     new_requests: list[RequestData] = field(default_factory=list)
@@ -208,7 +207,7 @@ class SchedulerOutput:
 
     @property
     def attention_dp_rank(self) -> None:
-        """The owner of the requests where ranks have requests of their own; they never have."""
+        """The owner of the requests in TensorRT-LLM's attention data parallelism; none here."""
         return None
 
 
@@ -221,16 +220,16 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransferFailure:
-    """A transfer that will not finish.
+    """A load or save that failed.
 
     Attributes:
-        request_id: whose.
+        request_id: the id of the request.
         direction: load or save.
-        num_valid_tokens: leading tokens of the request whose KV is valid all the same (loads only).
-        reason: for the log.
-        writes_ended: the request's blocks get no more writes. False: the runtime keeps them in
-            quarantine until `get_finished` returns the id.
-        loss: the outcome of the tokens that a load did not bring.
+        num_valid_tokens: leading tokens of the request whose KV is valid nevertheless (loads only).
+        reason: the reason, for the log.
+        writes_ended: true if the request's blocks get no more writes. If false, the runtime keeps
+            the blocks in quarantine until `get_finished` returns the id.
+        loss: the outcome of the tokens that the load did not fill.
     """
 
     request_id: int

@@ -1,4 +1,4 @@
-"""The spread of a model over ranks, in the words that connectors for TensorRT-LLM read."""
+"""The division of a model among ranks, under the names that TensorRT-LLM's connectors read."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["Mapping", "ParallelConfig"]
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """The place of one rank among all.
+    """The position of one rank among all.
 
     Attributes:
-        world_size: how many ranks there are.
-        rank: this one; pipeline stages are numbered first, tensor-parallel ranks within a stage.
-        tp_size, tp_rank: tensor-parallel ranks of a stage, and this one among them.
-        pp_size, pp_rank: pipeline stages, and this one's.
-        cp_size, cp_rank: of context parallelism, which is not supported.
-        node_rank: the machine; there is one.
-        enable_attention_dp: whether ranks have requests of their own; they never have.
+        world_size: the number of ranks.
+        rank: this rank's number: pipeline stage times `tp_size`, plus the tensor-parallel rank.
+        tp_size, tp_rank: the tensor-parallel ranks of a stage, and this rank's number among them.
+        pp_size, pp_rank: the pipeline stages, and this rank's stage.
+        cp_size, cp_rank: 1 and 0, since context parallelism is not supported.
+        node_rank: 0, since all ranks are on one machine.
+        enable_attention_dp: false: no rank has requests of its own.
     """
 
     world_size: int = 1
@@ -81,12 +81,12 @@ class Mapping:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """The spread of a model, as seen by the rank that holds `shard`."""
+    """The division of a model, from the view of the rank that holds `shard`."""
 
     shard: Shard
 
     def to_mapping(self) -> Mapping:
-        """Returns this rank's place."""
+        """Returns this rank's position."""
         one = self.shard
         return Mapping(
             world_size=one.tp_size * one.pp_size,

@@ -1,4 +1,4 @@
-"""The pool as connectors see it: ``cpu`` and ``to`` copy, even from a pool in host memory."""
+"""The view of a pool for connectors: its ``cpu`` and ``to`` copy even from host memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _apart(result: Tensor, source: Tensor) -> Tensor:
 
 
 def _within(result: Any, args: tuple[Any, ...]) -> Any:
-    """Returns `result`: parts of the pool as views of it, computed tensors as plain ones."""
+    """Returns `result`: parts of the pool as `PoolView`, computed tensors as plain tensors."""
     if isinstance(result, (tuple, list)) and any(isinstance(one, Tensor) for one in result):
         return type(result)([_within(one, args) for one in result])
     if not isinstance(result, Tensor) or (args and result is args[0]):

@@ -1,4 +1,4 @@
-"""The leader's half of a connector: what to load and save."""
+"""The leader's half of a connector, which decides what is loaded and saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class KvCacheConnectorScheduler(ABC):
     """Decides what is loaded and saved. Lives on the leader, rank 0; called on the engine's thread.
 
     Names and signatures are TensorRT-LLM's, so that its connectors run here by changing an import.
-    Methods marked *ours* have defaults. None may block for long: the engine waits.
+    Methods marked *ours* have defaults. No method may block for long, because the engine waits.
 
     An error that a method raises for one request ends that request, and its ``result()`` raises the
     error. `request_aborted` follows, and `request_finished` if the request holds blocks. An error
@@ -42,12 +42,13 @@ class KvCacheConnectorScheduler(ABC):
         return None
 
     def update_from_workers(self, metas: Sequence[object]) -> None:
-        """Takes what the ranks' `build_worker_meta` returned in this step (*ours*).
+        """Receives the results of the ranks' `build_worker_meta` in this step (*ours*).
 
-        Called once a step, idle steps too, before anything of the step is sampled or ends.
+        Called once a step, also in idle steps, before a token is sampled or a request ends.
 
         Args:
-            metas: by rank, without ``None``; often empty. Each one came through the communicator.
+            metas: the results by rank, without ``None``; often empty. All were sent through the
+                communicator.
         """
 
     @abstractmethod
@@ -57,24 +58,24 @@ class KvCacheConnectorScheduler(ABC):
         """Returns how many tokens beyond `num_computed_tokens` can be loaded.
 
         `num_computed_tokens` is a multiple of tokens_per_block. Called once per admission, after
-        the device match, and only when the pool has blocks for the request. True as second element
-        loads in the background: the request waits, the engine does not.
+        the device match, and only when the pool has blocks for the request. If the second element
+        is True, the load runs in the background: the request waits, the engine does not.
 
-        More than ``prompt_len - 1 - num_computed_tokens`` is cut. The answer is dropped if it
-        reaches no further than a partial match on the device, or if no load of this request may
+        A number above ``prompt_len - 1 - num_computed_tokens`` is reduced to that. The answer is
+        dropped if it ends within a partial match on the device, or if no load of this request may
         start now. Then ``request.num_connector_matched_tokens`` is 0 at `update_state_after_alloc`,
         and the connector may not load any of its blocks.
         """
 
     def load_overlaps(self, request: LlmRequest) -> bool:
-        """Returns whether the load that was just offered may overlap with computing (*ours*).
+        """Returns whether the load that was just reported may overlap with computing (*ours*).
 
-        Asked after `get_num_new_matched_tokens` answered with a load in the background. If True,
-        the load fills the blocks from the last one to the first, and the engine may compute the
-        tokens before them meanwhile. From then on the request may be in `new_requests` and
-        `cached_requests` although its load runs. Before a step computes, no worker may write to a
-        block with tokens before ``computed_position + num_scheduled_tokens`` any more. The load has
-        ended when all other blocks are there. Workers report `get_load_progress`.
+        Called after `get_num_new_matched_tokens` has returned a background load. If True, the load
+        fills the blocks from the last one to the first, and the engine may compute the tokens
+        before them meanwhile. From then on the request may be in `new_requests` and
+        `cached_requests` although its load runs. When a step computes, no worker may write any more
+        to blocks with tokens before ``computed_position + num_scheduled_tokens``. The load ends
+        when all other blocks are loaded. Workers report `get_load_progress`.
         """
         return False
 
@@ -82,8 +83,8 @@ class KvCacheConnectorScheduler(ABC):
     def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
         """Returns whether the blocks of `request`, which ended or was aborted, are to be kept.
 
-        The blocks are still there. True keeps them until every worker's `get_finished` has returned
-        the id as saved, however long that takes. While saves that were not returned within
+        The request still holds the blocks. True keeps them until every worker's `get_finished` has
+        returned the id as saved, without a time limit. While saves that were not returned within
         ``save_timeout_s`` hold blocks, all saves together get at most ``max_loading_fraction`` of
         the pool. For a request beyond that `request_aborted` is called instead, and its blocks may
         not be read any more.
@@ -91,19 +92,20 @@ class KvCacheConnectorScheduler(ABC):
 
     @abstractmethod
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """Takes the `block_ids` of `request`; called before `build_connector_meta` of the step.
+        """Receives the `block_ids` of `request`; called before `build_connector_meta` of the step.
 
-        Called once after each `get_num_new_matched_tokens` that led to an admission, never without.
+        Called once after each `get_num_new_matched_tokens` that led to an admission, and at no
+        other time.
         """
 
     def wait_for_initialization(self) -> None:
         """Blocks until the connector is ready; called once, before the first request (*ours*).
 
-        The worker of this rank has its pools by then, those of other ranks may not.
+        The worker of this rank has its pools by then; workers of other ranks may not.
         """
 
     def blocks_replaced(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """Takes the new `block_ids` of `request`: a load may still write to old ones (*ours*).
+        """Receives new `block_ids` of `request`: a load may still write to the old ones (*ours*).
 
         The request is in `new_requests` of the next step, once more if it was before.
         """
@@ -120,7 +122,7 @@ class KvCacheConnectorScheduler(ABC):
     def request_aborted(self, request: LlmRequest) -> None:
         """Handles an abort; `request_finished` follows if `request` holds blocks (*ours*).
 
-        Also called instead of `request_finished`; see there.
+        May also replace `request_finished`, as described there.
         """
 
     def load_failed(self, request: LlmRequest, num_valid_tokens: int) -> None:
@@ -130,7 +132,7 @@ class KvCacheConnectorScheduler(ABC):
         """Handles rejected last tokens; `block_ids` are the blocks that are still held (*ours*)."""
 
     def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
-        """Returns data for the client that comes with the result; called at the end (*ours*)."""
+        """Returns data that the client receives with the result; called at the end (*ours*)."""
         return None
 
     def take_events(self) -> Sequence[object]:

@@ -1,4 +1,4 @@
-"""The stream that a connector's worker is given: CUDA's, or on the CPU one that is always done."""
+"""The stream argument of a connector's worker: CUDA's, or on the CPU one that is always done."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Event = TypeVar("Event")
 
 
 class CpuEvent:
-    """A point of a `CpuStream`: passed as soon as it is recorded."""
+    """An event of a `CpuStream`, which has passed as soon as it is recorded."""
 
     def query(self) -> bool:
-        """Returns True: the point is passed."""
+        """Returns True: the event has passed."""
         return True
 
     def record(self, stream: object = None) -> None:

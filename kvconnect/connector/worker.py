@@ -1,4 +1,4 @@
-"""A rank's half of a connector: the transfers themselves."""
+"""A rank's half of a connector, which makes the transfers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class KvCacheConnectorWorker(ABC):
         self._metadata: object = None
 
     def bind_connector_meta(self, metadata: object) -> None:
-        """Takes the leader's instructions for this step, also as ``self._metadata``."""
+        """Receives the leader's instructions for this step, and sets ``self._metadata`` to them."""
         self._metadata = metadata
 
     def get_connector_meta(self) -> object:
-        """Returns the instructions that are bound now; ``None`` between steps."""
+        """Returns the bound instructions; ``None`` between steps."""
         return self._metadata
 
     def clear_connector_meta(self) -> None:
@@ -40,13 +40,13 @@ class KvCacheConnectorWorker(ABC):
 
     @abstractmethod
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
-        """Takes the pool, ``[num_blocks, num_layers, kv_factor, elements]``; called once, first.
+        """Receives the pool, ``[num_blocks, num_layers, kv_factor, elements]``; called once, first.
 
         If the pool is in host memory, ``.cpu()`` of a part of it is a copy, too.
         """
 
     def register_kv_cache_layout(self, pools: Sequence[KvCachePool]) -> None:
-        """Takes the pools, one for each pool group, in their order (*ours*).
+        """Receives the pools, one for each pool group, in their order (*ours*).
 
         Called instead of `register_kv_caches`, to which the default forwards a single pool. A pool
         of a sliding window counts as several: its blocks come chunk by chunk and are freed when the
@@ -72,11 +72,14 @@ class KvCacheConnectorWorker(ABC):
 
     @abstractmethod
     def wait_for_layer_load(self, layer_idx: int, stream: ForwardStream) -> None:
-        """Makes the loaded part of layer `layer_idx` readable on `stream`. Ascending."""
+        """Makes the loaded part of layer `layer_idx` readable on `stream`.
+
+        Called in ascending order.
+        """
 
     @abstractmethod
     def save_kv_layer(self, layer_idx: int, stream: ForwardStream) -> None:
-        """Saves a layer, whose KV is written or enqueued on `stream`: order copies behind it."""
+        """Saves a layer whose KV is written or enqueued on `stream`; orders copies behind that."""
 
     @abstractmethod
     def wait_for_save(self, stream: ForwardStream) -> None:
@@ -92,13 +95,13 @@ class KvCacheConnectorWorker(ABC):
     ) -> tuple[list[int], list[int]]:
         """Returns the requests whose background saves and loads have ended since the last call.
 
-        Called once a step, idle steps too. `finished_gen_req_ids` began to save (`request_finished`
-        was True), `started_loading_req_ids` to load; each id comes in once, and may be returned
-        from then on, once.
+        Called once a step, idle steps too. The save of `finished_gen_req_ids` has begun
+        (`request_finished` returned True), and the load of `started_loading_req_ids`. Each id is
+        passed once, and is returned once, in this call or later.
 
-        On one rank this is the last call of a step, as in TensorRT-LLM: the step in which a request
-        ends passes in its id. Several ranks are asked before anything is sampled, and pass it in
-        with the next step, which follows at once.
+        With one rank this is the last call of a step, as in TensorRT-LLM: a request's id is passed
+        in the step in which the request ends. With several ranks it is called before tokens are
+        sampled, and the id is passed in the next step, which follows at once.
         """
 
     def register_forward_pass_callable(self) -> Callable[[], None] | None:
@@ -106,28 +109,28 @@ class KvCacheConnectorWorker(ABC):
         return None
 
     def get_failed(self) -> list[TransferFailure]:
-        """Returns the transfers that will not finish (*ours*).
+        """Returns the transfers that failed (*ours*).
 
-        Called after each forward pass, before anything of it is sampled, which is the last time for
-        loads of the step itself; and after `get_finished`.
+        Called after each forward pass, before its tokens are sampled: failures of synchronous loads
+        must be returned there. Called again after `get_finished`.
         """
         return []
 
     def get_load_progress(self) -> Mapping[int, int]:
-        """Returns how far loads that overlap with computing have come (*ours*).
+        """Returns the progress of loads that overlap with computing (*ours*).
 
         Called after each `get_failed`; must not block. Maps a request's id to a position: every
         token from there to the end of the load is in the blocks. A position never grows. The last
-        one comes with the id in `get_finished` or `get_failed`, or before.
+        position is returned no later than the id in `get_finished` or `get_failed`.
         """
         return {}
 
     def get_load_times(self) -> Mapping[int, Sequence[tuple[int, float]]]:
-        """Returns when loads of `get_load_progress` came how far, since the last call (*ours*).
+        """Returns the times of the progress of loads since the last call (*ours*).
 
-        Pairs of a position and the seconds from the load's start, in order. The engine predicts
-        loads by them. By default those of which it hears while it computes seem slower than they
-        are.
+        The result has, by request id, pairs of a position and the seconds since the load's start,
+        in order. The engine predicts loads from them. With the default, loads that progress during
+        a forward pass seem slower than they are.
         """
         return {}
 
@@ -139,20 +142,20 @@ class KvCacheConnectorWorker(ABC):
         return None
 
     def request_reset(self, request_id: int, num_committed: int) -> None:
-        """Finishes with the blocks of a request, which are freed when this returns (*ours*).
+        """Ends all use of the blocks of a request, which are freed when this returns (*ours*).
 
         The request was preempted or sent back. Called between two forward passes. As after
         `wait_for_save`, every byte that is read from the blocks has left them then, or the stream
         of the forward passes waits for that.
 
         Args:
-            request_id: whose; it may come again, with other blocks.
-            num_committed: its leading tokens that are valid. Of a sliding window it holds only the
-                blocks that this position needs.
+            request_id: the id of the request, which may be admitted again with other blocks.
+            num_committed: the request's leading valid tokens. In the pool of a sliding window it
+                holds only the blocks that this position needs.
         """
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Takes `wakeup`, which may be called from any thread when a transfer finished (*ours*).
+        """Receives `wakeup`, which may be called from any thread when a transfer ends (*ours*).
 
         A class that calls it sets ``wakes = True``; others are polled.
         """
@@ -160,7 +163,7 @@ class KvCacheConnectorWorker(ABC):
     wakes: bool = False
 
     def cancel(self, request_id: int) -> None:
-        """Cancels a load that no request awaits; `get_finished` still returns its id (*ours*)."""
+        """Cancels a load whose request ended; `get_finished` still returns its id (*ours*)."""
 
     def shutdown(self) -> None:
         """Finishes staged work, and releases everything; idempotent (*ours*)."""

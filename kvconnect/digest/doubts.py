@@ -53,7 +53,7 @@ class Doubt(StrEnum):
     )
     ADAPTER_ATTACHED = "adapter_attached", "an adapter is attached that the model's name leaves out"
 
-    # What a pass computes.
+    # The computation of a pass.
     BIDIRECTIONAL = "bidirectional", "the model's attention also looks ahead"
     WINDOW_UNSEEN = "window_unseen", "a window of the configuration is not passed to attention"
     POSITIONS = "positions", "positions depend on more than the tokens before them"
@@ -70,7 +70,7 @@ class Doubt(StrEnum):
     OTHER_TOKENS = "other_tokens", "other tokens are computed than prefill() was given"
     CROPPED = "cropped", "the cache was cropped or rearranged"
 
-    # What comes with a request.
+    # The inputs of a request.
     USER_IDENTIFIER = (
         "user_identifier",
         "an input has an identifier of the user's, which says nothing of its content",

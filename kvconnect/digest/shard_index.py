@@ -46,7 +46,7 @@ def chooses(index: str, content: bytes, weights: Collection[str], opened: Opened
     if not placed:
         return False
     folder, name = PurePosixPath(index).parent, PurePosixPath(index).name
-    whole = name.partition(".index.")[0]  # as the file is called if there are no shards
+    whole = name.partition(".index.")[0]  # the name of the file without shards
     stem, _, ending = whole.rpartition(".")
     paths = {file: (folder / file).as_posix() for file in set(placed.values())}
     named = set(paths.values())

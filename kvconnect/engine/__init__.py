@@ -3,7 +3,7 @@
 Imports the connector and the cache manager's interface, never a store (`kvconnect.backends`). Begin
 with `llm` and `generation` (what users call), then `options` and `assembly` (what an engine is made
 of), `thread` and `engine` (the path of a request through one step), `scheduler`, `sampling`. Below
-them are `request` (a request from prompt to output) and `model` (the forward pass), which know
-neither of these but drafts. `checkpoint` loads a model from its directory, `ranks` divides an
+them are `request` (a request from prompt to output) and `model` (the forward pass), which import
+none of these except drafts. `checkpoint` loads a model from its directory, `ranks` divides an
 engine among processes.
 """

@@ -42,12 +42,12 @@ class Assembly:
 
     Attributes:
         loaded: the model, its tokenizer and digest.
-        geometry: how its layers lie in the cache.
+        geometry: the layout of its layers in the cache.
         kv: the cache manager.
-        scheduler: over `kv`.
+        scheduler: the scheduler over `kv`.
         intake: makes requests.
-        engine: steps; no thread owns it yet.
-        inbox: of the engine's thread; rung when a transfer ended.
+        engine: runs the steps; no thread owns it yet.
+        inbox: the inbox of the engine's thread; rung when a transfer ended.
     """
 
     loaded: LoadedModel
@@ -65,8 +65,8 @@ def assembled(options: EngineOptions) -> Assembly:
     Raises:
         ConfigurationError: the model cannot be loaded or served, the store cannot be opened.
         ModelChanged: a file of the model changed while it was loaded.
-        RankLost: the process of a rank ended meanwhile; names it.
-            Nothing is left running after any of them.
+        RankLost: the process of a rank ended meanwhile; names it. After each of these errors,
+            nothing is left running.
     """
     leader = _leader(options)
     try:
@@ -131,7 +131,7 @@ def _with_states(options: EngineOptions) -> EngineOptions:
     """Returns `options` for a model with recurrent layers, whose states no connector moves.
 
     Raises:
-        ConfigurationError: drafts are asked for.
+        ConfigurationError: the options enable drafts.
     """
     if options.speculation is not None:
         raise ConfigurationError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Imported for its order: it stops all executors at exit, and what is registered later runs earlier.
+# Imported first: it stops all executors at exit, and functions registered later run earlier.
 import concurrent.futures.thread  # noqa: F401
 import logging
 import threading
@@ -35,5 +35,5 @@ def _close_all() -> None:
             _log.error("an engine did not close at exit: %s", error, exc_info=error)
 
 
-# `atexit` is too late: executors take no more work then, and a store may need one to drain.
+# `atexit` is too late: executors refuse work by then, and a store may need one to drain.
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""A connector as the engine attaches and uses it, and its substitute where there is none."""
+"""The connector that the engine drives, and its substitute in an engine without one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Attachment", "Connector", "NoConnector", "config_of"]
 
 
 class NoConnector:
-    """The part of `KvCacheConnectorManager` that the engine drives, where none is attached.
+    """The substitute of `KvCacheConnectorManager` in an engine without connector.
 
     It only begins the steps of the other ranks, so that the engine needs no condition.
 
     Args:
-        communicator: of all ranks; by default there is one.
+        communicator: the communicator of all ranks; by default there is one.
     """
 
     def __init__(self, communicator: Communicator | None = None) -> None:
@@ -37,7 +37,7 @@ class NoConnector:
         """Does nothing: there are no loads."""
 
     def take_errors(self) -> dict[int, Exception]:
-        """Returns none."""
+        """Returns an empty mapping."""
         return {}
 
     def begin_step(self, batch: ScheduledBatch, work: object = None) -> None:
@@ -65,7 +65,7 @@ class NoConnector:
         return StepOutcome()
 
     def request_finished(self, request: LlmRequest, *, aborted: bool = False) -> bool:
-        """Returns False: the blocks may go."""
+        """Returns False: the blocks may be freed."""
         return False
 
     def request_reset(self, request: LlmRequest) -> None:
@@ -75,7 +75,7 @@ class NoConnector:
         """Does nothing."""
 
     def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
-        """Returns None: nothing travels."""
+        """Returns None: there is no data for the client."""
         return None
 
     def expects_news(self) -> bool:
@@ -94,14 +94,14 @@ Attachment: TypeAlias = KvCacheConnectorManager | NoConnector
 """The connector as the engine drives it."""
 
 Connector: TypeAlias = KvCacheConnectorConfig | Backend | str | Mapping[str, object]
-"""The connector as a user gives it: a configuration, its fields, a store, or a store's URL."""
+"""The user's connector argument: a configuration, its fields, a store, or a store's URL."""
 
 
 def config_of(connector: Connector | None) -> KvCacheConnectorConfig | None:
     """Returns `connector` as a configuration.
 
     Raises:
-        ConfigurationError: see `KvCacheConnectorConfig`.
+        ConfigurationError: raised by `KvCacheConnectorConfig`.
     """
     if isinstance(connector, str):
         return KvCacheConnectorConfig(url=connector)

@@ -23,15 +23,15 @@ _WORTH = 0.25
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A load that its request computes beside.
+    """A running load, beside which its request computes.
 
     Attributes:
         load: its progress, in tokens.
-        started: when it started, on the monotonic clock.
+        started: the monotonic time of its start.
         start: the computed tokens at that time.
-        predicted_s: when it was first predicted to meet what is computed, in seconds since its
+        predicted_s: the first prediction of when load and computing meet, in seconds since its
             start.
-        alone: computing beside it would hardly save time.
+        alone: true if computing beside it would hardly save time.
     """
 
     load: RunningLoad
@@ -42,12 +42,12 @@ class _Running:
 
 
 class BesideLoads:
-    """The pace of the engine's steps and of its loads, and the chunks that follow from them.
+    """The measured pace of the engine's steps and loads, and the chunks derived from it.
 
-    Belongs to the engine's thread. Loads that do not overlap with computing are not in it.
+    Belongs to the engine's thread. Covers only loads that overlap with computing.
 
     Args:
-        max_num_tokens: of a step.
+        max_num_tokens: the most tokens of a step.
         num_prompts: returns how many prompts are not computed yet, at least 1.
     """
 
@@ -60,7 +60,7 @@ class BesideLoads:
         self._look_again: float | None = None
 
     def is_worth(self, request: LlmRequest, match: ExternalMatch) -> bool:
-        """Returns whether to start the load of `match`: whether it may bring a block in time."""
+        """Returns whether to start the load of `match`: it may load a block before its turn."""
         if not match.overlaps:
             return True
         prompt = _prompt(request, position=match.position, loaded_from=match.end, end=match.end)
@@ -106,13 +106,13 @@ class BesideLoads:
     def chunk(self, request: LlmRequest, budget: int, *, alone: bool) -> int:
         """Returns how many tokens of `request` to compute in the next step, in whole blocks.
 
-        At most `budget` tokens, and none that the load has brought. They go beyond the load if it
-        has brought nothing.
+        The chunk has at most `budget` tokens, none of them loaded already. It extends beyond the
+        load if no block of the load has arrived.
 
         Args:
-            request: its load runs.
-            budget: the step's tokens that no other request takes.
-            alone: the step computes none that do not load.
+            request: a request whose load runs.
+            budget: the step's tokens that no other request uses.
+            alone: true if the step computes no other kind of request.
         """
         running = self._running[request.request_id]
         seconds = self._hear(request, running)
@@ -136,7 +136,7 @@ class BesideLoads:
         return chunk.tokens
 
     def end(self, request: LlmRequest) -> None:
-        """Removes the load of `request`, which ended or has no request any more."""
+        """Removes the load of `request`; the load or the request has ended."""
         running = self._running.pop(request.request_id, None)
         if running is None:
             return
@@ -151,7 +151,7 @@ class BesideLoads:
             count("engine.load.predicted", seconds=running.predicted_s, took=seconds)
 
     def _hear(self, request: LlmRequest, running: _Running) -> float:
-        """Adds how far the load came; returns the seconds since its start."""
+        """Records the load's progress; returns the seconds since its start."""
         for loaded_from, seconds in request.load_times:
             running.load.progress(request.load_end - loaded_from, seconds)
         request.load_times.clear()
@@ -162,7 +162,7 @@ class BesideLoads:
     def note_step(self, plan: Iterable[SequenceStep], started: float, device: torch.device) -> None:
         """Adds a step that computed `plan` on `device`; it began at `started` (``perf_counter``).
 
-        Waits for the device if a load runs beside it.
+        If a load runs beside the step, it waits for the device.
         """
         if device.type == "cuda" and self._running:
             torch.cuda.current_stream(device).synchronize()
@@ -173,7 +173,7 @@ class BesideLoads:
         self._steps.record(tokens, context, time.perf_counter() - started)
 
     def wait_seconds(self) -> float | None:
-        """Returns the seconds until a silent load is to be looked at again; ``None``: none is."""
+        """Returns the seconds until a silent load is due for a check; ``None``: none is."""
         return None if self._look_again is None else max(0.0, self._look_again - time.monotonic())
 
     def _note(self, request: LlmRequest, running: _Running, chunk: Chunk, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Lets prompts that begin alike wait until one has computed the common part, and reuse it."""
+"""Makes prompts with a common beginning wait until one has computed it, and reuse its blocks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class _Beginning(NamedTuple):
 
 
 class CommonPrefixes:
-    """The prompts that one step computes, by their beginning.
+    """The prompts that one step computes, by their first block.
 
-    A request is held back only for one that computes in this very step, and whose chunk ends where
-    their prompts differ, or for one whose load overlaps with computing and is not more than twice
-    as long as their common tokens. So it never waits for anything that may not come. While held
-    back, it has no blocks.
+    A request waits for another one only in two cases. The other computes in this step, and its
+    chunk ends where the prompts differ. Or the other's load overlaps with computing, and is at most
+    twice as long as the common tokens. So a request waits only for tokens that are certain to be
+    computed. A waiting request holds no blocks.
 
     Args:
         kv: publishes what a step computed, and predicts what a request could reuse then.
-        enabled: else no request is held back, and no chunk ends early.
+        enabled: if false, no request waits for another, and no chunk ends early.
     """
 
     def __init__(self, kv: BaseKVCacheManager, *, enabled: bool = True) -> None:
@@ -56,9 +56,9 @@ class CommonPrefixes:
                 others.remove(request)
 
     def hold_back(self, request: LlmRequest) -> bool:
-        """Returns whether waiting `request` could reuse more after this step, and so should wait.
+        """Returns whether `request` could reuse more tokens after this step, and so should wait.
 
-        The request that computes those tokens gets an `end`.
+        The chunk of the request that computes those tokens gets an `end`.
         """
         beginning = _beginning(request)
         others = () if beginning is None else self._computing.get(beginning, ())
@@ -78,14 +78,14 @@ class CommonPrefixes:
     def end(self, request: LlmRequest, start: int) -> int:
         """Returns the end of the chunk of `request` from token `start` on.
 
-        It lies before its last token if another request waits for the tokens before it.
+        The end is that of the tokens that another request waits for, if one does.
         """
         end = self._ends.get(request.request_id, 0)
         return end if end > start else request.num_tokens
 
 
 def brings_prefix(request: LlmRequest) -> bool:
-    """Returns whether `request` computes its prompt now, or loads it beside computing."""
+    """Returns whether `request` computes its prompt now, perhaps beside a load."""
     return request.state is RequestState.CONTEXT or request.load_end > 0
 
 

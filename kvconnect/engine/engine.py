@@ -1,4 +1,4 @@
-"""Runs the steps of the engine: computes, and processes the results."""
+"""Runs the steps of the engine: computes tokens, and processes the results."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ __all__ = ["Engine"]
 class Engine:
     """Runs requests to their end, step by step. One thread owns it, see `EngineThread`.
 
-    An error that concerns one request, in the connector or here, ends that request. So does an
-    error of the cache manager that is to admit one, if the manager declares that it concerns no
-    other (`BaseKVCacheManager.raises_for_requests`). An error that concerns a whole step is raised,
-    and no step may follow: see `fail_all`.
+    An error of one request, in the connector or here, ends that request. So does an error of the
+    cache manager at an admission, if the manager declares that its errors belong to one request
+    (`BaseKVCacheManager.raises_for_requests`). An error of a whole step is raised, and no step may
+    follow: see `fail_all`.
 
     Args:
-        model: computes.
+        model: the model.
         kv: the cache manager.
-        connector: takes part in every step.
-        scheduler: over the same `kv`.
-        layers: memory of `kv`.
+        connector: the connector, called in every step.
+        scheduler: the scheduler over the same `kv`.
+        layers: the memory of each layer in `kv`.
         followers: the other ranks; by default there are none.
-        states: of recurrent layers; by default the model has none.
+        states: the states of recurrent layers; by default the model has none.
         explainer: explains why prompts were not reused.
 
     Attributes:
-        stats: counts so far, and what the engine holds now.
+        stats: the counts since the start, and the present numbers of requests and blocks.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class Engine:
     def step(self) -> bool:
         """Runs one step of the engine.
 
-        Returns False if it had no effect, so that there is time to sleep.
+        Returns False if the step had no effect, so that the caller can sleep.
         """
-        # schedule: admit what fits, allocate, share out the budget of tokens
+        # schedule: admit requests that fit, allocate blocks, divide the budget of tokens
         batch = self._schedule()
         self._explainer.admitted(batch)
         failed = self._live.end_failed(batch)
         plan = self._plan(batch.requests)
-        # connect: tell the other ranks and the connector, start its loads
+        # connect: send the step to the other ranks and the connector, start its loads
         scheduled = bool(batch.requests or batch.loading_requests)
         if scheduled:
             self._connector.begin_step(batch, self._followers.work(plan))
@@ -106,16 +106,16 @@ class Engine:
             self._connector.begin_idle_step(self._followers.work(()))
         else:
             self._followers.wait()
-            self._live.recount_blocks()  # those of requests that were aborted are free
+            self._live.recount_blocks()  # the saves of aborted requests are withdrawn
             return failed or self._unblock()
-        # forward: each layer waits for its loads, writes K/V, attends, hands it on for saving
+        # forward: each layer waits for its loads, writes K/V, attends, and is saved
         started = time.perf_counter()
         logits = self._forward(plan)
-        # agree: whatever failed to load gets nothing from this step
+        # agree: a request whose load failed gets no token from this step
         failed_loads = self._connector.agree() if scheduled else {}
         self._score_prompts(plan, logits)
         prefilled = self._advance(batch, failed_loads)
-        # sample: append tokens, publish what they filled, stream them, finish
+        # sample: append tokens, publish filled blocks, stream tokens, finish requests
         runs = self._sample(plan, batch, logits)
         self._scheduler.beside_loads.note_step(plan, started, self._model.device)
         self._kv.update_resources(batch)
@@ -123,7 +123,7 @@ class Engine:
             self._emit(run)
         for live in prefilled:
             self._live.finish(live, "length")
-        # settle: loaded requests resume, saved ones give their blocks back
+        # settle: loaded requests resume, the blocks of saved requests are freed
         outcome = self._connector.end_step()
         self._settle(outcome)
         failed |= self._live.end_failed()
@@ -150,19 +150,19 @@ class Engine:
         """Ends every request now."""
         for live in self._live:
             self.abort(live.request.request_id)
-        if self._connector.expects_news():  # tell the workers what these have left to save
+        if self._connector.expects_news():  # sends workers the remaining saves
             self._connector.begin_idle_step(self._followers.work(()))
             self._settle(self._connector.end_step())
 
     def reset_cache(self) -> bool:
-        """Drops all cached blocks; returns False if some are in use, and nothing was dropped."""
+        """Drops all cached blocks; returns False and drops none if some are in use."""
         try:
             return self._kv.reset()
         finally:
             self._live.recount_blocks()
 
     def fail_all(self, error: BaseException) -> None:
-        """Ends every request by `error`; nothing is released, and no step may follow."""
+        """Ends every request by `error`, without releasing blocks; no step may follow."""
         self._live.fail_all(error)  # from another thread, if this one is stuck
 
     def sizes(self) -> dict[str, float]:
@@ -170,7 +170,7 @@ class Engine:
         return self._live.sizes()
 
     def wait_seconds(self) -> float | None:
-        """Returns how long to sleep after a step without effect; ``None``: until there is news."""
+        """Returns the seconds to sleep after a step without effect; ``None``: until a wakeup."""
         look = self._scheduler.beside_loads.wait_seconds()
         waits = (self._connector.wait_seconds(), self._followers.longest_wait_s, look)
         return min((wait for wait in waits if wait is not None), default=None)
@@ -194,7 +194,7 @@ class Engine:
     def _schedule(self) -> ScheduledBatch:
         """Returns the next batch.
 
-        The last admitted request is preempted for those that run longer.
+        If blocks run out, the last admitted request is preempted.
         """
         while True:
             try:
@@ -202,7 +202,7 @@ class Engine:
             except OutOfBlocks:
                 victim = self._scheduler.last_admitted()
                 if victim is None:
-                    return ScheduledBatch()  # until others' transfers give blocks back
+                    return ScheduledBatch()  # until other requests' transfers end and free blocks
                 self._send_back(victim)
 
     def _plan(self, requests: Sequence[LlmRequest]) -> tuple[SequenceStep, ...]:
@@ -236,9 +236,9 @@ class Engine:
     def _advance(self, batch: ScheduledBatch, failed_loads: dict[int, int]) -> list[LiveRequest]:
         """Advances each request's valid position, except where its load failed.
 
-        Returns the requests that end here, since nothing is to be sampled. Their last token does
-        not count as computed: no token follows it, and windows keep what a request that continues
-        from there needs to compute it again.
+        Returns the requests that end here, because they generate no token. Their last token does
+        not count as computed, so that windows keep the blocks needed to compute it again in a
+        request that continues the prompt.
         """
         prefilled = []
         for request in batch.requests:
@@ -251,7 +251,7 @@ class Engine:
             if request.state is not RequestState.GENERATION:
                 request.computed_tokens += request.num_scheduled_tokens
                 self._explainer.computed(request)
-            # Drafts count once they are verified.
+            # Drafts count as computed once they are verified.
             known = request.num_scheduled_tokens - len(request.draft_tokens)
             end = first_scheduled_token(request) + known
             if request.sampling_params.max_tokens == 0 and end == request.num_tokens:
@@ -271,7 +271,7 @@ class Engine:
     # ------------------------------------------------------------------ sample
 
     def _score_prompts(self, plan: tuple[SequenceStep, ...], logits: Tensor | None) -> None:
-        """Notes the log probabilities of prompts' tokens, where requests ask for them."""
+        """Records the log probabilities of prompts' tokens for the requests that want them."""
         stop = 0
         for one in plan:
             start, stop = stop, stop + one.num_wanted
@@ -304,7 +304,7 @@ class Engine:
         if not owners:
             return []
         rows, requests = [row for row, _ in owners], [request for _, request in owners]
-        # Requests with drafts are greedy: each of their rows is chosen from on its own.
+        # Requests with drafts are greedy, so each of their rows is independent.
         wanted = logits if len(rows) == len(logits) else logits[rows]
         tokens = self._sampler.sample(wanted, requests)
         runs = []
@@ -373,7 +373,7 @@ class Engine:
             self._send_back(victim)
 
     def _send_back(self, request: LlmRequest) -> None:
-        """Preempts: computed blocks stay in the cache until others need them."""
+        """Preempts `request`; its computed blocks stay cached until others need the memory."""
         self._connector.request_reset(request)
         self._kv.free_resources(request)
         self._scheduler.put_back(request)
@@ -381,7 +381,7 @@ class Engine:
         self.stats.preemptions += 1
 
     def _unblock(self) -> bool:
-        """Fails the next request, which never fits: nothing runs and no transfer frees blocks."""
+        """Fails the next request: it never fits, none runs, and no transfer will free blocks."""
         scheduler = self._scheduler
         request = next(iter([*scheduler.running, *scheduler.waiting]), None)
         if request is None:

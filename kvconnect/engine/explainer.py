@@ -1,4 +1,4 @@
-"""Finds out why prompt tokens are computed and not reused, from a bounded memory of blocks."""
+"""Finds the reasons why prompt tokens are computed and not reused, from a bounded memory."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Explainer:
     """Explains the prompts of one engine. Belongs to the engine's thread.
 
     A prompt is explained when it is admitted for the first time. Its blocks are remembered when its
-    request ends: as computed, and whether they were saved. Memory is bounded: about 6 MiB, of which
-    pages are used as blocks come. Nothing is done for a token that is generated.
+    request ends: as computed, and whether they were saved. Memory is bounded by about 6 MiB, whose
+    pages are touched as blocks are added. Generated tokens cost nothing.
 
     Args:
         kv: knows what is cached now.
-        connector: of the engine; ``None``: there is no store.
-        reuses: the engine's cache reuses blocks.
+        connector: the connector of the engine; ``None``: there is no store.
+        reuses: true if the engine's cache reuses blocks.
         clock: returns seconds.
     """
 
@@ -55,8 +55,8 @@ class Explainer:
         self._clock = clock
         self._started = clock()
         self._fingerprints: Fingerprinter | None = None
-        self._own = KeyMemory()  # in their namespaces: state, and when it was computed
-        self._anywhere = KeyMemory()  # the same tokens in any namespace: which was the last
+        self._own = KeyMemory()  # blocks in their namespaces: state, and the time of computing
+        self._anywhere = KeyMemory()  # the same tokens in any namespace: the last namespace
         self._distinct = DistinctKeys()
         self._namespaces: list[tuple[bytes, int | str | None, str | int | None]] = []
         self._numbers: dict[bytes, int] = {}
@@ -75,19 +75,19 @@ class Explainer:
                     account.reach(request.num_computed_tokens, reused=True)
 
     def computed(self, request: LlmRequest) -> None:
-        """Notes that a step has computed the scheduled tokens of `request`, a part of its prompt.
+        """Records that a step has computed the scheduled prompt tokens of `request`.
 
-        A load that was a part of the step brought the tokens before them.
+        A load within the step has filled the tokens before them.
         """
         start = first_scheduled_token(request)
         request.account.reach(start, reused=True)
         request.account.reach(start + request.num_scheduled_tokens, reused=False)
 
     def ended(self, request: LlmRequest) -> dict[str, float]:
-        """Remembers the blocks of `request`, which ended; returns its tokens by outcome.
+        """Records the blocks of the ended `request`; returns the number of its tokens by outcome.
 
-        The keys are ``<outcome>_tokens``, and ``ceiling_tokens``: those that an endless cache would
-        have brought, as far as the estimate has grown.
+        The keys are ``<outcome>_tokens``, and ``ceiling_tokens``: the tokens that a cache without
+        limits would have reused, by an estimate.
         """
         account = request.account
         counts: dict[str, float] = {}
@@ -132,7 +132,7 @@ class Explainer:
     def _forgotten(
         self, found: npt.NDArray[np.int64], base: int, size: int, last: int
     ) -> Iterator[Span]:
-        """Yields spans up to the last block that this engine had; the first is of block `base`."""
+        """Yields the spans from block `base` to the last block that this engine once had."""
         there = np.flatnonzero(found >= 0)
         if not len(there):
             return
@@ -157,7 +157,7 @@ class Explainer:
     def _elsewhere(
         self, request: LlmRequest, anywhere: Fingerprints, at: int, last: int
     ) -> Iterator[Span]:
-        """Yields the span from `at` on that another namespace had."""
+        """Yields the span from `at` on that another namespace once had."""
         size = request.key_chain.tokens_per_block
         mine = self._number(request.namespace)  # first: it may forget all others
         found = self._anywhere.find(anywhere[at // size :])
@@ -171,14 +171,14 @@ class Explainer:
                 yield Span(at, end, Outcome.NAMESPACE, ", ".join(differing))
 
     def _rest(self, request: LlmRequest, at: int, last: int, full_end: int) -> Iterator[Span]:
-        """Yields the spans from `at` on, which no cache had as far as is remembered."""
+        """Yields the spans from `at` on, which no cache had, as far as recorded."""
         account = request.account
         found = self._kv.nearest_cached(request)
         places = [account.divergence] if account.divergence else []
         if found is not None:
             places.append((found[0], tuple(found[1].tolist())))
         place = max(places, default=None)
-        # A part of a block before the place is there, and cannot be reused.
+        # Part of the block is cached, but cannot be reused.
         if place is not None and place[0] > 0 and at <= place[0] < last:
             account.divergence = place
             yield Span(at, place[0], Outcome.TAIL)
@@ -205,7 +205,7 @@ class Explainer:
         own = self._in_namespace(anywhere, request.namespace)
         self._distinct.add(own[prompt_end:])
         self._anywhere.add(anywhere, self._number(request.namespace))
-        # What was reused keeps the time when it was computed.
+        # A reused block keeps the time when it was computed.
         first = account.reused_from_start() // size
         kept = own[:first][self._own.find(own[:first]) < 0] if first else own[:0]
         tail = self._in_namespace(tail, request.namespace)

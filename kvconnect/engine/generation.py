@@ -1,4 +1,4 @@
-"""The methods of an `LLM` for prompts: at once, in a chat, one by one, in coroutines."""
+"""The methods of an `LLM` that take prompts: batches, chats, single ones, coroutines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Generation:
     Every method may be called from any thread.
 
     Attributes:
-        tokenizer: of the model; ``None`` if its directory has none.
+        tokenizer: the tokenizer of the model; ``None`` if its directory has none.
     """
 
     tokenizer: Tokenizer | None
@@ -61,7 +61,7 @@ class Generation:
         cache: Caching | Sequence[Caching | None] | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> list[RequestOutput]:
-        """Answers `prompts`, texts or token ids, all at once; blocks until the last one ended.
+        """Generates completions of `prompts` together; blocks until the last one has ended.
 
         Args:
             prompts: one or several; one is answered by a list of one. Each is text, token ids, or a
@@ -81,11 +81,12 @@ class Generation:
                 of these requests become a part of; see `kvconnect.otel`.
 
         Raises:
-            ConfigurationError: a prompt or a setting is wrong; nothing was started.
-            EngineClosed: the engine takes no more requests, or this process was forked from its.
-            Exception: what the connector raised for one of these requests; the others go on.
-            BaseException: what stopped the engine, or interrupted the wait (Ctrl-C); these requests
-                are aborted.
+            ConfigurationError: a prompt or a setting is wrong; no request was started.
+            EngineClosed: the engine accepts no more requests, or this process was forked from the
+                engine's.
+            Exception: the connector's error for one of these requests; the others continue.
+            BaseException: the error that stopped the engine, or interrupted the wait (Ctrl-C); the
+                requests are aborted.
         """
         several = as_prompts(prompts)
         given: dict[str, Any] = {
@@ -120,20 +121,21 @@ class Generation:
         chat_template_kwargs: Mapping[str, object] | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[RequestOutput]:
-        """Answers conversations, put into the model's chat template; see `generate`.
+        """Generates answers to conversations in the model's chat template; see `generate`.
 
         Args:
             messages: a conversation, or several: lists of dicts with ``role`` and ``content``.
             sampling_params: as in `generate`, one for all, or one for each conversation.
             chat_template: a Jinja template instead of the model's own.
-            add_generation_prompt: end the prompt with what begins the model's answer.
+            add_generation_prompt: end the prompt with the beginning of the model's answer.
             continue_final_message: leave the last message open, so that the answer continues it.
-            tools: JSON schemas of functions that the template tells the model of.
+            tools: JSON schemas of functions that the template shows the model.
             chat_template_kwargs: further variables for the template.
-            options: those of `generate`.
+            options: further arguments of `generate`.
 
         Raises:
-            ConfigurationError: also if the model has no chat template, or it refuses the messages.
+            ConfigurationError: raised as by `generate`; or the model has no chat template, or the
+                template refuses the messages.
         """
         prompts = [
             self.chat_prompt(
@@ -149,10 +151,10 @@ class Generation:
         return self.generate(prompts, sampling_params, **options)
 
     def chat_prompt(self, messages: Conversation, **how: Unpack[ChatOptions]) -> Prompt:
-        """Returns the prompt that `chat` answers, for `submit`, `stream` and `generate_async`.
+        """Returns the prompt of a conversation, for `submit`, `stream` and `generate_async`.
 
         Raises:
-            ConfigurationError: as `chat` does.
+            ConfigurationError: raised as by `chat`.
         """
         for name in how.keys() - ChatOptions.__annotations__.keys():
             raise ConfigurationError(
@@ -163,7 +165,7 @@ class Generation:
         return {"prompt_token_ids": ChatFormat(**how).tokens(messages, self.tokenizer, most=most)}
 
     def fitting(self, prompt: Prompt, sampling_params: Params) -> Prompt:
-        """Returns the token ids of `prompt`, for `submit`, once it is known to fit.
+        """Returns the token ids of `prompt` for `submit`, after checking that they fit.
 
         Raises:
             ConfigurationError: `submit` would refuse `prompt` with `sampling_params`.
@@ -189,7 +191,7 @@ class Generation:
 
         Args:
             prompt: text or token ids, or a dict of either.
-            sampling_params: how to go on from it.
+            sampling_params: how to continue it.
             cache_salt: as in `generate`.
             lora_id: as in `generate`.
             extra_key: as in `generate`.
@@ -235,8 +237,8 @@ class Generation:
     ) -> Iterator[StreamChunk]:
         """Starts one request and iterates over its output; see `submit`.
 
-        It starts at once, not with the first ``next``. Leaving the iteration early aborts the
-        request.
+        The request starts at once, not with the first ``next``. Leaving the iteration early aborts
+        the request.
         """
         handle = self.submit(prompt, sampling_params, **options)
         chunks = _abort_when_left(handle)
@@ -294,7 +296,7 @@ class Generation:
     def _post(self, lives: Sequence[LiveRequest]) -> RequestHandle:
         siblings = Siblings(lives, self._thread.post, self._thread.abort)
         siblings.start()
-        # The handle keeps the engine open, and what the engine itself holds does not.
+        # The handle keeps the engine open; the objects that the engine holds do not.
         return RequestHandle(lives, partial(self._abort, siblings))
 
     def _abort(self, siblings: Siblings) -> None:
@@ -327,7 +329,7 @@ def _params(given: Params | None) -> SamplingParams:
 
 def _abort_when_left(handle: RequestHandle) -> Iterator[StreamChunk]:
     try:
-        # A generator that was never started runs no `finally`: the caller takes this one.
+        # A generator that was never started runs no `finally`, so this function is no generator.
         yield StreamChunk(handle.request_id, (), "", None)
         yield from handle.stream()
     finally:

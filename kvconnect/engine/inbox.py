@@ -1,4 +1,4 @@
-"""The inbox of the engine's thread, which sleeps while there is nothing to do."""
+"""The inbox of the engine's thread, which sleeps while there is no work."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Inbox(Generic[_Message]):
         """Adds `message` and wakes the reader.
 
         Raises:
-            EngineClosed: the reader has stopped; the cause is the error that ended it, if any. Or
-                it is in another process.
+            EngineClosed: the reader has stopped (the cause is the error that ended it, if any), or
+                is in another process.
         """
         self.owner.check()
         with self._changed:
@@ -59,7 +59,7 @@ class Inbox(Generic[_Message]):
             raise EngineClosed(f"{what}: it takes no more requests") from self._cause
 
     def ring(self) -> None:
-        """Wakes the reader; one that is awake will not sleep next time."""
+        """Wakes the reader; if it is awake, its next `wait` returns at once."""
         with self._changed:
             self._rung = True
             self._changed.notify()

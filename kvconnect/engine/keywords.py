@@ -1,4 +1,4 @@
-"""The decorators for keyword arguments: a record as a constructor's, and unknown ones."""
+"""The decorators for keyword arguments: take those of a record, refuse unknown ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ S = TypeVar("S")
 
 
 def known_keywords(method: Callable[P, R]) -> Callable[P, R]:
-    """Makes `method` refuse unknown keyword arguments by an error that names the nearest one.
+    """Makes `method` refuse unknown keyword arguments with an error that names the nearest one.
 
     The method then raises `ConfigurationError` where Python raises ``TypeError``.
     """
@@ -39,7 +39,7 @@ def known_keywords(method: Callable[P, R]) -> Callable[P, R]:
 def takes(
     record: Callable[P, R],
 ) -> Callable[[Callable[[S, R], None]], Callable[Concatenate[S, P], None]]:
-    """Decorates a constructor of one `record`: it then takes the arguments of that record.
+    """Decorates a constructor with one argument `record`: it accepts the record's arguments.
 
     So they are listed once, for readers, type checkers and `help` alike. Unknown ones are refused
     as by `known_keywords`.

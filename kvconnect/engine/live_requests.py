@@ -22,14 +22,14 @@ class LiveRequests:
     """The requests from their arrival to their end; belongs to the engine's thread.
 
     Args:
-        kv: of their blocks.
+        kv: the cache manager of their blocks.
         connector: is notified of each end, and reports errors of single requests.
-        scheduler: of the same.
-        sampler: keeps state of each.
+        scheduler: the scheduler of these requests.
+        sampler: keeps state for each.
         explainer: is notified of each end.
 
     Attributes:
-        stats: counts so far, and blocks as they were counted last.
+        stats: the counts since the start, and the last count of blocks.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LiveRequests:
         self._sampler = sampler
         self._explainer = explainer
         self._live: dict[int, LiveRequest] = {}
-        self._errors: dict[int, Exception] = {}  # what live requests are to end by
+        self._errors: dict[int, Exception] = {}  # errors that will end live requests
         self.stats = EngineStats(max_blocks=kv.get_max_resource_count())
         self.recount_blocks()
 
@@ -93,7 +93,7 @@ class LiveRequests:
         del self._live[live.request.request_id]
 
     def note_error(self, live: LiveRequest, error: Exception) -> None:
-        """Notes `error`, by which `live` ends in the next `end_failed`."""
+        """Records `error`, by which `end_failed` will end `live`."""
         self._errors[live.request.request_id] = error
 
     def end_failed(self, batch: ScheduledBatch | None = None) -> bool:
@@ -108,7 +108,7 @@ class LiveRequests:
         return bool(failed)
 
     def fail_all(self, error: BaseException) -> None:
-        """Fails every waiter by `error`; nothing is released. On any thread."""
+        """Fails every waiter by `error`, without releasing blocks; callable on any thread."""
         for live in self:
             live.fail(error)
 
@@ -130,12 +130,12 @@ class LiveRequests:
             request.state = RequestState.FINISHED
             if holds_blocks:
                 self._kv.free_resources(request)
-        self.recount_blocks()  # its waiter may read the counts as soon as it is notified
+        self.recount_blocks()  # before the waiter is notified, since it may read the counts
 
     # ------------------------------------------------------------------ what is counted
 
     def recount_blocks(self) -> bool:
-        """Returns whether more blocks are free: those of transfers return without any request."""
+        """Counts the blocks; returns whether more are free, since transfers free blocks, too."""
         before = self.stats.free_blocks
         self.stats.free_blocks = self._kv.get_num_free_blocks()
         self.stats.max_blocks = self._kv.get_max_resource_count()
@@ -161,7 +161,7 @@ class LiveRequests:
         )
 
     def sizes(self) -> dict[str, float]:
-        """Returns gauges, on any thread: blocks as they were at the end of the last step."""
+        """Returns gauges: blocks at the end of the last step. Callable on any thread."""
         free, most = self.stats.free_blocks, self.stats.max_blocks
         scheduler = self._scheduler
         return {

@@ -1,4 +1,4 @@
-"""The class `LLM`: a model with a KV cache and, if wanted, a store behind it."""
+"""The class `LLM`: a model with a KV cache and, optionally, a store."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM"]
 
-# Beyond a drain, for a store to close.
+# Seconds for a store to close, beyond the drain.
 _CLOSE_S = 1.8
 
 
 class LLM(Generation):
     """A Hugging Face causal LM, served by one engine thread.
 
-    Every method may be called from any thread. Close it, or use it as a context manager: closing
-    aborts running requests and drains what the store has not taken yet.
+    Every method may be called from any thread. Close the engine, or use it as a context manager:
+    closing aborts running requests and writes blocks that are not saved yet.
 
     Args:
         model: directory of the model, or its name in the local Hugging Face cache.
-        options: by keyword: the fields of `EngineOptions`, which explains each.
+        options: keyword arguments, the fields of `EngineOptions`, which documents them.
 
     Attributes:
-        options: its arguments, checked.
-        layouts: of a KV block, one of each pool group: full attention first, then by window.
-        tokenizer: of the model; ``None`` if its directory has none.
+        options: the checked arguments.
+        layouts: the layout of a KV block in each pool group: full attention first, then by window.
+        tokenizer: the tokenizer of the model; ``None`` if its directory has none.
 
     Raises:
         ConfigurationError: a setting is wrong, the model cannot be loaded or served, the store
@@ -74,8 +74,8 @@ class LLM(Generation):
             close_s=_close_s(options.connector_config),
             after_step=None if self._events is None else self._events.ring,
         )
-        # Weakly: an error that ended the engine refers to the frames it was raised in, some of them
-        # the caller's, which refer to this object. A thread that runs is held by itself.
+        # A weak reference: an error that ended the engine refers to frames of the caller, which
+        # refer to this object. A running thread keeps itself alive.
         weakref.finalize(self, _end, weakref.ref(self._thread), self._events)
         close_at_exit(self)
 
@@ -91,12 +91,12 @@ class LLM(Generation):
 
     @property
     def process_ids(self) -> tuple[int, ...]:
-        """The process ids of the ranks, by rank: this one first. For monitoring, and for tests."""
+        """The process ids of the ranks, by rank, this process first; for monitoring and tests."""
         return self._engine.process_ids
 
     @property
     def events_address(self) -> EventsAddress | None:
-        """The sockets that publish stored and removed blocks; ``None``: none does."""
+        """The sockets that publish stored and removed blocks; ``None`` without `events`."""
         return None if self._events is None else self._events.address
 
     @property
@@ -108,7 +108,8 @@ class LLM(Generation):
         """Checks that requests are accepted; never blocks.
 
         Raises:
-            EngineClosed: they are not; ``__cause__`` is the error that ended the engine, if any.
+            EngineClosed: requests are refused; ``__cause__`` is the error that ended the engine, if
+                any.
         """
         self._thread.check_open()
 
@@ -120,14 +121,14 @@ class LLM(Generation):
     def store_keys(
         self, prompt: Prompt, *, cache_salt: str | None = None, lora_id: int | str | None = None
     ) -> dict[BlockKey, int]:
-        """Returns the keys of a prompt's blocks in a store, and the tokens of each; never blocks.
+        """Returns the store keys of a prompt's blocks, and how many tokens each has; never blocks.
 
         They are those of pool group 0 and of the first rank, in order. The last block may hold
-        fewer tokens than ``tokens_per_block``, and not the prompt's last one, which is always
-        computed.
+        fewer tokens than ``tokens_per_block``. The prompt's last token is in no block, because it
+        is always computed.
 
         Raises:
-            ConfigurationError: the prompt is longer than there is room for, or is wrong.
+            ConfigurationError: the prompt is wrong, or longer than model or cache allow.
         """
         namespace = Namespace(cache_salt, lora_id)
         request = self._intake.request(
@@ -148,10 +149,10 @@ class LLM(Generation):
         Blocks for a step, and at most 1 s more for the publisher of events.
 
         Returns:
-            False: a request holds blocks, or they are being saved; nothing was dropped.
+            True if all were dropped. False if requests or saves hold blocks; then none was dropped.
 
         Raises:
-            EngineClosed: the engine takes no more requests.
+            EngineClosed: the engine accepts no more requests.
         """
         dropped = self._thread.reset_cache()
         if self._events is not None:
@@ -162,13 +163,13 @@ class LLM(Generation):
         """Returns the changes of the KV cache since the last call, oldest first; never blocks.
 
         The newest ``KvCacheConfig.event_buffer_max_size`` are kept: by default none. A gap in their
-        ``event_id`` shows that some were not taken in time. With `events` the publisher takes them,
-        and this returns an empty list.
+        ``event_id`` shows that events were dropped. With `events` the publisher receives them, and
+        this returns an empty list.
         """
         return self._kv.take_events() if self._events is None else []
 
     def stats(self) -> EngineStats:
-        """Returns counts so far, and what the engine holds now."""
+        """Returns the counts since the start, and the present numbers of requests and blocks."""
         scheduler = self._scheduler
         return replace(
             self._engine.stats,
@@ -196,7 +197,7 @@ class LLM(Generation):
 
 
 def _publisher(config: EventsConfig | None) -> EventPublisher | None:
-    """Returns the publisher, which listens already: a port that is taken is reported early."""
+    """Returns the publisher, which listens already, so that a port in use is reported early."""
     if config is None:
         return None
     try:
@@ -209,7 +210,7 @@ def _publisher(config: EventsConfig | None) -> EventPublisher | None:
 
 
 def _assembled(options: EngineOptions, events: EventPublisher | None) -> Assembly:
-    """Returns the parts of the engine; `events` publishes what its cache does."""
+    """Returns the parts of the engine; `events` publishes the events of its cache."""
     try:
         parts = assembled(options)
     except BaseException:

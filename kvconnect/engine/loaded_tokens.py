@@ -1,4 +1,4 @@
-"""The tokens that a load brought become computed tokens of their request."""
+"""Adds the tokens that a load filled to the computed tokens of its request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["forget_load", "join_load", "note_loaded"]
 
 
 def note_loaded(request: LlmRequest, valid: int) -> None:
-    """Notes that a load of `request` ended with `valid` leading tokens present."""
+    """Records that a load of `request` ended with `valid` leading tokens."""
     request.reused_store_tokens += max(0, valid - request.num_computed_tokens)
     request.num_computed_tokens, request.num_external_tokens = valid, 0
     forget_load(request)

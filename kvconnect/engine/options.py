@@ -30,42 +30,48 @@ class EngineOptions:
         model: directory of the model, or its name in the local Hugging Face cache, ``org/name``;
             nothing is ever downloaded.
         kv_cache: the KV cache on the device: a configuration, or its fields as a dict.
-        connector: where KV blocks are kept beyond it: a store URL, a store, or a configuration (or
-            its fields as a dict).
-        kv_cache_manager: makes a cache manager of your own instead of `KVCacheManager`.
-        dtype: of weights and KV: ``auto``, ``float64``, ``float32``, ``float16``, ``bfloat16``.
+        connector: the store of KV blocks: a store URL, a store object, or a configuration (or its
+            fields as a dict).
+        kv_cache_manager: a function that makes a cache manager of your own instead of
+            `KVCacheManager`.
+        dtype: the dtype of weights and KV: ``auto``, ``float64``, ``float32``, ``float16``,
+            ``bfloat16``.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N``.
-        model_revision: names the weights, for example ``org/name@commit``, so that they need not be
-            digested. The caller promises that no other weights ever go by this name among all
-            engines of a store: these would answer with each other's KV.
-        max_num_tokens: tokens that one step computes at most; longer prompts come in chunks.
-        enable_chunked_prefill: False: no prompt is divided, one of more than `max_num_tokens` is
-            refused. (A request that was preempted and has generated more than that is divided.)
-        max_batch_size: requests that run at once.
-        max_logprobs: the most log probabilities that a request may ask for per token; -1: all.
-        scheduling: ``guaranteed_no_evict`` starts a request only if all that run can get to their
-            end; ``max_utilization`` starts it when its prompt fits, and preempts the last started
-            when blocks run out (what it computed stays in the cache as long as there is room).
-        speculative: ``ngram``, or an `NgramSpeculation`: greedy requests verify several tokens per
-            step that followed the same words before; the output is the same.
+        model_revision: a name for the weights, for example ``org/name@commit``, which replaces
+            their digest. The caller guarantees that no engine of the store uses this name for other
+            weights. Otherwise engines would load each other's KV and generate wrong tokens.
+        max_num_tokens: the most tokens that one step computes; longer prompts are computed in
+            chunks.
+        enable_chunked_prefill: if False, no prompt is divided, and one of more than
+            `max_num_tokens` is refused. (A request that was preempted and has generated more than
+            that is divided.)
+        max_batch_size: the most requests that run at once.
+        max_logprobs: the most log probabilities per token that a request may have; -1: all.
+        scheduling: ``guaranteed_no_evict`` starts a request only if all running ones can finish;
+            ``max_utilization`` starts it when its prompt fits, and preempts the last started one
+            when blocks run out (its computed blocks stay cached until others need the memory).
+        speculative: ``ngram``, or an `NgramSpeculation`. Greedy requests then verify several
+            proposed tokens per step: those that followed the same tokens before. The output is the
+            same.
         tensor_parallel_size: ranks that each compute a part of every layer and keep their share of
             the KV heads, in processes of their own: this one, and others that it starts and that
             end with it. On GPUs each has one, on the CPU they share the cores. Under ``torchrun``
-            every process runs the same script: in all but the first this follows the first one,
-            until that closes its engine, and then ends the process (`SystemExit`). A process has
-            one engine of several ranks at a time. For models with a tensor-parallel plan in
-            transformers, the built-in cache manager, and stores that are given by a URL.
+            every process runs the same script. In all processes but the first, the constructor
+            follows the first process until that closes its engine, and then raises `SystemExit`. A
+            process has one engine of several ranks at a time. It requires a model with a
+            tensor-parallel plan in transformers, the built-in cache manager, and a store given by a
+            URL.
 
-        events: where stored and removed blocks are published over ZeroMQ, as vLLM does: an
-            endpoint, or an `EventsConfig` (or its fields as a dict). Needs the extra ``events``.
+        events: the ZeroMQ endpoint that publishes stored and removed blocks in vLLM's format, or an
+            `EventsConfig` (or its fields as a dict). Needs the extra ``events``.
 
     Attributes:
-        directory: of the model.
-        cache_config: of `kv_cache`.
-        connector_config: of `connector`; ``None``: there is none.
-        cache_factory: makes the cache manager.
-        events_config: of `events`; ``None``: nothing is published.
-        speculation: of greedy requests; ``None``: none.
+        directory: the directory of the model.
+        cache_config: the checked form of `kv_cache`.
+        connector_config: the checked form of `connector`; ``None``: there is none.
+        cache_factory: the function that makes the cache manager.
+        events_config: the checked form of `events`; ``None``: nothing is published.
+        speculation: the checked form of `speculative`; ``None``: none.
 
     Raises:
         ConfigurationError: an argument is wrong; names it, its value and what is right.
@@ -123,10 +129,10 @@ class EngineOptions:
 
     @property
     def knows_chunks(self) -> bool:
-        """Returns whether prompts may be divided where the user did not ask for it.
+        """Returns the connector's default of `enable_chunked_prefill`: whether it supports chunks.
 
-        Connectors written for other engines may not expect it: LMCache's saves all of a prompt with
-        its first chunk.
+        Connectors written for other engines may not: LMCache's saves all of a prompt with the first
+        chunk.
         """
         config = self.connector_config
         return config is None or config.uses_pair

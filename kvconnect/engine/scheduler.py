@@ -27,19 +27,21 @@ class Scheduler:
 
     ``guaranteed_no_evict`` admits a request only if the blocks are free that it and all admitted
     ones still need to run to their end: no running request is ever preempted for another. Reuse
-    only lowers a request's demand, so that holds without knowing how much is reused. Requests whose
-    load has to wait for other loads keep their position in the queue, and let others overtake: they
-    are tried first in the next step.
+    only lowers a request's demand, so the policy need not know how much is reused. Requests whose
+    load waits for other loads keep their position in the queue while others overtake; the next step
+    tries them first.
 
     ``max_utilization`` admits a request as soon as its prompt fits beside what the running ones
-    need in this step. When one of those finds no block later, the last admitted one is preempted:
-    never the one that runs longest, so that one always reaches its end.
+    need in this step. If one of those later finds no block, the last admitted one is preempted. The
+    one that runs longest is never preempted, so it always finishes.
 
-    Without `divide_prompts` a step computes the rest of a prompt or nothing of it. Only one that is
-    longer than a whole step (a preempted one with all that it generated) is divided all the same.
-    A prompt that does not fit beside the running ones waits, and no other overtakes it.
+    Without `divide_prompts` a step computes the whole rest of a prompt or none of it. Only a prompt
+    longer than a whole step (of a preempted request, with its generated tokens) is divided
+    nevertheless. A prompt that does not fit beside the running ones waits, and no other overtakes
+    it.
 
-    A request whose load overlaps with computing gets tokens of the budget that no other one takes.
+    A request whose load overlaps with computing gets the tokens of the budget that no other request
+    uses.
 
     Chunks end where a snapshot of recurrent states is due; see `snapshot_end` for `stepped` ones.
 
@@ -47,11 +49,11 @@ class Scheduler:
     chunk there, and the others wait for it.
 
     Attributes:
-        waiting: hold no blocks.
-        running: their prompt is computed, or they generate; in order of admission.
-        loading: a load in the background fills their blocks; by request id.
-        saving: finished, their blocks are kept until they are saved; by request id.
-        beside_loads: the pace of steps and loads, and what is computed beside the latter.
+        waiting: queued requests, which hold no blocks.
+        running: requests that compute their prompt or generate, in order of admission.
+        loading: requests whose blocks a background load fills, by request id.
+        saving: finished requests whose blocks are kept until they are saved, by request id.
+        beside_loads: the pace of steps and loads, and the chunks computed beside loads.
         send_back: preempts a request; the engine sets its own, which notifies the connector.
 
     Raises:
@@ -96,17 +98,17 @@ class Scheduler:
         self.loading: dict[int, LlmRequest] = {}
         self.saving: dict[int, LlmRequest] = {}
         self.send_back: Callable[[LlmRequest], None] = self._send_back
-        self._failed: dict[int, Exception] = {}  # of requests that are in no queue any more
-        self._ending: set[int] = set()  # the same, taken by the engine
+        self._failed: dict[int, Exception] = {}  # errors of requests that are in no queue any more
+        self._ending: set[int] = set()  # the same errors, taken by the engine
 
     def schedule(self) -> ScheduledBatch:
         """Returns the next step's batch, admitted and with ``num_scheduled_tokens`` set.
 
-        Takes from `waiting`; the admitted are in `running`, or in `loading`, afterwards.
+        Moves admitted requests from `waiting` to `running` or `loading`.
 
         Raises:
-            OutOfBlocks: a running request has no room to continue. Nothing was admitted: preempt
-                `last_admitted` and call again.
+            OutOfBlocks: a running request finds no block to continue. No request was admitted:
+                preempt `last_admitted` and call again.
         """
         generation = [r for r in self.running if r.state is RequestState.GENERATION]
         context = [r for r in self.running if r.state is not RequestState.GENERATION]
@@ -117,7 +119,7 @@ class Scheduler:
         batch.context_requests += self._fitting(context, batch)
         if batch.requests:
             self._prepare_running(batch)
-        # What runs has its blocks: what is left may go to those that wait.
+        # Running requests have their blocks; waiting requests may take the rest.
         prefixes = CommonPrefixes(self._kv, enabled=self._share_prefixes)
         if len(batch.context_requests) == len(context):
             self._admit(batch, prefixes)
@@ -141,7 +143,7 @@ class Scheduler:
     def take_errors(self) -> dict[int, Exception]:
         """Returns by request id the cache manager's errors for single requests since the last call.
 
-        They are in no queue any more; the engine ends them.
+        These requests are in no queue any more; the engine ends them.
         """
         taken, self._failed = self._failed, {}
         self._ending.update(taken)
@@ -160,7 +162,7 @@ class Scheduler:
             self.running.remove(request)
 
     def put_back(self, request: LlmRequest) -> None:
-        """Queues `request`, which lost its blocks, before all others that wait."""
+        """Queues `request`, which lost its blocks, before all waiting requests."""
         self.remove(request)
         request.state = RequestState.QUEUED
         request.num_computed_tokens = 0
@@ -171,10 +173,10 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def last_admitted(self) -> LlmRequest | None:
-        """Returns the request to preempt for room; ``None``: only one runs, and must end.
+        """Returns the request to preempt for blocks; ``None`` if only one runs.
 
-        Beside a single one that runs, that is one that computes beside its load. Otherwise the
-        running one would wait for a store.
+        If only one runs, it is a request that computes beside its load; otherwise the running
+        request would wait for a store.
         """
         if len(self.running) > 1:
             return self.running[-1]
@@ -182,9 +184,9 @@ class Scheduler:
         return beside[-1] if self.running and beside else None
 
     def one_too_many(self) -> LlmRequest | None:
-        """Returns the last admitted running request, if a given guarantee does not hold any more.
+        """Returns the last admitted running request, if not all running ones can finish any more.
 
-        That happens only when a failed load keeps blocks that no request may use.
+        That happens only if a failed load holds blocks that no request may use.
         """
         if self._guaranteed and self.running and not self._fits([]):
             return self.running[-1]
@@ -204,7 +206,7 @@ class Scheduler:
         return chosen
 
     def _goes_into(self, tokens: int, wanted: int) -> bool:
-        """Returns whether a step with room for `tokens` computes `wanted` tokens of a prompt."""
+        """Returns whether a step that has `tokens` left computes `wanted` prompt tokens."""
         return self._divide_prompts or wanted <= tokens or tokens == self._max_num_tokens
 
     def _prepare_running(self, batch: ScheduledBatch) -> None:
@@ -214,7 +216,7 @@ class Scheduler:
             drafted = [one for one in batch.generation_requests if len(one.draft_tokens)]
             if not drafted:
                 raise
-            # No request is preempted for guesses.
+            # No request is preempted for drafts.
             for request in drafted:
                 request.draft_tokens = NO_DRAFTS
             self._kv.prepare_resources(batch)
@@ -222,10 +224,10 @@ class Scheduler:
     # ------------------------------------------------------------------ what waits
 
     def _admit(self, batch: ScheduledBatch, prefixes: CommonPrefixes) -> None:
-        """Adds to `batch` those from `waiting` that fit and need not wait for another's prefix."""
+        """Adds waiting requests to `batch` that fit and need not wait for another's prefix."""
         seats, tokens = self._room(batch)
         if self.waiting and seats > 0 and tokens > 0:
-            # All of these end their prompts in this step: the budget has room for more.
+            # All of these end their prompts in this step, so the budget has tokens left.
             prefixes.add([*batch.context_requests, *filter(brings_prefix, self.loading.values())])
             if self._guaranteed:
                 self._take_in_candidates(batch, prefixes)
@@ -234,7 +236,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(batch.deferred_requests))
 
     def _room(self, batch: ScheduledBatch) -> tuple[int, int]:
-        """Returns the seats and tokens that `batch` has left; none if not positive."""
+        """Returns the requests and tokens that `batch` can still take; zeros if one is used up."""
         seats = self._max_batch_size - len(self.running) - len(self.loading)
         tokens = self._max_num_tokens - sum(
             1 + len(request.draft_tokens) for request in batch.generation_requests
@@ -242,9 +244,9 @@ class Scheduler:
         return seats, tokens - sum(map(remaining_tokens, batch.context_requests))
 
     def _take_in_candidates(self, batch: ScheduledBatch, prefixes: CommonPrefixes) -> None:
-        """Admits those that fit, in blocks and in tokens, before any reuse.
+        """Admits waiting requests that fit, in blocks and tokens, without counting reuse.
 
-        Others replace those that are deferred, until none is.
+        Further requests replace deferred ones, until none is deferred.
         """
         passed = -1
         refused: list[LlmRequest] = []
@@ -259,7 +261,7 @@ class Scheduler:
     def _candidates(
         self, prefixes: CommonPrefixes, seats: int, tokens: int
     ) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        """Takes those from `waiting` that fit; also returns those to wait for another's prefix."""
+        """Removes requests that fit from `waiting`; returns them, and those to hold back."""
         chosen: list[LlmRequest] = []
         held: list[LlmRequest] = []
         while self.waiting and len(chosen) < seats and tokens > 0:
@@ -279,13 +281,13 @@ class Scheduler:
         return chosen, held
 
     def _fits(self, candidates: Iterable[LlmRequest]) -> bool:
-        """Returns whether all that is admitted, and `candidates`, can run to its end."""
+        """Returns whether all admitted requests and `candidates` can run to their ends."""
         return self._have_room([*self.running, *self.loading.values(), *candidates])
 
     def _fill(
         self, batch: ScheduledBatch, prefixes: CommonPrefixes, *, seats: int, tokens: int
     ) -> None:
-        """Admits one after the other, until the first whose prompt has no room."""
+        """Admits waiting requests in turn, until the first whose prompt does not fit."""
         held: list[LlmRequest] = []
         refused: list[LlmRequest] = []
         while self.waiting and not refused and seats > 0 and tokens > 0:
@@ -314,12 +316,12 @@ class Scheduler:
         self.waiting.extendleft(reversed(held + refused))
 
     def _have_room(self, requests: Iterable[LlmRequest]) -> bool:
-        """Returns whether the free blocks last to the end of all of these."""
+        """Returns whether the free blocks suffice for all of `requests` to finish."""
         needs = zip(*map(self._kv.needed_blocks, requests), strict=True)
         return self._kv.ensure_free([sum(blocks) for blocks in needs])
 
     def _take_in(self, candidates: list[LlmRequest], batch: ScheduledBatch) -> list[LlmRequest]:
-        """Admits `candidates` into `batch`; returns those for which there was no room."""
+        """Admits `candidates` into `batch`; returns those that did not fit."""
         if not candidates:
             return []
         admission = ScheduledBatch(list(candidates))
@@ -340,7 +342,7 @@ class Scheduler:
     def _take_in_alone(
         self, candidates: list[LlmRequest], batch: ScheduledBatch, error: Exception
     ) -> list[LlmRequest]:
-        """Admits each of `candidates` alone after `error`, to find the one that it concerns."""
+        """Admits each of `candidates` alone after `error`, to find the request that caused it."""
         if len(candidates) == 1:
             (request,) = candidates
             if isinstance(error, OutOfBlocks) and request.state is RequestState.QUEUED:
@@ -366,7 +368,7 @@ class Scheduler:
         self.put_back(request)
 
     def _is_sound(self, request: LlmRequest) -> bool:
-        """Returns whether the manager knows the needs of `request`; else it fails, in no queue."""
+        """Returns whether the manager can compute the demand of `request`; otherwise fails it."""
         try:
             self._kv.needed_blocks(request)
         except Exception as error:

@@ -17,15 +17,15 @@ __all__ = ["StateSnapshots", "snapshot_end"]
 def snapshot_end(
     kv: BaseKVCacheManager, request: LlmRequest, start: int, end: int, *, stepped: bool
 ) -> int:
-    """Returns where the chunk ``start..end`` of a prompt has to end for the next snapshot.
+    """Returns the end of the chunk ``start..end`` of a prompt, moved to the next due snapshot.
 
     Args:
         kv: the cache manager.
-        request: of the chunk.
-        start: its first token.
-        end: the position after its last one, which the budget allows.
-        stepped: chunks behind the first one are computed token by token. So the first one ends
-            with the last snapshot that is due in it, instead of the first.
+        request: the request of the chunk.
+        start: the first token of the chunk.
+        end: the position after the last token that the budget allows.
+        stepped: true if chunks after the first are computed token by token. Then the first chunk
+            ends with the last snapshot due in it, instead of the first.
     """
     due = kv.next_state_end(request, start)
     if due is None or due >= end:
@@ -44,12 +44,12 @@ class StateSnapshots:
     snapshots reuses no prefix.
 
     Args:
-        slots: of the running sequences.
-        kv: names the blocks of the snapshots.
+        slots: the slots of the running sequences.
+        kv: the cache manager, which allocates the blocks of the snapshots.
         blocks: the memory of all snapshots by state, ``[blocks, *shape]``; empty without them.
 
     Attributes:
-        slots: of the running sequences.
+        slots: the slots of the running sequences.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class StateSnapshots:
 
         Args:
             plan: the tokens that are computed next.
-            requests: of `plan`, in its order.
-            running: all that run; slots of others are freed.
+            requests: the requests of `plan`, in its order.
+            running: all running requests; the slots of others are freed.
         """
         self.slots.keep({one.request_id for one in running})
         for one, request in zip(plan, requests, strict=True):

@@ -1,4 +1,4 @@
-"""Runs the engine's thread: steps as long as there is work, and accepts messages."""
+"""Runs the engine's thread, which makes steps while there is work, and accepts messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ResetCache:
     """The message to drop all cached blocks.
 
     Attributes:
-        dropped: whether it was; set by the engine's thread.
+        dropped: whether all blocks were dropped; set by the engine's thread.
     """
 
     dropped: Future[bool] = field(default_factory=Future)
@@ -41,11 +41,11 @@ class ResetCache:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The message to end everything now."""
+    """The message to end all requests and the thread."""
 
 
 class EngineThread:
-    """The thread that owns an engine, and its interface for any other; runs from the start.
+    """The thread that owns an engine, with its interface for other threads.
 
     Args:
         engine: no other thread may use it from now on.
@@ -74,7 +74,7 @@ class EngineThread:
         """Posts `live` to the engine.
 
         Raises:
-            EngineClosed: it takes no more requests, or runs in another process.
+            EngineClosed: the engine accepts no more requests, or runs in another process.
         """
         self._inbox.post(live)
 
@@ -82,7 +82,7 @@ class EngineThread:
         """Checks that this process was not forked from that of the thread.
 
         Raises:
-            EngineClosed: it was.
+            EngineClosed: this process was forked.
         """
         self._inbox.owner.check()
 
@@ -103,7 +103,7 @@ class EngineThread:
         """Makes the engine drop all cached blocks; blocks for a step.
 
         Returns:
-            False: some of them are in use, and nothing was dropped.
+            True if all were dropped. False if some are in use; then none was dropped.
 
         Raises:
             EngineClosed: as `post` does.
@@ -115,17 +115,17 @@ class EngineThread:
     def close(self, *, wait: bool = True) -> None:
         """Makes the engine abort running requests and drain its connector; blocks if `wait`.
 
-        With `wait` every request has ended afterwards, also if the thread is stuck in a connector:
-        it is left behind then, and cannot keep the process from ending.
+        With `wait` every request has ended afterwards, even if the thread is stuck in a connector.
+        A stuck thread is abandoned, and cannot keep the process from ending.
         """
         with contextlib.suppress(EngineClosed):
             self._inbox.post(Close())
-        if not wait or not self._thread.is_alive():  # nor is it in a forked process
+        if not wait or not self._thread.is_alive():  # the thread does not exist in a forked process
             return
         self._thread.join(self._close_s)
         if self._thread.is_alive():
             _log.error("the connector did not shut down within %g s: left behind", self._close_s)
-            self._closing = True  # no message says it any more, should the thread come back
+            self._closing = True  # a thread that resumes later gets no message of it
             self._turn_away(EngineClosed("the engine was closed, and its connector is stuck"))
             self._engine.abandon()
             self._inbox.ring()
@@ -188,5 +188,5 @@ class EngineThread:
 
 
 def _told(error: BaseException) -> str:
-    """Formats `error` and its traceback as text: a record that is kept must not keep the engine."""
+    """Formats `error` with its traceback: a log record that is kept must not keep the engine."""
     return "".join((str(error), "\n", *traceback.format_exception(error))).rstrip()

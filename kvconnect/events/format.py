@@ -37,19 +37,19 @@ Hash: TypeAlias = bytes | int
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Consecutive blocks that can be reused now.
+    """The event that consecutive blocks can be reused now.
 
     A block that only changed its medium has no `token_ids` and a `block_size` of 0.
 
     Attributes:
         block_hashes: the blocks' names, in the order of the prompt.
         parent_block_hash: the block before them; ``None`` at the beginning of a prompt.
-        token_ids: of all these blocks, `block_size` for each.
+        token_ids: the token ids of all these blocks, `block_size` for each.
         block_size: tokens of a block.
         lora_id: the adapter, if a number names it.
         medium: `GPU` or `CPU`.
         lora_name: the adapter, if a text names it.
-        extra_keys: for each block what its name covers besides tokens and adapter.
+        extra_keys: for each block, the inputs besides tokens and adapter that its name covers.
         group_idx: the pool group.
         kv_cache_spec_kind: ``full_attention`` or ``sliding_window``.
         kv_cache_spec_sliding_window: tokens of the window.
@@ -69,7 +69,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Blocks that left a medium; attributes as of `BlockStored`."""
+    """The event that blocks left a medium; the attributes are those of `BlockStored`."""
 
     block_hashes: list[Hash]
     medium: str | None
@@ -77,7 +77,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
-    """No block can be reused any more; sent as well where events were lost."""
+    """The event that no block can be reused any more; also sent after lost events."""
 
 
 WireEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -88,8 +88,8 @@ class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
     Attributes:
         ts: the time of the batch, in seconds since the epoch.
-        events: that happened since the last batch.
-        data_parallel_rank: of the publisher.
+        events: the events since the last batch.
+        data_parallel_rank: the data parallel rank of the publisher.
     """
 
     ts: float
@@ -101,7 +101,7 @@ _EVENT_NBYTES = 400
 """More than an event has beside its tokens and blocks, but for the name of its adapter."""
 _TOKEN_NBYTES = 5
 _BLOCK_NBYTES = 2 + 32 + 4 + 64
-"""Of a key and a digest in hexadecimal."""
+"""The hexadecimal form of a key and of a digest."""
 
 
 def most_nbytes(event: WireEvent) -> int:

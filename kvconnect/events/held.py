@@ -1,4 +1,4 @@
-"""The blocks that one server holds, as its events say."""
+"""The blocks that one server holds, according to its events."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["HeldBlocks"]
 class HeldBlocks:
     """The blocks of one server. Not thread-safe.
 
-    A block counts as held while some medium has it. Blocks after one that is not known, since its
+    A block counts as held while some medium has it. Blocks whose parent is unknown, because its
     event was missed, do not count. Only blocks of the first pool group count.
 
     Args:
-        limit: blocks that are known at most; the oldest are forgotten beyond it.
+        limit: the most blocks; beyond it the oldest are removed.
 
     Attributes:
         block_size: tokens of a block; ``None``: no block was stored yet.
@@ -64,7 +64,7 @@ class HeldBlocks:
         return count
 
     def clear(self) -> None:
-        """Forgets all blocks."""
+        """Removes all blocks."""
         self._links.clear()
         self._media.clear()
         self._held.clear()

@@ -46,10 +46,11 @@ class EventsAddress:
     """The sockets of a publisher.
 
     Attributes:
-        publisher: a name that no other publisher ever has.
-        endpoint: of the PUB socket, ``tcp://HOST:PORT``; the host is 0.0.0.0 for all addresses.
-        replay_endpoint: of the ROUTER socket.
-        topic: of the messages.
+        publisher: the publisher's unique name.
+        endpoint: the endpoint of the PUB socket, ``tcp://HOST:PORT``; the host is 0.0.0.0 for all
+            addresses.
+        replay_endpoint: the replay endpoint of the ROUTER socket.
+        topic: the topic of the messages.
     """
 
     publisher: str
@@ -61,20 +62,20 @@ class EventsAddress:
 class EventPublisher:
     """Publishes what `take` returns. Slow subscribers miss batches, and delay nothing.
 
-    After an error of any kind, which `problem` shows, the thread goes on. It drops the events that
+    An error of any kind, which `problem` shows, does not end the thread. It drops the events that
     wait then, and its next batch clears all blocks, too.
 
     Batches are numbered from 0. The first one clears all blocks: subscribers of an earlier process
-    at the same endpoint then know that its cache is gone. So does the batch after events that were
-    dropped because the publisher was too slow: what left the cache unseen must not count as held.
+    at the same endpoint then drop its blocks. The batch after dropped events, of a publisher that
+    was too slow, clears all blocks, too, because blocks may have been removed unseen.
 
-    The sockets listen once this is made. `start` starts the thread; until then nothing is sent.
+    The constructor makes the sockets listen. `start` starts the thread that sends events.
 
     Args:
-        config: of the sockets.
+        config: the configuration of the sockets.
 
     Attributes:
-        address: of the sockets.
+        address: the address of the sockets.
 
     Raises:
         ConfigurationError: an endpoint cannot be listened on.
@@ -119,7 +120,7 @@ class EventPublisher:
 
     def ring(self) -> None:
         """Makes the thread take events; from any thread, in about a microsecond."""
-        with self._lock:  # a closed number may be another file by now
+        with self._lock:  # the number of a closed descriptor may be reused
             if not self._closing:
                 os.eventfd_write(self._bell, 1)
 
@@ -228,7 +229,7 @@ class EventPublisher:
         count("events.published", events=len(events), bytes=len(payload))
 
     def _replay(self) -> None:
-        """Answers one request: the kept batches from its number on, then the end."""
+        """Answers one request for a replay: the kept batches from its number on, then the end."""
         frames = self._router.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != len(END_OF_REPLAY):
             count("events.bad_replay")

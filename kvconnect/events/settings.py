@@ -22,11 +22,12 @@ class EventsConfig(Settings):
 
     Attributes:
         endpoint: ``tcp://HOST:PORT`` to listen on; the host may be ``*``, port 0 takes a free one.
-        replay_endpoint: the same for requests of missed batches; ``None``: the port after that of
-            `endpoint`, or a free one if that is 0.
+        replay_endpoint: the endpoint for requests of missed batches; ``None``: the port after that
+            of `endpoint`, or a free one if that is 0.
         topic: first frame of every message.
-        buffer_steps: the newest batches that are kept for replay; together at most 64 MiB.
-        max_queued: events that wait for the publisher, at most; the oldest beyond it are dropped.
+        buffer_steps: the number of newest batches that are kept for replay, at most 64 MiB
+            together.
+        max_queued: the most events that wait for the publisher; beyond it the oldest are dropped.
     """
 
     endpoint: str
@@ -59,10 +60,10 @@ class EventsConfig(Settings):
 
     @classmethod
     def of(cls, given: Events | None) -> EventsConfig | None:
-        """Returns the settings that a user gave as an endpoint, a mapping or a configuration.
+        """Returns the settings in `given`, which is an endpoint, a mapping or a configuration.
 
         Raises:
-            ConfigurationError: they are wrong.
+            ConfigurationError: the settings are wrong.
         """
         if given is None:
             return None

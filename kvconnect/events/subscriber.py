@@ -15,15 +15,15 @@ from kvconnect.trace import count, warn_once
 __all__ = ["Followed", "follow"]
 
 _REPLAY_S = 5.0
-"""The time for each message of a replay."""
+"""The seconds to wait for each message of a replay."""
 
 
 class Followed:
-    """The state of one publisher's sequence of batches, and the blocks it leads to.
+    """The state of one publisher's sequence of batches, and the resulting blocks.
 
     Attributes:
-        held: the blocks; cleared where batches are missed for good.
-        next: the number of the batch that comes next.
+        held: the blocks; cleared if batches are lost.
+        next: the number of the next batch.
     """
 
     def __init__(self, held: HeldBlocks) -> None:
@@ -33,19 +33,19 @@ class Followed:
         self._decoder = msgspec.msgpack.Decoder(Batch)
 
     def take(self, number: int, payload: bytes, *, replayed: bool = False) -> bool:
-        """Applies a batch; False: those from `next` on must be replayed before it.
+        """Applies a batch; returns False if the batches from `next` on must be replayed first.
 
-        A number that begins again is another publisher's, whose cache was empty at its start. A
-        replayed batch is applied in any case: what is missing before it is no longer kept, and its
-        server may have dropped blocks there, so all blocks are forgotten then.
+        A number that starts again belongs to a new publisher, whose cache was empty at its start. A
+        replayed batch is always applied: batches missing before it are no longer kept. Its server
+        may have dropped blocks in those, so all blocks are removed first.
 
         Raises:
-            msgspec.MsgspecError: it is not in the format.
+            msgspec.MsgspecError: `payload` is not in the format.
         """
         batch = self._decoder.decode(payload)
         if number < self.next:
             if batch.ts <= self._last_ts:
-                return True  # came in a replay already
+                return True  # received in a replay already
             self.next, self._last_ts = 0, float("-inf")
             self.held.clear()
         if number > self.next:
@@ -58,9 +58,9 @@ class Followed:
 
 
 async def follow(endpoint: str, replay_endpoint: str, topic: str, held: HeldBlocks) -> None:
-    """Keeps `held` as the publisher's events say, until cancelled; begins with a replay.
+    """Applies the publisher's events to `held` until cancelled; begins with a replay.
 
-    Connections that break come back by themselves. Messages that are not in the format are counted
+    Broken connections are restored automatically. Messages that are not in the format are counted
     and dropped.
     """
     context = zmq.asyncio.Context()

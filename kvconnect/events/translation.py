@@ -28,10 +28,10 @@ _EVENT_TOKENS = 4096
 
 
 class Translation:
-    """Translates events of pools of `layouts`. It keeps nothing of the events.
+    """Translates events of pools of `layouts`. It keeps no state of events.
 
-    vLLM's format knows whole blocks only, and no pools' sizes or priorities: other events have no
-    translation. The salt of a namespace is never told, only the digest of the namespace.
+    vLLM's format has whole blocks only, without pool sizes and priorities; other events have no
+    translation. The salt of a namespace is never sent, only the namespace's digest.
     """
 
     def __init__(self, layouts: Sequence[KvCacheLayout]) -> None:
@@ -40,7 +40,7 @@ class Translation:
         self._groups = {layout.window: group for group, layout in enumerate(layouts)}
 
     def of(self, event: KvCacheEvent) -> Iterator[WireEvent]:
-        """Yields what subscribers learn of `event`; often nothing."""
+        """Yields the translation of `event`: no event, one or several."""
         group = self._groups[event.window]
         match event.data:
             case Stored():
@@ -50,7 +50,7 @@ class Translation:
                     piece = keys[start : start + _EVENT_BLOCKS]
                     yield BlockRemoved(list(piece), _MEDIA[level], group)
             case Updated(key=key, level=(old, new), is_tail=False):
-                # In this order, so that the block is never gone in between.
+                # In this order, so that the block is never absent in between.
                 yield BlockStored([key], None, [], 0, None, _MEDIA[new], None, group_idx=group)
                 yield BlockRemoved([key], _MEDIA[old], group)
             case Created() | Removed() | Updated():

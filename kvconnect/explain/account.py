@@ -17,7 +17,7 @@ _STORES_FAULT = (
     Outcome.EVICTED,
     Outcome.SLOWER,
 )
-"""The reasons that a store gives, the one that says most first."""
+"""The reasons of a store, the most precise one first."""
 
 
 class PromptAccount:
@@ -26,14 +26,15 @@ class PromptAccount:
     A token counts as it became valid the first time: a preemption changes nothing.
 
     Attributes:
-        num_tokens: of the prompt.
-        is_explained: `explain` was called.
-        divergence: the first token that differs from what is cached, and what is cached from there
-            on; ``None``: none is known.
-        prints: the fingerprints of its blocks, and whether the last one is a part of a block.
-        num_known: tokens that a cache without limits would have brought, as estimated.
-        unsaved: from this token on no block reached the store, and why; ``None``: all did.
-        when_unsaved: called with `unsaved` if that changes after the request's end.
+        num_tokens: the number of tokens of the prompt.
+        is_explained: true once `explain` was called.
+        divergence: the first token that differs from cached blocks, and the cached tokens from
+            there on; ``None``: none is known.
+        prints: the fingerprints of its blocks, and a flag: the last one is a part of a block.
+        num_known: the estimated tokens that a cache without limits would have reused.
+        unsaved: the token from which on no block was saved, and the reason; ``None``: all were
+            saved.
+        when_unsaved: called with `unsaved` if it changes after the request's end.
     """
 
     __slots__ = (
@@ -58,7 +59,7 @@ class PromptAccount:
     # ------------------------------------------------------------------ what happens to it
 
     def reach(self, end: int, *, reused: bool) -> None:
-        """Notes that the tokens before `end` are valid; those that were not before, by `reused`."""
+        """Records that the tokens before `end` are valid; new ones are reused if `reused`."""
         end = min(end, self.num_tokens)
         if end > self._reached:
             if self._runs and self._runs[-1][1] == reused:
@@ -67,11 +68,11 @@ class PromptAccount:
             self._reached = end
 
     def lose(self, reason: Outcome, end: int) -> None:
-        """Notes that tokens before `end` were not loaded for `reason`; a later call overwrites."""
+        """Records that tokens before `end` were not loaded for `reason`; later calls overwrite."""
         self._losses[reason] = end
 
     def keep(self, reason: Outcome) -> None:
-        """Takes `lose` of `reason` back."""
+        """Reverts `lose` of `reason`."""
         self._losses.pop(reason, None)
 
     def has_lost(self, reason: Outcome) -> bool:
@@ -91,11 +92,11 @@ class PromptAccount:
             self.unsaved = None
 
     def explain(self, base: int, why: Sequence[Span]) -> None:
-        """Sets why the tokens from `base` on will have been computed, if they are.
+        """Sets the reasons for the tokens from `base` on, in case they are computed.
 
         Args:
-            base: the cache or the store has the tokens before it.
-            why: spans without gaps, from `base` on.
+            base: the end of the tokens that the cache or the store has.
+            why: spans of reasons without gaps, from `base` on.
         """
         self._base, self._why, self.is_explained = base, why, True
 
@@ -110,7 +111,7 @@ class PromptAccount:
         return merged(self._spans())
 
     def explanation(self) -> Explanation:
-        """Returns the spans, and where the prompt leaves what is cached, without texts."""
+        """Returns the spans and the divergence, without texts."""
         spans = self.spans()
         diverged = any(span.outcome is Outcome.DIVERGED for span in spans)
         if self.divergence is None or not diverged:
@@ -133,7 +134,7 @@ class PromptAccount:
         for reason in _STORES_FAULT:
             stop = min(end, self._losses.get(reason, 0))
             if start < stop:
-                # A reason that says more may end earlier than one that says less.
+                # A more precise reason may end earlier than a less precise one.
                 yield Span(start, stop, reason)
                 start = stop
         if start < min(end, self._base):

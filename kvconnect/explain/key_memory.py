@@ -34,7 +34,7 @@ class Fingerprinter:
     are random, so that no client can choose prompts that collide.
 
     Args:
-        tokens_per_block: of a whole block.
+        tokens_per_block: the tokens per block of a whole block.
     """
 
     def __init__(self, tokens_per_block: int) -> None:
@@ -43,7 +43,7 @@ class Fingerprinter:
         self._weights, self._step = random[1:] | np.uint64(1), random[0] | np.uint64(1)
 
     def prefixes(self, tokens: TokenArray) -> tuple[Fingerprints, bool]:
-        """Returns the fingerprint of each prefix of blocks, and whether the last one is a tail.
+        """Returns the fingerprint of each prefix of blocks, and true if the last one is a tail.
 
         Args:
             tokens: int32. A last block that is not full counts, too.
@@ -62,8 +62,8 @@ class KeyMemory:
     """Remembers a number for each of the last fingerprints. Not thread-safe.
 
     A table of `num_slots` slots, 12 bytes each. A fingerprint overwrites another one in its slot:
-    after n others it is forgotten with the probability ``1 - exp(-n / num_slots)``. One that was
-    never added is found with a probability below 2**-40.
+    after n others it is lost with the probability ``1 - exp(-n / num_slots)``. A fingerprint that
+    was never added is found with a probability below 2**-40.
 
     Args:
         num_slots: a power of two.
@@ -75,18 +75,18 @@ class KeyMemory:
         self._values = np.zeros(num_slots, np.uint32)
 
     def add(self, keys: Fingerprints, value: int) -> None:
-        """Remembers `value` for each of `keys`, instead of what was remembered."""
+        """Stores `value` for each of `keys`, in place of earlier values."""
         slots = keys & self._mask
         self._keys[slots] = keys
         self._values[slots] = value
 
     def find(self, keys: Fingerprints) -> npt.NDArray[np.int64]:
-        """Returns the number of each of `keys`, -1 for those that are not remembered."""
+        """Returns the value of each of `keys`, -1 for those that are not stored."""
         slots = keys & self._mask
         return np.where(self._keys[slots] == keys, self._values[slots].astype(np.int64), -1)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes all values."""
         self._keys[:] = 0
 
 
@@ -100,7 +100,7 @@ class DistinctKeys:
 
     def __init__(self) -> None:
         self._registers = np.zeros(_NUM_REGISTERS, np.uint8)
-        self._sum = float(_NUM_REGISTERS)  # of 2**-register over all registers
+        self._sum = float(_NUM_REGISTERS)  # the sum of 2**-register over all
 
     def add(self, keys: Fingerprints) -> float:
         """Adds `keys`; returns an estimate of how many of them are new."""

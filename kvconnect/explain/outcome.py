@@ -38,13 +38,13 @@ class Outcome(StrEnum):
     NOT_SAVED = "not_saved"  # it was computed before, and never reached the store
     NOT_LOADED = "not_loaded"  # the request, or a hook of its connector, refused loads
     LATE = "late"  # the store did not answer in time
-    FAILED = "failed"  # the store failed, or was not asked since it had failed before
-    DAMAGED = "damaged"  # what the store sent did not check out
+    FAILED = "failed"  # the store failed, or was not called after earlier failures
+    DAMAGED = "damaged"  # the stored block was damaged
     SLOWER = "slower"  # loading would have taken longer than computing
     TAIL = "tail"  # less than a block, which the store does not keep or the cache does not divide
     LAST = "last"  # the last token is always computed
-    LOGPROBS = "logprobs"  # the request wants log probabilities of its prompt
-    UNREACHED = "unreached"  # the request ended before the token's turn
+    LOGPROBS = "logprobs"  # the request needs the log probabilities of its prompt
+    UNREACHED = "unreached"  # the request ended before the token was computed
 
 
 class NotSaved(StrEnum):
@@ -73,9 +73,9 @@ class Span:
     """The tokens ``start..end`` of a prompt, which share one outcome.
 
     Attributes:
-        start: the first one.
-        end: the first one behind.
-        outcome: theirs.
+        start: the first token.
+        end: the first token behind the span.
+        outcome: the outcome of the tokens.
         detail: more about the reason, such as why blocks were not saved; may be empty.
     """
 

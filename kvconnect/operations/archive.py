@@ -137,15 +137,15 @@ class ArchiveWriter(ArchiveStream):
     """A file that is being written; continues one that was cut short. Every method blocks.
 
     Args:
-        path: of the file; made if it is not there, readable by its owner only.
-        key: of its checksums; empty: none.
+        path: the path of the file; made if it is missing, readable by its owner only.
+        key: the key of its checksums; empty: none.
 
     Attributes:
         keys: the blocks that are in the file.
 
     Raises:
-        ConfigurationError: it cannot be opened, or another process writes to it.
-        OSError: it cannot be written to.
+        ConfigurationError: the file cannot be opened, or another process writes to it.
+        OSError: the file cannot be written to.
     """
 
     def __init__(self, path: Path, key: bytes) -> None:
@@ -184,11 +184,11 @@ class ArchiveWriter(ArchiveStream):
         return manifest
 
     def close(self) -> None:
-        """Closes the file. What is written stays."""
+        """Closes the file; written records stay."""
         self._file.close()
 
     def _continue(self) -> bool:
-        """Reads the whole records there are, and cuts off the rest; returns whether it is ours."""
+        """Reads the whole records and cuts off the rest; false if the key is another one."""
         try:
             reader = ArchiveReader(self._path, self._key)
         except (BadFrame, ConfigurationError):
@@ -215,7 +215,7 @@ class ArchiveReader:
         path: of the file; of a `stream` the name in errors.
         key: of its checksums; empty: none.
         stream: has the bytes of the file, and is closed with this; its ``read`` and ``readinto``
-            return less than was asked for at its end only.
+            return less than was wanted at its end only.
 
     Attributes:
         manifest: set once all blocks were read.
@@ -223,8 +223,9 @@ class ArchiveReader:
         checksum_at_end: the checksum of that record.
 
     Raises:
-        BadFrame: it is no such file, or of another version.
-        ConfigurationError: it cannot be opened, has a key and none is given, or the reverse.
+        BadFrame: the file is no archive, or of another version.
+        ConfigurationError: the file cannot be opened, or has a key and none is given, or the
+            reverse.
     """
 
     def __init__(
@@ -256,8 +257,8 @@ class ArchiveReader:
         """Yields the blocks, each after its checksum, frame and metadata were checked.
 
         Raises:
-            BadFrame: the file is damaged, cut short, changed, or was made with another key. What
-                was yielded before is sound by itself, but the file is not.
+            BadFrame: the file is damaged, cut short, changed, or was made with another key. The
+                blocks yielded before are sound, but the file is not.
         """
         counted = Manifest()
         while True:

@@ -23,7 +23,7 @@ __all__ = ["Chosen", "ReadTokens", "choose", "token_reader"]
 ReadTokens: TypeAlias = Callable[[StoredEntry], TokenArray | None]
 """Returns the tokens of an entry, decrypted where they are encrypted; ``None``: not known."""
 
-# A part of each key identifies it, and as a number takes least memory.
+# A part of each key identifies the block, and takes least memory as an integer.
 _SHORT = 8
 # A block whose beginning is not stored belongs to a prompt if so many tokens are the prompt's: pool
 # groups with a window keep only the ends of prompts.
@@ -39,7 +39,7 @@ class Chosen:
         tokens: the tokens of the wanted prompts that are stored, from the beginning of each.
         missing: the other tokens of the wanted prompts.
         missing_keys: the wanted keys that no block has.
-        unknown: blocks that might be the wanted tenant's; the store does not know whose they are.
+        unknown: blocks that may be the wanted tenant's: the store does not know their tenants.
     """
 
     keys: list[BlockKey] = field(default_factory=list)
@@ -68,7 +68,7 @@ def token_reader(url: str) -> ReadTokens:
 async def choose(stores: Mapping[str, Backend], wanted: Wanted, read: ReadTokens) -> Chosen:
     """Lists all blocks of `stores`, the parts of one store, and returns the wanted ones.
 
-    A prompt's blocks are found by their tokens, so under every geometry and division into ranks.
+    A prompt's blocks are found by their tokens, so under every cache geometry and on every rank.
     Takes some 100 bytes of memory per block, and some 300 bytes per block that may be wanted.
 
     Raises:
@@ -182,7 +182,7 @@ class _PromptIndex:
         self.selection = selection
         self.prompts = prompts
         self._read = read
-        # The first two tokens of a block tell most of those that belong to none of the prompts.
+        # The first two tokens of a block rule out most blocks of other prompts.
         pairs = [_pairs(prompt.tokens) for prompt in prompts]
         self._pairs = np.unique(np.concatenate(pairs)) if pairs else np.empty(0, np.int64)
         self._by_parent: dict[BlockKey, dict[BlockKey, _Block]] = {}
@@ -202,7 +202,7 @@ class _PromptIndex:
         """Returns the prompt's blocks with their parents, and how many leading tokens they hold.
 
         Args:
-            tokens: of the prompt.
+            tokens: the tokens of the prompt.
             stored: the beginnings of all keys in the store.
         """
         whole = tokens.astype(np.int32, copy=False).tobytes()
@@ -234,9 +234,9 @@ class _PromptIndex:
 
 
 def _starts(block: _Block, whole: bytes) -> list[int]:
-    """Returns where in the tokens `whole` a block may begin whose parent is not stored, in bytes.
+    """Returns the offsets in `whole`, in bytes, where a block without stored parent may begin.
 
-    That is the beginning, or any whole number of blocks of its length.
+    They are 0 and the multiples of the block's length.
     """
     step = len(block.tokens)
     aligned = range(0, len(whole), step) if step >= 4 * _TELLING_TOKENS else (0,)
@@ -244,7 +244,7 @@ def _starts(block: _Block, whole: bytes) -> list[int]:
 
 
 def _pairs(tokens: TokenArray) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Returns each token and the one after it as a number."""
+    """Returns each pair of neighbouring tokens as one integer."""
     wide = tokens.astype(np.int64)
     return (wide[:-1] << 32) | wide[1:]
 

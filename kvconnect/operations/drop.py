@@ -31,11 +31,11 @@ async def drop(
 ) -> None:
     """Deletes the `wanted` blocks of the store of `url`, the ends of prompts first.
 
-    Pinned blocks are deleted, too. Repeating it after an interruption deletes the rest. Then what
-    blocks left behind that were dropped before is removed, too; see `Backend.scrub`.
+    Pinned blocks are deleted, too. A repeated call after an interruption deletes the rest. Then the
+    bytes of blocks that were dropped earlier are overwritten, too; see `Backend.scrub`.
 
     Args:
-        url: of the store.
+        url: the URL of the store.
         wanted: the blocks.
         done: the counts are added to it while blocks are deleted.
         dry_run: only count.
@@ -44,8 +44,8 @@ async def drop(
 
     Raises:
         ConfigurationError: no part of the store can list its blocks.
-        BackendUnavailable: the store fails; or a part of it does not answer or cannot list its
-            blocks, after those of the other parts were deleted.
+        BackendUnavailable: the store fails; or one part of it does not answer or cannot list its
+            blocks. The blocks of the other parts are deleted then.
     """
     read = token_reader(url)
     async with visiting(url, "read" if dry_run else "maintain") as store:
@@ -86,7 +86,7 @@ async def _delete(
                 begun = time.monotonic()
                 while await store.scrub():
                     progress.advance(1)
-                    # Those that wait for the store meanwhile have as much time as this took.
+                    # A pause as long as the call took, so that other callers reach the store.
                     await asyncio.sleep(min(time.monotonic() - begun, _LONGEST_PAUSE_S))
                     begun = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""The verb ``explain``: what a store has of a prompt, and what stands in the way of the rest."""
+"""The verb ``explain``: the stored tokens of a prompt, and the reasons why others are not used."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Identity:
 
     Attributes:
         models: the beginnings of the tags of its model, in hexadecimal digits.
-        engines: the same of other engines with this model, by the engine's name.
+        engines: the same digits for other engines with this model, by the engine's name.
         salt: the tag of its salt.
         namespaces: digests of its salt and adapter.
-        tokens_per_block: of its engine; ``None``: any.
+        tokens_per_block: the tokens per block of its engine; ``None``: any.
     """
 
     models: tuple[str, ...]
@@ -46,10 +46,10 @@ class StoredPrefix:
 
     Attributes:
         tokens: the leading tokens of the prompt, in whole blocks and tails.
-        tokens_per_block: of its blocks.
-        bytes_per_token: of the stored frames, all layers of pool group 0.
+        tokens_per_block: the tokens per block of its blocks.
+        bytes_per_token: the bytes per token of the stored frames, all layers of pool group 0.
         model, layout: hexadecimal digits of the model's tag, as ``kvconnect ls`` shows them.
-        differs: what keeps a request from using it; empty: nothing.
+        differs: the reason why a request cannot use it; empty: it can.
     """
 
     tokens: int
@@ -62,14 +62,15 @@ class StoredPrefix:
 
 @dataclass(slots=True)
 class StoredPrompt:
-    """The parts of one prompt that a store has.
+    """The stored parts of one prompt.
 
     Attributes:
         prompt_tokens: its length.
         spans: its tokens by outcome: ``reused`` are stored for it, ``new`` are not stored. A store
             does not know whether it had them before.
-        stored: the stored prefixes, what a request can use first, then the longest first.
-        divergence: where it leaves what is stored for it; ``None``: nothing else is stored there.
+        stored: the stored prefixes: first those that a request can use, then the longest.
+        divergence: where the prompt differs from the blocks that are stored; ``None``: no other
+            block continues it.
     """
 
     prompt_tokens: int = 0
@@ -79,7 +80,7 @@ class StoredPrompt:
 
 
 async def explain(url: str, tokens: TokenArray, identity: Identity) -> StoredPrompt:
-    """Lists the blocks of the store of `url` and returns what it has of the prompt `tokens`.
+    """Lists the blocks of the store of `url`; returns the stored parts of the prompt `tokens`.
 
     Takes some 100 bytes of memory per block, and some 300 bytes per block that may be of use.
 
@@ -176,7 +177,7 @@ class _Index:
 
 
 def _differs(space: _Space, wanted: Identity, own: _Space | None = None) -> tuple[str, ...]:
-    """Returns what keeps a request of identity `wanted` from using the blocks of `space`."""
+    """Returns why a request of identity `wanted` cannot use the blocks of `space`."""
     found = []
     model = space.model.hex()
     if not any(model.startswith(one) for one in wanted.models):
@@ -198,7 +199,7 @@ def _differs(space: _Space, wanted: Identity, own: _Space | None = None) -> tupl
 async def _divergence(
     own: _Found, parts: Mapping[str, Backend], index: _Index
 ) -> tuple[int, TokenArray] | None:
-    """Returns the first token that differs from what is stored next, and what is stored there."""
+    """Returns the first token that differs from the stored continuation, and that continuation."""
     rest = np.frombuffer(index.whole, np.int32)[own.end // 4 :]
     following = list(own.space.roots(index.stored)) if own.last is None else []
     if own.last is not None:

@@ -29,13 +29,13 @@ _KEYS_PER_DESCRIBE = 256
 
 @dataclass(slots=True)
 class Exported(Result):
-    """The result of `export`: the blocks and tokens are those that the file holds.
+    """The result of `export`; blocks and tokens are counts of the file.
 
-    The bytes are of the frames written now.
+    Bytes are those of the frames written by this call.
 
     Attributes:
         resumed: the blocks that an earlier, interrupted export had written.
-        bad: blocks left out since they are damaged.
+        bad: damaged blocks, which are left out.
         gone: blocks that the store dropped meanwhile.
     """
 
@@ -72,7 +72,7 @@ async def export(
     Raises:
         ConfigurationError: the store cannot list its blocks, or another process writes the file.
         BackendUnavailable: the store fails.
-        BadFrame: the file is complete but for damaged blocks.
+        BadFrame: damaged blocks were left out; the file is complete otherwise.
         OSError: the file cannot be written.
     """
     key = file_key(key_file)

@@ -29,8 +29,8 @@ class ReadFrame:
     Attributes:
         entry: the store's listing of it.
         data: the frame, in memory that is reused for the next batch but one.
-        problem: the error in it; empty: it is sound.
-        gone: it was there when it was listed, and is not any more.
+        problem: the damage of the frame; empty: it is sound.
+        gone: the block was listed, but is no longer stored.
     """
 
     entry: StoredEntry
@@ -44,8 +44,8 @@ async def read_frames(
 ) -> AsyncIterator[list[ReadFrame]]:
     """Yields the frames of `entries`, read and checked, in batches of some 16 MiB.
 
-    While the caller works on a batch, the next one is read; a batch's data is valid until the next
-    is asked for. Memory is used for two batches only.
+    While the caller works on a batch, the next one is read; a batch's data is valid until the
+    caller continues the iteration. Memory is used for two batches only.
 
     Raises:
         BackendUnavailable: the store as a whole does not answer.
@@ -123,7 +123,10 @@ class _Reader:
         return entries
 
     async def _next(self, *, told: bool) -> StoredEntry | None:
-        """Returns the next entry, or ``None``. Raises the error of the listing only if `told`."""
+        """Returns the next entry, or ``None``.
+
+        Raises an error of the listing only if `told` is true.
+        """
         if self._failure is None:
             try:
                 return await anext(self._entries, None)
@@ -143,7 +146,7 @@ class _Reader:
             try:
                 got = await self._store.load(keys, buffers[at:])
             except BackendTimeout:
-                raise  # the buffers are not ours any more
+                raise  # the running call owns the buffers now
             except BackendUnavailable:
                 got = 0
             ready = zip(entries[at : at + got], buffers[at:], strict=False)
@@ -161,12 +164,12 @@ class _Reader:
         except BackendTimeout:
             raise
         except BackendUnavailable as error:
-            await self._store.stats()  # does it answer at all?
+            await self._store.stats()  # raises if the store does not answer
             return ReadFrame(entry, problem=f"it cannot be read ({error})")
         return ReadFrame(entry, problem="it is listed, and cannot be loaded")
 
     async def _look_again(self, bad: ReadFrame) -> ReadFrame:
-        """Reads a bad block again, as it may have been replaced while it was read."""
+        """Reads a damaged block again: it may have been replaced during the first read."""
         if not bad.data.numel():
             return bad
         again = await self._load_one(bad.entry, bad.data)

@@ -35,12 +35,13 @@ def identity_of(
     """Returns the identity of requests to kvconnect's own engine with this store.
 
     Args:
-        url: of the store; its codec is a part of the identity.
+        url: the URL of the store; its codec is a part of the identity.
         model: the digits that the model's tag begins with.
-        directory: of the model, and what names its weights; ``None``: only `model` is known.
-        salt: of the requests; ``None``: they have none.
+        directory: the model's directory and the name of its weights; ``None``: only `model` is
+            known.
+        salt: the salt of the requests; ``None``: they have none.
         lora: their adapter; ``None``: they have none.
-        tokens_per_block: of the engine; ``None``: any.
+        tokens_per_block: the tokens per block of the engine; ``None``: any.
 
     Raises:
         ConfigurationError: `salt` is empty or too long; the codec cannot be used.
@@ -68,7 +69,7 @@ def identity_of(
 def with_texts(
     found: StoredPrompt, tokens: TokenArray, tokenizer: Tokenizer | None
 ) -> StoredPrompt:
-    """Returns `found` with the texts around the place where the prompt leaves what is stored."""
+    """Returns `found` with the texts around the token where prompt and stored blocks differ."""
     if found.divergence is None or tokenizer is None:
         return found
     texts = outcome.with_texts(found.divergence, tokens.tolist(), tokenizer.decode)

@@ -19,7 +19,7 @@ __all__ = ["import_file"]
 
 _BATCH_BLOCKS = 256
 _BATCH_NBYTES = 16 << 20
-# Of each block's checksum: enough to see that the file is the one that was checked.
+# Bytes kept of each block's checksum: enough to notice that the file has changed.
 _SHORT = 16
 
 
@@ -33,25 +33,25 @@ async def import_file(
 ) -> None:
     """Saves the blocks of the file `path` to the store of `url`, which is made if needed.
 
-    The file is read twice: first all of it is checked, then its blocks are saved, parents first.
-    A changed file is refused before a block is saved. A change between the two readings is refused
-    at the first block behind it. Repeating it after an interruption saves the rest. Memory is used
-    for one batch of some 16 MiB, and 16 bytes per block.
+    The file is read twice: first all of it is checked, then its blocks are saved, parents first. A
+    changed file is refused before a block is saved. A change between the two readings is refused at
+    the first block behind it. Repeating it after an interruption saves the rest. Memory is used for
+    one batch of some 16 MiB, and 16 bytes per block.
 
     Args:
-        url: of the store.
-        path: of the file.
-        done: the counts are added to it while blocks are saved. It is `opened` once the whole file
-            was found sound; before that nothing is saved.
+        url: the URL of the store.
+        path: the path of the file.
+        done: the counts, which grow while blocks are saved. Its `opened` is set once the whole file
+            was found sound; before that no block is saved.
         model: the hexadecimal digits that the model of every block must begin with.
-        key_file: of the file's checksums.
+        key_file: the key file of the file's checksums.
 
     Raises:
         BadFrame: the file is damaged, cut short, changed, or made with another key.
         ConfigurationError: it cannot be opened, is of another model, or its blocks are too long for
             the store.
         BackendUnavailable: the store fails.
-        RetryLater: the store takes no more.
+        RetryLater: the store accepts no more blocks.
     """
     key = file_key(key_file)
     with Progress("check", 0, "blocks") as progress:

@@ -1,4 +1,4 @@
-"""Lists the blocks of a store, each once, also where the store's listing never ends."""
+"""Lists the blocks of a store, each once; stops if the store repeats itself without end."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvconnect.operations.progress import Progress
 
 __all__ = ["each_block"]
 
-# A part of each key identifies it, and as a number takes least memory.
+# A part of each key identifies the block, and takes least memory as an integer.
 _SHORT = 8
-# A store may list a block twice when it is moved meanwhile; so many in a row are an error.
+# A store may list a block twice if it moves meanwhile; so many repetitions in a row are an error.
 _MOST_REPEATS = 10_000
 
 

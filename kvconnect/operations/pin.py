@@ -25,7 +25,7 @@ class Pinned(Result):
     """The result of `pin` and `unpin`: the blocks are those pinned now, or unpinned.
 
     Attributes:
-        refused: blocks that the share of pinned blocks has no room for.
+        refused: blocks for which the share of pinned blocks has no room.
     """
 
     refused: int = 0
@@ -35,7 +35,7 @@ async def pin(url: str, wanted: Wanted, until: float | None, done: Pinned) -> No
     """Pins the `wanted` blocks of the store of `url`, the beginnings of prompts first.
 
     Args:
-        url: of the store.
+        url: the URL of the store.
         wanted: the blocks.
         until: Unix seconds, ``inf``, or ``None`` to unpin; see `Backend.pin`.
         done: the counts are added to it while blocks are pinned.
@@ -98,7 +98,7 @@ async def _pin(
     for start in range(0, len(keys), _KEYS_PER_PIN):
         piece = keys[start : start + _KEYS_PER_PIN]
         entries = await store.describe(piece)
-        # Behind a block without room nothing is pinned: it may be a child of it.
+        # Blocks after one without room are not pinned: they may be its children.
         answers = [False] * len(piece) if full else await store.pin(piece, until)
         for entry, pinned in zip(entries, answers, strict=True):
             if entry is None:

@@ -24,12 +24,12 @@ _KEYS_PER_DESCRIBE = 256
 async def prefetch(url: str, wanted: Wanted, done: Saved) -> None:
     """Copies the `wanted` blocks of the tiered store of `url` to its fastest tier.
 
-    A tier in a process's own memory is passed over: nothing could be put there from outside. The
-    beginnings of prompts are copied first. What the tier has is skipped, so that repeating it
-    after an interruption copies the rest. Damaged blocks are left out.
+    A tier in a process's own memory is skipped: other processes cannot write to it. The beginnings
+    of prompts are copied first. Blocks that the tier has are skipped, so a repeated call after an
+    interruption copies the rest. Damaged blocks are left out.
 
     Args:
-        url: of the store.
+        url: the URL of the store.
         wanted: the blocks.
         done: the counts are added to it while blocks are copied.
 
@@ -37,8 +37,8 @@ async def prefetch(url: str, wanted: Wanted, done: Saved) -> None:
         ConfigurationError: the store has no faster tier to copy to, or the tiers cannot list their
             blocks.
         BackendUnavailable: a tier fails.
-        RetryLater: the tier takes no more.
-        BadFrame: all is done but for damaged blocks.
+        RetryLater: the tier accepts no more blocks.
+        BadFrame: damaged blocks were left out; all others are copied.
     """
     async with visiting(url, "store") as store:
         target, sources = _tiers(url, store)
@@ -68,7 +68,7 @@ def _tiers(url: str, store: GuardedBackend) -> tuple[Backend, Sequence[Backend]]
     """Returns the tier to copy to, and the slower ones that blocks come from."""
     name = str(StoreUrl.parse(url))
     tiers = parts(store)
-    # What a process keeps in its memory ends with it: only a server can fill its own.
+    # A tier in memory ends with its process: only a server can fill its own.
     lasting = [one for one in tiers.values() if one.capabilities.durable or one.capabilities.shared]
     if len(tiers) < 2:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Shows the progress of long work on standard error: a bar on a terminal, else a line at times."""
+"""Shows the progress of long work on standard error: a bar on a terminal, else lines."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _BYTES = "bytes"
 
 
 is_shown: ContextVar[bool] = ContextVar("is_shown", default=True)
-"""Whether progress is written at all; a server, whose log may be read by programs, sets it."""
+"""False in a server, whose log programs may read: no progress is written there."""
 
 
 class Progress:
     """Counts up to `total` of `unit`; a context manager. Never writes to standard output.
 
-    In ``async with`` it also prints at times that nothing was counted, as long as the event loop
+    In ``async with`` it also prints while the count does not change, as long as the event loop
     runs.
 
     Args:
         task: the name of the work.
         total: 0: not known.
-        unit: of the count; ``bytes`` are shown in readable units, and with their rate.
-        lines: no bar on a terminal either, for commands that write there meanwhile.
+        unit: the unit of the count; ``bytes`` are shown in readable units, and with their rate.
+        lines: print lines also on a terminal, for commands that write there meanwhile.
     """
 
     def __init__(self, task: str, total: int, unit: str, *, lines: bool = False) -> None:

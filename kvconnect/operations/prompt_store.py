@@ -36,14 +36,15 @@ class PromptStore:
     """The prompts of a store: explains, warms, drops, exports, imports, pins, prefetches them.
 
     Every verb opens the store, blocks until it is done, and closes the store. An engine that has
-    the store open goes on. All are idempotent, and may be repeated after an interruption.
+    the store open is not disturbed. All verbs are idempotent, and may be repeated after an
+    interruption.
 
     Args:
-        url: of the store.
+        url: the URL of the store.
         model: the directory of a model, its name in the local Hugging Face cache, or the first
-            digits of its digest as ``kvconnect ls`` shows them. Only its blocks are meant then;
-            text and conversations need its tokenizer. ``None``: blocks of any model.
-        model_revision: what engines name the model's weights, if they do.
+            digits of its digest as ``kvconnect ls`` shows them. The verbs then apply to its blocks
+            only; text and conversations need its tokenizer. ``None``: blocks of any model.
+        model_revision: the engines' setting of that name, if they have one.
         run: runs the coroutine of a verb to its end; blocks.
 
     Raises:
@@ -78,7 +79,7 @@ class PromptStore:
         into: Saved | None = None,
         **which: Unpack[Which],
     ) -> Saved:
-        """Computes what the store lacks of prompts, and saves it. What is there is skipped.
+        """Computes and saves the blocks of prompts that the store lacks.
 
         Args:
             llm: computes and saves; its store must be this one. ``None``: an `LLM` of the model is
@@ -89,7 +90,7 @@ class PromptStore:
         Raises:
             ConfigurationError: `which` gives no prompt, there is no model directory, or a prompt
                 does not fit the model; or the store cannot list its blocks.
-            BackendUnavailable: the store fails; what was saved until then is there.
+            BackendUnavailable: the store fails; blocks saved before stay.
         """
         from kvconnect.engine.llm import LLM
         from kvconnect.operations.saving import Saved
@@ -128,9 +129,9 @@ class PromptStore:
             which: the blocks; see `Which`.
 
         Raises:
-            ConfigurationError: `which` says nothing, or a store that cannot list its blocks.
-            BackendUnavailable: the store fails, or a tier does not answer; what was deleted until
-                then is gone.
+            ConfigurationError: `which` is empty, or the store cannot list its blocks.
+            BackendUnavailable: the store fails, or a tier does not answer; blocks deleted before
+                stay deleted.
         """
         from kvconnect.operations.drop import drop
         from kvconnect.operations.result import Result
@@ -148,15 +149,15 @@ class PromptStore:
         lora: str | None = None,
         tokens_per_block: int | None = None,
     ) -> StoredPrompt:
-        """Returns what the store has of one prompt, and what stands in the way of the rest.
+        """Returns the stored tokens of one prompt, and the reasons why others are not used.
 
         Lists all blocks of the store. The store is only read.
 
         Args:
             prompt: text or token ids.
-            salt: of the request; ``None``: it has none.
+            salt: the salt of the request; ``None``: it has none.
             lora: its adapter; ``None``: it has none.
-            tokens_per_block: of its engine; ``None``: any.
+            tokens_per_block: the tokens per block of its engine; ``None``: any.
 
         Raises:
             ConfigurationError: there is no model, the prompt or the salt is wrong, or the store
@@ -199,9 +200,9 @@ class PromptStore:
             which: the blocks; see `Which`.
 
         Raises:
-            ConfigurationError: `which` says nothing, or the store has no pins, or cannot list its
+            ConfigurationError: `which` is empty, or the store has no pins, or cannot list its
                 blocks.
-            BackendUnavailable: the store fails; what was pinned until then is.
+            BackendUnavailable: the store fails; blocks pinned before stay pinned.
         """
         from kvconnect.operations.pin import Pinned, pin
 
@@ -222,9 +223,9 @@ class PromptStore:
             which: the blocks; see `Which`.
 
         Raises:
-            ConfigurationError: `which` says nothing, or the store has no pins, or cannot list its
+            ConfigurationError: `which` is empty, or the store has no pins, or cannot list its
                 blocks.
-            BackendUnavailable: the store fails; what was unpinned until then is.
+            BackendUnavailable: the store fails; blocks unpinned before stay unpinned.
         """
         from kvconnect.operations.pin import Pinned, pin
 
@@ -236,10 +237,10 @@ class PromptStore:
         """Returns the use that each tenant makes of the whole store, whatever the model.
 
         Args:
-            names: of tenants, by their `kvconnect.keys.salt_tag`.
+            names: the names of tenants, by their `kvconnect.keys.salt_tag`.
 
         Raises:
-            ConfigurationError: a store that cannot list its blocks.
+            ConfigurationError: the store cannot list its blocks.
             BackendUnavailable: the store fails.
         """
         from kvconnect.operations.tenants import each_tenant
@@ -261,7 +262,7 @@ class PromptStore:
     ) -> Exported:
         """Writes blocks to one file, which `import_` saves to another store.
 
-        It is ``PATH.part`` until it is complete; repeating the call continues it. With keys, the
+        The file is ``PATH.part`` until it is complete; a repeated call continues it. With keys, the
         blocks before theirs are written, too.
 
         Args:
@@ -271,10 +272,10 @@ class PromptStore:
             which: the blocks; see `Which`.
 
         Raises:
-            ConfigurationError: `which` says nothing, a file that cannot be written, or a store that
-                cannot list its blocks.
+            ConfigurationError: `which` is empty, the file cannot be written, or the store cannot
+                list its blocks.
             BackendUnavailable: the store fails.
-            BadFrame: the file is complete but for damaged blocks.
+            BadFrame: damaged blocks were left out; the file is complete otherwise.
         """
         from kvconnect.operations.export import Exported, Sink, export
 
@@ -293,10 +294,10 @@ class PromptStore:
     ) -> Saved:
         """Saves the blocks of an exported file, after all of the file was checked.
 
-        What is in the store already is skipped, so a repeated call continues an interrupted one.
+        Blocks that the store has are skipped, so a repeated call continues an interrupted one.
 
         Args:
-            path: of the file.
+            path: the path of the file.
             key_file: the key file that it was made with.
             into: the result, whose counts grow meanwhile; default: a new one.
 
@@ -304,7 +305,7 @@ class PromptStore:
             BadFrame: the file is damaged, cut short, changed, or made with another key.
             ConfigurationError: it cannot be opened, or has blocks of another model than this one's.
             BackendUnavailable: the store fails.
-            RetryLater: the store takes no more.
+            RetryLater: the store accepts no more blocks.
         """
         from kvconnect.operations.import_ import import_file
         from kvconnect.operations.saving import Saved
@@ -316,18 +317,18 @@ class PromptStore:
     def prefetch(self, *, into: Saved | None = None, **which: Unpack[Which]) -> Saved:
         """Copies blocks of a tiered store to its fastest tier that outlives this process.
 
-        With keys, the blocks before theirs are copied, too. What the tier has is skipped.
+        With keys, the blocks before theirs are copied, too. Blocks that the tier has are skipped.
 
         Args:
             into: the result, whose counts grow meanwhile; default: a new one.
             which: the blocks; see `Which`.
 
         Raises:
-            ConfigurationError: `which` says nothing, or the store has no faster tier to copy to, or
-                a tier cannot list its blocks.
-            BackendUnavailable: a tier fails; what was copied until then is there.
-            RetryLater: the tier takes no more.
-            BadFrame: all is done but for damaged blocks.
+            ConfigurationError: `which` is empty, the store has no faster tier to copy to, or a tier
+                cannot list its blocks.
+            BackendUnavailable: a tier fails; blocks copied before stay.
+            RetryLater: the tier accepts no more blocks.
+            BadFrame: damaged blocks were left out; all others are copied.
         """
         from kvconnect.operations.prefetch import prefetch
         from kvconnect.operations.saving import Saved
@@ -340,7 +341,7 @@ class PromptStore:
         """Returns the token ids of a prompt, as an engine with the model computes them.
 
         Raises:
-            ConfigurationError: it is text, and there is no tokenizer.
+            ConfigurationError: `prompt` is text, and there is no tokenizer.
         """
         from kvconnect.engine.request.prompts import as_text_or_tokens
 
@@ -370,10 +371,10 @@ class PromptStore:
         return None if self._directory is None else Tokenizer.of(self._directory)
 
     def _wanted(self, which: Which, *, continued: bool = False, ancestors: bool = False) -> Wanted:
-        """Returns what `which` names.
+        """Returns the choice of blocks that `which` makes.
 
         Raises:
-            ConfigurationError: it names nothing, or something twice.
+            ConfigurationError: `which` is empty, or names blocks in two ways.
         """
         check_names(which)
         prompts = self._prompts(which)

@@ -51,15 +51,15 @@ _OURS = {
 def warm_by_server(
     server: str, body: Mapping[str, object], done: Saved, *, admin_key: str | None
 ) -> None:
-    """Makes the server compute and save what its store lacks of prompts; blocks until it is done.
+    """Makes the server compute and save the blocks of prompts that its store lacks.
 
-    Leaving it, by an interruption, ends the work of the server.
+    Blocks until it is done. Leaving it, by an interruption, ends the work of the server.
 
     Args:
         server: its URL, as ``http://host:8000``.
         body: ``prompts``, ``messages``, ``salt`` and ``lora``, as of `Which`.
         done: its counts are those that the server reports meanwhile.
-        admin_key: of the server.
+        admin_key: the admin key of the server.
 
     Raises:
         ConfigurationError: a bad URL or key, or a request that the server refuses.
@@ -86,7 +86,7 @@ def export_by_server(
         server: its URL, as ``http://host:8000``.
         body: the blocks, as of `Which`.
         path: of the file.
-        done: its counts grow meanwhile. A server does not tell which blocks it left out because
+        done: its counts grow meanwhile. A server does not say which blocks it left out because
             they are bad and which because its store dropped them: they are `bad`.
         admin_key: of the server.
         key_file: a secret that authenticates the file; the server does not get it.

@@ -11,17 +11,17 @@ __all__ = ["Result"]
 
 @dataclass(slots=True)
 class Result:
-    """The result of a verb; after an error or an interruption, of what was done until then.
+    """The result of a verb; after an error or an interruption, the part that was done.
 
     Attributes:
-        blocks: blocks that the verb changed, wrote or saved, those of each tier.
-        bytes: of their frames.
-        tokens: of the blocks of pool group 0, each counted in one tier only.
+        blocks: blocks that the verb changed, wrote or saved, counted in every tier.
+        bytes: the bytes of their frames.
+        tokens: the tokens of the blocks of pool group 0, each counted in one tier only.
         missing: tokens of the given prompts that are not stored.
         missing_keys: given keys that no block has.
-        unknown: blocks left out that may be the tenant's: the store does not know whose they are.
-        opened: whether the store could be opened; before that the counts mean nothing.
-        complete: whether all was done.
+        unknown: blocks left out that may be the tenant's: the store does not know their tenants.
+        opened: true once the store was opened; the counts are meaningless before.
+        complete: true if all was done.
     """
 
     blocks: int = 0
@@ -34,7 +34,7 @@ class Result:
     complete: bool = False
 
     def set_missing(self, chosen: Chosen) -> None:
-        """Sets the counts of what was wanted and is not among the `chosen` blocks."""
+        """Sets the counts of wanted tokens and keys that are not among the `chosen` blocks."""
         self.missing, self.missing_keys = chosen.missing, chosen.missing_keys
         self.unknown = chosen.unknown
 

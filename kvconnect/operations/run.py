@@ -1,4 +1,4 @@
-"""Runs a verb's coroutine to its end, wherever it is called."""
+"""Runs a verb's coroutine to its end, with or without a running event loop."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Saved(Result):
 
     Attributes:
         present: blocks that were there already.
-        bad: blocks left out since they are damaged where they came from.
+        bad: blocks left out because they are damaged in the source.
     """
 
     present: int = 0
@@ -34,7 +34,7 @@ async def save_missing(store: Backend, batch: Sequence[StoredBlock], done: Saved
     Raises:
         ConfigurationError: a block is too long for the store.
         BackendUnavailable: the store fails.
-        RetryLater: it takes no more; what was saved until then is counted.
+        RetryLater: the store accepts no more blocks; those saved before are counted.
     """
     if not batch:
         return

@@ -51,7 +51,7 @@ class Selection:
         return self._fits_but_tenant(entry) and self._fits_tenant(entry.namespace)
 
     def cannot_tell(self, entry: StoredEntry) -> bool:
-        """Returns whether `entry` might be selected, but does not say which salt it has."""
+        """Returns whether `entry` may be selected: its salt is not recorded."""
         return (
             self.salt is not None
             and salt_of(entry.namespace) is None
@@ -86,7 +86,7 @@ def model_prefix(text: str | None, revision: str | None = None) -> str | None:
 
     Args:
         text: the model's directory, whose files may be read whole, or the first digits themselves.
-        revision: stands for the weights of the directory.
+        revision: the name of the directory's weights, if engines use one.
 
     Raises:
         ConfigurationError: `text` is neither; names the command's option.

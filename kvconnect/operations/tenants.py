@@ -28,12 +28,11 @@ class TenantUse:
     """The use that a tenant makes of a store.
 
     Attributes:
-        digest: `salt_tag` of the tenant; ``None``: of blocks of which the store does not know whose
-            they are.
-        name: given to the digest, if any.
-        blocks: stored blocks, those of each tier.
-        bytes: of their frames.
-        hits: how often these blocks were loaded; ``None``: no part of the store counts loads.
+        digest: `salt_tag` of the tenant; ``None``: for blocks of unknown tenants.
+        name: the name for the digest, if there is one.
+        blocks: stored blocks, counted in every tier.
+        bytes: the bytes of their frames.
+        hits: loads of these blocks; ``None``: no part of the store counts loads.
         tokens_saved: the tokens of those loads, of pool group 0. Each rank's share of a block
             counts by itself. ``None``: not counted.
     """
@@ -111,7 +110,7 @@ def read_names(path: str | PathLike[str]) -> dict[bytes, str]:
     """Returns the names in the file at `path`, by digest.
 
     Raises:
-        ConfigurationError: it cannot be read, or is no JSON object of digests and names.
+        ConfigurationError: the file cannot be read, or is no JSON object of digests and names.
     """
     try:
         content = json.loads(Path(path).read_bytes())

@@ -22,11 +22,11 @@ async def visiting(url: str, access: Access) -> AsyncIterator[GuardedBackend]:
     """Opens the store of `url` for raw frames; blocks of a running engine stay unchanged.
 
     Raises:
-        ConfigurationError: a bad URL, or a store that is always empty from outside.
+        ConfigurationError: a bad URL, or a store in the memory of its own process.
         BackendUnavailable: it cannot be reached.
     """
     parsed = StoreUrl.parse(url)
-    codec_names(parsed.codec)  # left out below, but no other parameter may be mistyped either
+    codec_names(parsed.codec)  # left out below, but checked like every other parameter
     if access != "store" and parsed.scheme == "memory":
         raise ConfigurationError(
             f"{parsed}: a memory store belongs to the process that opened it; "
@@ -51,7 +51,7 @@ def listed(url: str, store: GuardedBackend) -> dict[str, Backend]:
     """Returns the parts that can list their blocks.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: no part can.
     """
     found = {name: part for name, part in parts(store).items() if part.capabilities.enumerable}
     if not found:

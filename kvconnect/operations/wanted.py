@@ -1,4 +1,4 @@
-"""The blocks that a verb is about: those of prompts, of keys, of a tenant, or all."""
+"""The blocks that a verb applies to: those of prompts, of keys, of a tenant, or all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_TENANT = Namespace().encode()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedPrompt:
-    """A prompt: its tokens, and the model, tenant and adapter that its blocks are of."""
+    """A prompt: its tokens, and the model, tenant and adapter of its blocks."""
 
     tokens: TokenArray
     selection: Selection
@@ -30,14 +30,14 @@ class WantedPrompt:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Wanted:
-    """The blocks that a verb is about.
+    """The blocks that a verb applies to.
 
     Attributes:
         selection: the blocks that fit it, if there are neither `prompts` nor `keys`.
         prompts: the blocks of these prompts.
         keys: the blocks whose store keys begin with these hexadecimal digits.
-        continued: also all blocks that continue the prompts or keys.
-        ancestors: also the blocks before those of `keys`.
+        continued: true to add all blocks that continue the prompts or keys.
+        ancestors: true to add the blocks before those of `keys`.
     """
 
     selection: Selection = field(default_factory=Selection)
@@ -51,7 +51,7 @@ def tenant(salt: str | None, lora: str | None, model: str | None, *, named: bool
     """Returns the blocks of a tenant and model.
 
     Args:
-        salt: of the tenant; ``None``: of requests without a salt.
+        salt: the salt of the tenant; ``None``: of requests without a salt.
         lora: the adapter; ``None`` is any adapter.
         model: the digits that the model begins with; ``None``: any model.
         named: whether ``None`` as salt stands for requests without one. Else it is any tenant.

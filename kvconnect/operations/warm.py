@@ -1,4 +1,4 @@
-"""The verb ``warm``: computes what a store lacks of prompts, and saves it."""
+"""The verb ``warm``: computes and saves the blocks of prompts that a store lacks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _KEYS_PER_DESCRIBE = 256
 _AT_ONCE = 32
 _PAUSE_S = 0.1
 _SETTLE_S = 5.0
-"""Once nothing more was stored for so long, the rest is taken for lost."""
+"""The seconds without a newly stored block after which the rest counts as lost."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WarmPrompt:
-    """A prompt to compute: its tokens, and the tenant and adapter that its blocks are of."""
+    """A prompt to compute: its tokens, and the tenant and adapter of its blocks."""
 
     tokens: TokenArray
     salt: str | None = None
@@ -38,7 +38,7 @@ class WarmPrompt:
 
 
 def connector_to(url: str) -> KvCacheConnectorConfig:
-    """Returns the connector of an engine that only warms `url`: it may wait for the store."""
+    """Returns the connector settings of an engine that only warms `url` and may wait for it."""
     return KvCacheConnectorConfig(url=url, lookup_timeout_ms=60_000, on_backlog="wait")
 
 
@@ -54,13 +54,13 @@ async def check_store(url: str) -> None:
 
 
 async def warm(url: str, prompts: Sequence[WarmPrompt], llm: LLM, done: Saved) -> None:
-    """Computes with `llm` what the store of `url` lacks of `prompts`; `llm` saves it there.
+    """Makes `llm` compute and save the blocks of `prompts` that the store of `url` lacks.
 
     A prompt that is stored is not computed. Of a model with several pool groups every prompt is
     given to `llm`, which loads what is stored. A repeated call after an interruption does the rest.
 
     Args:
-        url: of the store, which is the one of `llm`.
+        url: the URL of the store, which is the one of `llm`.
         prompts: the prompts.
         llm: computes and saves; the caller closes it.
         done: the counts are set once blocks are stored. Blocks, bytes and tokens are those that
@@ -69,7 +69,7 @@ async def warm(url: str, prompts: Sequence[WarmPrompt], llm: LLM, done: Saved) -
     Raises:
         ConfigurationError: the store cannot list its blocks, or a prompt does not fit the model.
         BackendUnavailable: the store fails.
-        EngineClosed: the engine takes no more requests.
+        EngineClosed: the engine accepts no more requests.
     """
     async with visiting(url, "store") as store:
         listed(url, store)
@@ -153,7 +153,7 @@ async def _compute_one(llm: LLM, prompt: WarmPrompt, progress: Progress) -> None
 
 
 async def _settle(store: Backend, wanted: dict[BlockKey, int], done: Saved) -> None:
-    """Waits until the blocks of `wanted` are stored, or no further one is."""
+    """Waits until the blocks of `wanted` are stored, or no further one arrives."""
     until = time.monotonic() + _SETTLE_S
     while wanted and time.monotonic() < until:
         if await _count(store, wanted, done):

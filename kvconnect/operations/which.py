@@ -19,7 +19,7 @@ __all__ = ["Which", "check_names", "prompts_to_warm", "wanted_blocks"]
 
 
 class Which(TypedDict, total=False):
-    """The blocks that a verb of `PromptStore` is about.
+    """The arguments that choose the blocks of a verb of `PromptStore`.
 
     | name | meaning | default |
     |---|---|---|
@@ -40,10 +40,10 @@ class Which(TypedDict, total=False):
 
 
 def check_names(which: Which) -> None:
-    """Returns if `which` has only the fields of `Which`.
+    """Checks that `which` has only the fields of `Which`.
 
     Raises:
-        ConfigurationError: it has another one.
+        ConfigurationError: `which` has another field.
     """
     known = Which.__annotations__
     if wrong := [name for name in which if name not in known]:
@@ -58,23 +58,23 @@ def wanted_blocks(
     continued: bool,
     ancestors: bool,
 ) -> Wanted:
-    """Returns what `which` names.
+    """Returns the choice of blocks that `which` makes.
 
     Args:
-        which: has known names only.
+        which: arguments whose names are checked.
         prompts: the tokens of its prompts and messages.
         model: the digits that the model begins with; ``None``: any model.
         continued: also all blocks that continue the prompts or keys.
         ancestors: also the blocks before those of keys.
 
     Raises:
-        ConfigurationError: `which` names nothing, or something twice.
+        ConfigurationError: `which` is empty, or names blocks in two ways.
     """
     salt, lora = which.get("salt"), which.get("lora")
     keys = key_digits(which.get("keys", ()))
     named = [name for name in ("prompts", "messages", "keys") if name in which]
     if named and not (prompts or keys):
-        # Else the salt alone would name all blocks of its tenant.
+        # Otherwise the salt alone would choose all blocks of its tenant.
         raise ConfigurationError(f"{named[0]}: is empty; leave it out, or give some")
     if which.get("everything") and (prompts or keys or salt is not None or lora is not None):
         raise ConfigurationError("everything: give nothing else with it")

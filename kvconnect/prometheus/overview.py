@@ -31,7 +31,7 @@ class StoreNumbers:
         loaded_bytes, saved_bytes: of blocks that were loaded and saved.
         load_s, save_s: the time that these calls took, in seconds.
         loads, saves, lookups: the number of calls.
-        misses: lookups that did not find all they asked for.
+        misses: lookups that did not find all wanted blocks.
         failures: calls that went wrong, whatever the kind.
         breaker_state: 0 closed, 1 half-open, 2 open.
     """

@@ -85,8 +85,8 @@ Sample: TypeAlias = tuple[tuple[str, ...], float | Distribution]
 class Metric:
     """A metric: its name, its description, how it is read from a `Snapshot`, and its labels.
 
-    As in Prometheus, counters are those whose name ends in ``_total``. A metric with `bounds` is a
-    histogram; they are the upper bounds of its buckets.
+    Counters are those whose name ends in ``_total``, the convention of Prometheus. A metric with
+    `bounds` is a histogram; they are the upper bounds of its buckets.
     """
 
     name: str

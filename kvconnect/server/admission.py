@@ -1,4 +1,4 @@
-"""Limits how much runs, waits and is held in memory at once, and refuses the rest."""
+"""Limits the requests that run or wait, and the memory of their bodies; refuses others."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ __all__ = ["Abortable", "Admission", "Ticket"]
 
 
 _FREE_NBYTES = 64 << 10
-"""The part of each body that is not counted, so that a request of ordinary size always fits."""
+"""The bytes of each body that are not counted, so that a request of ordinary size always fits."""
 
 _MAX_READING = 256
-"""The most bodies that are read at once. One that comes whole is read within milliseconds."""
+"""The most bodies that are read at once.
+
+A body that arrives at once is read within milliseconds."""
 
 _READING_PART = 4
-"""The bodies being read may have one part in so many of the limit of all bodies, in addition."""
+"""The divisor of the limit of all bodies that gives the additional limit of bodies being read."""
 
 _MAX_LOGPROBS = 1 << 22
 """Log probabilities that the answers of all requests may hold: 8 bytes each, 300 as JSON is made"""
@@ -31,23 +33,23 @@ class Abortable(Protocol):
 
     @property
     def done(self) -> bool:
-        """Returns whether it has ended."""
+        """Returns whether the work has ended."""
 
     def abort(self) -> None:
         """Ends it."""
 
 
 class Ticket:
-    """A ticket of one HTTP request, from its body to the end of its answer.
+    """The ticket of one HTTP request, valid from its body to the end of its answer.
 
     Args:
         admission: its issuer.
 
     Attributes:
-        completions: that it takes; none before its body is known.
-        logprobs: that its answer may hold.
-        handles: of the work, once it was begun.
-        body_nbytes: of its body, as far as it was read, that count.
+        completions: the number of its completions; 0 until its body is parsed.
+        logprobs: the most log probabilities in its answer.
+        handles: the handles of its running work, once started.
+        body_nbytes: the counted bytes of its body, as far as it was read.
     """
 
     def __init__(self, admission: Admission) -> None:
@@ -61,15 +63,15 @@ class Ticket:
 
     @property
     def is_reading(self) -> bool:
-        """Returns whether its body is being read."""
+        """Returns whether the body of the request is being read."""
         return self._reading is not None
 
     @asynccontextmanager
     async def reading(self, within_s: float) -> AsyncIterator[None]:
-        """Limits the reading of the body within the block, which counts for no completion.
+        """Limits the time of reading the body in the ``with`` block, before its completions count.
 
         Raises:
-            RequestRefused: it took longer than `within_s` (408), or `drop` ended it.
+            RequestRefused: reading took longer than `within_s` (408), or `drop` ended it.
         """
         try:
             async with asyncio.timeout(within_s) as self._reading:
@@ -83,10 +85,10 @@ class Ticket:
             self._reading = None
 
     def hold(self, body_nbytes: int) -> None:
-        """Counts so much of its body as held in memory, until its answer ends.
+        """Counts `body_nbytes` of its body as held in memory until its answer ends.
 
         Raises:
-            Busy: with the bodies of the others that is too much; the count is unchanged.
+            Busy: all bodies together exceed the limit; the count is unchanged.
         """
         counted = max(body_nbytes - _FREE_NBYTES, 0)
         if counted:
@@ -94,7 +96,7 @@ class Ticket:
         self.body_nbytes = counted
 
     def drop(self, why: RequestRefused) -> None:
-        """Ends the reading of its body and answers it with `why`."""
+        """Ends the reading of its body, and answers the request with the error `why`."""
         if self._reading is not None and self._refused is None:
             self._refused = why
             self._reading.reschedule(asyncio.get_running_loop().time())
@@ -103,14 +105,14 @@ class Ticket:
 class Admission:
     """Counts running requests. Used by the event loop's thread only.
 
-    Bodies that are being read have limits of their own, in number and in bytes, and take no room
-    from running requests. At a limit the oldest of them is dropped, so that clients that never send
-    theirs keep out no others.
+    Bodies that are being read have limits of their own, in number and in bytes, apart from those of
+    running requests. At a limit the oldest one is dropped, so that clients that never send their
+    bodies do not block others.
 
     Args:
-        max_completions: that run or wait at once at most.
-        max_bodies_bytes: of the bodies of all requests together, of each what is beyond its first
-            64 KiB.
+        max_completions: the most completions that run or wait at once.
+        max_bodies_bytes: the most bytes of all bodies together, not counting the first 64 KiB of
+            each.
         noun: the word for completions in messages to clients.
     """
 
@@ -144,7 +146,7 @@ class Admission:
         """Admits a request, from its body to the end of its answer.
 
         Raises:
-            Busy: there is no room.
+            Busy: a limit is reached.
             ShuttingDown: new requests are refused.
         """
         if self._closed:
@@ -158,22 +160,22 @@ class Admission:
             del self._tickets[ticket]
 
     def begin_reading(self, ticket: Ticket) -> None:
-        """Makes room for the body of `ticket`."""
+        """Starts counting the body of `ticket` as being read; drops the oldest one at a limit."""
         others = [one for one in self._reading() if one is not ticket]
         for oldest in others[: max(0, len(others) + 1 - _MAX_READING)]:
             oldest.drop(Dropped())
 
     def extend(self, ticket: Ticket, completions: int, logprobs: int = 0) -> None:
-        """Counts so many completions for `ticket`, whose body is known now.
+        """Counts `completions` for `ticket`, whose body has been parsed.
 
         Args:
-            ticket: of the request.
-            completions: of all its prompts.
-            logprobs: that its answer may hold.
+            ticket: the ticket of the request.
+            completions: the completions of all its prompts.
+            logprobs: the most log probabilities in its answer.
 
         Raises:
-            ConfigurationError: that is more than there is ever room for.
-            Busy: more than there is room for now.
+            ConfigurationError: the request alone exceeds a limit.
+            Busy: with the running requests it exceeds a limit.
         """
         if completions > self._max:
             raise ConfigurationError(
@@ -200,7 +202,7 @@ class Admission:
         """Registers `handles`, which run for `ticket`, so that `abort` reaches them.
 
         Raises:
-            ShuttingDown: they were aborted already.
+            ShuttingDown: all requests were aborted before.
         """
         ticket.handles = handles
         if self._aborting:
@@ -230,10 +232,10 @@ class Admission:
             )
 
     def check_bodies(self, ticket: Ticket, counted: int) -> None:
-        """Makes sure that `counted` bytes of `ticket` fit beside those of its kind.
+        """Checks that `counted` bytes of `ticket` fit beside those of its kind.
 
         Raises:
-            Busy: they do not fit beside those of the others that run or wait.
+            Busy: they exceed the limit with the bodies of requests that run or wait.
         """
         others = [
             one

@@ -1,7 +1,7 @@
 """Serves ``export`` and ``import`` of the engine's store, for holders of the admin key.
 
 An export is answered with the bytes of its file as they are made. A file to import is sent in
-pieces, each a request of its own, so that a large one needs no long request and goes on after an
+pieces, each a request of its own, so that a large one needs no long request and continues after an
 interruption; then a verb checks all of it and stores its blocks.
 """
 

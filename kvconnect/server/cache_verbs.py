@@ -1,4 +1,4 @@
-"""Serves the verbs on the prompts of the engine's store, for holders of the admin key."""
+"""Serves the verbs on stored prompts over HTTP, for clients with the admin key."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StoreRequest(ModelRequest):
     """A request to do something with the engine's store.
 
     Attributes:
-        stream: answer with events: the counts so far each second, and at the end.
+        stream: answer with server-sent events: the counts each second, and at the end.
     """
 
     stream: bool = False
@@ -85,7 +85,7 @@ class BlocksRequest(StoreRequest):
 
     @property
     def which(self) -> Which:
-        """Returns the blocks that are meant."""
+        """Returns the arguments that choose the blocks."""
         which: Which = {
             "salt": self.salt,
             "lora": self.lora,
@@ -101,7 +101,7 @@ class BlocksRequest(StoreRequest):
 
     @property
     def of_model(self) -> bool:
-        """Returns whether only blocks of the served model are meant."""
+        """Returns whether the verb applies only to blocks of the served model."""
         return not (self.model is None and self.prompts is None and self.messages is None)
 
 
@@ -110,7 +110,7 @@ class _VerbRequest(BlocksRequest):
 
     @abstractmethod
     def perform(self, store: PromptStore, llm: LLM, done: Any) -> None:
-        """Does the work; blocks, and counts in `done`, a `result`, meanwhile."""
+        """Performs the verb; blocks, and updates the counts in `done`, a `result`."""
 
 
 class _Warm(_VerbRequest):
@@ -123,8 +123,8 @@ class _Dropped(Result):
     """The result of a drop by a server.
 
     Attributes:
-        engine_cleared: whether the engine dropped its own cached blocks, too, all of them. It does
-            not while requests run.
+        engine_cleared: true if the engine dropped all of its own cached blocks, too. It cannot
+            while requests run.
     """
 
     engine_cleared: bool = False
@@ -183,7 +183,7 @@ _KINDS: Mapping[str, type[_VerbRequest]] = {
 def cache_routes(
     llm: LLM, settings: ServerSettings, admission: Admission, threads: ServerThreads
 ) -> list[BaseRoute]:
-    """Returns the paths of the verbs; arguments as of `Endpoint`."""
+    """Returns the paths of the verbs. Its arguments are those of `Endpoint`."""
     return [
         Route(
             f"{ADMIN_PATHS}{verb}",

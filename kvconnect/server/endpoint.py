@@ -1,4 +1,4 @@
-"""Answers a request over HTTP, one generation, from the body to the end of the answer."""
+"""Answers one HTTP request, from its body to the end of its answer."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ __all__ = ["Endpoint", "GenerationEndpoint", "check_model"]
 R = TypeVar("R", bound=ModelRequest)
 
 _MANY_LOGPROBS = 1 << 12
-"""From so many on, encoding them as JSON takes a few milliseconds."""
+"""The number of log probabilities above which encoding them as JSON takes milliseconds."""
 
 
 _Started: TypeAlias = tuple[Answer, Sequence[RequestHandle]]
-"""A request that runs: the answer made of it, and its work."""
+"""A running request: its answer, and its work."""
 
 
 def check_model(settings: ServerSettings, name: str | None) -> None:
-    """Refuses a request for the model `name`, unless it is served; ``None`` is any.
+    """Refuses a request for a model `name` that is not served; ``None`` is always accepted.
 
     Raises:
-        RequestRefused: it is another one (404).
+        RequestRefused: the model is not served (404).
     """
     if name is not None and name not in settings.model_names:
         known = ", ".join(f"'{one}'" for one in settings.model_names)
@@ -63,11 +63,11 @@ class Endpoint(ABC, Generic[R]):
     """An ASGI application that answers requests of one kind.
 
     Args:
-        kind: of the requests.
-        llm: answers.
-        settings: of the server.
-        admission: shared by all endpoints of `llm`.
-        threads: where bodies are parsed, and text becomes tokens.
+        kind: the kind of the requests.
+        llm: the engine.
+        settings: the settings of the server.
+        admission: the admission that all endpoints of `llm` share.
+        threads: the threads that parse bodies and tokenize text.
     """
 
     def __init__(
@@ -101,19 +101,19 @@ class Endpoint(ABC, Generic[R]):
 
     @abstractmethod
     def _admit(self, wanted: R, request: Request, ticket: Ticket) -> None:
-        """Counts `wanted`, which came with `request`, for `ticket`.
+        """Counts `wanted`, the content of `request`, for `ticket`.
 
         Raises:
-            RequestRefused: it is not served here, or too much runs and waits.
+            RequestRefused: it is not served here, or a limit is reached.
         """
 
     @abstractmethod
     async def _response(self, wanted: R, request: Request, ticket: Ticket) -> Response:
-        """Returns the answer, to be sent; `ticket` has the handles of the running work."""
+        """Returns the answer to send; adds the handles of the running work to `ticket`."""
 
 
 class GenerationEndpoint(Endpoint[GenerationRequest]):
-    """Generates. A request whose client leaves is aborted, at any stage."""
+    """Answers requests for generations. A request whose client disconnects is aborted."""
 
     def _admit(self, wanted: GenerationRequest, request: Request, ticket: Ticket) -> None:
         if wanted.kv_transfer_params is not None:

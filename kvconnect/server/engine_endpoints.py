@@ -1,4 +1,4 @@
-"""Serves requests to the model and its cache that generate nothing: tokens, version, reset."""
+"""Serves requests without generation: tokenize, version, reset of the cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ __all__ = ["engine_routes"]
 def engine_routes(
     llm: LLM, settings: ServerSettings, admission: Admission, threads: ServerThreads
 ) -> list[BaseRoute]:
-    """Returns the paths of vLLM's server beyond OpenAI's API; arguments as of `Endpoint`."""
+    """Returns the paths of vLLM's server beyond OpenAI's API.
+
+    Its arguments are those of `Endpoint`.
+    """
     return [
         *(
             Route(path, _TokenEndpoint(kind, llm, settings, admission, threads), methods=["POST"])

@@ -3,11 +3,11 @@
 ::
 
     RequestRefused              a status of its own: 400, 401, 403, 404, 408, 409, 413, 415, 504
-    ├── Busy                    429: too much runs and waits; again after a moment
-    ├── Dropped                 408: others wanted the room that an unfinished body took
-    └── ShuttingDown            503: this server is about to end
+    ├── Busy                    429: a limit is reached; try again after a moment
+    ├── Dropped                 408: an unfinished body was dropped at a limit
+    └── ShuttingDown            503: this server is shutting down
 
-Everything else is mapped by `answer_of`.
+`answer_of` maps all other errors.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ _RETRY_AFTER_S = 1
 
 
 class RequestRefused(Exception):
-    """The error that a request is answered with, without any other effect.
+    """The error that answers a request which had no effect.
 
     Attributes:
-        status: of HTTP.
-        code: of OpenAI's error object.
-        closes: the connection ends with the answer, since more of this request may still come.
+        status: the status of HTTP.
+        code: the code of OpenAI's error object.
+        closes: true if the connection ends with the answer, because more of this request may still
+            arrive.
     """
 
     def __init__(
@@ -52,14 +53,14 @@ class RequestRefused(Exception):
 
 
 class Busy(RequestRefused):
-    """The error of a request beyond the limits of what runs and waits."""
+    """The error of a request beyond the limits of running and waiting requests."""
 
     def __init__(self, message: str) -> None:
         super().__init__(429, message, "queue_full")
 
 
 class Dropped(RequestRefused):
-    """The error of a body whose reading was ended to make room for others."""
+    """The error of a body that was dropped in favour of others."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -78,12 +79,12 @@ class ShuttingDown(RequestRefused):
 
 
 class ErrorAnswer:
-    """An error as clients get it, as an answer or within a stream.
+    """An error for a client, as an answer or within a stream.
 
     Attributes:
-        status: of HTTP.
+        status: the status of HTTP.
         body: OpenAI's error object.
-        headers: besides those of every answer.
+        headers: further headers of the answer.
     """
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
@@ -104,7 +105,7 @@ class ErrorAnswer:
 
 
 def answer_of(error: Exception) -> ErrorAnswer:
-    """Returns the answer to a request that failed by `error`. Logs errors of the server's own."""
+    """Returns the answer to a request that failed by `error`; logs errors of the server itself."""
     match error:
         case RequestRefused():
             answer = ErrorAnswer(error.status, str(error), error.code)
@@ -120,5 +121,5 @@ def answer_of(error: Exception) -> ErrorAnswer:
             return ErrorAnswer(500, str(error))
         case _:
             _log.error("a request failed: %s", error, exc_info=error)
-            # Its message may reveal facts about this machine.
+            # The message may reveal facts about this machine, so it is not sent.
             return ErrorAnswer(500, f"the request failed ({type(error).__name__})")

@@ -1,4 +1,4 @@
-"""Awaits the engine's output of one request, as a whole or as a stream."""
+"""Waits for the engine's output of one request, as a whole or as a stream."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ async def outputs_of(handles: Sequence[Awaitable[RequestOutput]]) -> list[Reques
     """Waits for all of `handles`; cancelling it aborts them.
 
     Raises:
-        ShuttingDown: one was aborted.
-        Exception: the error of the first one that failed.
+        ShuttingDown: a handle was aborted.
+        Exception: the error of the first handle that failed.
     """
     outputs = await asyncio.gather(*handles)
     _check_ended([one.finish_reason for output in outputs for one in output.outputs])
@@ -38,15 +38,15 @@ async def stream_of(
 ) -> AsyncGenerator[ChoiceChunk]:
     """Yields the output of `handles` in the order of its arrival; leaving it aborts them.
 
-    A slow consumer gets the output of the meantime in one chunk.
+    A slow consumer gets the output since its last chunk in one chunk.
 
     Args:
-        handles: one for each prompt.
-        completions: of all of them together.
+        handles: a handle for each prompt.
+        completions: the number of completions of all prompts together.
 
     Raises:
-        ShuttingDown: one was aborted.
-        Exception: the error of the first one that failed.
+        ShuttingDown: a handle was aborted.
+        Exception: the error of the first handle that failed.
     """
     each = completions // len(handles)
     if len(handles) == 1:
@@ -89,6 +89,6 @@ async def _feed(
 
 
 def _check_ended(reasons: Sequence[str | None]) -> None:
-    # Only a shutdown aborts a request whose client is still there.
+    # Only a shutdown aborts a request whose client is still connected.
     if "abort" in reasons:
         raise ShuttingDown

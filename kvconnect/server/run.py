@@ -36,8 +36,8 @@ def serve(
     signals are handled. `tenants` are names that the page shows, by the digest of the salt.
 
     Raises:
-        ConfigurationError: the port was taken meanwhile.
-        EngineClosed: the engine failed; nothing can be answered any more.
+        ConfigurationError: another process took the port meanwhile.
+        EngineClosed: the engine failed, so that the server cannot answer any more.
     """
     admission = Admission(settings.max_completions, settings.max_bodies_bytes)
     with ExitStack() as stack:
@@ -69,7 +69,7 @@ class _EngineServer(HttpServer):
     """The HTTP server over an engine.
 
     Attributes:
-        failure: why the engine takes no more requests, if it ended by itself.
+        failure: the error that ended the engine, if it ended by itself.
     """
 
     def __init__(

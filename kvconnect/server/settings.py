@@ -18,10 +18,10 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def check_header(field: str, secret: str | None) -> None:
-    """Checks that `secret` can be sent in a header, or is ``None``. Errors do not show it.
+    """Checks that `secret` can be sent in a header, or is ``None``. Errors do not show `secret`.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: `secret` cannot be sent.
     """
     if secret is not None and not (
         secret and secret.isascii() and secret.isprintable() and " " not in secret
@@ -35,13 +35,14 @@ class HttpSettings(Settings):
     Attributes:
         host: address or name to listen on; beyond loopback only with an `api_key`.
         port: TCP port; 0: any that is free.
-        api_key: required of clients as ``Authorization: Bearer …``; ``None``: not required.
-        max_body_bytes: of one request.
-        max_connections: requests on further ones are answered with 503.
-        client_timeout_s: how long a client may take to send a request, and to read the data
-            written to it; then its connection is closed.
-        shutdown_timeout_s: how long a shutdown waits for running requests; then they are aborted.
-        access_log: log a line for each answer, by the logger ``kvconnect.access``.
+        api_key: the key that clients must send as ``Authorization: Bearer …``; ``None``: none.
+        max_body_bytes: the most bytes of one request's body.
+        max_connections: the most connections; requests on further ones are answered with 503.
+        client_timeout_s: seconds that a client may take to send a request, and to read its answer;
+            then the connection is closed.
+        shutdown_timeout_s: seconds that a shutdown waits for running requests before it aborts
+            them.
+        access_log: true to log a line for each answer, with the logger ``kvconnect.access``.
     """
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -55,12 +56,12 @@ class HttpSettings(Settings):
 
     @property
     def max_bodies_bytes(self) -> int:
-        """The limit of all bodies that are read or answered, beyond 64 KiB of each."""
+        """The most bytes of all bodies in memory together, not counting 64 KiB of each."""
         return _BODIES * self.max_body_bytes
 
     @model_validator(mode="after")
     def _key_fits_a_header(self) -> Self:
-        # Checked here and not at the field, whose errors show what was given.
+        # Checked here and not at the field, whose errors would show the value.
         check_header("api_key", self.api_key)
         return self
 

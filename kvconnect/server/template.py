@@ -23,7 +23,7 @@ def read_template(path: str) -> str:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--chat-template: '{path}' cannot be read ({error})") from error
-    # As transformers has it, whose templates say `{% generation %}`, `{% break %}`.
+    # Like transformers, whose templates use `{% generation %}` and `{% break %}`.
     extensions = ["jinja2.ext.loopcontrols"]
     plain = text.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     try:
@@ -36,7 +36,7 @@ def read_template(path: str) -> str:
 
 
 def use_template(llm: LLM, template: str) -> None:
-    """Makes the chats of `llm` go through `template`.
+    """Makes `template` format the chats of `llm`.
 
     Raises:
         ConfigurationError: the model has no tokenizer.

@@ -1,4 +1,4 @@
-"""The threads of a server, by their work, so that none waits for another kind."""
+"""The threads of a server, separated so that no kind of work waits for another."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _TELLING = 2
 class ServerThreads:
     """The threads for blocking or long work beside the event loop; a context manager.
 
-    Leaving it ends the threads.
+    Leaving the context ends the threads.
 
     Attributes:
-        parsing: where long bodies are parsed, one after the other: more would only take turns.
-        tokenizing: where text becomes tokens, and requests are started.
-        verbs: where prompts of the store are warmed, dropped, pinned, one verb after the other.
-        telling: where metrics are collected; slow stores may take half a second each to report.
+        parsing: the thread that parses long bodies. One thread, because Python runs only one at a
+            time.
+        tokenizing: the threads that tokenize text and start requests.
+        verbs: the thread that performs the verbs on stored prompts, one after the other.
+        telling: the thread that collects metrics; each slow store may take half a second to report.
     """
 
     def __init__(self) -> None:

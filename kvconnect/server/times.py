@@ -1,4 +1,4 @@
-"""Counts how long clients wait for tokens."""
+"""Counts the times that clients wait for tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["TokenTimes"]
 class TokenTimes:
     """The times of one request: to its first token, and between its tokens.
 
-    A request that fails, or whose client leaves, is not counted.
+    A request that fails, or whose client disconnects, is not counted.
 
     Args:
         model: the name of the model, a label.
-        completions: of each prompt.
+        completions: the completions of each prompt.
     """
 
     def __init__(self, model: str, completions: int) -> None:
@@ -28,7 +28,7 @@ class TokenTimes:
         self._last_at: dict[int, float] = {}
 
     def arrived(self, index: int) -> None:
-        """Notes that tokens of choice `index`, counted over all prompts, arrived now."""
+        """Records the arrival of tokens of choice `index`, counted over all prompts."""
         self._last_at[index] = time.perf_counter()
 
     async def timed(self, handle: RequestHandle) -> RequestOutput:

@@ -18,12 +18,12 @@ ROUTER_SECRET_HEADER = "x-kvconnect-router-secret"  # noqa: S105  its name
 
 
 def check_transfer(settings: ServerSettings, headers: Headers, params: KvTransferParams) -> None:
-    """Checks that the sender of `params` may ask for them.
+    """Checks that the sender of `params` may order this transfer.
 
     Raises:
-        RequestRefused: the sender is no router that this server trusts, or names an address that is
-            none of its peers (403).
-        ConfigurationError: this server's role does something else.
+        RequestRefused: the sender did not prove to be a trusted router, or names an address that is
+            no peer of this server (403).
+        ConfigurationError: this server's role excludes the transfer.
     """
     if settings.role is None:
         raise _refused(

@@ -25,7 +25,7 @@ class ExternalTier:
 
     Args:
         num_blocks: at least 1.
-        tokens_per_block: of the engine's cache.
+        tokens_per_block: the tokens per block of the engine's cache.
 
     Attributes:
         num_saved: blocks written so far.

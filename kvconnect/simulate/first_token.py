@@ -16,7 +16,7 @@ class ExternalHit(NamedTuple):
     """A prompt of which the store has a part that the engine has not.
 
     Attributes:
-        tokens: of that part; at least 1.
+        tokens: the tokens of that part; at least 1.
         rest: tokens after it, which no tier has; at least 1.
     """
 

@@ -1,4 +1,4 @@
-"""Sums up times to the first token: over the prompts of a run that the store had a part of."""
+"""Sums up times to the first token, over the prompts of a run that were partly in the store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WAYS = (
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The times of all prompts by one way, in seconds."""
+    """The times of all prompts with one decision, in seconds."""
 
     mean: float
     median: float
@@ -44,12 +44,12 @@ class FirstTokens:
     """The times to the first token at one rate of the store.
 
     Attributes:
-        rates: of store and model.
-        computed: nothing is loaded.
-        loaded: nothing that the store has is computed.
-        better: each prompt by the better of these two.
-        both: each prompt by a load that meets the computing, where that is better still.
-        decisions: prompts by the way that `both` went.
+        rates: the rates of store and model.
+        computed: times if all tokens are computed.
+        loaded: times if all stored tokens are loaded.
+        better: times with the better of these two for each prompt.
+        both: times if, where that is better still, a load meets the computing.
+        decisions: the number of prompts by decision.
     """
 
     rates: LoadRates
@@ -61,7 +61,7 @@ class FirstTokens:
 
     @classmethod
     def of(cls, rates: LoadRates, hits: Sequence[ExternalHit]) -> Self:
-        """Takes the time of each of `hits`, at least one."""
+        """Computes the times of `hits`, at least one."""
         found = [rates.first_token(hit) for hit in hits]
         decided = Counter(each.decision for each in found)
         return cls(
@@ -74,7 +74,7 @@ class FirstTokens:
         )
 
     def record(self) -> dict[str, object]:
-        """Returns it for JSON; a rate that is infinite is ``None``."""
+        """Returns the object for JSON; an infinite rate is ``None``."""
         rates = {
             name: None if value == inf else value for name, value in asdict(self.rates).items()
         }
@@ -89,7 +89,7 @@ class FirstTokens:
 
 
 def first_token_rows(found: Sequence[FirstTokens]) -> list[tuple[str, ...]]:
-    """Returns the cells of a table of `found`, at least one, with the same hits and model."""
+    """Returns the cells of a table with a row for each of `found`, which share hits and model."""
     decisions = tuple(str(decision) for decision in Decision)
     head = ("first token", "mean", "median", "p90", "total", "of computed", *decisions)
     computed = found[0].computed

@@ -18,12 +18,12 @@ class Machine:
     """An engine with its cache.
 
     Attributes:
-        device_blocks: of the primary pool.
-        host_blocks: of pinned host memory; 0: no host tier.
-        external_blocks: that the store holds; 0: no store.
+        device_blocks: the blocks of the primary pool.
+        host_blocks: the blocks of pinned host memory; 0: no host tier.
+        external_blocks: the blocks that the store holds; 0: no store.
         tokens_per_block: a power of two greater than 1.
-        prefill_tokens_per_s: prompt tokens that a request computes in a second,
-        decode_tokens_per_s: and tokens that it generates in one; ``inf``: at once.
+        prefill_tokens_per_s: prompt tokens that a request computes in a second; ``inf``: at once.
+        decode_tokens_per_s: tokens that a request generates in a second; ``inf``: at once.
         max_batch_size: requests served at once; ``None``: as many as fit.
         max_waiting: requests that may wait; further ones are turned away.
         offload_min_priority: blocks below it are dropped instead of offloaded to the host.

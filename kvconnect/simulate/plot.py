@@ -43,7 +43,7 @@ def write_plot(report: Report, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    # Without pyplot: no window system is asked for, and no figure is kept.
+    # Without pyplot, so that no window system is needed and no figure is kept.
     from matplotlib.figure import Figure
 
     title = f"{Path(report.trace).name}: {report.requests_read:,} requests"

@@ -32,10 +32,10 @@ class Run:
     """A machine and its counts.
 
     Attributes:
-        machine: of which these are the counts.
+        machine: the machine of which these are the counts.
         tally: the counts.
         label: the size that a sweep gave it.
-        hits: the prompts that the external tier had a part of; empty if loads are not timed.
+        hits: the prompts that were partly in the external tier; empty if loads are not timed.
     """
 
     machine: Machine
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """The tiers that it has."""
+        """The tiers of the machine."""
         return tuple(tier for tier in TIERS if self.capacity(tier))
 
 
@@ -59,14 +59,14 @@ class Report:
     """The runs over one trace.
 
     Attributes:
-        trace: its name.
-        requests_read: of the trace.
+        trace: the name of the trace.
+        requests_read: the number of requests read from the trace.
         trace_s: seconds from the first request that was read to the last one.
-        interrupted: not all of the trace was read, or not all that was read is finished.
-        runs: at least one.
+        interrupted: true if the trace was not read to its end, or a request has not finished.
+        runs: the runs, at least one.
         token_nbytes: KV bytes per token; ``None``: not known.
         swept: the tier whose size differs from run to run; ``None``: there is one run.
-        rates: at which loads are timed; empty if they are not.
+        rates: the rates for the times of loads; empty if loads are not timed.
     """
 
     trace: str
@@ -128,7 +128,7 @@ class Report:
         )
 
     def moved_tokens(self, run: Run, counts: Counts) -> list[tuple[str, int]]:
-        """Returns the tokens moved between tiers that `run` has; whole blocks count whole."""
+        """Returns the tokens moved between the tiers of `run`; a moved block counts whole."""
         found = []
         for name, blocks, tokens in _MOVES:
             if all(tier in run.tiers for tier in name.split() if tier in TIERS):

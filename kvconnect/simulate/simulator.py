@@ -53,7 +53,7 @@ class Simulator:
 
     Args:
         machine: its sizes and speeds.
-        policy: of retention; ``None``: requests ask for nothing.
+        policy: the policy of retention; ``None``: requests ask for nothing.
         hits: the caller's list, to which each admitted prompt that the external tier has a part of
             is appended; ``None``: they are not kept.
 
@@ -87,7 +87,7 @@ class Simulator:
         self._next_id = 0
         self._num_running = 0
         self._waiting: deque[TraceRequest] = deque()
-        self._first_tokens: TokenArray | None = None  # of the first that waits, once made
+        self._first_tokens: TokenArray | None = None  # the first waiting one, once made
 
     def arrive(self, request: TraceRequest) -> None:
         """Advances to the arrival of `request`, and admits it or queues it.

@@ -18,29 +18,29 @@ class Counts:
     ``prompt_tokens = device_tokens + host_tokens + external_tokens + computed_tokens``.
 
     Attributes:
-        requests: admitted.
-        turned_away: refused by the full queue.
-        too_long: would not fit the device alone.
-        prompt_tokens: of those admitted.
-        output_tokens: the same.
-        device_tokens: prompt tokens found on the device,
-        host_tokens: onboarded from the host,
-        external_tokens: or loaded from the external tier.
+        requests: admitted requests.
+        turned_away: requests refused because the queue was full.
+        too_long: requests that do not fit the device.
+        prompt_tokens: prompt tokens of those admitted.
+        output_tokens: generated tokens of those admitted.
+        device_tokens: prompt tokens found on the device.
+        host_tokens: prompt tokens onboarded from the host.
+        external_tokens: prompt tokens loaded from the external tier.
         computed_tokens: the other prompt tokens.
         evicted_blocks: published blocks that were evicted from the device.
-        offloaded_blocks: copied from device to host.
-        onboarded_blocks: copied from host to device.
-        host_copied_tokens: copied out of a host block, which took no device block.
-        device_copied_tokens: copied within the device, for matches that end inside a block.
-        loaded_blocks: read from the external tier.
-        saved_blocks: written to the external tier.
-        external_evicted_blocks: evicted from it.
+        offloaded_blocks: blocks copied from device to host.
+        onboarded_blocks: blocks copied from host to device.
+        host_copied_tokens: tokens copied from a host block that was not onboarded.
+        device_copied_tokens: tokens copied within the device, for matches that end inside a block.
+        loaded_blocks: blocks read from the external tier.
+        saved_blocks: blocks written to the external tier.
+        external_evicted_blocks: blocks evicted from the external tier.
         snapshots: snapshots of recurrent states that were taken.
-        no_state_tokens: computed tokens that were on the device or the host, without a state.
+        no_state_tokens: computed tokens that were cached, but without a snapshot of states.
         waited_s: seconds between arrival and admission, of all requests together.
-        longest_wait_s: of one request.
-        most_waiting: requests that waited at once.
-        most_blocks: device blocks held by requests at once.
+        longest_wait_s: the longest wait of a request, in seconds.
+        most_waiting: the most requests that waited at once.
+        most_blocks: the most device blocks held by requests at once.
     """
 
     requests: int = 0

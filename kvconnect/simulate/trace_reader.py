@@ -43,7 +43,7 @@ class TraceReader:
     """Iterates over the requests of a trace, one line in memory at a time. A context manager.
 
     Args:
-        path: of the trace; ``-`` is standard input, and ``.gz`` is unpacked on the way.
+        path: the path of the trace; ``-`` is standard input, and ``.gz`` is unpacked on the way.
         hash_tokens: tokens that one hash id stands for.
 
     Raises:

@@ -25,9 +25,9 @@ class Kind(NamedTuple):
     Attributes:
         turns: mean of a geometric distribution.
         system_factor: how long its system prompts are, relative to ``Workload.system_tokens``.
-        first_tokens: of the user's first message, document or task.
+        first_tokens: the first tokens of the user's first message, document or task.
         input_tokens: that each later turn adds: a message, or the result of a tool.
-        output_tokens: of each answer, or call of a tool.
+        output_tokens: tokens of each answer, or call of a tool.
         pause_s: mean of the exponential time from an answer to the next turn.
         spread: sigma of the log-normal distributions.
     """
@@ -55,7 +55,7 @@ class Workload:
 
     Attributes:
         num_requests: lines.
-        seed: of all that is random.
+        seed: the random seed of all that is random.
         requests_per_s: about so many once sessions of all ages are live. Sessions begin as a
             Poisson process; so do the requests of kind ``prompt``.
         mix: share of the requests that each of `KINDS` has, about.

@@ -1,8 +1,8 @@
-"""The tools that check whether a backend keeps its promises, for everybody's backends.
+"""The tools that check whether a backend keeps the contract, for any backend.
 
-``class TestMine(BackendConformance)`` for pytest, `check_backend` and ``kvconnect check URL``
-without; and the tools with which they make things fail. ``docs/how-to/writing-a-backend.md``
-walks through one backend.
+Use ``class TestMine(BackendConformance)`` with pytest, `check_backend` or ``kvconnect check URL``
+without it. The tools that make stores, networks and disks fail can be used alone.
+``docs/how-to/writing-a-backend.md`` walks through one backend.
 """
 
 from __future__ import annotations

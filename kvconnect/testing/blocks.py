@@ -1,4 +1,4 @@
-"""Makes blocks whose content follows from their key, and buffers that show writes to them."""
+"""Makes blocks whose content is derived from their key, and buffers that reveal writes to them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _MARGIN = 4096
 class BlockMaker:
     """Makes keys, blocks and buffers.
 
-    A block's bytes follow from its key: anyone can check them.
+    A block's bytes are derived from its key, so any process can check them.
 
     Args:
-        seed: keys of different seeds differ.
+        seed: the random seed; keys of different seeds differ.
 
     Attributes:
-        layout: of the blocks that `block` makes, unless it is given their size.
-        frame_nbytes: of those blocks.
+        layout: the layout of the blocks that `block` makes, unless it is given their size.
+        frame_nbytes: the bytes of those blocks.
         named: every key that was made.
     """
 
@@ -42,7 +42,7 @@ class BlockMaker:
         self.named: set[BlockKey] = set()
 
     def key(self, *parts: object) -> BlockKey:
-        """Returns the key that is named by `parts`."""
+        """Returns the key of the name `parts`."""
         name = repr((self.seed, *parts)).encode()
         key = BlockKey(hashlib.blake2b(name, digest_size=32).digest())
         self.named.add(key)
@@ -60,7 +60,7 @@ class BlockMaker:
 
     @staticmethod
     def buffer(nbytes: int, *, shift: int = 0) -> Tensor:
-        """Returns `nbytes` of canaries between canaries, page-aligned but for `shift`."""
+        """Returns `nbytes` of canary bytes, surrounded by others; page-aligned, plus `shift`."""
         whole = torch.full((nbytes + 3 * _MARGIN,), _CANARY, dtype=torch.uint8)
         start = _MARGIN + -(whole.data_ptr() + _MARGIN) % _MARGIN + shift
         return whole[start : start + nbytes]
@@ -78,7 +78,7 @@ class BlockMaker:
         return bool((whole[:start] == _CANARY).all() and (whole[end:] == _CANARY).all())
 
     def buffers(self, count: int, nbytes: int | None = None) -> list[Tensor]:
-        """Returns `count` buffers; without `nbytes` as long as a frame."""
+        """Returns `count` buffers of `nbytes`, by default of a frame's length."""
         return [self.buffer(self.frame_nbytes if nbytes is None else nbytes) for _ in range(count)]
 
     def block(
@@ -91,7 +91,7 @@ class BlockMaker:
         tokens: Sequence[int] | None = None,
         priority: int = 35,
     ) -> StoredBlock:
-        """Makes a block with the `content` of its key; without `nbytes`, the payload of a frame."""
+        """Makes a block with the `content` of its key, by default as the payload of a frame."""
         if nbytes is None:
             data = self.buffer(self.frame_nbytes, shift=shift)
             payload = frame.payload(data, self.layout.block_nbytes)

@@ -28,11 +28,12 @@ class Check:
 
     Attributes:
         group: the part of the contract that it belongs to.
-        name: within its group.
-        demands: the demand, in one sentence.
-        body: raises `Violation` if the subject fails, `Unsupported` if the check does not apply.
+        name: its name within the group.
+        demands: the demand in one sentence.
+        body: the function; raises `Violation` if the subject fails, `Unsupported` if the check does
+            not apply.
         limit_s: seconds after which it counts as hanging.
-        needs_root: it mounts file systems.
+        needs_root: true if it mounts file systems.
     """
 
     group: str
@@ -53,7 +54,7 @@ class Outcome:
     """The result of a check.
 
     Attributes:
-        reason: of a failure or a skip; else empty.
+        reason: the reason of a failure or a skip; else empty.
         error: the exception of a failure.
     """
 

@@ -26,8 +26,8 @@ class BackendConformance(Subject):
             def make_backend(self):
                 return MyBackend(self.tmp_path / "store")
 
-    More methods of `Subject` make more checks possible; those that are not are skipped, and say
-    which method they miss.
+    Overriding more methods of `Subject` enables more checks. Checks that lack a method are skipped
+    and name it.
 
     Attributes:
         tmp_path: a directory of each test's own, removed after it.

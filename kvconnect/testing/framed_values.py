@@ -20,13 +20,13 @@ __all__ = ["FramedValues"]
 class FramedValues(Backend):
     """A wrapper that puts each value of `inner` in a frame.
 
-    It is for stores that drop other values, as tiered ones do. The kit stores values of its own, of
-    any length.
+    Stores that drop other values, such as tiered ones, need it, because the kit stores values of
+    any length that are no frames.
     """
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
-        # A frame is as long as its value says.
+        # A frame's length is that of its value.
         self.capabilities = replace(inner.capabilities.wrapped(), variable_length=False)
 
     async def open(self, layouts: Sequence[KvCacheLayout], access: Access = "store") -> None:

@@ -30,8 +30,8 @@ class Report:
     """The results of all checks.
 
     Attributes:
-        outcomes: in the order in which the checks ran.
-        seed: of everything random.
+        outcomes: the outcomes, in the order in which the checks ran.
+        seed: the random seed.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -39,7 +39,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Returns whether no check failed."""
+        """Returns true if no check failed."""
         return not self.of("failed")
 
     def of(self, result: Result) -> tuple[Outcome, ...]:
@@ -50,7 +50,7 @@ class Report:
         """Raises if a check failed.
 
         Raises:
-            Violation: names every check that failed, and why.
+            Violation: names every failed check, with its reason.
         """
         if not self.ok:
             raise Violation(f"\n{self}")
@@ -78,15 +78,15 @@ def check_backend(
 ) -> Report:
     """Runs all checks on the backends that `make` makes, and returns their results. Blocks.
 
-    The store's medium is filled and emptied: give an empty one. Runs without pytest.
+    The checks fill and empty the store's medium: use an empty one. Runs without pytest.
 
     Args:
-        make: makes a backend that is not open, each time on the same medium; or a `Subject`, which
-            can do more. A function at the top of a module can also be called in child processes.
+        make: makes an unopened backend, always on the same medium; or a `Subject`, which enables
+            more checks. A function at the top of a module can also be called in child processes.
         only: names of groups or checks; empty: all.
-        seed: of everything random.
-        long: the long form, of minutes rather than seconds.
-        told: called after each check.
+        seed: the random seed.
+        long: true for the long form, which takes minutes instead of seconds.
+        told: called with the outcome of each check.
 
     Raises:
         ConfigurationError: `only` names no check.
@@ -108,7 +108,7 @@ def select(only: Sequence[str] = ()) -> tuple[Check, ...]:
     """Returns the checks with these ids or groups, in their order; all, if there are no names.
 
     Raises:
-        ConfigurationError: a name is none of them.
+        ConfigurationError: a name is neither a check nor a group.
     """
     checks = all_checks()
     known = sorted({name for one in checks for name in (one.id, one.group)})
@@ -119,7 +119,7 @@ def select(only: Sequence[str] = ()) -> tuple[Check, ...]:
 
 
 def run_check(one: Check, subject: Subject) -> Outcome:
-    """Runs one check and returns its result; within its limit and a little. Blocks."""
+    """Runs one check and returns its result, little later than its limit. Blocks."""
     start = time.monotonic()
     raised: list[BaseException] = []
     limit_s = one.limit_s * (20 if subject.long else 1)

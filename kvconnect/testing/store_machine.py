@@ -28,12 +28,12 @@ _RUNS = st.lists(st.integers(0, _KEYS - 1), min_size=1, max_size=3)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """An example: its clients, their loop, and its invariants.
+    """An example of random operations: its clients, their loop, and its invariants.
 
     Args:
-        subject: of the store.
-        number: of the example; its keys are those of no other one.
-        bounded: the store is too small for all of them.
+        subject: the subject under test.
+        number: the number of the example, whose keys no other one uses.
+        bounded: true if the store is too small for all blocks.
     """
 
     def __init__(self, subject: Subject, number: int, *, bounded: bool) -> None:
@@ -44,7 +44,7 @@ class StoreMachine(RuleBasedStateMachine):
         self._blocks = subject.blocks("model", number, bounded)
         self._keys = self._blocks.keys(count=_KEYS)
         self._present: set[BlockKey] = set()
-        self._copies: set[BlockKey] = set()  # deleted, but another client may still have them
+        self._copies: set[BlockKey] = set()  # deleted, but another client may still find them
         can = subject.capabilities()
         self._durable = can.durable
         several = can.shared and not subject.opens_once
@@ -55,7 +55,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(client=_CLIENTS, run=_RUNS)
     def save(self, client: int, run: list[int]) -> None:
-        """Demands that saved blocks are there from now on; a store with room stores all."""
+        """Demands that saved blocks are present from now on; an unbounded store saves all."""
         keys = self._named(run)
         blocks = [self._blocks.block(key, nbytes=_NBYTES) for key in keys]
         saved = self._wait(self._client(client).save(blocks))
@@ -65,13 +65,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(client=_CLIENTS, run=_RUNS)
     def lookup(self, client: int, run: list[int]) -> None:
-        """Demands that lookups find the blocks that are there."""
+        """Demands that lookups find the blocks of the model."""
         keys = self._named(run)
         self._judge("lookup found", self._wait(self._client(client).lookup(keys)), keys)
 
     @rule(client=_CLIENTS, run=_RUNS)
     def load(self, client: int, run: list[int]) -> None:
-        """Demands that loads fill as many blocks as are there, and that they are right."""
+        """Demands that loads fill the blocks of the model, with the right bytes."""
         keys = self._named(run)
         into = self._blocks.buffers(len(keys), _NBYTES)
         loaded = self._wait(self._client(client).load(keys, into))
@@ -81,7 +81,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(client=_CLIENTS, run=_RUNS)
     def delete(self, client: int, run: list[int]) -> None:
-        """Demands that deleted blocks are gone."""
+        """Demands that deleted blocks are absent."""
         keys = self._named(run)
         self._wait(self._client(client).delete(keys))
         self._present -= set(keys)
@@ -91,7 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(client=_CLIENTS, chance=st.integers(0, 3))
     def reopen(self, client: int, chance: int) -> None:
         """Demands that a durable store keeps its blocks; another one may keep all or some."""
-        if chance:  # now and then is enough: a store that is not durable starts over
+        if chance:  # seldom, because a store that is not durable starts empty
             return
         at = client % len(self._clients)
         self._wait(self._clients[at].close())

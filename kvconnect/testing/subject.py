@@ -1,4 +1,4 @@
-"""A backend under test: how to make it, and access to its medium behind its back."""
+"""The access to a backend under test: makes it, and reads and writes its medium directly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ StoreT = TypeVar("StoreT", bound=Backend)
 
 
 class Unsupported(Exception):
-    """The error that a check does not apply to the subject; says why, and what would help."""
+    """The error that a check does not apply to the subject; names the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The bytes of a medium: as the backend reports, and as really stored."""
+    """The bytes of a medium: as the backend reports, and as measured."""
 
     claimed: float
     found: float
@@ -57,26 +57,28 @@ class Subject(ABC):
     """The kit's access to a backend. Only `make_backend` has to be written.
 
     Checks that need another method are skipped until it is overridden, with a sentence that names
-    it. The abilities of a backend are read from its `capabilities`.
+    it. Other checks are chosen by the backend's `capabilities`.
 
     Attributes:
-        seed: of everything random.
-        long: run the long form: 200 kills instead of 20, and so on.
-        random_runs: of the group ``model``, 25 operations each; ten times as many in the long form.
-        ttl_s: of the store that `make_expiring` is asked for; ``None``: a minute. Short, if time
-            really has to pass (see `pass_time`).
-        ranks: tensor-parallel ranks of engines; of several, each opens the store by `store_url`.
-        deadline_s: of calls while the network fails.
-        patience_s: after so long a call of the backend alone counts as hanging.
-        directory: where the store keeps its files; ``None``: it has none. Enables the checks that
-            make a disk fail.
-        address: of the store's server; enables the checks of a failing network.
-        opens_once: a process can have the medium open only once, as of LMDB: no two clients in one.
-        keeps_copies: of a `shared` store: blocks that another process deleted may be found for a
-            while.
+        seed: the random seed.
+        long: true for the long form, such as 200 kills instead of 20.
+        random_runs: the runs of the group ``model``, of 25 operations each; ten times as many in
+            the long form.
+        ttl_s: the time to live for `make_expiring`; ``None``: a minute. Make it short if
+            `pass_time` has to wait.
+        ranks: tensor-parallel ranks of engines; each of several ranks opens the store by
+            `store_url`.
+        deadline_s: the deadline of calls while the network fails.
+        patience_s: seconds after which a call of the bare backend counts as hanging.
+        directory: the directory of the store's files; ``None``: it has none. Enables the checks
+            that make a disk fail.
+        address: the address of the store's server; enables the checks of a failing network.
+        opens_once: true if a process can open the medium only once, as with LMDB.
+        keeps_copies: true if a `shared` store may find blocks for a while that another process has
+            deleted.
         kill_points: names that the backend passes to the function that `arm` sets.
-        skip: ids or groups of checks that are left out, each with its reason.
-        tidy: `clean` after each check, since the medium outlives the run.
+        skip: ids or groups of skipped checks, each with its reason.
+        tidy: true to call `clean` after each check, because the medium outlives the run.
     """
 
     seed: int = 0
@@ -97,7 +99,7 @@ class Subject(ABC):
 
     @abstractmethod
     def make_backend(self) -> Backend:
-        """Makes a backend that is not open, always on the same medium."""
+        """Makes an unopened backend, always on the same medium."""
 
     def make_small(self, capacity: int) -> Backend:
         """Makes a backend on an empty medium that holds at most `capacity` bytes."""
@@ -116,7 +118,7 @@ class Subject(ABC):
         raise Unsupported("store_url() is not written: how would other ranks open the store?")
 
     def store_url_via(self, address: Address) -> str:
-        """Returns that URL with the server reached through `address`, as by `make_via`."""
+        """Returns the URL with `address` in place of the server's address, as in `make_via`."""
         raise Unsupported("store_url_via() is not written: which network would be made to fail?")
 
     def make_in(self, directory: Path) -> Backend:
@@ -124,11 +126,11 @@ class Subject(ABC):
         raise Unsupported("make_in() is not written: how would its directory be chosen?")
 
     def make_guarded(self, deadline_s: float) -> GuardedBackend:
-        """Makes the backend of an application, with everything around it."""
+        """Makes the backend with the framework's guard around it."""
         return open_backend(self.make_backend(), deadline_s=deadline_s)
 
     async def peek(self, backend: Backend, key: BlockKey) -> bytes | None:
-        """Returns the stored bytes of `key`, read behind the back of `backend` if possible.
+        """Returns the stored bytes of `key`, read directly from the medium if possible.
 
         The default loads, by the public method, a value that is as long as a frame.
         """
@@ -150,15 +152,18 @@ class Subject(ABC):
         await self.poke(backend, key, bytes(data))
 
     async def usage(self, backend: Backend) -> Usage:
-        """Returns the bytes that `backend` reports, and those that the medium really holds."""
+        """Returns the bytes that `backend` reports, and those measured on the medium."""
         raise Unsupported("usage() is not written: what does the medium really hold?")
 
     async def pass_time(self, clock: ShiftedClock, seconds: float) -> None:
-        """Lets `seconds` pass for the store. Without a server, moving Python's clock is enough."""
+        """Advances the store's time by `seconds`.
+
+        Without a server, shifting Python's clock suffices.
+        """
         clock.forward(seconds)
 
     async def restart_server(self, *, empty: bool) -> None:
-        """Stops the server, kills it if need be, and starts it again at the same address."""
+        """Stops the server, by force if necessary, and starts it again at the same address."""
         raise Unsupported("restart_server() is not written")
 
     def arm(self, backend: Backend, at: Callable[[str], None]) -> None:
@@ -167,7 +172,7 @@ class Subject(ABC):
     # ------------------------------------------------------------------------ for the checks
 
     def blocks(self, *parts: object) -> BlockMaker:
-        """Returns a maker of blocks that no other check uses."""
+        """Returns a maker of blocks whose keys no other check uses."""
         maker = BlockMaker((self.seed, *parts))
         if self.tidy:
             self._makers = (*self._makers, maker)
@@ -187,17 +192,17 @@ class Subject(ABC):
         return self.bare(self.make_backend()).capabilities
 
     def bare(self, backend: Backend) -> Backend:
-        """Returns `backend` without the framework around it."""
+        """Returns `backend` without the framework's guard."""
         return backend.inner if isinstance(backend, GuardedBackend) else backend
 
     def opened(self, backend: Backend | None = None) -> AbstractAsyncContextManager[Backend]:
-        """Opens the backend alone; the context closes it at the end."""
+        """Opens the bare backend; the context closes it at the end."""
         return open_while(self.bare(backend or self.make_backend()))
 
     def guarded(
         self, deadline_s: float = 10.0, backend: Backend | None = None
     ) -> AbstractAsyncContextManager[GuardedBackend]:
-        """Opens the backend with everything around it; the context closes it at the end."""
+        """Opens the guarded backend; the context closes it at the end."""
         if backend is None:
             return open_while(self.make_guarded(deadline_s))
         return open_while(open_backend(backend, deadline_s=deadline_s))
@@ -206,7 +211,7 @@ class Subject(ABC):
         """Skips the check unless the backend declares `capability`.
 
         Raises:
-            Unsupported: it does not.
+            Unsupported: the backend does not declare it.
         """
         if not getattr(self.capabilities(), capability):
             raise Unsupported(f"the backend does not declare `{capability}`")

@@ -69,7 +69,7 @@ class UrlSubject(Subject):
         return open_backend(self.small.replace("{capacity}", str(capacity))).inner
 
     def make_backend(self) -> Backend:
-        """Makes the backend alone."""
+        """Makes the bare backend."""
         return open_backend(self.url).inner
 
     def store_url(self) -> str:
@@ -77,7 +77,7 @@ class UrlSubject(Subject):
         return self.url
 
     def make_guarded(self, deadline_s: float) -> GuardedBackend:
-        """Makes the backend with everything around it that the URL asks for."""
+        """Makes the guarded backend, with the codecs of the URL."""
         return open_backend(self.url, deadline_s=deadline_s)
 
 
@@ -106,11 +106,11 @@ class MemorySubject(Subject):
         return "memory:?capacity=64MiB"
 
     def make_small(self, capacity: int) -> Backend:
-        """Makes a store of so many bytes."""
+        """Makes a store of `capacity` bytes."""
         return MemoryBackend(capacity)
 
     async def usage(self, backend: Backend) -> Usage:
-        """Returns the bytes that it reports, as there are no others to see."""
+        """Returns the bytes that it reports, because no others can be measured."""
         used = (await backend.stats())["bytes"]
         return Usage(used, used)
 
@@ -119,8 +119,8 @@ class DiskSubject(Subject):
     """The subject of ``disk:`` in a directory, which it may damage.
 
     Attributes:
-        directory: of the store. Others are made beside it.
-        durability: of the store, see `DiskBackend`.
+        directory: the directory of the store. Others are made beside it.
+        durability: the durability of the store, see `DiskBackend`.
     """
 
     kill_points = ("reserved", "written", "committing", "evicted")
@@ -157,19 +157,19 @@ class DiskSubject(Subject):
             backend.at = at
 
     async def peek(self, backend: Backend, key: BlockKey) -> bytes | None:
-        """Reads from its slot, found with a connection of its own."""
+        """Reads the block's slot, found with a separate connection to the index."""
         return await asyncio.to_thread(self._peek, key)
 
     async def poke(self, backend: Backend, key: BlockKey, data: bytes) -> None:
-        """Writes into its slot; a shorter value also updates the length in its row.
+        """Writes into the block's slot; a shorter value also updates the length in its row.
 
         Raises:
-            Unsupported: it is longer than the slot.
+            Unsupported: the value is longer than the slot.
         """
         await asyncio.to_thread(self._poke, key, data)
 
     async def usage(self, backend: Backend) -> Usage:
-        """Returns the bytes of the data files, which also show a slot that is lost for ever."""
+        """Returns the bytes of the data files, which include leaked slots."""
         if not isinstance(backend, DiskBackend):
             raise Unsupported("not a disk store")
         stats = await backend.stats()
@@ -232,14 +232,14 @@ def _segment_nbytes(directory: Path) -> int:
 def subject_of(url: str, *, small: str | None = None) -> Subject:
     """Returns the subject that enables most checks of the store at `url`.
 
-    For a disk store it is one in a new directory below it: the stored blocks stay.
+    For a disk store it uses a new directory below the store's, so that stored blocks stay.
 
     Args:
-        url: of the store.
+        url: the URL of the store.
         small: see `UrlSubject`; ``memory:`` and ``disk:`` need none.
 
     Raises:
-        ConfigurationError: one of the URLs is not right.
+        ConfigurationError: one of the URLs is wrong.
     """
     subject = _subject_of(url)
     if small is None:
@@ -252,13 +252,13 @@ def subject_of(url: str, *, small: str | None = None) -> Subject:
             "belongs, as in files:/tmp/small?capacity={capacity}"
         )
     subject.small = small
-    subject.make_small(1 << 20)  # refuses what is wrong in it
+    subject.make_small(1 << 20)  # raises for a wrong URL
     return subject
 
 
 def _subject_of(url: str) -> Subject:
     parsed = StoreUrl.parse(url)
-    made = open_backend(url)  # refuses what is wrong in it
+    made = open_backend(url)  # raises for a wrong URL
     if isinstance(made.inner, DiskBackend):
         subject = DiskSubject(made.inner.path / "kvconnect-check" / "store")
         subject.durability = made.inner.durability
@@ -273,7 +273,7 @@ def _subject_of(url: str) -> Subject:
 
 
 def _forgetful(url: str) -> str:
-    """Returns `url` with nothing remembered: clients would miss what others have just stored."""
+    """Returns `url` without cached answers, which would hide what others have just stored."""
     return _with(_with(url, "lookup_ttl=0"), "miss_ttl=0")
 
 

@@ -33,7 +33,7 @@ class Claimed:
         blocks: their ids at the peer, for each pool group; replaced, never changed.
         mark: how much of the request is computed; `blocks` has all blocks of that part.
         keys: the keys of the claimed blocks; empty if a request is claimed.
-        verify: the blocks whose digests are asked for.
+        verify: the blocks whose digests are requested.
         granted: the locations of the blocks of `keys`; ``None`` before the grant.
         reason: why the claim failed; empty if it did not. Also set when the connection is lost,
             although the next connection may still continue the claim.

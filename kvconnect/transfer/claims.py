@@ -99,7 +99,7 @@ class LeaseClient:
             peer: the address of the peer.
             request: a name for this claim that no other claim of any process has.
             keys: at most `MAX_KEYS`.
-            verify: which of the blocks' digests are asked for.
+            verify: which of the blocks' digests are requested.
 
         Raises:
             DuplicateRequest: the name is in use.

@@ -360,5 +360,5 @@ class Peers:
             for other in self._links.values():
                 now = other.handle
                 if now is not None and now.incarnation == handle.incarnation:
-                    other.handle = handle  # of two at the same time, the later one is valid
+                    other.handle = handle  # if two arrive at the same time, the later one is valid
             link.handle = handle

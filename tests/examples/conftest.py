@@ -28,8 +28,11 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+def example(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ModuleType]:
     """The example that the test module names as ``EXAMPLE``, imported."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))  # examples import each other by name
     name: str = request.module.EXAMPLE
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     assert spec is not None

@@ -61,7 +61,7 @@ def test_a_users_mistake_is_a_sentence(example, model: Path, tmp_path: Path, mon
 
 @pytest.fixture
 def run(example):
-    return example.Run(300, 299, 1, 5.0, [1, 2, 3], "abc")
+    return example.Run(300, 299, 1, 5.0, [1, 2, 3])
 
 
 def test_it_fails_when_nothing_was_reused_or_the_answers_differ(

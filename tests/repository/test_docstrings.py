@@ -1,14 +1,22 @@
-"""Docstrings begin with a verb in the third person, or with a noun and its article."""
+"""Docstrings and comments are sentences that stand alone, in the words of the field.
+
+A docstring begins with a verb in the third person, or with a noun and its article. No paragraph
+and no comment begins with a subordinate clause, and none of them has a private image.
+"""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+PRODUCT = ("kvconnect", "backends", "kernels")
 
 ROOMS = (
     *("kvconnect/*.py", "kvconnect/cache/**/*.py", "kvconnect/cli/**/*.py"),
@@ -34,6 +42,23 @@ FORBIDDEN = frozenset(
 )
 """First words of a clause that cannot stand alone, and of a pronoun without a noun."""
 
+SUBORDINATE = frozenset(("what", "whatever", "whether", "nothing", "as", "of", "see"))
+"""First words of a paragraph or a comment that leave its subject open."""
+
+IMAGES = re.compile(
+    r"(?i)\b(?:"
+    r"tells?|told|lets? go|letting go|hand(?:s|ed|ing)? (?:out|over)|patience|foretell\w*|grips?"
+    r"|(?:take|takes|taken|took|taking) up(?! to)|put(?:s|ting)? in place|hopes?|hoped|in vain"
+    r"|look(?:s|ed|ing)? at|(?:come|comes|came) to|(?:give|gives|given|gave|giving) up|sees? to"
+    r"|(?:go|goes|went|going|gone) on|of (?:no|some|any) use|all the same|what stands around"
+    r"|whoever|nobody|somebody|anybody|everybody|hears?|heard|asked for"
+    r")\b"
+)
+"""Private images, and verbs that the field has other words for: send, report, wait, read, free."""
+
+MARKS = re.compile(r"``.*?``|`[^`]*`|\w+(?:, \w+)*:")
+"""Code, and the names before the descriptions of arguments and attributes."""
+
 ARTICLES = frozenset(("A", "An", "The", "Each", "Every"))
 
 
@@ -46,11 +71,49 @@ def is_well_begun(docstring: str) -> bool:
     return word in ARTICLES or re.fullmatch(r"[A-Z][\w-]+s", word) is not None
 
 
+def starts_alone(text: str) -> bool:
+    """Returns whether the first word of `text` leaves no subject open."""
+    words = text.split(maxsplit=1)
+    return not words or words[0].strip(",.:;").lower() not in SUBORDINATE
+
+
+def image_in(text: str) -> str:
+    """Returns the first private image in `text`, outside of code; empty: there is none."""
+    found = IMAGES.search(MARKS.sub("", " ".join(text.split())))
+    return "" if found is None else found[0]
+
+
 def _docstrings(file: Path) -> Iterator[str]:
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, documented) and (text := ast.get_docstring(node)):
             yield text
+
+
+def _paragraphs(source: str) -> Iterator[str]:
+    """Yields the paragraphs of all strings that are statements: docstrings of any kind."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            text = node.value.value
+            if isinstance(text, str):
+                yield from re.split(r"\n\s*\n", text.strip())
+
+
+def _comments(source: str) -> Iterator[str]:
+    """Yields the comments; those on lines of their own that follow each other are one."""
+    lines: list[str] = []
+    last = -1
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        alone = not token.line[: token.start[1]].strip()
+        if lines and not (alone and token.start[0] == last + 1):
+            yield " ".join(lines)
+            lines = []
+        lines.append(token.string.lstrip("# "))
+        last = token.start[0] if alone else -1
+    if lines:
+        yield " ".join(lines)
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -78,3 +141,43 @@ def test_such_a_docstring_is_found(text: str):
 )
 def test_such_a_docstring_is_not(text: str):
     assert is_well_begun(text)
+
+
+@pytest.mark.parametrize("folder", PRODUCT)
+def test_paragraphs_and_comments_stand_alone_and_have_no_private_images(
+    repository: Path, folder: str
+):
+    wrong = []
+    for file in sorted((repository / folder).rglob("*.py")):
+        source = file.read_text(encoding="utf-8")
+        wrong += [
+            f"{file.relative_to(repository)}: {' '.join(text.split())[:80]}"
+            for text in (*_paragraphs(source), *_comments(source))
+            if not starts_alone(text) or image_in(text)
+        ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("text", ["What it holds.", "of the pool", "See `Backend`.", "As before."])
+def test_such_a_first_word_is_found(text: str):
+    assert not starts_alone(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "image"),
+    [
+        ("Readers are told of it.", "told"),
+        ("Blocks are handed\n    out.", "handed out"),
+        ("Lets go of them.", "Lets go"),
+        ("tells: reports the end.", ""),
+        ("`tell` sends it to ``whoever``.", ""),
+        ("Shells and gospel tellers.", ""),
+    ],
+)
+def test_such_an_image_is_found_outside_of_code(text: str, image: str):
+    assert image_in(text).lower() == image.lower()
+
+
+def test_comments_on_lines_of_their_own_that_follow_each_other_are_one():
+    source = "x = 1  # first\n# second\n# third\n\n# fourth\n"
+    assert list(_comments(source)) == ["first", "second third", "fourth"]

@@ -14,6 +14,7 @@ PAGES = (*(ROOT / name for name in AT_THE_TOP), *sorted((ROOT / "docs").rglob("*
 WIDEST = 120
 README_WORDS = 1_200
 GLOSSARY_WORDS = 20
+EXAMPLE_LINES = 119
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^\s*```")
@@ -96,3 +97,12 @@ def test_the_readme_is_short_and_so_is_the_glossary():
     map_ = (ROOT / "docs/README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \*\*", map_.partition("## Glossary")[2], re.MULTILINE)
     assert 10 <= len(rows) <= GLOSSARY_WORDS
+
+
+def test_examples_are_short():
+    lengths = {
+        file.name: len(file.read_text(encoding="utf-8").splitlines())
+        for file in (ROOT / "examples").glob("*.py")
+    }
+    assert lengths
+    assert {name: count for name, count in lengths.items() if count > EXAMPLE_LINES} == {}

@@ -30,10 +30,10 @@ __all__ = [
 ]
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-# The most buffers that one system call takes on every POSIX system we know of.
+# The most buffers of one system call on every known POSIX system.
 _MAX_BUFFERS = 1024
-# A thread moves about so much at a time; neighbouring slots go in one system call up to this. Less
-# costs more thread switches; with more, too little of a call's I/O is under way at once.
+# The bytes that a thread moves at a time; neighbouring slots share a system call up to this size.
+# Smaller parts cost more thread switches; with larger ones a call has too little I/O in parallel.
 _PART_NBYTES = 8 << 20
 
 
@@ -130,7 +130,7 @@ def _joined(locations: Sequence[Location], buffers: Sequence[Tensor], at: int) -
 
 
 def aligned_size(nbytes: int) -> int:
-    """Returns `nbytes` rounded up to a multiple of `ALIGNMENT`, at least one."""
+    """Returns `nbytes` rounded up to a multiple of `ALIGNMENT`, at least one multiple."""
     return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
 
 
@@ -170,7 +170,7 @@ def read_at(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
     Buffers, their lengths and `offset` are aligned. Blocks.
 
     Raises:
-        OSError: `buffers` are undefined.
+        OSError: reading failed; `buffers` are undefined.
     """
     return _whole(os.preadv, fd, buffers, offset)
 
@@ -179,7 +179,7 @@ def write_at(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     """Writes `buffers` at `offset`. Both are aligned as for `read_at`. Blocks.
 
     Raises:
-        OSError: any part of them may have been written.
+        OSError: writing failed; any part may have been written.
     """
     need = sum(len(buffer) for buffer in buffers)
     if _whole(os.pwritev, fd, buffers, offset) < need:
@@ -199,7 +199,7 @@ def _whole(
         try:
             moved = call(fd, rest, offset + done)
         except OSError as error:
-            # Direct I/O refused after all, or a short transfer ended off its alignment.
+            # Direct I/O was refused, or a short transfer ended at an unaligned offset.
             if error.errno != errno.EINVAL or not _to_buffered(fd):
                 raise
             continue

@@ -1,7 +1,8 @@
-"""The opening of a disk store's files by name, with a refusal of files that others put there.
+"""The opening of a disk store's files by name, which refuses files of other users.
 
-A user who may write to the directory may put a symbolic link there, a FIFO, or a file of their own.
-A link would be followed and its target overwritten; opening a FIFO would block.
+A user who may write to the directory could create a symbolic link, a FIFO, or a file of their own
+under one of the names. A link would be followed and its target overwritten; opening a FIFO would
+block.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ROOT = 0
 
 
 class ForeignFile(ConfigurationError):
-    """The error that a name of the store has a link, a non-file or a stranger's file."""
+    """The error that a name of the store is a link, no regular file, or another user's file."""
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(
@@ -54,12 +55,12 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def expect_own(path: Path) -> None:
-    """Raises if there is something at `path`, and it is no file of the store.
+    """Raises if `path` exists and is no file of the store.
 
     For a caller that opens the file by its name. A change between check and opening is not noticed.
 
     Raises:
-        ForeignFile: it is no file of the store.
+        ForeignFile: `path` is no file of the store.
         OSError: its status cannot be read.
     """
     try:
@@ -76,7 +77,7 @@ def is_own(found: os.stat_result, path: Path) -> bool:
 
 
 def warn_shared(path: Path) -> None:
-    """Warns once of a directory that others may write to: they decide what is found in it.
+    """Warns once of a directory that other users may write to: they could change blocks.
 
     Raises:
         OSError: its status cannot be read.
@@ -106,7 +107,7 @@ def _not_own(found: os.stat_result, path: Path) -> str | None:
         return "a symbolic link"
     if not stat.S_ISREG(found.st_mode):
         return "no regular file"
-    # Root may act for the owner of a directory, and the other way round.
+    # A directory of root may have files of its user, and the reverse.
     if found.st_uid not in {_ROOT, os.geteuid()} and found.st_uid != path.parent.stat().st_uid:
         return f"a file of user {found.st_uid}"
     return None

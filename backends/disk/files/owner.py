@@ -23,9 +23,10 @@ _NAME = re.compile(r"owner-([0-9a-f]{32})\.lock")
 class Owner:
     """An opening of a store directory, alive as long as it holds the lock on its file.
 
-    The kernel drops the lock when the process dies, however it dies. Process ids would not do: they
-    are used again, and mean nothing in another container. Create and list owners only inside a
-    write transaction of the index: until its new file is locked, an owner looks stopped.
+    The kernel drops the lock when the process dies, however it dies. Process ids are not
+    sufficient: they are reused, and have no meaning in another container. Create and list owners
+    only inside a write transaction of the index: until its new file is locked, an owner looks
+    stopped.
 
     Raises:
         OSError: the file cannot be made; nothing is left behind.
@@ -44,7 +45,7 @@ class Owner:
             raise
 
     def close(self) -> None:
-        """Ends the ownership. The second time does nothing."""
+        """Ends the ownership. A second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
@@ -58,7 +59,7 @@ class Owner:
             os.close(fd)
 
 
-# A lock is held until the last process has closed it that has it from a fork.
+# A forked process shares the lock, which is held until the last of them closes it.
 _living: weakref.WeakSet[Owner] = weakref.WeakSet()
 _forking = threading.Lock()
 
@@ -126,7 +127,7 @@ class Lifetime:
                     self._close()
 
     def end(self) -> None:
-        """Closes the resource as soon as it is not in use. The second time does nothing."""
+        """Closes the resource as soon as it is not in use. A second call does nothing."""
         with self._lock:
             if not self._ended:
                 self._ended = True

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["PartQueue", "SegmentFiles"]
 
 _NAME = re.compile(r"segment-(\d+)-(\d+)\.slots")
-# The parts moved at a time: enough to keep the disk busy. With more parts, the calls would all end
-# at once, and the disk would be idle during their commits and checksums.
+# The parts that are moved at a time: enough to keep the disk busy. With more parts, all calls would
+# end together, and the disk would be idle during their commits and checksums.
 _AT_ONCE = 3
 _ZEROS_NBYTES = 1 << 20
 
@@ -89,7 +89,7 @@ class SegmentFiles:
     def remove(self, segment: int, size: int) -> None:
         """Deletes the file of `segment`; frees its bytes at once, even if others have it open."""
         path = self._path(segment, size)
-        # The name goes before the bytes: a process that writes must see that the file is gone.
+        # The name is removed before the bytes, so that a process that writes notices the removal.
         try:
             fd = open_own(path, os.O_RDWR)
         except FileNotFoundError:
@@ -105,7 +105,7 @@ class SegmentFiles:
         self._retire([segment])
 
     def empty(self, segment: int) -> None:
-        """Frees the bytes of the file that `create` has made; its name, if it has one, stays."""
+        """Frees the bytes of a file that `create` has made; its name, if still there, stays."""
         with self._lock:
             file = self._files.get(segment)
             if file is not None:
@@ -137,7 +137,7 @@ class SegmentFiles:
         """Returns the bytes of all segment files."""
         total = 0
         for _, path in self._present():
-            with suppress(FileNotFoundError):  # another process drops it just now
+            with suppress(FileNotFoundError):  # another process is removing it
                 total += path.lstat().st_size
         return total
 
@@ -176,7 +176,7 @@ class SegmentFiles:
         )
 
     def zero(self, ends: Sequence[tuple[Location, int]]) -> None:
-        """Overwrites slots with zeros, each from an aligned offset in it on; skips lost files.
+        """Overwrites slots with zeros, each from an aligned offset to its end; skips lost files.
 
         The zeros are on the medium when this returns.
 
@@ -250,7 +250,8 @@ class SegmentFiles:
                 if file is None:
                     file = self._files[location.segment] = self._open(location)
                 using.enter_context(file.in_use())
-            # Deleted by a process that died before its index knew: what is in it is lost to others.
+            # Deleted by a process that died before the commit: other processes cannot open the
+            # file.
             if not os.fstat(file.fd).st_nlink:
                 raise SegmentLost(location.segment)
             yield file.fd
@@ -271,11 +272,11 @@ class SegmentFiles:
 
 
 class PartQueue:
-    """A queue of the parts of calls that are themselves work of `lane`, in the order of the calls.
+    """A queue of parts of calls, in the order of the calls; the calls themselves run on `lane`.
 
-    A call runs parts until the last of its own has begun, and free threads of the lane help it. So
-    no thread waits for work that has no thread. A call that came first ends first: what follows its
-    I/O then happens during the next call's I/O.
+    The thread of a call runs parts until the last part of the call has begun, and free threads of
+    the lane help. So no thread waits for work that no thread runs. The first call ends first, so
+    that its commit overlaps with the next call's I/O.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -289,13 +290,13 @@ class PartQueue:
 
         Raises the error of the first part that failed.
         """
-        if len(parts) == 1:  # which does not wait for those of others
+        if len(parts) == 1:  # not waiting for the parts of other calls
             parts[0]()
             return
         futures: list[Future[None]] = [Future() for _ in parts]
         for item in zip(futures, parts, strict=True):
             self._parts.put(item)
-        with suppress(BackendUnavailable):  # the lane is being closed: this thread runs them all
+        with suppress(BackendUnavailable):  # the lane is closing: this thread runs all parts
             for _ in range(min(_AT_ONCE, len(parts)) - 1):
                 self._lane.submit(self._help)
         while futures and not (futures[-1].running() or futures[-1].done()):

@@ -156,7 +156,7 @@ class Params(NamedTuple):
     raw: bytes = b""
 
     def filled(self, span: tuple[int, ...]) -> array[int]:
-        """Returns all int64 of the struct, with `span` as its ``Span``."""
+        """Returns the struct as int64 values, with the fields of `span` in its ``Span``."""
         numbers = array("q", (*self.head, *span, *self.tail))
         if self.raw:
             numbers.frombytes(self.raw)

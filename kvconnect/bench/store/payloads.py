@@ -26,13 +26,13 @@ class StorePlan:
     """The sizes and counts of the benchmark.
 
     Attributes:
-        sizes: of the values, in bytes; multiples of 4096.
-        total_nbytes: of all values together: more than the processor's caches hold, so that every
-            value comes from memory or from the device.
+        sizes: the sizes of the values, in bytes; multiples of 4096.
+        total_nbytes: the bytes of all values together: more than the processor's caches hold, so
+            that every value comes from memory or from the device.
         rounds: number of rounds; the figures are medians.
         puts_in_flight: calls at once, to store; the default is what the connector does.
         gets_in_flight: calls at once, to load; the default is what the connector does.
-        batch_nbytes: of the values of one call; the default is what the connector does.
+        batch_nbytes: the bytes of the values of one call; the default is what the connector does.
         lookup_keys: keys of one lookup.
         latencies: calls with one value each, in every round, of which the percentiles are taken.
     """
@@ -54,7 +54,7 @@ class Payloads:
     All memory was touched.
 
     Attributes:
-        layout: of blocks whose frames are exactly so long.
+        layout: the layout of blocks whose frames are exactly so long.
         blocks: a chain; `data` are sealed frames of random bytes, page-aligned.
         into: the buffers that they are loaded into.
     """

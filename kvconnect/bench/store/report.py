@@ -52,7 +52,7 @@ class StoreFigure:
 
         Args:
             named: store, operation, how and bytes of each value.
-            rates: of each round.
+            rates: the rates of each round.
             floors: the floor's rates; empty: there is no floor.
             floor_name: the floor's name.
             latencies: seconds of single calls; empty: they were not measured.

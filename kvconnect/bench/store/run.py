@@ -39,7 +39,7 @@ def bench_store(url: str, plan: StorePlan, tell: Tell) -> list[StoreFigure]:
     The store may hold other blocks. The blocks of the benchmark are deleted at the end.
 
     Args:
-        url: of the store, which must have room for ``plan.total_nbytes``.
+        url: the URL of the store, which must have room for ``plan.total_nbytes``.
         plan: what to measure.
         tell: called with a sentence about each step.
 
@@ -111,7 +111,7 @@ class _Trial:
         # By way and operation: bytes or keys per second of each round, and seconds of single calls.
         self._rates: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         self._latencies: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-        # Of each round: the seconds of each way of the floor.
+        # For each round: the seconds of each way of the floor.
         self._floors: defaultdict[str, list[Sequence[float]]] = defaultdict(list)
 
     async def run(self, turns: Iterable[str]) -> None:

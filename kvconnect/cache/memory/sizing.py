@@ -232,7 +232,8 @@ def _shared_out(
     shares = [nbytes * weight for weight in weights]
     last = layouts[-1]
     if last.kind == "state" and shares[-1] < _FEWEST_STATES * last.block_nbytes:
-        # A block of states is large: the other pools give up their shares of what is missing.
+        # A block of states is large, so the other pools contribute their shares of the missing
+        # bytes.
         shares[-1] = float(min(_FEWEST_STATES * last.block_nbytes, nbytes))
         left = (nbytes - shares[-1]) / max(sum(weights[:-1]), 1e-9)
         shares[:-1] = [left * weight for weight in weights[:-1]]
@@ -267,6 +268,6 @@ def _slabs(
         return None  # too coarse to move anything
     weights = _weights(config, layouts)
     shares = [max(1, int(weight * count)) for weight in weights]
-    shares[weights.index(max(weights))] += count - sum(shares)  # what rounding left
+    shares[weights.index(max(weights))] += count - sum(shares)  # the remainder of rounding
     owners = tuple(group for group, share in enumerate(shares) for _ in range(share))
     return SlabGeometry(slab, owners, tuple(slab // layout.block_nbytes for layout in layouts))

@@ -41,7 +41,7 @@ class Candidates:
         else:
             self.primary.add(segment)
         if state.host_ids is None:
-            return  # see `without_copy`
+            return  # the case of `without_copy`
         if state.ids is not None:
             self.redundant.add(segment)
             self.sole.discard(segment)
@@ -60,7 +60,7 @@ class Candidates:
     def divided(self, upper: Segment, lower: Segment) -> None:
         """Updates the queues after `upper` was split off `lower`, which was the whole segment."""
         if self._leaves_only and lower.pools[self._group].host_ids is None:
-            return  # of primary, the lower part alone is the leaf
+            return  # in primary memory, the lower part alone is the leaf
         for queue in self._any_part:
             if lower in queue:
                 # At the whole segment's position it would be reclaimed after parts split off later.

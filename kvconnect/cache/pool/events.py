@@ -65,7 +65,7 @@ class Removed:
     """The event that blocks left all levels.
 
     Attributes:
-        keys: of the blocks.
+        keys: the keys of the blocks.
         level: that they were in last, with the meaning of `PublishedBlock.level`.
         is_tail: they are one block that was partly filled.
     """

@@ -111,7 +111,7 @@ class Sequence:
     def priorities(self, start: int) -> list[int]:
         """Returns the retention priority in group 0 of each block from `start` on.
 
-        A block that is not held has the priority that the request asked for.
+        A block that is not held has the priority in the request's retention.
         """
         held = self.held[0]
         found: list[int] = []

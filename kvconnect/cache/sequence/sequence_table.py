@@ -93,7 +93,7 @@ class SequenceTable:
     def priorities(self, request_id: int, start: int = 0) -> list[int]:
         """Returns the retention priority of each block of the sequence from `start` on, in group 0.
 
-        A block that the sequence does not hold has the priority that the request asked for.
+        A block that the sequence does not hold has the priority in the request's retention.
         """
         return self._get(request_id).priorities(start)
 

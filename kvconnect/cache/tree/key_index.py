@@ -72,7 +72,7 @@ class KeyIndex:
     def take(self, segment: Segment, chain: KeyChain) -> None:
         """Copies missing keys of `segment` from `chain`, if the path of `chain` leads there.
 
-        Nothing is hashed.
+        It hashes no token.
         """
         known = len(segment.keys) // KEY_NBYTES
         parent = self._key_before(segment, known)

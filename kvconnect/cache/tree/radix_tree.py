@@ -97,8 +97,8 @@ class RadixTree:
     def nearest(self, root: Root, tokens: TokenBytes) -> tuple[int, bytes]:
         """Returns how many whole blocks of `tokens` are in the tree, and the block that is next.
 
-        Of several next ones it returns the one that shares most tokens with `tokens`; empty bytes
-        if there is none.
+        If several follow, it returns the one that shares most tokens with `tokens`; empty bytes if
+        there is none.
         """
         stride = self.stride
         segment, at = self.walk(root, tokens, len(tokens) // stride)

@@ -1,4 +1,4 @@
-"""The command ``kvconnect bench``: speed, as ratios to the machine's in the same run."""
+"""The command ``kvconnect bench``: measures speeds, as ratios to the machine's own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         from_checkout("commands", "bench").add_benchmarks(benchmarks)
         return
     for name in _OF_A_CHECKOUT:
-        # Whatever options follow: no argument begins with this character.
+        # A prefix that no argument has, so that options may follow.
         missing = benchmarks.add_parser(
             name, help="(needs a checkout of kvconnect)", prefix_chars="\0", add_help=False
         )

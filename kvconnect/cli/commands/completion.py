@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     choices, options, groups = [], [], []
     for command, parser in _commands(make_parser()):
         words: list[str] = []
-        for action in parser._actions:  # noqa: SLF001  argparse tells them in no other way
+        for action in parser._actions:  # noqa: SLF001  argparse has no public list
             if action.help == argparse.SUPPRESS:
                 continue
             words += action.option_strings

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["add_options", "parents_first", "run"]
 
 _KEYS_PER_LOOKUP = 256
-# A part of each key identifies it, and takes less memory.
+# A part of each key identifies the block, and takes less memory.
 _SHORT = 12
 
 
@@ -63,9 +63,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigurationError: source and target are the same.
-        RetryLater: the target takes no more.
+        RetryLater: the target accepts no more blocks.
         NothingMatched: no block is of the model, salt, adapter or group that is named.
-        BadFrame: bad blocks were left behind.
+        BadFrame: damaged blocks were not copied.
     """
     if arguments.source == arguments.target:
         target = StoreUrl.parse(arguments.target)
@@ -127,7 +127,7 @@ async def parents_first(
     """Yields `entries`, each after its parent if that is among `keys`, the beginnings of keys.
 
     An interrupted copy then leaves the beginnings of prompts, which can be used. Only entries that
-    come before their parent are kept back. `keys` is emptied.
+    precede their parent are held in memory. `keys` is emptied.
     """
     waiting: dict[bytes, list[StoredEntry]] = {}
     async for listed_entry in entries:
@@ -154,7 +154,7 @@ async def _missing(
     done: _Copied,
     progress: Progress,
 ) -> AsyncIterator[StoredEntry]:
-    """Yields the entries that `target` lacks, as far as lookups of many at once show that."""
+    """Yields the entries that `target` may lack, according to lookups of many keys at once."""
     batch: list[StoredEntry] = []
     async for entry in entries:
         batch.append(entry)
@@ -178,8 +178,8 @@ async def _without_present(
         present = await target.lookup([entry.key for entry in rest])
         done.skipped += present
         progress.advance(sum(entry.nbytes for entry in rest[:present]))
-        # The first that is absent, and then those after it one answer at a time; where most are
-        # absent that would be a question for each, so the rest is copied without asking.
+        # A lookup finds the first absent key only, and another lookup the next one. If most are
+        # absent, that would be a lookup for each, so the rest is copied without lookups.
         if present == 0 and left:
             return left + rest
         left += rest[present : present + 1]

@@ -1,4 +1,4 @@
-"""The command ``kvconnect drop``: deletes prompts, or all that a tenant has."""
+"""The command ``kvconnect drop``: deletes prompts, or all blocks of a tenant."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Deletes, and prints the result, also after Ctrl-C.
 
     Raises:
-        ConfigurationError: no option names what to delete.
-        NothingMatched: the store has none of it.
+        ConfigurationError: no option chooses blocks to delete.
+        NothingMatched: the store has none of the blocks.
     """
     store, which = store_and_wanted(arguments)
     done = Result()

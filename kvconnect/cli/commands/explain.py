@@ -1,4 +1,4 @@
-"""The command ``kvconnect explain``: what a store has of a prompt, and why not the rest."""
+"""The command ``kvconnect explain``: the stored tokens of a prompt, and why others are not used."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigurationError: an option is wrong, or a prompt cannot be read.
-        NothingMatched: the store has nothing of one of the prompts for such a request.
+        NothingMatched: for one of the prompts, the store has no token that such a request can use.
     """
     check_salt(arguments.salt, "--salt")
     store = PromptStore(arguments.url, arguments.model, model_revision=arguments.model_revision)

@@ -45,9 +45,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Writes the file, and prints the result, also after Ctrl-C.
 
     Raises:
-        ConfigurationError: no option names what to export.
-        NothingMatched: the store has none of it.
-        BadFrame: bad blocks were left out.
+        ConfigurationError: no option chooses blocks to export.
+        NothingMatched: the store has none of the blocks.
+        BadFrame: damaged blocks were left out.
     """
     from kvconnect.operations.export import Exported
 

@@ -51,7 +51,7 @@ _SAMPLING = (
     *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "logprobs"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "ignore_eos"),
 )
-# All of C0 and C1 but tabs and ends of lines. A carriage return alone lets a line overwrite itself.
+# All of C0 and C1 except tabs and line ends. A lone carriage return would overwrite its line.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 
 
@@ -151,7 +151,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _fields(prompt: GivenPrompt, output: RequestOutput) -> dict[str, object]:
-    """Returns the fields of ``--json``; single completions only where they add anything."""
+    """Returns the fields of ``--json``; lists completions only if there are several."""
     fields = {name: getattr(output, name) for name in _JSON_FIELDS}
     if prompt.sampling.n > 1 or prompt.sampling.logprobs is not None:
         fields["outputs"] = [
@@ -194,7 +194,7 @@ def _answers(
             for chunk in handle.stream():
                 progress.advance(len(chunk.token_ids))
                 left -= len(chunk.token_ids)
-            progress.advance(left)  # an answer that stopped early is done all the same
+            progress.advance(left)  # an answer that stopped early is complete
             yield prompt, handle.result()
 
 
@@ -214,9 +214,9 @@ def _print(output: RequestOutput) -> None:
 
 
 def shown_on(stream: TextIO, text: str) -> str:
-    r"""Returns `text` as it is to be written to `stream`.
+    r"""Returns the form of `text` to write to `stream`.
 
-    On a terminal, control characters but tabs and ends of lines are escaped (``\x1b``). Files and
+    On a terminal, control characters except tabs and line ends are escaped (``\x1b``). Files and
     pipes get `text` unchanged, since programs read them.
     """
     if not stream.isatty():

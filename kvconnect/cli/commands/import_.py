@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         BadFrame: the file is damaged, cut short, changed, or made with another key.
-        ConfigurationError: it cannot be opened, or is of another model.
+        ConfigurationError: the file cannot be opened, or is of another model.
     """
     done = Saved()
     try:

@@ -128,9 +128,9 @@ def _print_json(entry: StoredEntry) -> None:
 
 
 def as_json(entry: StoredEntry) -> dict[str, object]:
-    """Returns `entry` without its tokens, which are a prompt; ``salt`` is `salt_tag`, if known.
+    """Returns `entry` as JSON, without its tokens, which are a prompt; ``salt`` is the `salt_tag`.
 
-    A pin until it is unpinned has no ``pinned_until``.
+    An unlimited pin has no ``pinned_until``.
     """
     salt = salt_of(entry.namespace)
     return {

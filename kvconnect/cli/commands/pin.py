@@ -30,8 +30,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Pins, and prints the result, also after Ctrl-C.
 
     Raises:
-        ConfigurationError: no option names what to pin, or the store has no pins.
-        NothingMatched: the store has none of it.
+        ConfigurationError: no option chooses blocks to pin, or the store has no pins.
+        NothingMatched: the store has none of the blocks.
         RetryLater: some blocks have no room in the share of pinned blocks.
     """
     from kvconnect.operations.pin import Pinned

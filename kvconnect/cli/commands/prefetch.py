@@ -27,9 +27,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Copies, and prints the result, also after Ctrl-C.
 
     Raises:
-        ConfigurationError: no option names what to copy, or there is no faster tier.
-        NothingMatched: the store has none of it.
-        BadFrame: bad blocks were left out.
+        ConfigurationError: no option chooses blocks to copy, or there is no faster tier.
+        NothingMatched: the store has none of the blocks.
+        BadFrame: damaged blocks were left out.
     """
     from kvconnect.operations.saving import Saved
 

@@ -70,7 +70,7 @@ class _Stored:
 
 @dataclass(slots=True)
 class _Inventory:
-    """The blocks of a store, by whether they fit the selection."""
+    """The blocks of a store, divided into those that fit the selection and the others."""
 
     chosen: list[_Stored] = field(default_factory=list)
     nbytes: int = 0
@@ -90,7 +90,7 @@ class _Inventory:
     def leaves_first(self) -> Iterator[_Stored]:
         """Yields the chosen blocks, least valuable first, none before its stored children.
 
-        A block with a child that is not chosen comes after all others.
+        A block with an unchosen child comes after all others.
         """
         by_key = {block.key: block for block in self.chosen}
         children = Counter({key: self.children[key] for key in by_key})
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Deletes, and prints the result, also after Ctrl-C.
 
     Raises:
-        ConfigurationError: no option selects what to delete.
+        ConfigurationError: no option chooses blocks to delete.
         NothingMatched: no block is of the model, salt, adapter or group that is named.
     """
     size = None

@@ -16,7 +16,7 @@ __all__ = ["add_options", "run"]
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:
-    """A scheme: its store in a sentence, or what must be installed before it can be used."""
+    """A scheme, with a sentence about its store, or the extra that must be installed first."""
 
     scheme: str
     module: str | None

@@ -56,7 +56,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_transfer(parser)
     add_events_options(parser)
     add_cache_options(parser)
-    # Chats without max_tokens would run one at a time: each may need all that the model can answer.
+    # Chats without max_tokens would run one at a time, because each may need the model's full
+    # length.
     add_engine_options(parser, scheduling="max_utilization")
     parser.set_defaults(run=run)
 
@@ -186,7 +187,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     transfer = _transfer_of(arguments)
     template = None if arguments.chat_template is None else read_template(arguments.chat_template)
-    # First, so that a port that is taken is reported before the model is loaded.
+    # First, so that a port in use is reported before the model is loaded.
     listener = Listener.bind(settings)
     try:
         with (
@@ -206,11 +207,11 @@ def _secret(given: str | None, name: str) -> str | None:
 
 
 def _transfer_of(arguments: argparse.Namespace) -> TransferConfig | None:
-    """Returns the settings of the transfer, with a secret in any case.
+    """Returns the settings of the transfer, always with a secret.
 
     Raises:
-        ConfigurationError: a setting is wrong, a peer on another machine needs a secret that was
-            not given, or none can be kept for this user.
+        ConfigurationError: a setting is wrong, a peer on another machine requires a secret that was
+            not given, or no secret can be stored for this user.
     """
     if arguments.role is None:
         return None

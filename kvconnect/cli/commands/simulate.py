@@ -133,7 +133,7 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Simulates, then prints and draws the results; after Ctrl-C, those until then.
+    """Simulates, then prints and draws the results; after Ctrl-C, those so far.
 
     Raises:
         ConfigurationError: a bad option, trace, model or policy.

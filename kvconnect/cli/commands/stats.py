@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Prints the numbers.
 
     Raises:
-        ConfigurationError: options that exclude each other, or a file of names that is none.
+        ConfigurationError: options exclude each other, or the file of names is invalid.
     """
     if arguments.tenants is not None and arguments.by is None:
         raise ConfigurationError("--tenants: needs --by tenant")
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 @dataclass(slots=True)
 class _Census:
-    """The blocks and bytes of a store, in all and by model, namespace and group."""
+    """The blocks and bytes of a store, in total and by model, namespace and group."""
 
     blocks: int = 0
     nbytes: int = 0
@@ -145,7 +145,7 @@ def _shown(one: TenantUse) -> str:
 def _of_store(numbers: Mapping[str, float], url: StoreUrl) -> dict[str, float]:
     """Returns `numbers` without those of this command's own calls, and with the capacity of `url`.
 
-    A store that is only read applies no capacity, and so reports none.
+    A store that is opened to read reports no capacity.
     """
     found = {name: value for name, value in numbers.items() if name.rpartition(".")[2] not in _OWN}
     if (capacity := url.query.get("capacity")) is not None:

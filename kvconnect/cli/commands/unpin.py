@@ -25,8 +25,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Unpins, and prints the result, also after Ctrl-C.
 
     Raises:
-        ConfigurationError: no option names what to unpin, or the store has no pins.
-        NothingMatched: none of it was pinned.
+        ConfigurationError: no option chooses blocks to unpin, or the store has no pins.
+        NothingMatched: none of the blocks was pinned.
     """
     from kvconnect.operations.pin import Pinned
 

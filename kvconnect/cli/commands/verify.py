@@ -52,7 +52,7 @@ class _Findings:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Checks, reports (also after Ctrl-C), and raises `BadFrame` if a block is bad."""
+    """Checks the blocks, reports (also after Ctrl-C), and raises `BadFrame` if one is damaged."""
     findings = _Findings(url=str(StoreUrl.parse(arguments.url)))
     try:
         run_to_end(_verify(arguments, findings))
@@ -86,7 +86,7 @@ async def _verify(arguments: argparse.Namespace, findings: _Findings) -> None:
 
 
 def _sort_out(part: str, batch: Sequence[ReadFrame], findings: _Findings) -> list[ReadFrame]:
-    """Counts `batch`; returns its bad frames."""
+    """Counts the frames of `batch`; returns the damaged ones."""
     bad = [one for one in batch if one.problem]
     sound = [one for one in batch if not one.problem and not one.gone]
     findings.sound += len(sound)

@@ -1,4 +1,4 @@
-"""The command ``kvconnect warm``: computes what a store lacks of prompts, and saves it."""
+"""The command ``kvconnect warm``: computes and saves the blocks of prompts that a store lacks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Warms, and prints the result, also after Ctrl-C.
 
     Raises:
-        ConfigurationError: a bad option, an unusable model or store, or what the server refuses.
+        ConfigurationError: a bad option, an unusable model or store, or a refusal of the server.
         BackendUnavailable: the store or the server cannot be reached.
         RetryLater: some blocks were not saved.
     """

@@ -26,11 +26,11 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def with_config(arguments: Sequence[str], parser: argparse.ArgumentParser) -> Sequence[str]:
     """Returns `arguments`, and the options of the file that ``--config`` names.
 
-    An option that is given in `arguments` is left out, also if it may be given several times.
+    Options in `arguments` replace those of the file, also options that may be repeated.
 
     Args:
-        arguments: of the command line, the command first.
-        parser: of all commands. It is changed, and of no use after this.
+        arguments: the arguments of the command line, the command first.
+        parser: the parser of all commands; it is changed and cannot be used afterwards.
 
     Raises:
         ConfigurationError: the file cannot be read, or has an unknown name or a bad value.

@@ -100,7 +100,7 @@ def _add_connector(group: Options) -> None:
 
 
 def add_lookup_timeout(parser: Options) -> None:
-    """Adds the option for how long a step waits for the store's answers."""
+    """Adds the option of how long a step waits for the store's answers."""
     add_duration(
         parser,
         "--lookup-timeout",
@@ -115,7 +115,7 @@ def add_lookup_timeout(parser: Options) -> None:
 def add_engine_options(
     parser: argparse.ArgumentParser, *, scheduling: str = DEFAULT_SCHEDULING
 ) -> Options:
-    """Adds the options of the engine, with this default of ``--scheduling``; returns their group.
+    """Adds the options of the engine, with `scheduling` as a default; returns their group.
 
     An option that is named like an argument of `LLM` becomes that argument.
     """
@@ -201,10 +201,10 @@ def open_llm(
     connector: KvCacheConnectorConfig | None = None,
     events: EventsConfig | None = None,
 ) -> LLM:
-    """Makes the engine that `arguments` describe, which publishes or fetches prompts by `transfer`.
+    """Makes the engine that `arguments` describe; `transfer` makes it publish or fetch prompts.
 
-    Its `connector` is the one of the options unless it is given. It publishes what its cache holds
-    by `events`.
+    Without `connector`, the options determine it. With `events` the engine publishes the blocks of
+    its cache.
 
     Raises:
         ConfigurationError: names the option or the field, and what is right.

@@ -34,7 +34,7 @@ def add_events_options(parser: argparse.ArgumentParser) -> None:
 
 
 def events_of(arguments: argparse.Namespace) -> EventsConfig | None:
-    """Returns where events are published; ``None``: nowhere.
+    """Returns the settings of the events' publisher; ``None``: events are not published.
 
     Raises:
         ConfigurationError: an option is wrong, or needs ``--events``.

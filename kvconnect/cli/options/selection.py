@@ -65,12 +65,12 @@ class Selection(selection.Selection):
         )
 
     def require_match(self, *, found: bool) -> None:
-        """Checks that a block was found of the model, tenant, adapter or group that it names.
+        """Checks that `found` is true if the selection names a model, tenant, adapter or group.
 
-        A selection by age alone names none: a store whose blocks are all young is as it should be.
+        A selection by age alone may be empty: a store whose blocks are all young is no error.
 
         Raises:
-            NothingMatched: it names one, and none was found.
+            NothingMatched: the selection names one, and no block was found.
         """
         if not found and self.names_something:
             raise NothingMatched("no block matched")

@@ -24,11 +24,11 @@ class _Fetch:
     """A request that fetches its prompt.
 
     Attributes:
-        name, params: what is fetched, and where.
-        claims: on the other engine's blocks, one for each rank that this rank reads from. A worker
-            takes them over.
+        name, params: the transfer's name, and its parameters.
+        claims: the claims on the other engine's blocks, one for each of its ranks that this rank
+            reads. The worker takes over their ownership.
         num_tokens: the number of tokens that the other engine publishes.
-        promised: whether `num_tokens` were reported to the runtime.
+        promised: true once `num_tokens` was reported to the runtime.
     """
 
     name: str
@@ -85,7 +85,7 @@ class DecodeBook:
         return num_tokens
 
     def fetches(self, request: LlmRequest) -> bool:
-        """Returns whether the tokens that were promised to `request` come from a peer."""
+        """Returns whether the tokens that were matched for `request` come from a peer."""
         fetch = self._fetches.get(request.request_id)
         return fetch is not None and fetch.promised
 
@@ -130,7 +130,7 @@ class DecodeBook:
         )
 
     def drop(self, request: LlmRequest) -> None:
-        """Drops the claims of `request`, unless a worker has taken them over. Idempotent."""
+        """Drops the claims of `request`, unless a worker owns them. Idempotent."""
         if fetch := self._fetches.pop(request.request_id, None):
             fetch.drop()
 

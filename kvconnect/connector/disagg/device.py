@@ -1,4 +1,4 @@
-"""Calls that run once the device's work so far is done; the engine does not wait for them."""
+"""The order of calls after the device's work so far; the engine does not wait for them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["DeviceOrder"]
 class DeviceOrder:
     """Runs calls after the work that is enqueued on the forward passes' stream, in order.
 
-    On the CPU the work is done already, so a call runs at once, on the caller's thread. On CUDA a
-    thread of this object runs the call after an event that `after` has recorded. `after` is called
-    on the engine's thread only.
+    On the CPU the work is done already, so a call runs at once on the caller's thread. On CUDA a
+    thread of this object runs the call after an event that `after` records. `after` is called on
+    the engine's thread only.
 
     Args:
-        device: of the pools.
+        device: the device of the pools.
     """
 
     def __init__(self, device: torch.device) -> None:

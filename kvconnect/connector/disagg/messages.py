@@ -12,11 +12,11 @@ class PublishOrder:
     """The part of a published prompt that a step computes.
 
     Attributes:
-        request_id: whose.
-        name: that it goes by on the control channel.
-        begins: whether this is the first order since the request's blocks were allocated.
-        num_tokens: the number of tokens that are published: the prompt's but the last one.
-        first_blocks: of each pool group, the number of the first block in `blocks`.
+        request_id: the id of the request.
+        name: the transfer's name on the control channel.
+        begins: true for the first order since the request's blocks were allocated.
+        num_tokens: the number of published tokens: all of the prompt's except the last one.
+        first_blocks: the number of the first block in `blocks`, for each pool group.
         blocks: ids of blocks that were not sent before, by pool group; -1 where there is none.
         valid: leading tokens whose KV is valid before the step, in every layer.
         computed: leading tokens whose KV each layer's work in this step makes valid. 0: a later
@@ -38,8 +38,9 @@ class EndOrder:
     """A request that ended and whose blocks are kept for a reader.
 
     Attributes:
-        request_id: whose.
-        num_tokens: its leading valid tokens; 0: it was aborted, and no reader may use its blocks.
+        request_id: the id of the request.
+        num_tokens: the request's leading valid tokens; 0: it was aborted, and no reader may use its
+            blocks.
     """
 
     request_id: int
@@ -51,13 +52,13 @@ class FetchOrder:
     """A load from another engine.
 
     Attributes:
-        request_id: whose.
-        name, address: what to fetch, and where.
+        request_id: the id of the request.
+        name, address: the transfer's name, and the address of the engine that publishes it.
         start: leading tokens that are valid already, a multiple of tokens_per_block.
         end: leading tokens that the load makes valid.
-        first_blocks: of each pool group, the number of the first block to fetch.
-        blocks: where they go: ids from that number on, by pool group.
-        tp_size: ranks of the other engine; `address` is that of its first one.
+        first_blocks: the number of the first block to fetch, for each pool group.
+        blocks: the ids of the blocks to fill, from `first_blocks` on, by pool group.
+        tp_size: the number of the other engine's ranks; `address` is that of the first.
     """
 
     request_id: int

@@ -1,4 +1,4 @@
-"""The name of a transfer between two engines: its id, and a digest of what its KV depends on."""
+"""The name of a transfer between two engines: its id, and a digest of what decides its KV."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def transfer_name(
 ) -> str:
     """Returns the name of the first `num_tokens` tokens of `request`, published as `transfer_id`.
 
-    A reader whose prompt, model or salt differs asks for another name, as its KV would differ. So
-    the tokens are compared nowhere else. Neither tokens_per_block nor the number of ranks is part
-    of the name, as readers convert blocks to their own shape.
+    A reader with another prompt, model or salt computes another name, so the tokens need no other
+    comparison. tokens_per_block and the number of ranks are no part of the name, because readers
+    convert blocks to their own shape.
     """
     digest = hashlib.blake2b(request.namespace.encode(), digest_size=32, person=b"kvc-transfer")
     digest.update(struct.pack("<q", len(model_digest)) + model_digest)

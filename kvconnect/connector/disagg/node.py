@@ -33,7 +33,8 @@ from kvconnect.transfer.secret import SharedSecret
 
 __all__ = ["TransferNode"]
 
-# A share of the runtime's own deadlines: these end first, where it is known what still runs.
+# A share of the runtime's deadlines, so that these end first: here it is known which transfers
+# still run.
 _OWN_SHARE = 0.9
 _BLOCK_FORMAT = 1
 
@@ -105,7 +106,7 @@ class TransferNode(PeerNode):
     # ------------------------------------------------------------------ its life
 
     def open(self, pools: Sequence[KvCachePool]) -> None:
-        """Registers the pools, listens, and prepares connections.
+        """Registers the pools with the transport, listens, and prepares connections.
 
         Raises:
             ConfigurationError: the transport cannot be used, or the port cannot be had. Nothing is
@@ -173,7 +174,10 @@ class TransferNode(PeerNode):
         return found
 
     def close(self) -> None:
-        """Closes all connections; idempotent. Blocks until the transport leaves the pools alone."""
+        """Closes all connections; idempotent.
+
+        Blocks until the transport no longer accesses the pools.
+        """
         self._hide_gauges()
         if self._fetcher is not None:
             self._fetcher.close()
@@ -207,7 +211,7 @@ class TransferNode(PeerNode):
 
     @property
     def hands_out(self) -> bool:
-        """Returns whether other engines may read prompts from this one."""
+        """Returns whether other engines may read prompts from this engine."""
         return self._offers is not None
 
     @property
@@ -217,7 +221,7 @@ class TransferNode(PeerNode):
 
     @property
     def device(self) -> DeviceOrder:
-        """The calls that run after the device's work so far."""
+        """Runs calls, in order, after the device's work at their time; made on first use."""
         if self._device is None:
             raise UsageError("register_kv_caches was not called")
         return self._device
@@ -238,7 +242,7 @@ class TransferNode(PeerNode):
         fetcher.expect(order, done)
         self.device.after(lambda: fetcher.begin(order))
 
-    # ------------------------------------------------------------------ what others hear and say
+    # ------------------------------------------------------------------ messages of peers
 
     def _check_pools(self, theirs: Hello) -> None:
         check_pools(self.hello(), theirs, [one.num_kv_heads for one in self._heads])

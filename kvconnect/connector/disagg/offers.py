@@ -1,4 +1,4 @@
-"""The prompts that peers may read, and whose blocks are kept for them."""
+"""The published prompts, whose blocks are kept for peers to read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Offers:
     """The published prompts on their lease server. Wakes the engine when leases end.
 
     Args:
-        wakeup: called on any thread when `take_ended` has news.
+        wakeup: called on any thread when `take_ended` has something to return.
         max_lease_total: the most bytes of blocks that are kept for peers.
         lease_s, max_idle_s, claim_wait_s: see `LeaseServer`.
     """
@@ -53,7 +53,7 @@ class Offers:
     def offer(self, name: str, *, tokens: int, nbytes: int) -> LeaseId | None:
         """Publishes `name`, so that peers may claim it.
 
-        Returns ``None`` if too many bytes are leased already.
+        Returns the key of its lease; ``None`` if too many bytes are leased already.
         """
         with self._lock:
             self._transfers[transfer_id_of(name)] = name
@@ -67,7 +67,7 @@ class Offers:
             return None
 
     def is_gone(self, name: str) -> bool:
-        """Returns whether `name` is no longer, or never will be, published: peers need not wait."""
+        """Returns whether `name` will not be published any more, so that peers need not wait."""
         offered = self.server.table.is_offered(name)
         if offered is not None:
             return not offered
@@ -76,7 +76,7 @@ class Offers:
             return self._transfers.get(transfer_id_of(name), name) != name
 
     def advance(self, key: LeaseId, mark: Watermark, blocks: Blocks) -> bool:
-        """Reports that more of the prompt is computed; returns False if no peer reads any more."""
+        """Reports that more of the prompt is computed; returns False if its lease has ended."""
         alive = self.server.advance(key, mark, blocks)
         if not alive:
             self._let_go([key])
@@ -98,7 +98,7 @@ class Offers:
     def end(self, request_id: int, key: LeaseId | None) -> None:
         """Records that the request ended; its blocks are kept while the lease `key` lives.
 
-        Without `key` the request is in the next `take_ended`.
+        Without `key`, the next `take_ended` returns the request.
         """
         with self._lock:
             if key is not None:

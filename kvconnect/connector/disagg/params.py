@@ -1,4 +1,4 @@
-"""The part of a request's ``kv_transfer_params`` that is for this connector, checked.
+"""The checked part of a request's ``kv_transfer_params`` that belongs to this connector.
 
 ``{"do": "prefill"}`` makes the engine publish what it computes, under the ``transfer_id`` given
 beside it or a new one; the result carries what the other engine needs. ``{"transfer_id": …,
@@ -54,11 +54,11 @@ class FetchParams:
 def transfer_params(
     params: Mapping[str, Any] | None, role: str
 ) -> PrefillParams | FetchParams | None:
-    """Returns the request that `params` make of this connector, or ``None`` without one.
+    """Returns the transfer that `params` request from this connector, or ``None``.
 
     Raises:
-        ConfigurationError: a value is wrong, or one is missing, or an engine with
-            ``TransferConfig.role`` `role` does not do it.
+        ConfigurationError: a value is wrong or missing, or an engine of this
+            ``TransferConfig.role`` cannot do the transfer.
     """
     if not params or not ({"do", "transfer_id", "address"} & params.keys()):
         return None

@@ -19,10 +19,11 @@ def check_pools(ours: Hello, theirs: Hello, num_kv_heads: Sequence[int]) -> None
     Args:
         ours: this engine's hello.
         theirs: the other engine's hello.
-        num_kv_heads: of each pool group, in the whole model; empty: this side has them all.
+        num_kv_heads: the KV heads of each pool group in the whole model; empty: this side has them
+            all.
 
     Raises:
-        ConfigurationError: it cannot; names the field.
+        ConfigurationError: this engine cannot read them; names the field that differs.
     """
     mine = [one.layout() for one in ours.pools]
     found = [one.layout() for one in theirs.pools]

@@ -23,12 +23,12 @@ class _Prompt:
     """A request whose prompt is published.
 
     Attributes:
-        request: the runtime's.
-        transfer_id: that of its parameters, or one made here.
+        request: the runtime's request.
+        transfer_id: the id in its parameters, or one made here.
         num_tokens: the number of tokens that are published; the reader computes the last one.
-        name: on the control channel.
-        num_blocks: how many block ids of each pool group the workers have received; ``None``: no
-            order for the prompt was sent.
+        name: the transfer's name on the control channel.
+        num_blocks: the number of block ids of each pool group that were sent to the workers;
+            ``None``: no order was sent.
     """
 
     request: LlmRequest
@@ -40,7 +40,7 @@ class _Prompt:
 
 @dataclass(slots=True)
 class PrefillBook:
-    """The requests whose prompts are published, and how much of each was sent to the workers."""
+    """The requests whose prompts are published, and the blocks of each that workers received."""
 
     node: TransferNode
     llm_args: LlmArgs
@@ -57,7 +57,7 @@ class PrefillBook:
         params = transfer_params(request.kv_transfer_params, self.node.config.role)
         if not isinstance(params, PrefillParams):
             return
-        # The result if the prompt is not published after all: the reader computes it.
+        # Returned if the prompt is not published after all: the reader computes it.
         self._results[request.request_id] = {"engine": self.node.engine_id, "tokens": 0}
         num_tokens = request.prompt_len - 1
         if num_tokens == 0:
@@ -74,7 +74,7 @@ class PrefillBook:
     reset = admitted
 
     def aborted(self, request: LlmRequest) -> None:
-        """Handles an abort; fails the claims of waiting readers if no order was sent yet."""
+        """Ends an aborted request; fails the claims of waiting readers if no order was sent yet."""
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return
@@ -85,12 +85,12 @@ class PrefillBook:
             self._aborted.append(request.request_id)
 
     def take_lost(self) -> tuple[int, ...]:
-        """Returns aborted requests that workers publish and that never reached `finished`, once."""
+        """Returns, once, aborted requests that workers publish and that missed `finished`."""
         aborted, self._aborted = self._aborted, []
         return tuple(one for one in aborted if self._prompts.pop(one, None) is not None)
 
     def orders(self, output: SchedulerOutput) -> Iterator[PublishOrder]:
-        """Yields an order for each published prompt of which the step computes more."""
+        """Yields an order for each published prompt that the step continues to compute."""
         if not self._prompts:
             return
         for data in output.new_requests:
@@ -126,9 +126,9 @@ class PrefillBook:
     def finished(self, request: LlmRequest) -> EndOrder | None:
         """Returns the order that ends the publication of `request` on the workers.
 
-        Returns ``None`` if no worker publishes the request. Otherwise its blocks are kept until
-        the workers report that its leases ended, even if it was aborted. A block that is freed
-        earlier could be overwritten while a peer takes it for valid.
+        Returns ``None`` if no worker publishes the request. Otherwise its blocks are kept until the
+        workers report that its leases ended, even if it was aborted. A block that is freed earlier
+        could be overwritten while a peer reads it.
         """
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None or prompt.num_blocks is None:

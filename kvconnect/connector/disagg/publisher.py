@@ -1,4 +1,4 @@
-"""The prompts that a worker publishes: what each step makes readable, and when blocks are free."""
+"""The prompts that a worker publishes: tokens readable after each step, and freed blocks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class _Shared:
     """A prompt that is published.
 
     Attributes:
-        key: of its lease; ``None``: no lease was granted, it ended, or no reader comes here.
+        key: the key of its lease; ``None``: it was not granted, it ended, or no reader reads here.
         num_tokens: the number of tokens that are published.
-        ids: of each pool group, as far as known; -1 where the request holds none.
-        told: number of the block after the last one that readers know, by pool group.
-        mark: how much of the prompt readers know to be computed.
+        ids: the known block ids of each pool group; -1 where the request holds none.
+        told: the number of leading blocks whose ids were sent to readers, by pool group.
+        mark: the progress of the computation that was sent to readers.
     """
 
     key: LeaseId | None
@@ -39,14 +39,14 @@ class _Shared:
 class Publisher:
     """Publishes prompts as they are computed. `node` calls some methods on other threads.
 
-    Readers learn that the blocks are kept only once the request has ended and its blocks stay. A
-    reader that has everything then has read valid blocks, even if this process dies before its last
-    message. Until then a preemption takes the blocks and breaks the lease.
+    Readers receive the message that the blocks are kept only after the request has ended. A reader
+    that has read everything by then has valid blocks, even if this process dies before its last
+    message. Until then a preemption frees the blocks and breaks the lease.
 
     Args:
-        node: of this process.
-        layouts: of the pool groups.
-        is_read: whether readers come here; if not, nothing is published.
+        node: the node of this process.
+        layouts: the layouts of the pool groups.
+        is_read: true if readers read from this rank; otherwise no prompt is published.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Publisher:
         self._computing: list[tuple[_Shared, int]] = []  # in this step, up to which token
 
     def begin_step(self, orders: Sequence[PublishOrder]) -> None:
-        """Takes the orders of a step, and publishes what was valid before it."""
+        """Receives the orders of a step, and publishes the tokens that were valid before it."""
         self._computing.clear()
         for order in orders:
             shared = self._begin(order) if order.begins else self._shared.get(order.request_id)
@@ -117,7 +117,7 @@ class Publisher:
             self._node.offers.withdraw(key)
             self._node.offers.end(order.request_id, None)
         else:
-            # Before readers learn of it: one may release the lease at once.
+            # Before readers receive it: one may release the lease at once.
             self._node.offers.end(order.request_id, key)
             self._node.device.after(partial(self._keep, shared, key))
 
@@ -127,7 +127,7 @@ class Publisher:
         self._advance(shared, shared.num_tokens, self._num_layers, kept=True)
 
     def revoke(self, request_id: int) -> None:
-        """Withdraws a prompt whose blocks are freed: what readers have got of it is invalid."""
+        """Withdraws a prompt whose blocks are freed: data read from it is invalid."""
         shared = self._shared.pop(request_id, None)
         if shared is not None and shared.key is not None:
             self._node.offers.withdraw(shared.key)
@@ -157,7 +157,7 @@ class Publisher:
                 shared.key = None
 
     def _untold(self, shared: _Shared, tokens: int) -> Blocks:
-        """Returns ids of blocks that readers need and do not know, for each pool group."""
+        """Returns the ids of blocks that readers need and have not received, by pool group."""
         found = []
         for group, layout in enumerate(self._layouts):
             needed = blocks_needed(layout.window, shared.num_tokens, layout.tokens_per_block)

@@ -25,14 +25,15 @@ from kvconnect.trace import metrics
 __all__ = ["CALL_NBYTES", "LOADS_IN_FLIGHT", "SAVES_IN_FLIGHT", "Access"]
 
 CALL_NBYTES = 16 << 20
-"""Blocks of one call to the store: so many that its fixed costs hardly show, few enough that a slow
-store ends a call in time."""
+"""The bytes of blocks in one call to the store.
+
+Enough to hide a call's fixed costs, and few enough for a slow store to end the call in time."""
 
 LOADS_IN_FLIGHT = 3
-"""Calls for one load at a time. As many pieces again may have arrived, and be copied meanwhile."""
+"""The calls of one load that run at a time. As many pieces more may wait to be copied."""
 
 SAVES_IN_FLIGHT = 3
-"""Calls of all saves: one with the store, one before it and one behind it."""
+"""The calls of all saves that run at a time: one in the store, one before it, one after it."""
 
 
 # Below this size the first load allocates the pages itself, which takes some 2 ms for each MiB.
@@ -42,25 +43,25 @@ CopierOf = Callable[[PagedKv, KvCacheLayout, StagingPool], PoolCopier]
 
 
 class Access:
-    """A rank's pools, its open store, and the staging memory between them. Thread-safe as those.
+    """The pools of a rank, its open store, and the staging memory between them.
 
-    Slots have room for the largest block of any pool. A stored block is its planes one after the
-    other, tokens before heads, whatever the order in the pool.
+    Thread-safe. Slots have room for the largest block of any pool. A stored block is its planes one
+    after the other, tokens before heads, whatever the order in the pool.
 
     Args:
-        store: open; `close` releases it.
+        store: the open store; `close` releases it.
         pools: the planes of each pool group, tokens before heads (NHD); or the device of memory
             that is attached for each call, see `attached`.
-        copier: of pools whose rows are contiguous.
+        copier: the copier of pools whose rows are contiguous.
 
     Attributes:
         store: the store.
         staging: ``staging_bytes`` of slots.
-        copiers: of each pool group.
-        attached: `copiers`, where memory is attached; else none.
-        heads: of each pool group, which of the model's KV heads the rank has.
-        reader: reads blocks that another tensor parallelism saved.
-        call_blocks: blocks of one call to the store.
+        copiers: the copier of each pool group.
+        attached: the `copiers` if memory is attached for each call; else empty.
+        heads: the KV heads of the model that the rank has, for each pool group.
+        reader: reads blocks that were saved with another tensor parallelism.
+        call_blocks: the number of blocks in one call to the store.
 
     Raises:
         ConfigurationError: ``staging_bytes`` is below one block.
@@ -108,10 +109,10 @@ class Access:
         pools: Sequence[PagedKv | StridedPlanes] | torch.device,
         copier: CopierOf = PoolCopier,
     ) -> Access:
-        """The access to the store of `llm_args`, which is opened unless it is open.
+        """Returns an access to the store of `llm_args`, and opens the store unless it is open.
 
         Raises:
-            ConfigurationError: it cannot be opened, or ``staging_bytes`` is below one block.
+            ConfigurationError: the store cannot be opened, or ``staging_bytes`` is below one block.
         """
         store = OffloadStore.acquire(llm_args)
         try:
@@ -121,7 +122,7 @@ class Access:
             raise
 
     def close(self) -> None:
-        """Releases the store; its last user closes it, and blocks until it is closed."""
+        """Releases the store. Its last user closes it, which blocks."""
         self._hide_gauges()
         self.store.release()
 

@@ -1,4 +1,4 @@
-"""The blocks between an engine's memory and a store, for engines that call the store themselves."""
+"""The loads and saves of engines that call the store directly and wait for it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StoreAccess:
     the one that made it, no block is found and none is saved.
 
     Args:
-        llm_args: of this rank; ``kv_connector_config`` names the store.
+        llm_args: the arguments of this rank; ``kv_connector_config`` names the store.
         pools: the planes of each pool group, see `kvconnect.integrations.core.memory`; or the
             device of memory that is attached for each call, see `attached`.
 
@@ -75,7 +75,7 @@ class StoreAccess:
 
     @property
     def attached(self) -> tuple[AttachedCopier, ...]:
-        """The copiers, one for each pool group, to which memory is attached and which number it."""
+        """The copiers, one for each pool group, to which callers attach memory."""
         return self._access.attached
 
     @property
@@ -90,7 +90,7 @@ class StoreAccess:
 
     @property
     def saves_tails(self) -> bool:
-        """Returns whether partly filled blocks can be found, and are wanted."""
+        """Returns whether tails are saved: the store lists them, and the settings ask for them."""
         return self._access.store.saves_tails
 
     @property
@@ -98,7 +98,7 @@ class StoreAccess:
         """Returns whether calls reach the store: its breaker is closed, and this is its process.
 
         Raises:
-            UsageError: it was closed.
+            UsageError: the access was closed.
         """
         if self._closed:
             raise UsageError("StoreAccess: was closed")
@@ -107,7 +107,7 @@ class StoreAccess:
     # ------------------------------------------------------------------ finding
 
     def find(self, queries: Sequence[Query]) -> list[Hit]:
-        """Returns what the store has of each prompt, saved with any tensor parallelism.
+        """Returns the stored part of each prompt, saved with any tensor parallelism.
 
         Partial tails count. Blocks for at most ``lookup_timeout_ms`` for all prompts together. An
         answer that is late or failed counts as no hit.
@@ -123,7 +123,7 @@ class StoreAccess:
         return [self._answer(one, Hit()) for one in asked]
 
     def lookup(self, keys: Sequence[BlockKey], group: int = 0) -> int:
-        """Returns how many leading blocks with the chained `keys` the store has, for all ranks.
+        """Returns how many leading blocks of the chained `keys` are stored for all ranks.
 
         Blocks for at most ``lookup_timeout_ms``. An answer that is late or failed counts as 0.
         """
@@ -178,8 +178,8 @@ class StoreAccess:
     def load_all(self, orders: Sequence[Sequence[BlockLoad]]) -> list[int]:
         """Loads several runs of blocks; each ends at the first block that cannot be loaded.
 
-        Blocks for up to ``load_timeout_s``. Blocks beyond the returned numbers may hold any bytes,
-        and get no more writes.
+        The call returns within ``load_timeout_s``. Blocks beyond the returned numbers may hold any
+        bytes, and get no more writes.
 
         Returns:
             The number of leading blocks of each order that are in the pool.
@@ -189,7 +189,7 @@ class StoreAccess:
         ended = threading.Event()
         runs = RunLoads(self._loads, orders, lambda _: ended.set())
         if not ended.wait(self._config.load_timeout_s + _SPARE_S):
-            # A store blocks the loop. From now on only copies that are running continue.
+            # A store blocks the loop. Only copies that already run continue.
             runs.abandon()
             warn_once("connector.load.stuck", f"{self._access.store.backend.name}: blocks its loop")
             time.sleep(_SPARE_S)
@@ -217,18 +217,18 @@ class StoreAccess:
             staged = self._saves.stage(
                 order, timeout_s=self._config.save_timeout_s if waits else 0.0
             )
-            self._saves.take_lost()  # counted already; no request lives to save them again
+            self._saves.take_lost()  # already counted; its request has ended
         self._saves.count_dropped(len(blocks) - staged)
         return staged
 
     def flush(self, timeout_s: float) -> bool:
-        """Blocks until the saves are written or lost, at most `timeout_s`; returns whether so."""
+        """Blocks until all saves are written or lost; false after `timeout_s`."""
         return os.getpid() == self._process and self._saves.flush(timeout_s)
 
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Writes what is staged, up to ``save_timeout_s``, and closes the store. Idempotent."""
+        """Writes staged blocks for up to ``save_timeout_s``, and closes the store. Idempotent."""
         with self._closing:
             closed, self._closed = self._closed, True
         if closed or os.getpid() != self._process:

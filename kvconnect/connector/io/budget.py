@@ -26,16 +26,16 @@ _PROBE_S = 2.0
 class LookupBudget:
     """The time that a step may wait for its lookups; after a late one, steps stop waiting.
 
-    Steps wait again once a lookup was in time. So a store that is frozen, or too slow, costs one
-    request the budget, once. Until then a request uses an answer that is there when the request is
-    admitted. While suspended, an unknown key is looked up about every second. Five such probes
-    in a row without an answer open the store's breaker. Lookups of requests cannot open it: they
-    are cancelled when the requests end.
+    Waiting is suspended until a lookup is answered in time. So a store that is frozen or too slow
+    delays one request by the budget, once. While waiting is suspended, a request uses only an
+    answer that has arrived when the request is admitted, and an unknown key is looked up about
+    every second as a probe. Five such probes in a row without an answer open the store's breaker.
+    Lookups of requests cannot open it: they are cancelled when the requests end.
 
     `start_step` and `wait` belong to the engine's thread, the rest to the store's loop.
 
     Args:
-        budget_s: for all lookups of a step together.
+        budget_s: seconds for all lookups of a step together.
         backend: the store.
         submit: starts a coroutine on the store's loop.
     """
@@ -54,11 +54,11 @@ class LookupBudget:
         self.suspended = False
 
     def start_step(self) -> None:
-        """Starts the budget of another step."""
+        """Starts the budget of a new step."""
         self._left_s = self._budget_s
 
     def wait(self, lookup: Reply[Any]) -> None:
-        """Blocks until `lookup` is done, at most for what is left of the step's budget."""
+        """Blocks until `lookup` is done, at most for the rest of the step's budget."""
         if self.suspended or self._left_s <= 0 or lookup.done():
             return
         started = time.monotonic()
@@ -71,13 +71,13 @@ class LookupBudget:
             self._left_s -= time.monotonic() - started
 
     def leaves_time(self, asked_at: float) -> bool:
-        """Returns whether to check again later for a lookup that is not done; never blocks.
+        """Returns whether a lookup that is not done is still within its budget; never blocks.
 
-        Each lookup has the whole budget, from when it was first asked for. A late lookup ends the
-        waiting of all others, as with `wait`.
+        Each lookup has the whole budget, counted from `asked_at`. A late lookup suspends the
+        waiting of all others, as in `wait`.
 
         Args:
-            asked_at: when its answer was first asked for, on the monotonic clock.
+            asked_at: the monotonic time of the first request for its answer.
         """
         if self.suspended:
             return False
@@ -87,7 +87,7 @@ class LookupBudget:
         return False
 
     async def timed(self, look_up: Callable[[], Awaitable[T]]) -> T:
-        """Returns the result of `look_up`; an answer in time ends the suspension."""
+        """Returns the result of `look_up`; an answer in time makes steps wait again."""
         started = time.monotonic()
         answer = await look_up()
         if self.suspended and time.monotonic() - started <= self._budget_s:

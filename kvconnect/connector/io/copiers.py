@@ -26,13 +26,13 @@ _INDEX = (1 << _BITS) - 1
 class PoolCopier:
     """Moves blocks between one pool and the slots of a staging memory.
 
-    On the CPU every copy is over when its method returns. On CUDA copies are enqueued, those into
-    the pool on the device's load stream, those out of it on its store stream; slots must be
-    page-locked for that to be concurrent. Methods may be called from several threads.
+    On the CPU every copy has ended when its method returns. On CUDA copies are enqueued, those into
+    the pool on the device's load stream, those out of it on its store stream; only page-locked
+    slots make copies concurrent. Methods may be called from several threads.
 
     Args:
-        blocks: the pool, as planes of `layout`.
-        layout: of its blocks.
+        blocks: the planes of the pool, in the order of `layout`.
+        layout: the layout of its blocks.
         staging: the slots.
     """
 
@@ -80,7 +80,7 @@ class PoolCopier:
     def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
         """Copies each slot's payload to its block.
 
-        The slots stay as they are until the copies are over, see `mark_copies_in`.
+        The caller must not change the slots until the copies have ended, see `mark_copies_in`.
         """
         self._copy_in(self._blocks, slots, block_ids)
 
@@ -89,20 +89,20 @@ class PoolCopier:
         copy_pairs(self._slots, blocks, indices, block_ids, stream=self._in, stable_source=True)
 
     def mark_copies_in(self) -> torch.cuda.Event | None:
-        """Returns an event after the copies into the pool that were enqueued so far."""
+        """Returns an event that passes after the copies into the pool that were enqueued so far."""
         return None if self._in is None else self._in.record_event()
 
 
 class AttachedCopier(PoolCopier):
-    """A copier whose pool is all memory that is attached at the moment.
+    """A copier whose pool is the memory that callers have attached.
 
-    A block id names the memory and its block. Memory that is not attached any more gets no writes:
-    its ids are skipped. Thread-safe.
+    A block id names the memory and its block. The ids of detached memory are skipped, so it gets no
+    writes. Thread-safe.
 
     Args:
-        layout: of a block.
-        staging: where blocks come from and go to.
-        device: of all memory that is ever attached.
+        layout: the layout of a block.
+        staging: the slots.
+        device: the device of all memory that is ever attached.
     """
 
     def __init__(self, layout: KvCacheLayout, staging: StagingPool, device: torch.device) -> None:
@@ -114,8 +114,8 @@ class AttachedCopier(PoolCopier):
     def attached(self, memory: PagedKv) -> Iterator[int]:
         """Attaches `memory` for the time of the context; yields the id of its first block.
 
-        Block ids are consecutive. On CUDA a copy may still be enqueued when the context ends: it
-        keeps the memory alive, and the stream that it was ordered behind waits for it.
+        Block ids are consecutive. On CUDA a copy may still be enqueued when the context ends: the
+        copy keeps the memory alive, and the stream of `order_copies_in` waits for the copy.
         """
         number = next(self._numbers)
         self._memories[number] = memory
@@ -139,7 +139,10 @@ class AttachedCopier(PoolCopier):
 
 
 def copy_batches(blocks: Sequence[BlockLoad]) -> Iterator[slice]:
-    """Yields runs of up to 64 `blocks` of one pool group; a load can be cancelled between two."""
+    """Yields runs of up to 64 `blocks` of one pool group.
+
+    A load can be cancelled between two runs.
+    """
     start = 0
     for stop in range(1, len(blocks) + 1):
         at_end = stop == len(blocks) or blocks[stop].group != blocks[start].group

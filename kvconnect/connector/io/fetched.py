@@ -17,10 +17,10 @@ class Fetched:
     """The outcome of a call to the store that loads blocks.
 
     Attributes:
-        filled: leading slots that hold their block.
-        reason: why not all of them do.
-        loss: the same, as the outcome of the tokens.
-        pending: the store may write into the slots until these are done.
+        filled: the number of leading slots that hold their block.
+        reason: the reason why other slots do not.
+        loss: the reason as an outcome of the tokens.
+        pending: futures; the store may write into the slots until they are done.
     """
 
     filled: int

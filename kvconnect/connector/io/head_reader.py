@@ -26,13 +26,13 @@ class HeadReader:
     """Fills a rank's staging slots from blocks whose heads are divided into other shares.
 
     The rank's heads are cut out of a wider block; several narrower blocks are joined. The blocks
-    arrive in memory of their own, allocated at the first such load. Each number of shares takes an
-    eighth of the size of the staging memory, or the size that one block needs if that is more.
-    Belongs to the store's loop.
+    arrive in memory of their own, allocated at the first such load. For each number of shares that
+    memory has an eighth of the size of the staging memory, or the size of one block if that is
+    more. Belongs to the store's loop.
 
     Args:
-        store: to read from; its threads cut and join.
-        staging: whose slots are filled.
+        store: the store that is read; its threads cut and join.
+        staging: the pool of the slots that are filled.
     """
 
     def __init__(self, store: OffloadStore, staging: StagingPool) -> None:
@@ -48,7 +48,7 @@ class HeadReader:
     ) -> Fetched:
         """Reads `blocks` of one pool group, stored in so many `shares`, into `slots`.
 
-        Waits for room to read into, at most as long as the store has for a call. The payload of a
+        Waits for free memory, at most as long as a call to the store may take. The payload of a
         slot is filled; its header stays unchanged.
         """
         group = blocks[0].group
@@ -88,7 +88,7 @@ class HeadReader:
             arrivals.give_back(Direction.LOAD, rooms[len(rooms) - spare :])
             if len(rooms) > spare or asyncio.get_running_loop().time() >= deadline:
                 return rooms[: len(rooms) - spare]
-            # Rare: other loads hold all slots. They release some within milliseconds.
+            # Other loads hold all slots. They release some within milliseconds.
             await asyncio.sleep(_LOOK_S)
 
     async def _read(

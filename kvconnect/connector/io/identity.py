@@ -1,4 +1,4 @@
-"""The names that blocks have in a store: by model, engine and codec; and settings that name one."""
+"""The digest under which a store keeps blocks, by model, engine and codec; checks of settings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["check_store", "stored_as"]
 def stored_as(
     model_digest: bytes, config: KvCacheConnectorConfig | None, *, engine: str | None = None
 ) -> bytes:
-    """Returns the digest that stands for the model of `model_digest` in the keys of blocks.
+    """Returns the digest that replaces `model_digest` in the keys of blocks.
 
     A codec that rounds or encrypts blocks gives another digest. So engines with another codec or
-    another encryption key do not find these blocks, rather than find and refuse them. Lossless
-    compression makes no difference. Each namespace has its own digest, too.
+    encryption key do not find these blocks, instead of finding and refusing them. Lossless
+    compression does not change the digest. Each namespace has its own digest, too.
 
     Args:
         model_digest: 32 bytes.
@@ -44,10 +44,10 @@ def stored_as(
 
 
 def check_store(config: KvCacheConnectorConfig) -> None:
-    """Checks the store of `config`, which is not opened: its scheme, parameters and codec.
+    """Checks scheme, parameters and codec of the store of `config` without opening the store.
 
     Raises:
-        ConfigurationError: it can never be opened as it is configured.
+        ConfigurationError: one of them is wrong.
     """
     if config.url is not None:
         open_backend(config.url, codec=config.codec, key_file=config.key_file)

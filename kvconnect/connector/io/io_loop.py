@@ -80,8 +80,7 @@ class IoLoop:
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancels what still runs and ends the thread; blocks up to `timeout_s`; idempotent.
 
-        Work that a cancelled coroutine started on another thread continues there until it ends by
-        itself.
+        Work that a cancelled coroutine started on another thread continues until it ends.
         """
         if self._closed:
             return
@@ -120,12 +119,12 @@ class IoLoop:
             self.loop.close()
 
     def _ran_to_its_end(self) -> bool:
-        """Returns whether the loop was stopped, and not by an exit that a store's task raised."""
+        """Returns whether `close` stopped the loop, rather than an exit raised in a task."""
         try:
             self.loop.run_forever()
         except (KeyboardInterrupt, SystemExit) as error:
             logger.warning("a task of the store raised %r; nothing else ends by that", error)
-            if self._closed:  # which may have been heard just before
+            if self._closed:  # an exit may have been raised just before
                 self.loop.call_soon(self.loop.stop)
             return False
         return True

@@ -36,15 +36,15 @@ _PROBE_S = 2.0
 
 
 class Load:
-    """A load while it runs. Belongs to the store's loop, but for `closed` and `copied`.
+    """A running load. Belongs to the store's loop, except `closed` and `copied`.
 
     Attributes:
-        order: what to load.
-        copied: for each block whether it is in the pool.
-        closed: no more copies into the pool start: the load was cancelled, failed or ran out of
-            time. May be set on any thread, even while the loop is stuck. A copy that is running, of
-            64 blocks at most, continues to its end.
-        ended: set before `done` is called.
+        order: the order of the load.
+        copied: a flag for each block: true if it is in the pool.
+        closed: true if no more copies into the pool start, because the load was cancelled, failed
+            or ran out of time. Any thread may set it, even while the loop is stuck. A running copy,
+            of 64 blocks at most, continues to its end.
+        ended: true from before the call of `done`.
         failure: set once the load has ended; ``None``: every block is in the pool, or the load was
             cancelled.
     """
@@ -62,7 +62,7 @@ class Load:
         self.reason = ""
         self.loss = Outcome.FAILED
         self.failure: TransferFailure | None = None
-        self.wanted = len(order.blocks)  # leading blocks to bring: the later ones are computed
+        self.wanted = len(order.blocks)  # leading blocks to load: the later ones are computed
         self.stop = len(order.blocks)  # blocks from here on are not read
         self.placing = threading.Lock()  # held while blocks are copied into the pool
         self.next = 0
@@ -85,9 +85,9 @@ class Load:
         self.news.set()
 
     def raise_floor(self, num_tokens: int, tokens_per_block: int) -> None:
-        """Keeps the load from writing to blocks with tokens before `num_tokens` from now on.
+        """Stops the load from writing to blocks with tokens before `num_tokens`.
 
-        Blocks until a copy that is running has ended, of 64 blocks at most. On the engine's thread.
+        Blocks until a running copy, of 64 blocks at most, has ended. Called on the engine's thread.
         """
         last = -(-self.order.end // tokens_per_block)
         wanted = max(0, last - -(-num_tokens // tokens_per_block))
@@ -97,11 +97,11 @@ class Load:
 
     @property
     def complete(self) -> bool:
-        """Returns whether every block that is wanted is in the pool."""
+        """Returns whether every block to load is in the pool."""
         return self.num_valid_blocks() >= self.wanted
 
     def note_time(self) -> None:
-        """Notes how many leading blocks are in the pool now, if these are more than before."""
+        """Records the number of leading blocks in the pool with the time, if it has grown."""
         with self.placing:
             num_blocks = self.num_valid_blocks()
             if num_blocks > self._noted:
@@ -109,7 +109,7 @@ class Load:
                 self._times.append((num_blocks, time.monotonic() - self._started))
 
     def take_times(self) -> list[tuple[int, float]]:
-        """Returns numbers of blocks, with seconds, that were noted since the last call."""
+        """Returns the numbers of blocks, with seconds, recorded since the last call."""
         with self.placing:
             taken, self._times = self._times, []
         return taken
@@ -121,7 +121,7 @@ class Load:
 
 
 class _Calls:
-    """The time that calls to a store take: until an answer comes, and for each block.
+    """The measured time of calls to a store: of an answer, and of each block.
 
     Attributes:
         answer_s: seconds of a call for one block, on average; 0.0: unknown.
@@ -133,7 +133,7 @@ class _Calls:
         self.block_s = 0.0
 
     def record(self, num_blocks: int, seconds: float) -> None:
-        """Adds a call that brought `num_blocks`."""
+        """Adds a call that loaded `num_blocks`."""
         if num_blocks == 1:
             self.answer_s = 0.5 * (self.answer_s or seconds) + 0.5 * seconds
         elif num_blocks and self.answer_s:
@@ -141,7 +141,7 @@ class _Calls:
             self.block_s = 0.7 * (self.block_s or block_s) + 0.3 * block_s
 
     def hiding(self, most: int) -> int:
-        """Returns the blocks, up to `most`, of calls whose answers come while others are read."""
+        """Returns the blocks per call, up to `most`, that hide the time of an answer."""
         if not self.answer_s:
             return 1
         if not self.block_s:
@@ -161,15 +161,15 @@ class Loads:
     the pool. A store that answers after its deadline writes into staging slots, which stay reserved
     until then, and never into the pool. So every failure here has `writes_ended`.
 
-    A load that overlaps with computing brings its blocks from the last one on, piece by piece, and
-    ends when the computed tokens reach them. A piece that lacks a block is of no use.
+    A load that overlaps with computing fills its blocks from the last to the first, piece by piece,
+    and ends when the computed tokens reach them. A piece that lacks a block is discarded.
 
     Args:
-        access: whose.
-        timeout_s: deadline of a load.
+        access: the access that the loads use.
+        timeout_s: seconds that a load may take.
 
     Attributes:
-        tokens_per_block: of every pool.
+        tokens_per_block: the tokens per block of every pool.
     """
 
     def __init__(self, access: Access, *, timeout_s: float) -> None:
@@ -177,7 +177,7 @@ class Loads:
         self._timeout_s = timeout_s
         self.tokens_per_block = access.store.llm_args.tokens_per_block
         self._running: set[Load] = set()
-        self._overlapping: dict[int, Load] = {}  # with computing; until `progress` said their end
+        self._overlapping: dict[int, Load] = {}  # beside computing, until reported
         self._calls = _Calls()
         self._reads: set[asyncio.Task[None]] = set()
         self._probing: asyncio.Task[None] | None = None
@@ -192,7 +192,7 @@ class Loads:
         """Starts a load, on any thread; `done` is called on the loop once the load has ended.
 
         `arrived` is called on the loop whenever blocks of a load that overlaps with computing have
-        come into the pool.
+        been copied into the pool.
         """
         load = Load(order)
         if order.overlaps:
@@ -205,14 +205,14 @@ class Loads:
     def raise_floor(self, request_id: int, num_tokens: int) -> None:
         """Keeps the load of `request_id`, if one runs, from writing before `num_tokens`.
 
-        See `Load.raise_floor`.
+        The details are those of `Load.raise_floor`.
         """
         if (load := self._overlapping.get(request_id)) is not None:
             load.raise_floor(num_tokens, self.tokens_per_block)
             self._access.store.io.call_soon(load.news.set)
 
     def times(self) -> dict[int, list[tuple[int, float]]]:
-        """Returns when loads beside computing came how far, in tokens, since the last call."""
+        """Returns the progress of loads beside computing since the last call: tokens, seconds."""
         return {
             request_id: [
                 (load.order.loaded_from(num_blocks, self.tokens_per_block), seconds)
@@ -222,9 +222,9 @@ class Loads:
         }
 
     def progress(self) -> dict[int, int]:
-        """Returns the first token in the pool, up to the end, of each load beside computing.
+        """Returns for each load beside computing the token from which on all are in the pool.
 
-        The last time of a load is the first call after it has ended.
+        A load that has ended is returned once more.
         """
         came_to = {}
         for request_id, load in list(self._overlapping.items()):
@@ -273,7 +273,7 @@ class Loads:
         done(load)
 
     async def _fetch(self, load: Load, deadline: float) -> None:
-        """Returns when every block is in the pool, or no more blocks will be."""
+        """Runs the load until every block is in the pool, or no more blocks can be."""
         loop = asyncio.get_running_loop()
         heard = loop.time()
         while not (load.closed or load.complete):
@@ -313,7 +313,7 @@ class Loads:
         if stop <= 2 * piece * at_once:
             piece, at_once = max(1, piece // _SHORT_SHARE), _SHORT_IN_FLIGHT
             if load.order.overlaps and self._calls.hiding(piece) == piece:
-                at_once = LOADS_IN_FLIGHT * _SHORT_SHARE  # what counts is when the answers come
+                at_once = LOADS_IN_FLIGHT * _SHORT_SHARE  # hides the time of answers
         while (
             load.next < stop
             and load.reading < at_once
@@ -333,7 +333,7 @@ class Loads:
         """Returns the blocks of the next call of a load that overlaps with computing."""
         num_blocks = len(load.order.blocks)
         if not load.next and num_blocks > _FINE_PIECES:
-            return 1  # tells how long an answer takes
+            return 1  # measures the time of an answer
         return min(most, max(-(-num_blocks // _FINE_PIECES), self._calls.hiding(most)))
 
     async def _read(self, load: Load, first: int, slots: Sequence[Slot]) -> None:

@@ -19,19 +19,20 @@ from kvconnect.trace import warn_once
 __all__ = ["Hit", "Query", "blocks_needed", "look_up"]
 
 _MOST_STEPS_BACK = 8
-# How often the tensor parallelism that a prompt's blocks were saved with may change within it.
+# The most changes, within one prompt, of the tensor parallelism with which its blocks were saved.
 _MOST_CHANGES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The part of a prompt that a store has.
+    """The stored part of a prompt.
 
     Attributes:
-        keys: chained keys of the leading whole blocks that it supplies.
-        tail: chained key of a block whose first tokens continue the prompt from there, if any.
-        end: leading tokens that it supplies; at most all but the last, or all: see `Query.most`.
-        num_stored: leading blocks of each pool group that need no saving.
+        keys: chained keys of the leading whole blocks that are stored.
+        tail: chained key of a stored block whose first tokens continue the prompt after `keys`, if
+            any.
+        end: the number of leading tokens that can be loaded; at most `Query.most`.
+        num_stored: the leading blocks of each pool group that are stored and need no save.
         shares: the number of shares that the heads of a block are divided into, by pool group and
             block number, for blocks saved with another tensor parallelism. The others are as the
             ranks save them.
@@ -54,16 +55,17 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A request's tokens and keys, as they were when the lookup began.
+    """The tokens and keys of a request at the start of its lookup.
 
     Attributes:
         keys: chained keys of its full blocks.
         root: the key before the first.
-        tokens: all of them; the last one is always computed.
+        tokens: all tokens; the last one is always computed.
         tokens_per_block: tokens of a full block.
-        heads: of each pool group, this rank's part of the model.
-        shared: the ranks share the store: a block counts only if it is there for all of them.
-        whole_blocks: a hit ends where a block does, as the engine cannot use part of one.
+        heads: this rank's part of the model, for each pool group.
+        shared: true if ranks share the store: a block counts only if it is stored for all of them.
+        whole_blocks: true if a hit must end with a block, because the engine cannot use part of
+            one.
     """
 
     keys: tuple[BlockKey, ...]
@@ -83,7 +85,7 @@ class Query:
         shared: bool,
         whole_blocks: bool = False,
     ) -> Query:
-        """Returns a request with these keys, hashed here if need be; its tokens are not copied."""
+        """Returns the query of `chain`; hashes missing keys, and does not copy the tokens."""
         return cls(
             tuple(chain.keys()),
             chain.root,
@@ -106,16 +108,16 @@ class Query:
 
     @property
     def ends_with_a_block(self) -> bool:
-        """Returns whether a hit ends where a block does: states are there only, too."""
+        """Returns whether a hit must end with a block; snapshots exist only there."""
         return self.whole_blocks or bool(self.states)
 
     @property
     def most(self) -> int:
-        """The number of leading tokens that can be of use.
+        """The most leading tokens that a hit may have.
 
-        The last token is computed in any case. Where a hit has to end with a block, the whole last
-        block is loaded for the sake of its other tokens. With windows it is not, as a window may
-        not reach back far enough from there.
+        The last token is computed in any case. If a hit must end with a block, the last block is
+        loaded whole for its other tokens; with windows it is not, since the window before the last
+        token may lack blocks.
         """
         most = len(self.tokens) - 1
         if not self.ends_with_a_block:
@@ -157,14 +159,14 @@ class Query:
 
 
 async def look_up(backend: Backend, query: Query, *, most_steps: int = _MOST_STEPS_BACK) -> Hit:
-    """Returns how far `backend` can supply `query`. Runs on the store's loop.
+    """Returns the part of `query` that `backend` has. Runs on the store's loop.
 
     Every group with full attention must have every block. A group with a window must have the
     blocks that the window covers at the hit's end; its other blocks are not looked up. If a
     window's block is missing, the hit ends at that block and the window is looked up again, up to
     `most_steps` times. After that only the blocks from the first one on without a gap count.
 
-    Raises whatever the guarded backend raises; no state changed then.
+    Raises the errors of the guarded backend; nothing has changed then.
     """
     found = _Found(backend, query)
     counts = await _leading(found, query)
@@ -194,7 +196,7 @@ class _Found:
 
     Attributes:
         backend: the store.
-        shares: of blocks that are there in other shares; see `Hit`.
+        shares: the number of shares of blocks saved in other shares; see `Hit`.
         divergence: as in `Hit`.
     """
 
@@ -205,10 +207,10 @@ class _Found:
         self._query = query
 
     async def leading(self, group: int, keys: Sequence[BlockKey], first: int) -> int:
-        """Returns how many of `keys`, blocks of `group` from number `first` on, are there.
+        """Returns how many leading `keys`, blocks of `group` from number `first` on, are stored.
 
-        Other shares are looked up from the first block on that is missing in the ranks' own, and
-        again where those end. So a block that is missing in all shares costs one more lookup.
+        Other shares are looked up from the first block that is missing in the ranks' own shares,
+        and again where they end. So a block that is missing in all shares costs one more lookup.
         """
         own, *_ = sizes = self._query.sizes(group)
         at = await self._present(group, keys, own)
@@ -252,9 +254,9 @@ async def _leading(found: _Found, query: Query) -> list[int | None]:
 async def _find_tail(
     found: _Found, query: Query, keys: Sequence[BlockKey]
 ) -> tuple[BlockKey | None, int]:
-    """Returns the key of a block after `keys` that continues the prompt, and its shared tokens.
+    """Returns the key of a block after `keys` that continues the prompt, and how many tokens match.
 
-    Looks among blocks in the ranks' own shares, and in those of the last of `keys`.
+    Searches blocks in the ranks' own shares, and in the shares of the last of `keys`.
     """
     wanted = query.tokens[len(keys) * query.tokens_per_block : query.most]
     if query.ends_with_a_block or len(wanted) == 0 or not found.backend.capabilities.enumerable:
@@ -313,13 +315,13 @@ def _best_child(
     children: Sequence[Child],
     shares: int,
 ) -> tuple[BlockKey | None, int]:
-    """Returns the child that shares most tokens with `wanted`, if its key is right."""
+    """Returns the child with most leading tokens of `wanted`, if its key is right."""
     shared = [(_num_shared(child.tokens, wanted), number) for number, child in enumerate(children)]
     for num_tokens, number in sorted(shared, reverse=True):
         if num_tokens == 0:
             break
         child = children[number]
-        # The store is not trusted: the key must be the one computed from the tokens.
+        # The store's answer is not trusted: the key must equal the one computed from the tokens.
         key = chain_key(parent, as_token_array(child.tokens))
         stored = query.store_key(key, 0, shares)
         if len(child.tokens) <= query.tokens_per_block and stored == child.key:

@@ -21,7 +21,7 @@ from kvconnect.trace import warn_once
 __all__ = ["OffloadStore", "store_ttl_s"]
 
 
-# For the store to close once it is drained, and for threads to end after that.
+# Seconds for a drained store to close, and for threads to end after that.
 _CLOSE_S = 1.0
 _END_S = 0.25
 
@@ -30,10 +30,10 @@ class OffloadStore:
     """An open store with its I/O loop; made once per `LlmArgs` by the first `acquire`.
 
     Attributes:
-        llm_args: whose.
-        backend: guarded; to be used on the loop only.
-        heads: of each pool group, which of the model's KV heads the rank has.
-        io: the loop.
+        llm_args: the arguments that name the store.
+        backend: the guarded store; use it on the loop only.
+        heads: the KV heads of the model that the rank has, for each pool group.
+        io: the I/O loop.
         copying: threads that copy into the pool.
     """
 
@@ -44,8 +44,7 @@ class OffloadStore:
             raise ConfigurationError("KvCacheConnectorConfig: url or backend is needed")
         self.llm_args = llm_args
         self.heads = llm_args.stored_heads
-        # Every operation may take as long as the longer of the two; each direction has its own
-        # deadline on top, see the worker.
+        # The store's deadline is the longer of the two; the worker adds one for each direction.
         deadline_s = max(config.load_timeout_s, config.save_timeout_s)
         self.backend = open_backend(
             source,
@@ -66,7 +65,7 @@ class OffloadStore:
 
     @property
     def saves_tails(self) -> bool:
-        """Returns whether partly filled blocks can be found, and are wanted."""
+        """Returns whether tails are saved: the store lists them, and the settings ask for them."""
         wanted = self.llm_args.kv_connector_config.save_partial_tails
         return wanted and self.backend.capabilities.enumerable
 
@@ -83,7 +82,7 @@ class OffloadStore:
         """Starts the drain: `close` has ``save_timeout_s`` and a second from the first call on.
 
         Returns:
-            When the drain must be over, on the monotonic clock.
+            The monotonic time at which the drain must have ended.
         """
         save_timeout_s = self.llm_args.kv_connector_config.save_timeout_s
         if self._drain_until is None:
@@ -125,7 +124,7 @@ class OffloadStore:
         Every caller calls `release` once.
 
         Raises:
-            ConfigurationError: it cannot be opened.
+            ConfigurationError: the store cannot be opened.
         """
         with _lock:
             entry = _open_stores.get(id(llm_args))
@@ -169,7 +168,7 @@ _lock = threading.Lock()
 
 
 def store_ttl_s(config: KvCacheConnectorConfig) -> float | None:
-    """Returns the seconds after which a block expires in the store of `config`, by its URL.
+    """Returns the seconds after which a block expires in the store of `config`, from its URL.
 
     ``None``: never, or the URL does not say.
     """

@@ -15,13 +15,13 @@ __all__ = ["BlockLoad", "BlockRun", "BlockSave", "LoadBlocks", "SaveOrder"]
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
-    """A block to fetch: its chained key (not yet a store's) and its destination.
+    """A block to load: its chained key, which is no store key yet, and its destination.
 
     Attributes:
         key: its chained key.
-        block_id: where it goes in the pool of `group`.
+        block_id: the block of the pool that is filled.
         group: pool group.
-        shares: it is stored with its heads divided into so many shares; ``None``: as the ranks save
+        shares: the number of shares that its heads are divided into; ``None``: as the ranks save
             blocks of this group.
     """
 
@@ -36,14 +36,15 @@ class LoadBlocks:
     """A load of one request.
 
     Attributes:
-        request_id: whose.
+        request_id: the id of the request.
         start: leading tokens that are valid already, a multiple of tokens_per_block.
-        end: leading tokens that are valid when all of `blocks` are there; perhaps inside the last.
-        blocks: what to fetch, group by group, each in order of its tokens.
-        overlaps: `blocks` go from the last one to the first, and the tokens before them are
-            computed meanwhile.
-        divisible: without its last blocks it still makes the tokens before them valid. False with
-            windows or several pools: one missing block makes all of it useless.
+        end: leading tokens that are valid once all `blocks` are loaded; perhaps inside the last
+            block.
+        blocks: the blocks to load, group by group, each in order of its tokens.
+        overlaps: true if blocks are filled from the last to the first while the tokens before them
+            are computed.
+        divisible: true if the leading blocks alone make their tokens valid. False with windows or
+            several pools: a missing block makes the whole load useless.
     """
 
     request_id: int
@@ -54,7 +55,7 @@ class LoadBlocks:
     overlaps: bool = False
 
     def loaded_from(self, num_blocks: int, tokens_per_block: int) -> int:
-        """Returns the first of the tokens up to `end` that are there after `num_blocks` blocks."""
+        """Returns the token from which on all up to `end` are loaded after `num_blocks`."""
         last = -(-self.end // tokens_per_block)
         return min(self.end, (last - num_blocks) * tokens_per_block)
 
@@ -73,10 +74,10 @@ class BlockSave(NamedTuple):
     Attributes:
         key: its chained key.
         parent: chained key of the block before it, or of the namespace's root.
-        number: which block of its request it is.
-        block_id: where it is in the pool of `group`.
-        tokens: its own; fewer than a whole block's for a tail. ``None``: unknown, but a whole
-            block's.
+        number: the number of the block within its request.
+        block_id: its block of the pool.
+        tokens: its own tokens; a tail has fewer than a whole block. ``None``: unknown, but a whole
+            block.
         priority: retention priority.
         group: pool group.
     """
@@ -97,11 +98,11 @@ class BlockRun(Sequence[BlockSave]):
     The scheduler makes and sends a run at little cost; the workers make the blocks from it.
 
     Attributes:
-        keys: the chained key before the first block, then those of the blocks, in a row.
-        first: number of the first.
+        keys: the chained key before the first block, followed by those of the blocks.
+        first: the number of the first block.
         block_ids: the ids of the blocks in the pool of `group`.
-        tokens: the tokens of the blocks, in a row; must not change any more.
-        priorities: retention priority of each one.
+        tokens: the tokens of all blocks, which must not change any more.
+        priorities: retention priority of each block.
         group: pool group.
     """
 
@@ -143,7 +144,7 @@ class BlockRun(Sequence[BlockSave]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SaveOrder:
-    """Blocks of one request.
+    """The blocks of one request that are to be saved.
 
     Attributes:
         request_id: whose.

@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 class Reply(Generic[T]):
-    """A future for one thread: it has no lock, and an event only once that thread waits.
+    """A future for one thread: without a lock, and without an event until that thread waits.
 
-    Every prompt's admission makes one, on the scheduler's thread.
+    The scheduler's thread makes one at every prompt's admission, so its cost counts.
 
     Args:
         call_soon: calls a function on the loop.
@@ -34,12 +34,12 @@ class Reply(Generic[T]):
 
     @classmethod
     def settled(cls, result: T) -> Reply[T]:
-        """Returns a reply that has its result."""
+        """Returns a reply whose result is `result`."""
         reply = cls(lambda _: None)
         reply._end(result)
         return reply
 
-    # ------------------------------------------------------------------ on the thread that asked
+    # ------------------------------------------------------------------ on the caller's thread
 
     def done(self) -> bool:
         """Returns whether the coroutine ended, or `cancel` was called."""
@@ -49,9 +49,9 @@ class Reply(Generic[T]):
         """Returns the coroutine's result; blocks up to `timeout` seconds for it.
 
         Raises:
-            TimeoutError: it has not.
-            CancelledError: it was cancelled.
-            BaseException: what it raised.
+            TimeoutError: the coroutine has not ended.
+            CancelledError: the coroutine was cancelled.
+            BaseException: the coroutine's own error.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -84,7 +84,7 @@ class Reply(Generic[T]):
     # ------------------------------------------------------------------ on the loop
 
     def follow(self, task: asyncio.Task[T]) -> None:
-        """Takes over the result of `task` once there is one."""
+        """Makes the result of `task` this reply's, once `task` has ended."""
         self._task = task
         task.add_done_callback(self._ended)
 

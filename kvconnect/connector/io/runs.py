@@ -14,12 +14,13 @@ class RunLoads:
     """A load of several runs of blocks; each ends at the first block that cannot be loaded.
 
     Args:
-        loads: where they are started, on any thread.
-        runs: each with its blocks in order.
-        done: called with `valid` on the loop when all have ended; at once if nothing is to load.
+        loads: starts the loads, on any thread.
+        runs: the runs, each with its blocks in order.
+        done: called with `valid`, on the loop, when all have ended; at once if no block is to be
+            loaded.
 
     Attributes:
-        valid: for each run how many of its leading blocks are there; 0 until it has ended.
+        valid: the number of loaded leading blocks of each run; 0 until the run has ended.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ __all__ = ["SaveQueue"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Staged:
-    """A block that has left the pool, or will have once `copied` is done."""
+    """A block that is copied out of the pool; the copy has ended once `copied` is done."""
 
     request_id: int
     number: int
@@ -62,13 +62,13 @@ class SaveQueue:
         stream: torch.cuda.Stream | None = None,
         timeout_s: float = 0.0,
     ) -> int:
-        """Copies ``order.blocks[first:]`` to staging slots, from which the loop writes them.
+        """Copies ``order.blocks[first:]`` to staging slots; the loop writes them from there.
 
         The copied blocks may be reused when this returns (on CUDA: `stream` waits for the copies).
         Blocks up to `timeout_s` for room.
 
         Returns:
-            The number of leading blocks that there was room for.
+            The number of leading blocks that were staged.
         """
         blocks = tuple(order.blocks)[first:]
         deadline = time.monotonic() + timeout_s
@@ -84,7 +84,7 @@ class SaveQueue:
         return staged
 
     def flush(self, timeout_s: float) -> bool:
-        """Blocks until all staged blocks are written or lost, at most `timeout_s`; says whether."""
+        """Blocks until all staged blocks are written or lost; false if `timeout_s` passes first."""
         with self._changed:
             return self._changed.wait_for(lambda: self._unwritten == 0, timeout_s)
 
@@ -96,7 +96,7 @@ class SaveQueue:
 
     @staticmethod
     def count_dropped(num_blocks: int) -> None:
-        """Counts blocks that there was no room for."""
+        """Counts blocks that were dropped for lack of staging memory."""
         if num_blocks:
             count("connector.save.dropped", blocks=num_blocks)
             warn_once(
@@ -178,7 +178,7 @@ class SaveQueue:
             self._pump()
 
     async def _complete(self, batch: Sequence[_Staged]) -> None:
-        """Completes the payloads: waits for copies from a GPU, clears what a tail does not fill."""
+        """Completes the payloads: waits for copies from a GPU, zeroes the unused end of tails."""
         for staged in batch:
             layout = self._access.copiers[staged.block.group].layout
             if not staged.copied.done():

@@ -21,12 +21,12 @@ __all__ = ["Slot", "StagingPool", "clear_beyond"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """The room for one frame.
+    """The memory for one frame.
 
     Attributes:
         index: its number.
         frame: 1-D uint8, 4 KiB-aligned: header, payload, padding.
-        payload: the block's bytes in it, as a view.
+        payload: the block's bytes in `frame`, as a view.
     """
 
     index: int
@@ -50,9 +50,9 @@ class StagingPool:
 
     Args:
         staging_bytes: upper bound of the region.
-        payload_nbytes: of one block; the largest where pools differ.
+        payload_nbytes: the bytes of the payload of one block; the largest where pools differ.
         pin: page-lock the region (for copies from and to a GPU).
-        loads_only: there are no saves: loads may take all of it.
+        loads_only: true if there are no saves, so that loads may use all slots.
 
     Raises:
         ConfigurationError: `staging_bytes` is below one slot.
@@ -85,7 +85,7 @@ class StagingPool:
         self._listeners: list[Callable[[], None]] = []
 
     def paged(self, layout: KvCacheLayout) -> PagedKv:
-        """Returns the payloads of all slots as blocks of `layout`, numbered as the slots are."""
+        """Returns the payloads of all slots as blocks of `layout`, numbered like the slots."""
         _, layers, factor, elements = layout.flat_shape(1)
         payloads = frame.payload(self.region, self.region.numel() - frame.HEADER_NBYTES)
         flat = payloads[: payloads.numel() // layout.dtype.itemsize * layout.dtype.itemsize]
@@ -107,12 +107,15 @@ class StagingPool:
         return {f"connector.staging.{name}": float(nbytes) for name, nbytes in used.items()}
 
     def take(self, direction: Direction, at_most: int) -> list[Slot]:
-        """Takes up to `at_most` free slots, perhaps none. Never blocks."""
+        """Returns up to `at_most` free slots, perhaps none, for the caller's use. Never blocks."""
         with self._changed:
             return self._take(direction, at_most)
 
     def take_within(self, direction: Direction, timeout_s: float) -> list[Slot]:
-        """Takes one slot, or none if none became free within `timeout_s`. Blocks the thread."""
+        """Returns one free slot, or none if none became free within `timeout_s`.
+
+        Blocks the thread.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._available(direction) > 0, timeout_s)
             return self._take(direction, 1)

@@ -1,4 +1,4 @@
-"""The pools in host memory whose rows are not contiguous, as engines on the CPU hold their keys."""
+"""The copies of pools in host memory whose rows are not contiguous, such as vLLM's on the CPU."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HostCopier(PoolCopier):
 
     Args:
         blocks: the pool, as planes of `layout`.
-        layout: of its blocks.
+        layout: the layout of its blocks.
         staging: the slots.
     """
 
@@ -108,7 +108,7 @@ class _HostPlanes:
 
     Args:
         pool: planes ``[blocks, T, heads, dim]``, layer by layer.
-        slots: as many of the staging memory.
+        slots: the same planes of the staging memory.
     """
 
     def __init__(self, pool: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
@@ -153,7 +153,7 @@ def _joined(pairs: Sequence[_Planes]) -> list[_Planes]:
 
 
 def _step(planes: Sequence[NDArray[np.generic]]) -> int | None:
-    """Returns the distance in bytes from each plane to the next; ``None`` if there is not one."""
+    """Returns the distance in bytes from each plane to the next; ``None`` if distances differ."""
     starts = [plane.ctypes.data for plane in planes]
     steps = {after - before for before, after in pairwise(starts)}
     return steps.pop() if len(steps) == 1 else None
@@ -170,7 +170,7 @@ def _numbers(values: Sequence[int]) -> Tensor:
 
 
 def _words(view: Tensor) -> NDArray[np.generic]:
-    """Returns the elements of `view` in a type of the same size that NumPy has."""
+    """Returns `view` as a NumPy array of integers of the same size."""
     words: NDArray[np.generic] = view.detach().view(_WORDS[view.element_size()]).numpy()
     return words
 

@@ -10,14 +10,14 @@ from kvconnect.keys import BlockKey
 __all__ = ["WindowSearch", "blocks_needed"]
 
 _STATES_AT_ONCE = 32
-"""So many blocks are searched for a snapshot of states at once."""
+"""The number of blocks that one lookup searches for a snapshot of states."""
 
 
 class WindowSearch:
     """Finds the end of a hit at which each group with a window has every block it needs.
 
     Args:
-        leading: returns how many of these keys, blocks of a group from a number on, are there.
+        leading: returns how many leading keys, blocks of a group from a number on, are stored.
         path: keys of the blocks that a hit may use.
         windows: the attention window of each pool group.
         states: the groups whose blocks are snapshots of states.
@@ -42,7 +42,7 @@ class WindowSearch:
         self._known = dict.fromkeys(self._windows, len(path))
 
     async def step_back(self, end: int, most_steps: int) -> int:
-        """Returns the largest end of a hit up to `end`; smaller if that takes over `most_steps`."""
+        """Returns the largest end of a hit up to `end`; after `most_steps`, a smaller one."""
         steps = 0
         settled: set[int] = set()
         while end and len(settled) < len(self._windows) and steps <= most_steps:
@@ -76,8 +76,8 @@ class WindowSearch:
     async def _last_state(self, group: int, end: int) -> int:
         """Returns the last position up to `end` with a snapshot of the states, or 0.
 
-        Most prompts have one at `end`. Snapshots are rare, so otherwise the presence of a run of
-        blocks says nothing, and each block is looked up by itself.
+        Most prompts have a snapshot at `end`. Otherwise each block is looked up by itself, since
+        only few blocks have snapshots.
         """
         size = self._size
         stop, count = end // size, 1
@@ -95,7 +95,7 @@ class WindowSearch:
     async def _from_the_first(self, end: int) -> int:
         """Returns an end at which every group has what it needs.
 
-        Groups with a window have every block from the first one on then.
+        There, groups with a window have every block from the first one on.
         """
         size = self._size
         for group in self._windows.keys() - self._states:

@@ -1,4 +1,4 @@
-"""The blocks of prompts that the store has: looked up at a request's arrival, loaded later."""
+"""The stored blocks of prompts: looked up when a request arrives, loaded later."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class _Prompt:
     """A prompt that is looked up.
 
     Attributes:
-        asked: its keys, as they are looked up in the store.
+        asked: the keys that are looked up in the store.
         lookup: the lookup in the store, running or answered.
-        hit: the answer, once it was read.
-        promised: tokens ``start..end`` that the store has for this admission, until their load is
-            ordered.
-        overlaps: their load is to bring the last block first.
-        asked_at: when an answer to `lookup` was first asked for, by an engine that asks again.
+        hit: the answer of the lookup, once it was read.
+        promised: the tokens ``start..end`` reported to the runtime for this admission, until their
+            load is ordered.
+        overlaps: true if their load fills the last block first.
+        asked_at: the time of the first call for the answer, by an engine that repeats the call.
     """
 
     asked: KeyChain
@@ -49,14 +49,13 @@ class StoreFinding:
     """The lookups of live requests, and the loads that follow from them.
 
     Args:
-        llm_args: of the leader.
-        whole_blocks: hits end where blocks do.
-        hashes_at_once: keys are known when `begin` returns; otherwise the store's thread hashes
-            them.
+        llm_args: the arguments of the leader.
+        whole_blocks: true if hits must end with a block.
+        hashes_at_once: true if `begin` computes the keys; otherwise the store's thread does.
 
     Attributes:
         store: the open store; `close` releases it.
-        budget: of the lookups that requests of one step wait for.
+        budget: the budget of the lookups that requests of one step wait for.
 
     Raises:
         ConfigurationError: the store cannot be opened.
@@ -88,7 +87,7 @@ class StoreFinding:
         self._prompts[request.request_id] = _Prompt(asked, lookup)
 
     async def _look_up(self, chain: KeyChain) -> Hit:
-        """Looks `chain` up, on the store's loop; no other thread uses `chain` until then."""
+        """Looks `chain` up on the store's loop; no other thread uses `chain` meanwhile."""
         backend = self.store.backend
         query = Query.of(
             chain,
@@ -101,9 +100,9 @@ class StoreFinding:
     # ------------------------------------------------------------------ the answer
 
     def offer(self, request: LlmRequest, num_computed_tokens: int) -> int:
-        """Returns the number of tokens that the store has beyond `num_computed_tokens`.
+        """Returns the number of stored tokens beyond `num_computed_tokens`.
 
-        Waits within the step's budget.
+        Waits for the lookup within the step's budget.
         """
         prompt = self._prompts[request.request_id]
         if prompt.hit is None and self._could_load(request, num_computed_tokens):
@@ -111,10 +110,10 @@ class StoreFinding:
         return self._promise(prompt, request, num_computed_tokens)
 
     def ask(self, request: LlmRequest, num_computed_tokens: int) -> int | Reply[Hit]:
-        """Answers `offer` without waiting: an engine that gets the lookup itself asks again.
+        """Returns the result of `offer` without waiting, or the running lookup.
 
-        The lookup is returned while it is under way and within its budget, which counts from the
-        first call.
+        The lookup is returned while it runs and is within its budget, which begins with the first
+        call. The engine then calls again.
         """
         prompt = self._prompts[request.request_id]
         lookup = prompt.lookup
@@ -128,9 +127,9 @@ class StoreFinding:
         return self._promise(prompt, request, num_computed_tokens)
 
     def overlaps(self, request: LlmRequest) -> bool:
-        """Returns whether the load that was offered to `request` can overlap with computing.
+        """Returns whether the load that was reported for `request` can overlap with computing.
 
-        If so, its order will bring the last block first.
+        If true, the load's order fills the last block first.
         """
         prompt = self._prompts.get(request.request_id)
         if prompt is None or prompt.promised is None or self._windows != (None,):
@@ -158,7 +157,7 @@ class StoreFinding:
 
     @staticmethod
     def _note(request: LlmRequest, hit: Hit) -> None:
-        # An answer that comes late still says how much it would have brought.
+        # A late answer still shows how many tokens were missed.
         if request.account.has_lost(Outcome.LATE):
             request.account.lose(Outcome.LATE, hit.end)
         if not request.account.is_explained:
@@ -187,7 +186,7 @@ class StoreFinding:
         return num_tokens
 
     def _usable(self, request: LlmRequest, hit: Hit, num_computed_tokens: int) -> int:
-        """Returns the end of the part of `hit` to load: all, up to its last block, or none (0)."""
+        """Returns the end of the part of `hit` to load: all, whole blocks only, or none (0)."""
         num_tokens, end = request.num_tokens, hit.end
         if end < num_tokens:
             return end
@@ -201,30 +200,30 @@ class StoreFinding:
     # ------------------------------------------------------------------ what follows
 
     def admitted(self, request: LlmRequest) -> None:
-        """Forgets the promise to `request` unless the runtime loads the promised tokens now."""
+        """Drops the match of `request` unless the runtime loads it now."""
         prompt = self._prompts.get(request.request_id)
         if prompt is not None and not request.num_connector_matched_tokens:
             prompt.promised = None
 
     def order(self, data: RequestData) -> LoadBlocks | None:
-        """Returns the load of the tokens that the last `offer` or `ask` of a request promised.
+        """Returns the load of the tokens that the last `offer` or `ask` of a request reported.
 
-        Returns ``None`` if no load is promised, or if the device has the tokens by now. Each
-        promise is used once.
+        Returns ``None`` if no match is pending, or if the device has the tokens by now. Each match
+        is used once.
 
         Raises:
             ConnectorContractError: the cache manager reserved no block for a token of the load.
         """
         prompt = self._prompts[data.request_id]
         promised, prompt.promised = prompt.promised, None
-        # The runtime did not accept a match that ends within the device's tokens.
+        # The runtime drops a match that ends within the device's tokens.
         if promised is None or prompt.hit is None or data.computed_position >= promised[1]:
             return None
-        # The device may have kept less than it matched when the store was asked.
+        # The device may have kept less than it had matched at the time of the lookup.
         held = data.computed_position - data.computed_position % self._tokens_per_block
         start, end = min(promised[0], held), promised[1]
         blocks = tuple(self._blocks_to_load(data, prompt.hit, start, end))
-        # Without windows, in one pool, a load serves as far as it comes.
+        # Without windows, in one pool, the leading blocks of a partial load are valid.
         divisible = self._windows == (None,)
         if prompt.overlaps:
             blocks = blocks[::-1]
@@ -248,13 +247,13 @@ class StoreFinding:
                 yield BlockLoad(keys[number], ids[number], group, shares)
 
     def failed(self, request: LlmRequest) -> None:
-        """Counts the store's answer as empty: a load of `request` failed."""
+        """Treats the store's answer as empty, because a load of `request` failed."""
         if prompt := self._prompts.get(request.request_id):
             prompt.promised = None
             prompt.hit = Hit()
 
     def drop(self, request: LlmRequest) -> None:
-        """Cancels the lookup of `request`, which is not asked about any more. Idempotent."""
+        """Cancels the lookup of `request`, which has ended. Idempotent."""
         if prompt := self._prompts.pop(request.request_id, None):
             prompt.lookup.cancel()
 

@@ -1,4 +1,4 @@
-"""The saves that wait: for the end of their request, and after that for room."""
+"""The saves that wait for the end of their request, and then for staging memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["HeldSaves", "LeavingSave"]
 class HeldSaves:
     """The save orders of each request, held until the request ends or loses its blocks.
 
-    They are held if ``save_on`` is ``"finish"``.
+    Used with ``save_on="finish"``.
     """
 
     def __init__(self, layouts: Sequence[KvCacheLayout]) -> None:
@@ -43,7 +43,7 @@ class HeldSaves:
         size = self._tokens_per_block
         first = [blocks_needed(window, num_tokens, size).start for window in self._windows]
         blocks = {
-            (block.number, block.group): block  # ordered again after it did not reach the store
+            (block.number, block.group): block  # ordered again because its first save failed
             for order in orders
             for block in order.blocks
             if block.number >= first[block.group]
@@ -58,7 +58,7 @@ class HeldSaves:
 
 @dataclass(slots=True)
 class LeavingSave:
-    """The blocks of an ended request that are not staged yet, and the deadline for that."""
+    """The unstaged blocks of an ended request, and the deadline for staging them."""
 
     order: SaveOrder | None
     deadline: float

@@ -19,7 +19,7 @@ class StoreHooks:
 
     An exception that a hook raises, or a value of another type than the one it is to return, is
     logged once for each hook and counted in ``kvconnect_hook_failures_total``. It costs what the
-    hook was asked for, the load or the save of this request, and never an answer. Exceptions that
+    hook decides, the load or the save of this request, and never an answer. Exceptions that
     are no `Exception`, such as ``KeyboardInterrupt``, end the engine.
 
     The hooks are about stores. Loads from another engine's memory, which a request asks for by its

@@ -16,11 +16,10 @@ class RequestEnd:
     """A request that ended and whose blocks are kept until they are staged.
 
     Attributes:
-        request_id: whose.
-        num_tokens: its leading valid tokens.
-        rest: blocks that were not ordered before.
-        waits: whether blocks wait for room in the staging memory; otherwise those without room are
-            dropped.
+        request_id: the id of the request.
+        num_tokens: the request's leading valid tokens.
+        rest: blocks of which no save was ordered before.
+        waits: true if blocks wait for staging memory; otherwise blocks without memory are dropped.
     """
 
     request_id: int
@@ -34,16 +33,16 @@ class OffloadMeta:
     """The message of the scheduler to every worker in a step.
 
     Attributes:
-        loads: to be started, from the store.
-        floors: of requests that compute beside their load, the tokens before which no worker may
-            write from now on.
-        saves: blocks that this step fills.
-        ended: requests whose last blocks are to be staged.
-        forgotten: requests whose orders of earlier steps are dropped.
-        fetches: loads to be started, from other engines.
-        publish: prompts that the step computes for other engines.
-        shared: requests that ended and whose blocks are kept for other engines.
-        lost: requests that ended and whose blocks are free: they are not published any more.
+        loads: loads from the store to start.
+        floors: for requests that compute beside their load, the token before which no worker may
+            write any more.
+        saves: saves of blocks that this step fills.
+        ended: ended requests whose last blocks are to be staged.
+        forgotten: requests whose earlier orders are dropped.
+        fetches: loads from other engines to start.
+        publish: prompts that this step computes for other engines.
+        shared: ended requests whose blocks are kept for other engines.
+        lost: ended requests whose blocks are free, so that they cannot be published any more.
     """
 
     loads: tuple[LoadBlocks, ...] = ()
@@ -62,9 +61,9 @@ class WorkerMeta:
     """The message of a worker to the scheduler in a step.
 
     Attributes:
-        missing: for requests the number of the first block that was dropped or could not be stored.
-        backlogged: ended requests wait for room in the staging memory.
-        dropped: those of `missing` whose block had no room in the staging memory.
+        missing: by request, the number of the first block that was dropped or could not be stored.
+        backlogged: true if ended requests wait for staging memory.
+        dropped: the requests in `missing` whose block was dropped for lack of staging memory.
     """
 
     missing: Mapping[int, int] = field(default_factory=dict)

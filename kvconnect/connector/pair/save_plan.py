@@ -1,4 +1,4 @@
-"""The blocks of a request that still have to reach the store."""
+"""The blocks of a request that are not yet saved to the store."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class _Group:
 
     Attributes:
         window: attention window; ``None`` for full attention.
-        block_ids: as far as reported; -1 where the request held no block at that time.
-        num_done: leading full blocks that need no saving: stored, being saved, or freed by the
+        block_ids: the reported block ids; -1 where the request held no block at that time.
+        num_done: leading full blocks that need no save: stored, being saved, or freed by the
             window; ``None``: not known yet.
     """
 
@@ -42,14 +42,14 @@ class SavePlan:
     blocks are of use without them.
 
     Args:
-        request: whose blocks.
-        min_priority: of blocks that are worth saving.
+        request: the request that holds the blocks.
+        min_priority: the least priority of blocks that are saved.
         windows: attention window of each pool group, ``None`` for full attention.
         hooks: also decide which blocks are saved, and their priority; ``None``: there are none.
 
     Attributes:
-        request: as given.
-        num_held: ordered blocks that the workers hold until the request's end.
+        request: the request.
+        num_held: the number of ordered blocks that workers hold until the request's end.
     """
 
     __slots__ = (
@@ -77,7 +77,7 @@ class SavePlan:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks that the request holds in group 0, as far as reported."""
+        """The number of reported blocks of the request in group 0."""
         return len(self._groups[0].block_ids)
 
     @property
@@ -86,7 +86,7 @@ class SavePlan:
         return all(group.num_done is not None for group in self._groups)
 
     def extend(self, by_group: Sequence[Sequence[int]], priorities: Sequence[int]) -> None:
-        """Appends the blocks that the request was given since the last call.
+        """Appends the blocks that were allocated for the request since the last call.
 
         Args:
             by_group: block ids of each pool group, in the order of `windows`; -1: no block.
@@ -100,7 +100,7 @@ class SavePlan:
         """Records that the request holds exactly `block_ids` in group 0, without unreported ones.
 
         Returns:
-            Whether a rewind removed a block, or tokens of one, that needed no saving.
+            True if a rewind removed a saved block, or tokens of one.
         """
         del self._priorities[len(block_ids) :]
         first = self._groups[0]
@@ -117,7 +117,7 @@ class SavePlan:
         return rewound
 
     def forget_blocks(self) -> None:
-        """Removes all blocks: the request has new ones, which will be reported."""
+        """Removes all blocks, because the request has new ones that will be reported."""
         for group in self._groups:
             group.block_ids.clear()
         self._priorities.clear()
@@ -138,7 +138,7 @@ class SavePlan:
     def note_missing(self, block: int, *, until_end: bool = False) -> None:
         """Records that block number `block` did not reach the store, or cannot be loaded from it.
 
-        With `until_end` no more blocks are due until the request ends; its end orders the rest.
+        With `until_end` no more blocks are due until the request ends, which orders the rest.
         """
         for group in self._groups:
             if group.num_done is not None:
@@ -147,7 +147,7 @@ class SavePlan:
         self._open = self._open and not until_end
 
     def is_due(self, num_full: int) -> bool:
-        """Returns whether one of the first `num_full` blocks may need saving; cheap if not."""
+        """Returns whether one of the first `num_full` blocks may need a save; fast if none does."""
         return self._open and any(
             group.num_done is None or num_full > group.num_done for group in self._groups
         )
@@ -183,7 +183,7 @@ class SavePlan:
             runs[0] if len(runs) == 1 else tuple(block for run in runs for block in run)
         )
         if len(self._groups) > 1:
-            # Stable: of equal ones group 0 first.
+            # A stable sort: of equal blocks group 0 is first.
             blocks = sorted(blocks, key=lambda block: block.number)
         if tail_end is not None and self._wants_tail(num_full, tail_end):
             tails = (self._tail(num_full, tail_end, group) for group in range(len(self._groups)))

@@ -36,15 +36,15 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
 
     Lookups start when a request arrives. At admission, all requests of one step together wait at
     most ``lookup_timeout_ms`` for answers: a late answer is a miss, and may serve a later
-    admission. After that no request waits until the store answers in time again.
-    Loads run in the background. In an engine that can compute meanwhile, a load from the store
-    brings the last block of a prompt first.
+    admission. After a late answer no request waits until the store answers in time again. Loads run
+    in the background. In an engine that can compute meanwhile, a load from the store fills the last
+    block of a prompt first.
 
     A block is ordered into the store in the step that fills it; with ``save_on="finish"`` the
     workers stage it at its request's end, or when that is preempted. A block that is dropped or
     below ``min_priority`` ends its sequence's saves: without it, the later blocks cannot be found.
-    Dropped ones are ordered again at the request's end, and by any other request that uses them.
-    No record of stored blocks outlives a request: each request looks the store up.
+    Dropped ones are ordered again at the request's end, and by any other request that uses them. No
+    record of stored blocks outlives a request: each request looks the store up.
 
     With ``transfer`` the pair also publishes prompts to other engines and fetches theirs, as each
     request's parameters say. A prompt that a peer publishes is fetched rather than loaded from the
@@ -56,9 +56,9 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
     store. The other methods are the contract with the runtime: an override calls ``super()``.
 
     Attributes:
-        whole_blocks: the engine cannot use part of a block: hits end where blocks do.
-        hashes_at_once: keys are known when `on_new_request` returns, for an engine that needs them
-            itself; otherwise the store's thread hashes them.
+        whole_blocks: true if the engine cannot use part of a block, so that hits end with a block.
+        hashes_at_once: true if `on_new_request` computes the keys, for an engine that needs them;
+            otherwise the store's thread does.
     """
 
     whole_blocks: ClassVar[bool] = False
@@ -74,7 +74,7 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         self._ended: list[RequestEnd] = []  # and the next are for the next step's metadata
         self._forgotten: list[int] = []
         self._backlogged = False
-        self._accounts: dict[int, PromptAccount] = {}  # of the last requests that ended
+        self._accounts: dict[int, PromptAccount] = {}  # the last ended requests
         self._shared: list[EndOrder] = []
         self._published: PrefillBook | None = None
         self._fetched: DecodeBook | None = None
@@ -90,7 +90,7 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
             self._opened = opened.pop_all()
         self._overlapping: dict[
             int, int
-        ] = {}  # requests that may compute beside their load: its end
+        ] = {}  # end of the load, by request that may compute beside it
         self._sources = [one for one in (self._fetched, self._finding) if one is not None]
 
     def _open_transfer(self, opened: ExitStack) -> None:
@@ -110,8 +110,8 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         """Starts the lookup of `request`, and claims its prompt if a peer publishes it.
 
         Raises:
-            ConfigurationError: the request's ``kv_transfer_params`` are wrong, or ask for what this
-                engine's role does not do.
+            ConfigurationError: the request's ``kv_transfer_params`` are wrong, or request a
+                transfer that this engine's role excludes.
         """
         self._begin(request)
         if self._published is not None and self._fetched is not None:
@@ -134,7 +134,7 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Returns the tokens beyond `num_computed_tokens` that a peer or else the store has.
+        """Returns the number of tokens beyond `num_computed_tokens` at a peer, else in the store.
 
         Waits for the store within the step's budget.
         """
@@ -149,7 +149,7 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         return not fetched and self._finding is not None and self._finding.overlaps(request)
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """Drops the reported blocks: all are new, and the step's report will list them."""
+        """Drops the list of blocks: all are new, and the step's report will contain them."""
         self._plans[request.request_id].forget_blocks()
         if self._published is not None:
             self._published.admitted(request)
@@ -157,7 +157,7 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
             source.admitted(request)
 
     def blocks_replaced(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """Drops the reported blocks; the next report lists all of them, the new ones too."""
+        """Drops the list of blocks; the next report contains all blocks."""
         self._plans[request.request_id].forget_blocks()
 
     def load_failed(self, request: LlmRequest, num_valid_tokens: int) -> None:
@@ -168,18 +168,19 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         self._plans[request.request_id].note_missing(num_valid_tokens // self._tokens_per_block)
 
     def on_rewind(self, request: LlmRequest, block_ids: list[int]) -> None:
-        """Removes the blocks of rejected tokens, and drops held saves that may be wrong now."""
+        """Removes the blocks of rejected tokens, and drops held saves of such blocks."""
         plan = self._plans[request.request_id]
         if plan.hold(block_ids) and plan.num_held:
-            # Blocks that the workers hold may be filled with other tokens than their orders say.
+            # Blocks that the workers hold may be filled with other tokens than those of their
+            # orders.
             self._forgotten.append(request.request_id)
             plan.num_held = 0
             plan.note_missing(0)
 
     def request_reset(self, request: LlmRequest) -> None:
-        """Starts another lookup, and plans the request's saves from the start.
+        """Starts another lookup, and plans the request's saves anew.
 
-        A prompt that is published will be published anew; one that was claimed is computed.
+        A published prompt will be published anew; a claimed prompt is computed.
         """
         if self._published is not None:
             self._published.reset(request)
@@ -199,14 +200,14 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
     def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
         """Returns True if blocks are still to be saved, or may be needed by a reader.
 
-        To be saved are blocks that were dropped before, too, and the tail.
+        The tail and blocks that were dropped before are saved, too.
         """
         plan = self._plans.pop(request.request_id, None)
         try:
             saves = plan is not None and self._saves_rest(plan, cache_block_ids)
         except BaseException:
             if self._published is not None:
-                self._published.aborted(request)  # its blocks are not kept
+                self._published.aborted(request)  # the blocks of this request are not kept
             raise
         finally:
             self._drop(request)
@@ -255,7 +256,7 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         valid = min(request.num_computed_tokens, request.num_tokens, plan.num_blocks * size)
         with_tail = finding.store.saves_tails and valid % size
         rest = plan.order(valid // size, valid, valid if with_tail else None)
-        # A store that does not answer would only keep the blocks from the requests to come.
+        # Blocks kept for a store that does not answer would be missing for later requests.
         waits = self._config.on_backlog == "wait" or not finding.budget.suspended
         return RequestEnd(request.request_id, valid, rest, waits)
 
@@ -316,7 +317,7 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         )
 
     def update_from_workers(self, metas: Sequence[object]) -> None:
-        """Postpones saves to a request's end if one of its blocks was not stored on some rank."""
+        """Postpones a request's saves to its end if a rank could not store one of its blocks."""
         self._backlogged = False
         for meta in metas:
             if not isinstance(meta, WorkerMeta):
@@ -350,7 +351,7 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
             plan.num_held += len(order.blocks) if self._config.save_on == "finish" else 0
 
     def _raise_floor(self, data: RequestData, floors: dict[int, int]) -> None:
-        """Adds to `floors` that no load may write before the tokens that this step computes."""
+        """Adds the end of the step's tokens to `floors`, so that no load writes before it."""
         end = self._overlapping.get(data.request_id)
         if end is None:
             return
@@ -360,7 +361,7 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
             del self._overlapping[data.request_id]  # its load has ended, or may write no more
 
     def _learn(self, plan: SavePlan, late: Hit | None = None) -> None:
-        """Records which blocks the store has; `late` stands for an answer that has not come."""
+        """Records the stored blocks; `late` replaces an answer that has not arrived."""
         if self._finding is not None and not plan.knows_store:
             hit = self._finding.hit(plan.request) or late
             if hit is not None:

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 __all__ = ["OffloadWorker"]
 
-# The worker's deadlines end before the runtime's: the worker knows that its writes are over, but
-# the runtime could only put the blocks in quarantine.
+# The worker's deadlines are earlier than the runtime's: the worker knows when its writes have
+# ended, whereas the runtime would have to quarantine the blocks.
 _OWN_SHARE = 0.9
 
 
 def _silent() -> None:
-    """Stands for a callback that is not there yet."""
+    """Does nothing; replaces a callback that is not set yet."""
 
 
 class OffloadWorker(KvCacheConnectorWorker):
@@ -54,8 +54,8 @@ class OffloadWorker(KvCacheConnectorWorker):
     ``save_timeout_s``. Blocks of a request that ended are kept and staged as room comes.
 
     With ``transfer`` the worker also publishes prompts layer by layer and fetches others'. The
-    transport itself writes the blocks of a fetch; there is no staging. So a failed fetch says
-    whether writes may still come, and its id is returned once they cannot.
+    transport itself writes the blocks of a fetch; there is no staging. So the report of a failed
+    fetch contains whether writes may still come, and its id is returned once they cannot.
     """
 
     wakes = True
@@ -90,7 +90,7 @@ class OffloadWorker(KvCacheConnectorWorker):
 
         self._node = TransferNode.acquire(self._llm_args)
         undo.callback(self._node.release)
-        # Heads that an earlier rank holds, too, are read from that one.
+        # An earlier rank with the same heads publishes those.
         is_read = any(one.is_first for one in self._llm_args.stored_heads)
         self._publisher = Publisher(self._node, self._llm_args.layouts, is_read=is_read)
 
@@ -133,7 +133,7 @@ class OffloadWorker(KvCacheConnectorWorker):
             self._node.set_wakeup(wakeup)
 
     def bind_connector_meta(self, metadata: object) -> None:
-        """Takes the step's orders: which requests ended, and which prompts are published."""
+        """Receives the step's orders; handles ended requests and published prompts."""
         super().bind_connector_meta(metadata)
         meta = metadata if isinstance(metadata, OffloadMeta) else OffloadMeta()
         if self._publisher is not None:
@@ -185,7 +185,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._told(load.order.request_id, load.failure)
 
     def _told(self, request_id: int, failure: TransferFailure | None) -> None:
-        """Queues the end of a load, or its failure, on another thread."""
+        """Queues the end or the failure of a load; called on another thread."""
         self._ended.append((request_id, failure))
         self._wakeup()
 
@@ -197,13 +197,13 @@ class OffloadWorker(KvCacheConnectorWorker):
             self._publisher.layer_computed(layer_idx)
 
     def wait_for_save(self, stream: ForwardStream) -> None:
-        """Stages or holds the blocks that the step filled, after its work."""
+        """Stages or holds the blocks that the step filled, after the step's work."""
         if self._publisher is not None:
             self._publisher.step_computed()
         meta = self._metadata
         if isinstance(meta, OffloadMeta) and meta.saves:
             timeout_s = self._config.save_timeout_s if self._config.on_backlog == "wait" else 0.0
-            deadline = time.monotonic() + timeout_s  # of all of them together
+            deadline = time.monotonic() + timeout_s  # for all of them together
             for order in filter(None, map(self._own, meta.saves)):
                 if self._config.save_on == "finish":
                     self._held.add(order)
@@ -213,7 +213,7 @@ class OffloadWorker(KvCacheConnectorWorker):
     def _own(self, order: SaveOrder | None) -> SaveOrder | None:
         """Returns the part of `order` that this rank saves; ``None`` if there is none.
 
-        Heads that an earlier rank holds, too, are saved by that one.
+        An earlier rank with the same heads saves those.
         """
         if order is None or self._saves_all:
             return order
@@ -229,7 +229,7 @@ class OffloadWorker(KvCacheConnectorWorker):
             self._queue.count_dropped(missing)
 
     def request_reset(self, request_id: int, num_committed: int) -> None:
-        """Withdraws a request's prompt, and stages its held blocks, as far as there is room."""
+        """Withdraws a request's prompt; stages its held blocks while there is staging memory."""
         if self._publisher is not None:
             self._publisher.revoke(request_id)
         order = self._held.take(request_id, num_committed)
@@ -246,8 +246,8 @@ class OffloadWorker(KvCacheConnectorWorker):
     def drop_saves(self) -> None:
         """Drops all blocks that are not staged, those of this step among them.
 
-        For a runtime which finds that the blocks were not computed from what their keys say.
-        Requests that ended are reported as saved.
+        Used by a runtime that finds the blocks were computed from other tokens or weights than
+        their keys describe. Ended requests are reported as saved.
         """
         if isinstance(self._metadata, OffloadMeta):
             self._metadata = replace(self._metadata, saves=())
@@ -259,7 +259,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._missing[request_id] = min(block, self._missing.get(request_id, block))
 
     def _slots_freed(self) -> None:
-        """Wakes the engine if ended requests wait for room; on any thread."""
+        """Wakes the engine if ended requests wait for staging memory; on any thread."""
         if self._leaving:
             self._wakeup()
 
@@ -289,24 +289,24 @@ class OffloadWorker(KvCacheConnectorWorker):
         return saved, loaded
 
     def get_failed(self) -> list[TransferFailure]:
-        """Returns transfers that will not finish.
+        """Returns the transfers that failed.
 
-        Stages the remaining blocks of ended requests first. So `build_worker_meta` knows which
-        blocks have no room, even if `get_finished` is the last call of a step.
+        It first stages the remaining blocks of ended requests. So `build_worker_meta` can report
+        the dropped ones, even if `get_finished` is the last call of a step.
         """
         self._stage_leaving()
         failed, self._failed = self._failed, []
         return failed
 
     def get_load_progress(self) -> Mapping[int, int]:
-        """Returns the first token in the pool, up to the end, of each load beside computing."""
+        """Returns for each load beside computing the token from which on all are in the pool."""
         if self._open_store is None:
             return {}
         self._load_times = self._loads.times()
         return self._loads.progress()
 
     def get_load_times(self) -> Mapping[int, Sequence[tuple[int, float]]]:
-        """Returns when each load beside computing came how far."""
+        """Returns the progress of each load beside computing: tokens with seconds."""
         return self._load_times
 
     def build_worker_meta(self) -> WorkerMeta | None:
@@ -318,7 +318,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         return WorkerMeta(missing, bool(self._leaving), dropped)
 
     def _stage_leaving(self) -> None:
-        """Stages the remaining blocks of ended requests, as far as there is room."""
+        """Stages the remaining blocks of ended requests while there is staging memory."""
         if self._open_store is None:
             return
         for request_id, block in self._queue.take_lost():

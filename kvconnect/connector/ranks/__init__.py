@@ -2,5 +2,5 @@
 
 Imports `connector.data` and the vocabulary; torch.distributed connects the ranks. Begin with
 `communicator` (the two exchanges of a step), then `distributed` (over processes), `sockets` and
-`link` (their connections), `watch` (which rank lives).
+`link` (their connections), `watch` (detects lost ranks).
 """

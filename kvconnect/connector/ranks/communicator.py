@@ -45,11 +45,11 @@ class Communicator(Protocol):
         """Returns every rank's `value`, by rank. Blocks until all have called."""
 
     def fail(self, error: BaseException) -> None:
-        """Ends the engine: this rank leaves its step by `error`, which the caller raises.
+        """Ends the engine, because this rank leaves its step by `error`, which the caller raises.
 
         Not collective. Every other rank raises in the exchange that it is in, or in its next one:
         `RankDivergence` if `error` is one, else `ConnectorContractError` with this rank and `error`
-        in its text. The first call of any rank counts.
+        in its text. Only the first call of any rank has an effect.
         """
 
 
@@ -73,11 +73,11 @@ class SingleProcess:
 
 @dataclass(frozen=True, slots=True)
 class CancelLoad:
-    """An order to cancel a load in the background: its request does not wait for it any more.
+    """An order to cancel a background load whose request no longer waits for it.
 
     Attributes:
-        request_id: of the request.
-        ranks: whose workers are called.
+        request_id: the id of the request.
+        ranks: the ranks whose workers are called.
     """
 
     request_id: int
@@ -86,11 +86,11 @@ class CancelLoad:
 
 @dataclass(frozen=True, slots=True)
 class ResetRequest:
-    """An order to finish reading a request's blocks, which the request is about to lose.
+    """An order to finish reading the blocks of a request, which are freed afterwards.
 
     Attributes:
-        request_id: of the request.
-        num_committed: its leading tokens whose KV is valid.
+        request_id: the id of the request.
+        num_committed: the request's leading tokens whose KV is valid.
     """
 
     request_id: int
@@ -102,16 +102,16 @@ RequestOrder: TypeAlias = CancelLoad | ResetRequest
 
 @dataclass(frozen=True, slots=True)
 class Instructions:
-    """The first exchange: all that a rank needs to run its worker, and its model, for one step.
+    """The message of the first exchange: all that a rank needs for one step of worker and model.
 
     Attributes:
-        step: its number.
-        metadata: for the workers, from `build_connector_meta` or `build_idle_meta`.
-        is_idle: no request computes or starts to load: there is no forward pass.
-        saving: requests that ended and whose blocks are kept for a save that starts now.
-        loading: requests whose load in the background starts now.
-        orders: for single requests, in order; carried out before anything else in the step.
-        work: for the engine's part of the rank; the connector's part passes it on unread.
+        step: the number of the step.
+        metadata: the workers' metadata, from `build_connector_meta` or `build_idle_meta`.
+        is_idle: true if no request computes or starts to load, so that there is no forward pass.
+        saving: ended requests whose save starts in this step.
+        loading: requests whose background load starts in this step.
+        orders: orders for single requests, which a rank carries out first, in order.
+        work: the data for the rank's engine; the connector's runtime does not read it.
     """
 
     step: int
@@ -133,16 +133,16 @@ class RequestError:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The second exchange: the answers of one rank's worker in a step.
+    """The message of the second exchange: the answers of one rank's worker in a step.
 
     Attributes:
-        step: its number.
-        saved, loaded: requests whose transfer the worker returned.
-        failures: transfers that will not finish on this rank.
-        progress: of loads that overlap with computing: request, and the first of the tokens that
-            are in its blocks up to the load's end.
-        load_times: when each load came how far: request, and positions with seconds.
-        worker_meta: for the scheduler, from `build_worker_meta`.
+        step: the number of the step.
+        saved, loaded: requests whose save or load the worker returned as ended.
+        failures: transfers that failed on this rank.
+        progress: for loads that overlap with computing: the request, and the token from which on
+            all up to the load's end are in its blocks.
+        load_times: the progress of loads over time: the request, and positions with seconds.
+        worker_meta: the data for the scheduler, from `build_worker_meta`.
         request_errors: errors of this rank's worker for single requests; none on the leader.
     """
 

@@ -26,7 +26,7 @@ __all__ = ["DistributedCommunicator"]
 T = TypeVar("T")
 
 _LEAVE_S = 1.0
-"""The others may still be taking the last exchange when this rank leaves."""
+"""The seconds that this rank waits when it leaves, so that others can receive the last exchange."""
 
 _BROADCAST, _GATHER = 1, 2
 _KINDS = {_BROADCAST: "broadcast", _GATHER: "allgather"}
@@ -43,30 +43,31 @@ class DistributedCommunicator:
     It never hangs. Once a rank is lost, every call raises on every other rank, naming it:
 
     - its process ended: at once, by its closed connections;
-    - it is stopped, or its machine is gone: after `silence_s` without a heartbeat, which a thread
+    - it is stopped, or its machine is lost: after `silence_s` without a heartbeat, which a thread
       of each rank sends every quarter of a second, whatever the engine's thread does;
-    - it lives, but its engine does not come to the exchange: after `timeout_s`.
+    - it lives, but its engine does not join the exchange: after `timeout_s`.
 
-    Afterwards the communicator is of no use: close it, and make the engine again on all ranks.
+    Afterwards the communicator cannot be used: close it, and start the engine anew on all ranks.
 
-    Values are pickled: the metadata of a connector is an object of the user's own, which the
-    contract asks to be picklable. They come from the ranks of this one job only: both sides of a
-    connection prove that they know a token of the job's. They are trusted as torch.distributed's
-    ``broadcast_object_list`` trusts them, whose connections carry the tokens. A process that can
-    read or join those can run code in the job: keep its network private.
+    Values are pickled, because a connector's metadata is an object of the user's own. They come
+    only from ranks of this job: both sides of a connection prove that they know a token of the job.
+    They are trusted as torch.distributed's ``broadcast_object_list`` trusts them, whose connections
+    carry the tokens. A process that can read or join those can run code in the job: keep its
+    network private.
 
     Methods run on the engine's thread.
 
     Args:
-        timeout_s: so long a rank may let the others wait in an exchange; longer than a step takes,
-            and than ``load_timeout_s``.
-        connect_timeout_s: so long a rank may let the others wait here; `timeout_s` by default.
-        silence_s: so long a rank may send no heartbeat, above 1.
+        timeout_s: seconds that the others wait for a rank in an exchange; set it above the time of
+            a step and above ``load_timeout_s``.
+        connect_timeout_s: seconds that the others wait for a rank to connect; `timeout_s` by
+            default.
+        silence_s: seconds without a heartbeat after which a rank counts as lost; above 1.
 
     Raises:
         ConfigurationError: torch.distributed is not initialized, or an argument is wrong.
-        RankLost: a rank cannot be connected to, or ended meanwhile.
-        RuntimeError: of torch.distributed: the ranks did not come within `connect_timeout_s`.
+        RankLost: a rank cannot be reached, or has ended.
+        RuntimeError: torch.distributed's error if ranks do not connect within `connect_timeout_s`.
     """
 
     def __init__(
@@ -130,10 +131,12 @@ class DistributedCommunicator:
 
         Args:
             value: the leader's; picklable.
-            idle: the leader may take any time, as long as it lives: an engine without requests.
+            idle: true if the leader may take any time while it sends heartbeats: its engine has no
+                requests.
 
         Raises:
-            RankLost: a rank died, is stopped, left or did not come; names it. Final.
+            RankLost: a rank died, is stopped, has left or did not join the exchange; names the
+                rank. Final.
             RankDivergence: a rank is in another exchange. Final, and raised on all.
             ConnectorContractError: the leader's value cannot be pickled (all ranks raise, and the
                 ranks are in step), or not be unpickled (final, and raised on all).
@@ -169,7 +172,7 @@ class DistributedCommunicator:
 
         The other ranks raise wherever they wait for this one, also in the groups of
         `end_with_ranks`. Not collective; blocks for some milliseconds. Does nothing if the engine
-        was over before.
+        has already ended.
         """
         if self._closed or self._watch.verdict is not None:
             return
@@ -180,7 +183,7 @@ class DistributedCommunicator:
             self._watch.judge(VerdictKind.BROKEN, self._rank, text)
 
     def end_with_ranks(self, group: dist.ProcessGroup) -> None:
-        """Ends the waits in `group`, too, when a rank is lost, on any thread of this process.
+        """Registers `group`, whose waits end on every thread of this process when a rank is lost.
 
         For the groups of the model's own collectives. gloo has no other way to end a wait for a
         rank that is stopped; NCCL is aborted.
@@ -188,7 +191,7 @@ class DistributedCommunicator:
         self._watch.on_over(lambda: end_group(group))
 
     def check(self, timeout_s: float = 0.0) -> None:
-        """Raises if a rank is lost or failed; waits up to `timeout_s` for the news.
+        """Raises if a rank is lost or failed; waits up to `timeout_s` for a verdict.
 
         Called when a collective of another group raised, to find out whether a lost rank was the
         cause.
@@ -204,8 +207,8 @@ class DistributedCommunicator:
     def close(self) -> None:
         """Reports to the other ranks that this one leaves, and releases the group. Idempotent.
 
-        Blocks for some milliseconds, a few seconds at most. It is no exchange: ranks may leave at
-        different times, and one that waits for a rank that left raises `RankLost`.
+        Blocks for some milliseconds, a few seconds at most. Ranks may leave at different times. A
+        rank that waits for one that left raises `RankLost`.
         """
         if self._closed:
             return
@@ -225,7 +228,7 @@ class DistributedCommunicator:
 
     def _destroy_group(self) -> None:
         group, self._group = self._group, None
-        with suppress(ValueError):  # the job has destroyed it, with all groups
+        with suppress(ValueError):  # the job has destroyed the default group, with all others
             dist.destroy_process_group(group)  # whose descriptors go, unless a thread is left in it
 
     def _begin(self) -> None:
@@ -268,7 +271,8 @@ class DistributedCommunicator:
         """Returns the value that `rank` sent.
 
         Raises:
-            ConnectorContractError: it could not pickle it, or this rank cannot unpickle it.
+            ConnectorContractError: `rank` could not pickle the value, or this rank cannot unpickle
+                it.
         """
         if message.status == _REFUSED:
             raise ConnectorContractError(f"rank {rank}: {message.payload.decode(errors='replace')}")

@@ -18,8 +18,8 @@ MOST_NBYTES = 1 << 30
 
 _MAGIC = 0x6B76_6363
 _HEAD = struct.Struct("<IBBHqq")  # magic, kind, status, -, number of the exchange, bytes
-_READ_NBYTES = 1 << 16  # at once, and at most read ahead
-_LONG_S = 3600.0  # a wait without limit is many of these
+_READ_NBYTES = 1 << 16  # bytes read at once, and at most read ahead
+_LONG_S = 3600.0  # a wait without limit is a series of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class Message:
     """A rank's part of one exchange.
 
     Attributes:
-        kind: of the exchange; 0: no rank of this engine sent this.
-        status: what the payload is.
-        number: of the exchange.
-        payload: up to `MOST_NBYTES`.
+        kind: the kind of the exchange; 0: no rank of this engine sent this.
+        status: the kind of the payload.
+        number: the number of the exchange.
+        payload: up to `MOST_NBYTES` bytes.
     """
 
     kind: int
@@ -56,7 +56,7 @@ class RankLink:
 
     def __init__(self, connection: socket.socket) -> None:
         self._receiving = connection
-        self._sending = connection.dup()  # a timeout belongs to one object
+        self._sending = connection.dup()  # a socket object has one timeout
         self._sending.settimeout(0.0)
         self._buffer = memoryview(bytearray(_READ_NBYTES))
         self._ahead = bytearray()
@@ -68,7 +68,7 @@ class RankLink:
         self._thread: threading.Thread | None = None
 
     def send(self, message: Message) -> None:
-        """Begins to send `message`; does not wait for the other rank.
+        """Starts sending `message`; does not wait for the other rank.
 
         Raises:
             ConnectionError: the connection is broken, or `end` was called.
@@ -93,7 +93,7 @@ class RankLink:
                 self._thread.start()
 
     def wait_until_sent(self, timeout_s: float, *, but: int = 0) -> None:
-        """Blocks until the system has taken all messages `but` the last ones.
+        """Blocks until the system has accepted all messages except the last `but`.
 
         Raises:
             TimeoutError: the other rank did not read enough within `timeout_s` seconds.
@@ -108,7 +108,7 @@ class RankLink:
                 raise TimeoutError
 
     def receive(self, timeout_s: float | None) -> Message:
-        """Returns the next message, for which this blocks up to `timeout_s`, or without limit.
+        """Returns the next message; blocks for up to `timeout_s`, or without limit.
 
         Raises:
             TimeoutError: no whole message came within `timeout_s` seconds.
@@ -143,7 +143,7 @@ class RankLink:
         """Ends every wait of `receive` and `wait_until_sent`; on any thread. Idempotent."""
         self._over = True
         with suppress(OSError):  # closed already, by either side
-            self._receiving.shutdown(socket.SHUT_RDWR)  # wakes both threads
+            self._receiving.shutdown(socket.SHUT_RDWR)  # wakes the sending and the receiving thread
 
     def close(self) -> None:
         """Ends the link and closes its connection. Idempotent."""

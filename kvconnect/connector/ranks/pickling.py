@@ -1,4 +1,4 @@
-"""Values between the ranks of one engine, as bytes."""
+"""The values that ranks of one engine exchange, as bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def pickled(value: object) -> bytes:
     Other threads run meanwhile: heartbeats continue however large `value` is.
 
     Raises:
-        ValueError: it takes more than `MOST_NBYTES`; no more than that are made.
-        Exception: whatever pickling an object of the user's raises.
+        ValueError: the pickle exceeds `MOST_NBYTES`; pickling stops there.
+        Exception: any error of pickling a user's object.
     """
     sink = _Sink()
     pickle.Pickler(sink, protocol=5).dump(value)
@@ -30,16 +30,16 @@ def unpickled(data: bytes | bytearray) -> Any:
     Other threads run meanwhile, as for `pickled`.
 
     Raises:
-        Exception: whatever unpickling an object of the user's raises.
+        Exception: any error of unpickling a user's object.
     """
     return pickle.Unpickler(_Source(data)).load()  # noqa: S301  from this job's own ranks
 
 
 class _Sink:
-    """A file that counts what is written.
+    """A file that collects and counts written bytes.
 
-    Each write is a call of Python's, at which the interpreter may go on with another thread.
-    `pickle.dumps` holds the interpreter's lock until its end.
+    Each write is a Python call, at which other threads can run. `pickle.dumps` holds the
+    interpreter's lock until its end.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _Sink:
 
 
 class _Source:
-    """A file of which each read is a call of Python's."""
+    """A file whose every read is a Python call, at which other threads can run."""
 
     def __init__(self, data: bytes | bytearray) -> None:
         self._data = memoryview(data)

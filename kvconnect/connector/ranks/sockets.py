@@ -29,7 +29,7 @@ _MOST_HOSTS = 16
 _TOKEN_NBYTES = 32
 _HELLO = struct.Struct(f"<{_TOKEN_NBYTES}sq")  # the token of the rank that is called, the caller
 _STRANGER_S = 10.0
-"""So long a connection may take to say which rank it is of."""
+"""The seconds that a new connection has to identify its rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class _Address:
 
     Attributes:
         hosts: addresses of its machine, the likeliest first.
-        port: of its listener.
-        token: what its caller must know; in hexadecimal digits.
+        port: the port of its listener.
+        token: the secret that a caller must prove to know, in hexadecimal digits.
     """
 
     hosts: list[str]
@@ -85,7 +85,7 @@ def connect_ranks(group: dist.ProcessGroup, timeout_s: float) -> dict[int, socke
                     connection.close()
                     continue
                 made[caller] = failed.enter_context(connection)
-                with suppress(OSError):  # a rank that is gone: the first exchange says so
+                with suppress(OSError):  # a rank that ended: the first exchange raises
                     connection.sendall(bytes.fromhex(addresses[caller].token))
         failed.pop_all()
     for connection in made.values():
@@ -103,7 +103,7 @@ def _gathered(group: dist.ProcessGroup, text: str, until: float) -> list[str]:
 
 
 def _machine() -> str:
-    """Returns a name that two processes have in common only if they share a loopback."""
+    """Returns a name that is equal in two processes only if they share a loopback interface."""
     if sys.platform == "linux":
         with suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -114,7 +114,7 @@ def _machine() -> str:
 def _hosts() -> list[str]:
     """Returns IPv4 addresses of this machine, the likeliest to be reachable first."""
     found: list[str] = []
-    if "MASTER_ADDR" in os.environ:  # the address that leads to the first rank
+    if "MASTER_ADDR" in os.environ:  # the address of this machine on the route to the first rank
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((os.environ["MASTER_ADDR"], 9))
             found.append(probe.getsockname()[0])
@@ -124,7 +124,7 @@ def _hosts() -> list[str]:
 
 
 def _called(rank: int, peer: int, address: _Address, token: bytes, until: float) -> socket.socket:
-    """Returns a connection to `peer`, which has proved that it is that rank."""
+    """Returns a connection to `peer`, after `peer` has proved its identity."""
     reason = "it has no address that others can reach"
     for number, host in enumerate(address.hosts):
         limit_s = _left(until) / (len(address.hosts) - number)
@@ -153,7 +153,7 @@ def _accepted(listener: socket.socket, missing: int, until: float) -> socket.soc
 
 
 def _heard(connection: socket.socket, token: bytes, until: float) -> int | None:
-    """Returns the rank that called; ``None`` if it does not know `token`."""
+    """Returns the rank at the other end of `connection`; ``None`` if it does not know `token`."""
     try:
         hello = _read(connection, _HELLO.size, min(until, time.monotonic() + _STRANGER_S))
     except OSError:

@@ -21,15 +21,15 @@ from kvconnect.errors import ConnectorContractError, KvConnectError, RankDiverge
 __all__ = ["END_S", "RankWatch", "Verdict", "VerdictKind", "do_within", "end_group"]
 
 _FOREVER = timedelta(days=365)
-"""For gloo's waits for heartbeats, in which only threads wait that no caller waits for."""
+"""The timeout of gloo's waits for heartbeats, in threads of the watch."""
 
 _BEAT_TAG = 1
-_END_TAG = 3  # nothing is ever sent with it
+_END_TAG = 3  # no message uses it
 _BEAT_EVERY_S = 0.25
 _TELL_FOR = timedelta(milliseconds=200)
 _LEAVE_S = 2.0
 END_S = 2.0
-"""So long the end of a group may take."""
+"""The most seconds that the end of a group may take."""
 
 _NOTE_NBYTES = 512
 _NOTE = struct.Struct("<BqqH")  # kind, rank it is about, exchanges made, bytes of text
@@ -56,9 +56,9 @@ class Verdict:
     """The reason for the end of the ranks, as the first of them to notice it reports it.
 
     Attributes:
-        kind: which error it is.
-        rank: the rank it is about.
-        text: names the rank.
+        kind: the kind of error.
+        rank: the rank that is lost or failed.
+        text: the message, which names the rank.
     """
 
     kind: VerdictKind
@@ -75,7 +75,7 @@ class Verdict:
 def do_within(timeout_s: float, do: Callable[[], None]) -> None:
     """Calls `do` on a thread, for which this blocks up to `timeout_s` seconds.
 
-    For calls of gloo that may have no end: such a thread is left behind. `do` raises nothing.
+    Used for calls of gloo that may never end: such a thread is abandoned. `do` must not raise.
     """
     thread = threading.Thread(target=do, name="kvconnect-rank-leave", daemon=True)
     thread.start()
@@ -83,9 +83,9 @@ def do_within(timeout_s: float, do: Callable[[], None]) -> None:
 
 
 def end_group(group: dist.ProcessGroup) -> None:
-    """Ends each wait in `group`, on any thread: it raises at once. The group is of no use then.
+    """Ends `group`: every wait in it, on any thread, raises at once. The group cannot be used then.
 
-    Does nothing if the group was destroyed before.
+    Does nothing if the group has already been destroyed.
 
     gloo cannot be interrupted, and its ``abort()`` ends no wait; but a receive that times out
     closes every connection of its group, which ends all of them. Blocks for some milliseconds, and
@@ -121,7 +121,7 @@ class RankWatch:
 
     Args:
         group: a gloo group that only this engine's communicator uses; ended with the first verdict.
-        silence_s: so long a rank may send nothing.
+        silence_s: seconds without a heartbeat after which a rank counts as lost.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, silence_s: float) -> None:
@@ -129,8 +129,8 @@ class RankWatch:
         self._rank = group.rank()
         self._peers = [rank for rank in range(group.size()) if rank != self._rank]
         self._silence_s = silence_s
-        self._awake_s = 0.0  # for which this rank ran
-        self._heard = dict.fromkeys(self._peers, self._awake_s)  # when, by that clock
+        self._awake_s = 0.0  # seconds that this rank has run
+        self._heard = dict.fromkeys(self._peers, self._awake_s)  # the last heartbeat, by that clock
         self._exchanges = dict.fromkeys(self._peers, 0)
         self._left: set[int] = set()
         self._lock = threading.Lock()
@@ -155,7 +155,7 @@ class RankWatch:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The reason for the end of the ranks; ``None`` while they run. The first one stays."""
+        """The first reason for the end of the ranks; ``None`` while they run."""
         return self._verdict
 
     def wait(self, timeout_s: float) -> Verdict | None:
@@ -165,7 +165,7 @@ class RankWatch:
         return self._verdict
 
     def on_over(self, do: Callable[[], None]) -> None:
-        """Calls `do` with the first verdict, on a thread of this watch; at once if there is one."""
+        """Registers `do`, called with the first verdict on a thread of this watch."""
         with self._lock:
             if self._verdict is None:
                 self._on_over.append(do)
@@ -173,10 +173,10 @@ class RankWatch:
         do()
 
     def judge(self, kind: VerdictKind, rank: int, text: str) -> Verdict:
-        """Sends a verdict to the other ranks, and ends every wait for them.
+        """Sends a verdict to the other ranks, and ends every wait for a rank.
 
         Returns:
-            The verdict, which is an earlier one if there was one.
+            The verdict; an earlier one if there is one.
         """
         with self._lock:
             if self._verdict is not None:
@@ -191,7 +191,7 @@ class RankWatch:
         return verdict
 
     def judge_late(self, peer: int, timeout_s: float) -> Verdict:
-        """Judges that `peer` is lost: it let this rank wait for `timeout_s` seconds."""
+        """Declares `peer` lost, because this rank has waited for it for `timeout_s` seconds."""
         text = (
             f"rank {peer} is lost: its process lives, but did not come to exchange "
             f"{self.exchanges} within {timeout_s:g} s (it made {self._exchanges[peer]})"
@@ -221,7 +221,7 @@ class RankWatch:
         if self._group is not None:
             end_group(self._group)
         until = time.monotonic() + _LEAVE_S
-        for thread in self._threads:  # one that waits in gloo for ever is left behind
+        for thread in self._threads:  # a thread that waits in gloo for ever is abandoned
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
         # An error that is kept keeps its frames, and so this watch, but no descriptors.
@@ -236,7 +236,7 @@ class RankWatch:
             self._send(Verdict(VerdictKind.ALIVE, self._rank, ""))
 
     def _look(self) -> None:
-        """Judges a rank lost that is silent for too long."""
+        """Declares a rank lost that has sent no heartbeat for too long."""
         last = time.monotonic()
         while not (self._closing.wait(_BEAT_EVERY_S) or self._over.is_set()):
             now = time.monotonic()
@@ -285,13 +285,13 @@ class RankWatch:
         group = self._group
         for peer in self._peers:
             if group is not None and peer not in self._left:
-                with suppress(RuntimeError):  # closed: the listener says what of it
+                with suppress(RuntimeError):  # closed: the listening thread finds the reason
                     works[peer] = group.send([note], peer, _BEAT_TAG)
         self._sent.extend(works.values())
         return works
 
     def _tell(self, verdict: Verdict) -> None:
-        """Sends `verdict`, and blocks for up to 2 s until the ranks that can receive it have it."""
+        """Sends `verdict`; blocks for up to 2 s until all reachable ranks have received it."""
         do_within(END_S, lambda: self._tell_each(verdict))
 
     def _tell_each(self, verdict: Verdict) -> None:

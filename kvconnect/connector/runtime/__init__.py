@@ -2,7 +2,7 @@
 
 The leader has all state of requests and transfers; every rank has a driver of its worker. Imports
 the contract beside it, `kvconnect.cache.resource_manager` and the vocabulary; never the built-in
-pairs. Begin with `manager` (the leader's) and `rank` (every rank's), then `ledger` (which transfers
-are in flight), `step_outcome` (what their end is for requests), `load_admission` and
-`save_admission` (which begin) and `quarantine`.
+pairs. Begin with `manager` (the leader's) and `rank` (every rank's), then `ledger` (the transfers
+in flight), `step_outcome` (their effect on requests), `load_admission` and `save_admission` (which
+transfers start) and `quarantine`.
 """

@@ -21,21 +21,21 @@ from kvconnect.trace import warn_once
 
 __all__ = ["TransferLedger"]
 
-# Requests wait at least this long for blocks in quarantine, however short the deadlines are: a
-# request that waits is late, but one that stops waiting has failed.
+# The least seconds that a request waits for blocks in quarantine, even if deadlines are shorter: a
+# request that stops waiting fails.
 _GRACE_S = 10.0
 
 
 class TransferLedger:
-    """The transfers in flight. A transfer succeeds if it does on all ranks; each ends once.
+    """The transfers in flight. A transfer succeeds if it succeeds on all ranks; each ends once.
 
     Blocks that a transfer may still touch when it ends go to the quarantine. Past the valid
     position the request gets fresh blocks, or it goes back to the queue. It always goes back if a
     load is not `divisible` (with windows or several pools): windows hold only the blocks that the
     load's end needs.
 
-    A load that overlaps with computing ends for its request once every worker has ended it, however
-    far it came. What it brought up to its end is valid, and the tokens before are computed.
+    A load that overlaps with computing ends once every worker has ended it, even if it is not
+    complete. Its loaded tokens are valid; the tokens before them are computed.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class TransferLedger:
     def start_load(
         self, request_id: int, start: int, end: int, *, is_async: bool, overlaps: bool = False
     ) -> None:
-        """Starts a load now that makes the tokens ``start..end`` of a request valid."""
+        """Adds a load that makes the tokens ``start..end`` of a request valid and starts now."""
         deadline = time.monotonic() + self._config.load_timeout_s if is_async else None
         self.loads.start(request_id, deadline, start, end, overlaps=overlaps)
 
     def loading_records(self) -> list[RequestRecord]:
-        """Returns the requests with a load in the background."""
+        """Returns the requests with a background load."""
         return [
             self._records[load.request_id]
             for load in self.loads
@@ -82,11 +82,11 @@ class TransferLedger:
     def may_save(self, request: LlmRequest, others: Iterable[int] = ()) -> bool:
         """Returns True if the blocks of `request`, which ended, may be kept for a save.
 
-        So may those of `others`, whose saves start with the next step.
+        `others` are ended requests whose saves start with the next step.
 
-        Always, unless there are saves that were not returned in time: their blocks cannot be used
-        again, and together with those of all saves take at most ``max_loading_fraction`` of the
-        pool then. So a worker that loses its saves does not get the whole pool.
+        Returns False only if saves are overdue and the blocks of all saves would exceed
+        ``max_loading_fraction`` of the pool. So a worker that never ends its saves cannot hold the
+        whole pool.
         """
         late = self.quarantine.num_save_blocks
         if not late:
@@ -103,7 +103,7 @@ class TransferLedger:
         self.saves.start(request_id, time.monotonic() + self._config.save_timeout_s)
 
     def cancel_load(self, record: RequestRecord) -> None:
-        """Holds the blocks of `record`, which it is about to release and its load still writes."""
+        """Moves the blocks of `record` into quarantine: its load still writes to them."""
         request = record.request
         load = self.loads.get(request.request_id)
         if load is None:
@@ -113,19 +113,20 @@ class TransferLedger:
         self._orders.cancel(request, self._ranks)
 
     def overtake(self, record: RequestRecord) -> None:
-        """Cancels the load of `record`, if it overlaps with computing and is not needed any more.
+        """Cancels the load of `record` if it overlaps with computing and is no longer needed.
 
-        The step computes all of its tokens: its metadata keeps every worker from writing to them.
+        The step computes all of the load's tokens; its metadata stops every worker from writing to
+        them.
         """
         load = self.loads.get(record.request.request_id)
         if load is not None and load.progress is not None:
             self.cancel_load(record)
 
     def check(self, reports: Sequence[Report]) -> None:
-        """Returns if the workers' answers in `reports`, by rank, keep the contract.
+        """Checks that the workers' answers in `reports`, by rank, keep the contract.
 
         Raises:
-            ConnectorContractError: one does not; names the class.
+            ConnectorContractError: an answer breaks it; names the class.
         """
         for rank, report in enumerate(reports):
             self._check_returned(rank, self.saves, report.saved)
@@ -138,7 +139,7 @@ class TransferLedger:
     def settle(
         self, reports: Sequence[Report], load_failed: LoadFailed, outcome: StepOutcome, now: float
     ) -> None:
-        """Adds what `reports`, by rank, say to `outcome`; deadlines before `now` have passed."""
+        """Adds the results of `reports`, by rank, to `outcome`; fails transfers due by `now`."""
         if not (self.loads or self.saves or self.quarantine):
             return
         for rank, report in enumerate(reports):
@@ -151,8 +152,8 @@ class TransferLedger:
     def next_deadline(self) -> float | None:
         """Returns the next deadline of a transfer or grace period, on the monotonic clock, or None.
 
-        Blocks in quarantine have a grace period as long as their transfer may take, of 10 s at
-        least. A request that still waits for them then fails.
+        Blocks in quarantine have a grace period as long as their transfer may take, at least 10 s.
+        A request that still waits for them after it fails.
         """
         grace = self.quarantine.grace_until()
         if grace is not None and grace < time.monotonic():
@@ -240,7 +241,7 @@ class TransferLedger:
             if failure.writes_ended:
                 self._done(rank, failure.direction, failure.request_id)
         for load in self.loads:
-            # A synchronous load ended with the forward pass, unless its worker says otherwise.
+            # A synchronous load ended with the forward pass, unless its worker reported a failure.
             if not load.is_async and load.request_id not in failed_loads:
                 load.done_ranks.add(rank)
 
@@ -303,7 +304,7 @@ class TransferLedger:
         if load.progress is not None and record is not None:
             # No worker writes before the computed tokens.
             num_valid = max(load.start, record.request.num_computed_tokens)
-        # The request's own failure says more than the deadline.
+        # The request's own failure is more precise than the deadline.
         state = TransferState.FAILED if load.failed else TransferState.TIMED_OUT
         self.loads.finish(load, state)
         warn_once(

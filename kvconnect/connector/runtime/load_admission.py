@@ -19,20 +19,20 @@ from kvconnect.request import ExternalMatch, LlmRequest
 
 __all__ = ["LoadAdmission"]
 
-# With windows a load that failed is of no use at all. The second try finds what is wrong with the
-# store's blocks gone; more of them would let a slow store hold a request up for ever.
+# With windows a failed load is useless. By the second attempt the store's damaged blocks are
+# deleted; further attempts would let a slow store delay a request without end.
 _MOST_FAILED_LOADS = 2
 
 
 class LoadAdmission:
-    """Asks the connector for a match once per admission, and limits the blocks that loads hold.
+    """Requests one match per admission from the connector, and limits the blocks that loads hold.
 
     Loading requests and blocks in quarantine take at most ``max_loading_fraction`` of the pool. A
-    match beyond that waits for blocks of loads in flight, for ``load_timeout_s`` at most, and is
-    dropped then. A load that is larger than the whole limit starts when no such blocks are held.
+    match beyond that waits for loads in flight to end, for ``load_timeout_s`` at most; then it is
+    dropped. A load that is larger than the whole limit starts when no such blocks are held.
 
     Attributes:
-        is_worth: asked by the engine whether to start the load of a match; set by the engine.
+        is_worth: returns whether to start the load of a match; set by the engine.
     """
 
     def __init__(
@@ -53,26 +53,26 @@ class LoadAdmission:
         self._divisible = divisible
         self._overlaps = config.overlap_loads and divisible and kv.overlaps_loads
         self.is_worth: Callable[[LlmRequest, ExternalMatch], bool] = lambda _request, _match: True
-        self._admitted: list[RequestRecord] = []  # those of this step among them have a match
+        self._admitted: list[RequestRecord] = []  # includes those of this step, which have a match
         self._dropped: list[int] = []
 
     def match(
         self, scheduler: KvCacheConnectorScheduler, record: RequestRecord, num_device_tokens: int
     ) -> ExternalMatch:
-        """Returns the tokens to load of `record` beyond the device match.
+        """Returns the number of tokens of `record` to load beyond the device match.
 
         Changes the record's `offer`, and its `match` to the accepted part. No load is accepted
         while too many blocks are in quarantine, or while the blocks of the request's own last load
         are. With windows or several pools, no load is accepted after `_MOST_FAILED_LOADS` failed
-        ones either, as each of them sends the request back to the queue. An error that the
-        connector raises, or a wrong answer, is kept and ends the request.
+        ones, since each of them returns the request to the queue. An error of the connector, or a
+        wrong answer, is recorded and ends the request.
         """
         request = record.request
         record.match = None
         request.num_connector_matched_tokens = 0
         position = num_device_tokens - num_device_tokens % self._tokens_per_block
         offer = self._offer(scheduler, record, position)
-        # An offer that had to wait began where the device match ended then.
+        # A deferred offer begins at the end of the device match at its time.
         reaches = offer.position <= position and offer.end > num_device_tokens
         request.account.keep(Outcome.SLOWER)
         if reaches and not self._may_load(record):
@@ -87,7 +87,7 @@ class LoadAdmission:
                 record.match = offer
                 request.num_connector_matched_tokens = offer.num_tokens
                 return offer
-            request.account.lose(Outcome.LATE, offer.end)  # other loads took the room
+            request.account.lose(Outcome.LATE, offer.end)  # other loads hold the blocks
         return ExternalMatch(position)
 
     def admitted(self, record: RequestRecord) -> None:
@@ -104,7 +104,7 @@ class LoadAdmission:
         return dropped
 
     def start(self, record: RequestRecord) -> bool:
-        """Starts the load matched for this admission; returns whether it is in the background.
+        """Starts the matched load of this admission; returns whether it runs in the background.
 
         The record has no `match` afterwards.
         """
@@ -112,7 +112,7 @@ class LoadAdmission:
         match, record.match = record.match, None
         if match is None:
             return False
-        # With windows a match may be cut to before the position that was asked for.
+        # With windows a match may be cut to before the requested position.
         start = min(match.position, request.num_computed_tokens)
         start -= start % self._tokens_per_block
         self._ledger.start_load(
@@ -149,7 +149,7 @@ class LoadAdmission:
         return not (given_up or quarantine.full or held)
 
     def _room(self, record: RequestRecord) -> bool | None:
-        """Returns whether the background load may start now; ``None``: perhaps later."""
+        """Returns whether the background load may start now; ``None``: it may start later."""
         loading = self._num_loading()
         held = loading + self._ledger.quarantine.num_blocks
         if held == 0 or held + self._num_blocks(record) <= self._max_blocks:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 SchedulerClass = type[KvCacheConnectorScheduler]
 WorkerClass = type[KvCacheConnectorWorker]
 
-# Looked up by name, as a user's connector.
+# Imported by name, as a user's connector is.
 _BUILT_IN = ("kvconnect.connector.offload", "OffloadScheduler", "OffloadWorker")
 _SCHEDULER, _WORKER = "connector_scheduler_class", "connector_worker_class"
 
@@ -128,7 +128,7 @@ def _needed_for(base: type) -> str:
 
 
 def _grouped(found: type, missing: Sequence[str]) -> str:
-    """Returns the sentence about a class in TensorRT-LLM's form for several layer groups."""
+    """Returns the error's sentence about a class written for TensorRT-LLM's layer groups."""
     others = [f"{name}_by_layer_group" for name in missing]
     there = [name for name in others if hasattr(found, name)]
     if not there:
@@ -168,7 +168,7 @@ def _wait_for(building: Sequence[Future[Any]]) -> None:
         return
     for one in building:
         one.add_done_callback(_shut_down)
-    # An error in the configuration says more than an error that follows from it.
+    # A configuration error is more precise than an error that follows from it.
     failures.sort(key=lambda error: not isinstance(error, ConfigurationError))
     raise failures[0]
 
@@ -188,7 +188,7 @@ def _started(cls: Callable[[LlmArgs], T], llm_args: LlmArgs) -> Future[T]:
 
 
 def _explained(cls: Callable[[LlmArgs], object], error: BaseException) -> BaseException:
-    """Returns the `error` of a constructor to raise: it names the class, and shows no password."""
+    """Returns the error to raise for a constructor's `error`: names the class, hides passwords."""
     if not isinstance(error, Exception):
         return error
     cause = as_cause(error)

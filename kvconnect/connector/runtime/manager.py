@@ -1,4 +1,4 @@
-"""The runtime between an engine and a connector: one, on the leader."""
+"""The runtime that connects an engine with a connector, on the leader."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _LAST_POLL_S = 0.010
 class KvCacheConnectorManager:
     """Calls a connector in the order its contract promises, and checks every answer.
 
-    All state of requests and transfers is here. Every other rank has a `RankDriver` alone, and so
-    has the leader's own worker.
+    The manager has all state of requests and transfers. Every worker, also the leader's, is driven
+    by a `RankDriver`.
 
     One step of the engine is `begin_step`, for each layer `wait_for_layer_load` and
     `save_kv_layer`, `end_forward`, `agree`, `end_step`; an idle step is `begin_idle_step`,
@@ -126,9 +126,9 @@ class KvCacheConnectorManager:
     def take_errors(self) -> dict[int, Exception]:
         """Returns the connector's errors for single requests since the last call, by request id.
 
-        The engine ends these requests, `request_finished` included, before the next step begins;
-        some may have ended already. An error of another rank comes with the report of its step, as
-        a `ConnectorContractError` that names the rank.
+        The engine ends these requests, with `request_finished`, before the next step begins; some
+        may have ended already. An error of another rank comes with the report of its step, as a
+        `ConnectorContractError` that names the rank.
         """
         return self._errors.take()
 
@@ -137,7 +137,7 @@ class KvCacheConnectorManager:
         return self._loads.match(self._scheduler, self._record(request), num_device_tokens)
 
     def set_worth(self, is_worth: Callable[[LlmRequest, ExternalMatch], bool]) -> None:
-        """Sets `is_worth`, which tells whether to start the load of a match."""
+        """Sets `is_worth`, which returns whether to start the load of a match."""
         self._loads.is_worth = is_worth
 
     def blocks_allocated(
@@ -150,11 +150,11 @@ class KvCacheConnectorManager:
                 self._scheduler.update_state_after_alloc(request, list(map(int, block_ids)))
 
     def request_finished(self, request: LlmRequest, *, aborted: bool = False) -> bool:
-        """Ends `request`, whose blocks are still there.
+        """Ends `request`, which still holds its blocks.
 
         Returns:
-            True: keep the blocks until `end_step` lists the request as saved. Blocks that a
-            cancelled load may still write are held apart in any case.
+            True if the caller must keep the blocks until `end_step` lists the request as saved.
+            Blocks that a cancelled load may still write are in quarantine in any case.
         """
         request.is_finished, request.is_finished_normal = True, not aborted
         record = self._records.get(request.request_id)
@@ -171,7 +171,7 @@ class KvCacheConnectorManager:
         return False
 
     def request_reset(self, request: LlmRequest) -> None:
-        """Prepares `request` to lose its blocks and to go back to the queue."""
+        """Prepares `request` for the loss of its blocks and its return to the queue."""
         record = self._records.get(request.request_id)
         if record is None or not record.holds_blocks:
             return
@@ -191,7 +191,7 @@ class KvCacheConnectorManager:
             self._scheduler.on_rewind(request, block_ids)
 
     def get_kv_transfer_params(self, request: LlmRequest) -> dict[str, Any] | None:
-        """Returns the parameters for the client that come with the result of `request`."""
+        """Returns the parameters that the client receives with the result of `request`."""
         with self._errors.kept(request):
             if (params := self._scheduler.get_kv_transfer_params(request)) is not None:
                 return params
@@ -206,11 +206,11 @@ class KvCacheConnectorManager:
     def begin_step(self, batch: ScheduledBatch, work: object = None) -> None:
         """Passes the step to the connector, and starts its loads, on every rank.
 
-        Call it after admission and chunking, for every step with a batch, also if every request of
-        it is loading.
+        Called after admission and chunking, for every step with a batch, even if all its requests
+        are loading.
 
         Args:
-            batch: what the step computes.
+            batch: the requests that the step computes.
             work: the engine's data for the other ranks, sent with the instructions.
 
         Raises:
@@ -250,15 +250,16 @@ class KvCacheConnectorManager:
         self._rank.save_kv_layer(layer_idx)
 
     def end_forward(self) -> None:
-        """Ends a forward pass; called before anything of it is sampled."""
+        """Ends a forward pass; called before any of its tokens is sampled."""
         self._rank.end_forward()
 
     def agree(self) -> dict[int, int]:
-        """Returns the loads that failed: request id to leading valid tokens, as in `StepOutcome`.
+        """Returns the failed loads: leading valid tokens by request id, as in `StepOutcome`.
 
-        Called after the forward pass, before anything of it is sampled; not in an idle step.
-        Several ranks exchange all transfers that ended in the step here. One rank alone does that
-        in `end_step`, as TensorRT-LLM does: by then it knows which requests the step has ended.
+        Called after the forward pass, before any of its tokens is sampled; not in an idle step.
+        With several ranks it exchanges all transfers that ended in the step. With one rank
+        `end_step` does that, as in TensorRT-LLM, because then the requests that ended in the step
+        are known.
 
         Raises:
             ConnectorContractError: a worker broke its contract; names the class. Another rank
@@ -274,7 +275,7 @@ class KvCacheConnectorManager:
     def end_step(self) -> StepOutcome:
         """Returns the transfers that ended in the step; called once a step, idle steps too.
 
-        A step that was not begun is an idle one.
+        A step without `begin_step` counts as an idle one.
 
         Raises:
             ConnectorContractError, RankDivergence: as `agree`.
@@ -291,7 +292,7 @@ class KvCacheConnectorManager:
         return outcome
 
     def wait_seconds(self) -> float | None:
-        """Returns the seconds to sleep after an idle step; ``None``: until there is news."""
+        """Returns the seconds to sleep after an idle step; ``None``: until a wakeup."""
         if self._saves:
             return 0.0
         deadline = self._ledger.next_deadline()
@@ -333,7 +334,7 @@ class KvCacheConnectorManager:
         is_idle: bool = False,
     ) -> None:
         for request_id in self._loads.take_dropped():
-            # A connector that did not see that its offer was dropped may return the id.
+            # A connector that did not notice that its offer was dropped may return the id.
             self._ledger.quarantine.note_ended(Direction.LOAD, request_id)
         step = Instructions(
             self._rank.number,
@@ -360,8 +361,8 @@ class KvCacheConnectorManager:
             self.request_reset(request)
 
     def _settle(self, reports: list[Report], outcome: StepOutcome, *, is_first: bool) -> None:
-        """Adds `reports` to `outcome`; `is_first`: they are the first ones of the step."""
-        # No deadline has passed before every worker was asked what ended.
+        """Adds `reports` to `outcome`; `is_first` is true for the first reports of the step."""
+        # Deadlines are checked only after every worker has reported ended transfers.
         now = -math.inf if self._rank.has_begun else time.monotonic()
         with self._rank.telling:
             self._ledger.check(reports)

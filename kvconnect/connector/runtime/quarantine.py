@@ -1,4 +1,4 @@
-"""The blocks that a transfer may still touch: held until every worker has returned the id."""
+"""The blocks that a transfer may still access, held until every worker has returned its id."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Quarantined:
     """The blocks of one transfer.
 
     Attributes:
-        handle: holds them.
-        num_blocks: how many they are, in group 0.
-        pending_ranks: whose workers may still touch them.
-        grace_until: when requests stop waiting for them, on the monotonic clock.
+        handle: holds the blocks.
+        num_blocks: the number of blocks in group 0.
+        pending_ranks: the ranks whose workers may still access the blocks.
+        grace_until: the monotonic time at which requests stop waiting for the blocks.
     """
 
     handle: PinnedBlocks
@@ -38,8 +38,8 @@ class Quarantine:
     each direction: while its load is held here, no new load of the same id starts.
 
     Args:
-        kv: of the blocks.
-        max_blocks: while more are held, no new load starts.
+        kv: the cache manager of the blocks.
+        max_blocks: no new load starts while more blocks are held.
     """
 
     def __init__(self, kv: BaseKVCacheManager, max_blocks: int) -> None:
@@ -75,11 +75,11 @@ class Quarantine:
 
     @property
     def full(self) -> bool:
-        """Returns whether new loads may not start."""
+        """Returns whether so many blocks are held that no new load may start."""
         return self.num_blocks > self._max_blocks
 
     def hold(self, direction: Direction, request_id: int, blocks: Quarantined) -> None:
-        """Holds `blocks` until `returned` was called for every rank that is pending."""
+        """Holds `blocks` until `returned` has been called for every pending rank."""
         self._held[direction, request_id] = blocks
         self.num_blocks += blocks.num_blocks
 
@@ -94,7 +94,7 @@ class Quarantine:
             self.note_ended(direction, request_id)
 
     def note_ended(self, direction: Direction, request_id: int) -> None:
-        """Allows a worker to return the id of this transfer, though no request waits for it."""
+        """Permits a worker to return the id of this transfer, which no request waits for."""
         self._ended[direction, request_id] = None
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)

@@ -1,4 +1,4 @@
-"""The driver of one rank's worker, through the leader's steps."""
+"""The driver of one rank's worker, which follows the leader's steps."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ class RankDriver:
     """Calls a worker in the order that its contract promises; holds no state of any request.
 
     One step is `accept`, `start`, for each layer `wait_for_layer_load` and `save_kv_layer`,
-    `end_forward`, `end`; an idle step is `accept`, `start`, `end`. A rank alone calls
-    `report_failures` behind `end_forward`. All methods run on the engine's thread. The leader has a
-    driver of its own worker.
+    `end_forward`, `end`; an idle step is `accept`, `start`, `end`. If there is only one rank,
+    `report_failures` is called after `end_forward`. All methods run on the engine's thread. The
+    leader has a driver of its own worker.
 
     An error of the worker in a step is raised after it was sent to the other ranks. An error for
     one request is in the rank's next report.
 
     Args:
-        worker: gets its pools here. The caller shuts the worker down if that raises.
-        pools: of this rank.
-        communicator: of all ranks.
+        worker: the worker, which receives its pools here. The caller shuts it down if that raises.
+        pools: the pools of this rank.
+        communicator: the communicator of all ranks.
         wakeup: the worker may call it, from any thread, when a transfer ended.
 
     Attributes:
-        number: of the step that has begun or is next; the first is 1.
-        telling: ``with driver.telling:`` around code that may raise in a step. The other ranks
-            get the error before it propagates, and raise, too, where they wait for this rank.
+        number: the number of the step that has begun or is next; the first is 1.
+        telling: a context manager around code that may raise in a step. It sends the error to the
+            other ranks before the error propagates. They raise, too, where they wait for this rank.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class RankDriver:
         return self._begun is not None
 
     def carry_out(self, order: RequestOrder) -> None:
-        """Calls the worker for one request, between two forward passes.
+        """Carries out an order for one request, between two forward passes.
 
         The blocks of a request that was reset may be reused afterwards, also if this raises.
 
         Raises:
-            Exception: what the worker raises; it concerns that request alone.
+            Exception: the worker's error, which ends that request alone.
         """
         match order:
             case CancelLoad(request_id, ranks):
@@ -101,7 +101,7 @@ class RankDriver:
                     raise
 
     def accept(self, step: Instructions) -> None:
-        """Begins a step with the leader's instructions, and carries out its orders.
+        """Begins a step with the leader's instructions, and carries out their orders.
 
         The leader has carried out its own orders when it gave them.
 
@@ -138,17 +138,17 @@ class RankDriver:
                 self._worker.start_load_kv(self._stream)
 
     def wait_for_layer_load(self, layer_idx: int) -> None:
-        """Returns when work that is enqueued next may read the loaded part of the layer."""
+        """Makes the loaded part of the layer readable for work that is enqueued next."""
         with self.telling:
             self._worker.wait_for_layer_load(layer_idx, self._stream)
 
     def save_kv_layer(self, layer_idx: int) -> None:
-        """Lets the worker save the layer, whose work was enqueued."""
+        """Makes the worker save the layer, whose work has been enqueued."""
         with self.telling:
             self._worker.save_kv_layer(layer_idx, self._stream)
 
     def end_forward(self) -> None:
-        """Ends a forward pass, before anything is sampled."""
+        """Ends a forward pass, before its tokens are sampled."""
         with self.telling:
             if self._after_forward is not None:
                 self._after_forward()
@@ -156,7 +156,7 @@ class RankDriver:
             self._worker.clear_connector_meta()
 
     def report_failures(self) -> list[Report]:
-        """Returns the reports of failed transfers, on a rank alone; the step ends later.
+        """Returns the report of failed transfers, if there is only one rank; the step ends later.
 
         Raises:
             ConnectorContractError: as `end`.
@@ -170,7 +170,7 @@ class RankDriver:
         """Ends the step, and returns every rank's report.
 
         Args:
-            ended: requests that began to save since the step began; of a rank alone.
+            ended: requests whose save began in the step, if there is only one rank.
 
         Raises:
             ConnectorContractError: an answer of the worker has a wrong form; names the class.
@@ -214,7 +214,7 @@ class RankDriver:
 
 
 class _Telling:
-    """Reports an error in a step to the other ranks before it propagates."""
+    """Sends an error in a step to the other ranks before the error propagates."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -223,6 +223,6 @@ class _Telling:
         """Does nothing."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Reports `error` to the other ranks, also one that asks this process to end."""
+        """Sends `error` to the other ranks, also an error that ends this process."""
         if error is not None:
             self._communicator.fail(error)

@@ -14,9 +14,9 @@ class RankOrders:
     """Carries orders out on the leader's rank at once; the other ranks get them with a step.
 
     Args:
-        driver: of the leader's worker.
-        errors: keeps what that worker raises.
-        num_ranks: how many there are.
+        driver: the driver of the leader's worker.
+        errors: records the errors of that worker.
+        num_ranks: the number of ranks.
     """
 
     def __init__(self, driver: RankDriver, errors: RequestErrors, *, num_ranks: int) -> None:
@@ -30,7 +30,7 @@ class RankOrders:
         self._give(request, CancelLoad(request.request_id, ranks))
 
     def reset(self, request: LlmRequest) -> None:
-        """Orders all ranks to finish reading the blocks of `request`, which it loses now."""
+        """Orders all ranks to finish reading the blocks of `request`, which are freed next."""
         self._give(request, ResetRequest(request.request_id, request.num_computed_tokens))
 
     def take(self) -> tuple[RequestOrder, ...]:

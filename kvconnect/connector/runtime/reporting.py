@@ -1,4 +1,4 @@
-"""The report of a step to the connector's scheduler: each fact about a request once."""
+"""The report of a step to the connector's scheduler, with each token and block once."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class RequestRecord:
     """The runtime's record of a live request.
 
     Attributes:
-        request: the engine's.
-        holds_blocks: it was admitted and has not given its blocks back.
+        request: the engine's request.
+        holds_blocks: true from its admission until its blocks are freed.
         offer: the connector's answer for the next admission.
-        waits_until: when an offer that has to wait is dropped, on the monotonic clock.
+        waits_until: the monotonic time at which a deferred offer is dropped.
         match: the accepted part of the offer, until its load starts.
-        failed_loads: how many, over all admissions.
-        reported: it was in `new_requests` since its blocks were allocated.
-        num_tokens: how many were reported.
-        num_blocks: how many block ids of each pool group were reported.
+        failed_loads: the number of failed loads over all admissions.
+        reported: true if it was in `new_requests` since its blocks were allocated.
+        num_tokens: the number of reported tokens.
+        num_blocks: the number of reported block ids of each pool group.
     """
 
     request: LlmRequest
@@ -53,14 +53,14 @@ class RequestRecord:
         self.num_blocks = []
 
     def evicted(self) -> None:
-        """Records that the request holds no blocks any more."""
+        """Records that the request has lost its blocks."""
         self.admitted()
         self.holds_blocks = False
         self.match = None
 
 
 class _Keys(Sequence[BlockKey]):
-    """The keys of a request's full blocks as of now, listed when they are first read.
+    """The present keys of a request's full blocks, computed when they are first read.
 
     A prompt of 131,072 tokens has 8,192 of them, and in most steps no connector reads one.
     """
@@ -103,7 +103,7 @@ class _Keys(Sequence[BlockKey]):
 
 
 class StepReporter:
-    """Builds the `SchedulerOutput` of a step from its batch and what was reported before.
+    """Builds the `SchedulerOutput` of a step from its batch and the earlier reports.
 
     Pools of sliding windows get their blocks chunk by chunk, so their reported blocks may lag
     behind those of group 0.
@@ -117,12 +117,12 @@ class StepReporter:
     def report(
         self, batch: ScheduledBatch, records: dict[int, RequestRecord], loading: list[LlmRequest]
     ) -> SchedulerOutput:
-        """Returns what is new in `batch`; records in `records` that it was reported.
+        """Returns the new tokens and blocks of `batch`, and marks them in `records` as reported.
 
         Args:
             batch: what the step computes.
-            records: of its requests.
-            loading: those whose load in the background starts in this step.
+            records: the records of its requests.
+            loading: the records of requests whose background load starts in this step.
         """
         output = SchedulerOutput()
         for request in loading:
@@ -162,7 +162,7 @@ class StepReporter:
 
     def _increment(self, request: LlmRequest, record: RequestRecord) -> RequestData:
         scheduled = request.num_scheduled_tokens
-        # Most decode steps add a token and no block: then the block manager gets no call.
+        # Most decode steps add a token and no block: then the block manager is not called.
         needed = -(-(request.num_computed_tokens + scheduled) // self._tokens_per_block)
         new_ids = tuple(
             self._reserved(request, group)[reported:] if needed > reported else []

@@ -1,4 +1,4 @@
-"""The errors that a connector raises for one request: each ends that request, no other."""
+"""The errors that a connector raises for one request; each ends only that request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RequestErrors:
 
     @contextmanager
     def kept(self, request: LlmRequest) -> Iterator[None]:
-        """Keeps an error that the block raises for `request`, and continues after the block."""
+        """Records an error of the ``with`` block for `request`, and continues after the block."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  of a user's code; it ends the request

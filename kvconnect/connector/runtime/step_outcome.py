@@ -16,16 +16,15 @@ class StepOutcome:
     """The transfers that ended in a step, on all ranks.
 
     Attributes:
-        loaded: request id to its number of leading valid tokens: loads that succeeded in the
-            background.
-        loaded_from: those of `loaded` that overlapped with computing, whether they succeeded or
-            not: the tokens from there to the load's end are valid. The tokens before are valid as
-            far as they were computed.
-        failed: the same for loads that did not, synchronous ones too: nothing past that position
-            may be sampled, committed, published or streamed.
-        requeue: those of `failed` that cannot continue with their blocks: these may still get
-            writes and there are no fresh ones, or there are windows. Free their resources and put
-            them back into the queue.
+        loaded: leading valid tokens by request id, for background loads that succeeded.
+        loaded_from: by request id, for ended loads that overlapped with computing, the token from
+            which on all up to the load's end are valid. The tokens before are valid as far as they
+            were computed.
+        failed: leading valid tokens by request id, for failed loads, also synchronous ones. No
+            token past that position may be sampled, committed, published or streamed.
+        requeue: the requests in `failed` that cannot continue, because their blocks may still get
+            writes and no fresh blocks are free, or because of windows. The engine frees their
+            resources and returns them to the queue.
         saved: ended requests whose kept blocks are to be freed now.
     """
 
@@ -41,7 +40,7 @@ class BlockFate(Enum):
 
     KEPT = "kept"
     EXCHANGED = "exchanged"  # for fresh ones; the old ones are in the quarantine
-    LOST = "lost"  # the request goes back to the queue: no fresh ones, or there are windows
+    LOST = "lost"  # the request returns to the queue: no fresh blocks, or windows
 
 
 LoadFailed = Callable[[RequestRecord, int, BlockFate], None]

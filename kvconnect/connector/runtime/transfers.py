@@ -28,18 +28,18 @@ class Transfer:
     """A load or save of one request's blocks, over all ranks.
 
     Attributes:
-        request_id: whose.
+        request_id: the id of the request.
         direction: load or save.
-        deadline: when it times out, on the monotonic clock; ``None`` for a synchronous load, which
-            is over with its step.
+        deadline: the monotonic time at which it times out; ``None`` for a synchronous load, which
+            ends with its step.
         start, end: the tokens that a load makes valid.
-        num_valid: the smallest number of leading tokens that a rank called valid.
-        progress: of a load that overlaps with computing, by rank: the tokens from there to `end`
-            are in the blocks; ``None``: it is another transfer.
-        done_ranks: ranks whose worker touches the blocks no more.
+        num_valid: the smallest number of leading valid tokens that a rank reported.
+        progress: for a load that overlaps with computing, by rank, the token from which on all up
+            to `end` are in the blocks; ``None``: it does not overlap.
+        done_ranks: ranks whose worker no longer accesses the blocks.
         failed_ranks: ranks that reported failure.
-        reason: the first one, for the log.
-        loss: the outcome of the tokens that a failed load did not bring, as the first rank says.
+        reason: the first reported reason, for the log.
+        loss: the outcome of the tokens that a failed load did not fill, as the first rank reported.
     """
 
     request_id: int
@@ -66,7 +66,7 @@ class Transfer:
         return bool(self.failed_ranks)
 
     def loaded_from(self, num_ranks: int) -> int:
-        """Returns the first of the tokens up to `end` that are in the blocks of every rank."""
+        """Returns the token from which on all up to `end` are in the blocks of every rank."""
         progress = self.progress or {}
         return max(progress.get(rank, self.end) for rank in range(num_ranks))
 
@@ -75,7 +75,7 @@ class Transfer:
         return self.deadline is not None and self.deadline <= now
 
     def fail(self, rank: int, failure: TransferFailure) -> None:
-        """Notes that `rank` cannot finish it."""
+        """Records that the transfer failed on `rank`."""
         self.num_valid = min(self.num_valid, max(failure.num_valid_tokens, self.start))
         if not self.failed:
             self.loss = failure.loss

@@ -1,4 +1,4 @@
-"""A tokenizer whose token ids are the bytes of the text; made on the spot, never downloaded."""
+"""A tokenizer whose token ids are the bytes of the text; written locally, never downloaded."""
 
 from __future__ import annotations
 

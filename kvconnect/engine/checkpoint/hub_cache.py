@@ -15,13 +15,14 @@ _SHOWN = 10
 
 
 def model_directory(model: str | Path) -> Path:
-    """Returns the directory of `model`: itself, or the snapshot of that name in the local cache.
+    """Returns `model` if it is a directory, else the snapshot of that name in the local cache.
 
     A directory has precedence over a name. The cache is that of huggingface_hub (``HF_HUB_CACHE``,
     ``HF_HOME``); of several snapshots, the one of the branch ``main`` is taken.
 
     Raises:
-        ConfigurationError: there is neither; the message lists the cache, and how to download.
+        ConfigurationError: neither exists; the message lists the cache's models, and how to
+            download one.
     """
     directory = Path(model)
     if isinstance(model, Path) or directory.is_dir() or not _is_name(model):

@@ -1,4 +1,4 @@
-"""Loads a model, its tokenizer and its digest from a directory, all of the same files."""
+"""Loads a model, its tokenizer and its digest from one set of open files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class LoadedModel:
     """A model with its tokenizer and digest.
 
     Attributes:
-        model: loaded.
-        tokenizer: ``None`` if the directory has none.
-        digest: of the configuration and the weights that were loaded, 32 bytes.
+        model: the loaded model.
+        tokenizer: its tokenizer; ``None`` if the directory has none.
+        digest: the digest of the configuration and the weights that were loaded, 32 bytes.
     """
 
     model: Model
@@ -42,13 +42,13 @@ def load_model(
 ) -> LoadedModel:
     """Loads the model of `directory`; blocks until its weights are read and digested.
 
-    Switching the directory to another one meanwhile has no effect: files are opened once.
+    Replacing the directory meanwhile has no effect, because files are opened once.
 
     Args:
-        directory: of the model.
+        directory: the directory of the model.
         dtype: see `Model`.
         device: see `Model`.
-        revision: stands for the weights in the digest; see `model_digest`.
+        revision: replaces the weights in the digest; see `model_digest`.
         ranks: see `Model`.
 
     Raises:

@@ -1,6 +1,6 @@
 """Makes small random models of many architectures, for tests and demonstrations.
 
-Nothing is downloaded. Their weights are large on purpose: a damaged KV cache then changes the
+They are made without downloads. The weights are large, so that a damaged KV cache changes the
 output and is noticed.
 """
 
@@ -166,12 +166,12 @@ def make_model(
     Args:
         directory: made if it does not exist; files of a model already there are overwritten.
         arch: a key of `ARCHITECTURES`.
-        seed: of the weights.
+        seed: the random seed of the weights.
         preset: a key of `PRESETS`, the dimensions to start from.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
         initializer_range: standard deviation of the weights; default: large.
         config_overrides: more fields of the model's configuration.
-        size: fields of `ModelSize` that differ from the preset's.
+        size: further keyword arguments, the fields of `ModelSize` that differ from the preset.
 
     Raises:
         ConfigurationError: an unknown architecture, preset, dtype or dimension.

@@ -34,14 +34,14 @@ _MAX_MASK = 1 << 24
 """Elements of a chunk's masks; longer chunks are computed in parts."""
 
 _TILE = 512
-"""Queries that share a mask on the CPU: none of them looks at keys behind the last of them."""
+"""The queries that share a mask on the CPU; they attend to no key behind the last of them."""
 
 
 def held_blocks(table: BlockTable, first: int, stop: int) -> BlockTable:
     """Returns the blocks ``first..stop`` of `table`, all of which must be held.
 
     Raises:
-        UsageError: one is not: the cache manager gave up, or never gave, what this step needs.
+        UsageError: a block is not held: the cache manager freed it or never allocated it.
     """
     blocks = table[first:stop]
     if len(blocks) < stop - first or (len(blocks) and blocks.min() < 0):
@@ -54,13 +54,13 @@ def held_blocks(table: BlockTable, first: int, stop: int) -> BlockTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Span:
-    """The keys that some queries see: their pages, their tokens in these, their mask.
+    """The keys that some queries see: the pages, the tokens in them, and the mask.
 
     Attributes:
-        pages: of all sequences, one after the other.
+        pages: the pages of all sequences, one after the other.
         first, last: the tokens of the gathered pages that are used.
         mask: added to the scores; ``None``: everything is seen, or `tiles` have masks.
-        tiles: of the queries, where there are several.
+        tiles: the tiles of the queries, if there are several.
     """
 
     pages: PageNumbers
@@ -92,11 +92,11 @@ class Chunk:
     Attributes:
         rows: the rows of their queries, and of their results, in the packed row.
         keys: the rows of their keys and values.
-        start: the first one's position in its sequence.
+        start: the position of the first token in its sequence.
         table: block ids of the sequence.
-        tokens_per_block: of the pool.
-        device: of the pool.
-        keep_masks: make a mask once for all layers; costs memory.
+        tokens_per_block: the tokens per block of the pool.
+        device: the device of the pool.
+        keep_masks: true to make a mask once for all layers, which costs memory.
     """
 
     rows: slice
@@ -127,7 +127,7 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """The position after the last one."""
+        """The position after the last token."""
         length: int = self.rows.stop - self.rows.start
         return self.start + length
 
@@ -148,10 +148,10 @@ class Chunk:
         return span
 
     def attend(self, given: AttentionInput, pages: LayerPages, out: Tensor) -> None:
-        """Attends from these tokens to those up to each of them; fills their rows of `out`.
+        """Attends from each token of the chunk to all tokens up to it; fills their rows of `out`.
 
         Args:
-            given: of all tokens; the K/V of these is in the pool already.
+            given: the input of all tokens; the K/V of the chunk's tokens is in the pool already.
             pages: the layer's memory.
             out: ``[tokens, heads, value_dim]``.
         """
@@ -189,7 +189,7 @@ class Chunk:
     def _attend_expanded(
         self, q: Tensor, own: Tensor, given: AttentionInput, pages: LayerPages, out: Tensor
     ) -> bool:
-        """Attends with the keys and values of all heads, where that is faster and can be done."""
+        """Attends with expanded keys and values of all heads, if that is possible and faster."""
         latents = given.latents
         if latents is None or given.window is not None:
             return False
@@ -248,11 +248,11 @@ class DecodeGroup:
     """Attends from single tokens of several requests in one call.
 
     Attributes:
-        rows: their rows in the packed row, ``[requests]`` int64.
-        all_rows: these are all of it, in order.
+        rows: the rows of the tokens in the packed row, ``[requests]`` int64.
+        all_rows: true if `rows` are all rows of the packed row, in order.
         lengths: tokens of each sequence, this one included.
         tables: block ids of each sequence.
-        tokens_per_block: of the pool.
+        tokens_per_block: the tokens per block of the pool.
     """
 
     rows: Tensor
@@ -297,7 +297,7 @@ class DecodeGroup:
             pages, self.tables, first_pages.tolist(), counts.tolist(), strict=True
         ):
             row[:count] = held_blocks(table, first, first + count)
-            row[count:] = table[first]  # padding: any page of its own, whose content is finite
+            row[count:] = table[first]  # padding: any page of the request, whose content is finite
         first_seen, last_seen = seen - first_pages * size, ends - first_pages * size
         device = self.rows.device
         flat = PageNumbers(torch.from_numpy(pages.reshape(-1)).to(device))

@@ -24,7 +24,7 @@ from kvconnect.errors import UnsupportedModel
 __all__ = ["checked_windows", "declared_windows"]
 
 _PROBE = "kvconnect_probe"
-_HORIZON = 1 << 20  # tokens; no mask is asked about pairs that are farther apart
+_HORIZON = 1 << 20  # tokens; masks are not tested on pairs that are farther apart
 _AHEAD = 16
 
 _FAMILIES = {
@@ -145,7 +145,7 @@ def declared_windows(
     """Returns the window of each layer by the configuration, as transformers' own cache has it.
 
     Args:
-        config: of the decoder.
+        config: the configuration of the decoder.
         longest: see `checked_windows`.
     """
     cache = DynamicCache(config=config)
@@ -232,7 +232,7 @@ def _refuse_unseen(
         if sinks and value is True and "sink" in name:
             continue  # a switch of the sinks that layers have
         if name == "sliding_window" and kinds and "sliding_attention" not in kinds:
-            continue  # these types say which layers have it
+            continue  # these types name the layers that have it
         window = value > 1 and "window" in name
         if window and (value in windows or _narrowed(value, longest) is None):
             continue

@@ -38,8 +38,8 @@ class CachedLayer:
 
     Attributes:
         pages: its memory.
-        group: whose block tables it uses.
-        window: how many tokens each one sees, itself included; ``None``: all.
+        group: the pool group, whose block tables it uses.
+        window: the number of tokens that each token sees, itself included; ``None``: all.
     """
 
     pages: LayerPages
@@ -54,16 +54,16 @@ class ForwardStep:
 
     Args:
         plan: the sequences to compute; at least one.
-        layers: the model's.
+        layers: the attention layers of the model.
         hooks: called for every layer.
-        device: where it is computed.
-        slots: of recurrent states; ``None``: the model has none.
+        device: the device of the model.
+        slots: the slots of recurrent states; ``None``: the model has none.
 
     Attributes:
         states: the cache that the model is called with; ``None``: it has no recurrent layers.
         input_ids, position_ids: ``[1, tokens]`` int64.
-        last_tokens: ``[rows]`` int64, the rows whose logits are wanted: of each
-            sequence of `plan` the last ``num_wanted``.
+        last_tokens: ``[rows]`` int64, the rows whose logits are computed: the last ``num_wanted``
+            of each sequence of `plan`.
 
     Raises:
         UsageError: a token has no block to be written to.
@@ -98,8 +98,8 @@ class ForwardStep:
         Args:
             layer_idx: layers come in ascending order. Between recurrent layers, attention layers
                 are counted, and `states` checks their order.
-            given: with the model's own window; the layer's is this one or a shorter one that was
-                asked for. Queries may be those of `last_tokens` only.
+            given: the input, with the model's own window; the layer's window may be a shorter,
+                configured one. Queries may be those of `last_tokens` only.
 
         Returns:
             ``[1, queries, heads, value_dim]``.
@@ -114,7 +114,8 @@ class ForwardStep:
         self._hooks.wait_for_layer_load(layer_idx)
         layer = self._layers[layer_idx]
         pages, group = layer.pages, self._groups[layer.group]
-        # Attention sees what a later request would read, also of tokens that are not read back.
+        # Attention uses the values that a later request would read, also for tokens that are not
+        # read back.
         key, value = pages.as_stored(given.key), pages.as_stored(given.value)
         group.write(pages, key[0].transpose(0, 1), value[0].transpose(0, 1))
         given = AttentionInput(  # `replace` takes three times as long
@@ -136,7 +137,7 @@ class ForwardStep:
         """Checks that every layer used `attend` exactly once; recurrent states count from then on.
 
         Raises:
-            UsageError: one did not, so the model's output is not that of its cache.
+            UsageError: a layer did not, so the model's output does not match its cache.
         """
         if self._layers_done != len(self._layers):
             raise UsageError(

@@ -28,10 +28,11 @@ class RequestSlice:
     """A sequence's part of the packed row: its tokens ``start..end``.
 
     Attributes:
-        sequence: of these tokens.
+        sequence: the sequence of these tokens.
         start, end: positions in its sequence.
-        first_row: of their queries.
-        first_key: row of their keys and values; another one only where queries are left out.
+        first_row: the first row of their queries.
+        first_key: the row of their first key and value; it differs from `first_row` only if queries
+            are left out.
     """
 
     sequence: SequenceStep
@@ -57,10 +58,11 @@ class GroupStep:
     Several tokens of one request are a chunk, single tokens are batched by length.
 
     Args:
-        slices: the packed row.
-        group: whose tables are used; -1 in them stands for blocks that a sequence does not hold.
-        tokens_per_block: of the pool.
-        device: of the pool.
+        slices: the sequences' parts of the packed row.
+        group: the pool group, whose tables are used; -1 in them marks blocks that a sequence does
+            not hold.
+        tokens_per_block: the tokens per block of the pool.
+        device: the device of the pool.
 
     Raises:
         UsageError: a token of this step has no block.

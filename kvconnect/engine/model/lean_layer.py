@@ -16,8 +16,10 @@ from kvconnect.engine.model.seam import KvStep
 __all__ = ["LeanLayer", "LeanStep"]
 
 _TILE = 512
-"""Rows that the feed-forward part works on at a time: what it makes of them stays in the cache, and
-is small enough for the allocator to keep, where each fresh page would cost a fault."""
+"""The rows that the feed-forward part computes at a time.
+
+Their intermediate results stay in the processor's cache, and are small enough for the allocator to
+reuse without page faults."""
 
 _Norm: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -26,8 +28,8 @@ class LeanStep:
     """The state that the layers of a stack share in one forward pass.
 
     Attributes:
-        count: tokens; rows after them only fill up a product.
-        kv: of the model's call.
+        count: the number of tokens; further rows are padding.
+        kv: the argument ``kv=`` of the model's call.
     """
 
     __slots__ = ("_cos", "_least", "_room", "_sin", "count", "kv")
@@ -70,7 +72,7 @@ class LeanLayer:
     """Computes one decoder layer.
 
     Attributes:
-        is_last: only the results of the last tokens are used.
+        is_last: true if only the results of the last tokens are used.
     """
 
     def __init__(self, layer: Any) -> None:

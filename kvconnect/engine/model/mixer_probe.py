@@ -48,8 +48,8 @@ class MixerProbe(ModelCache):
     The model is called with `PROBED_TOKENS` tokens.
 
     Attributes:
-        calls: of the mixers, which read or write states.
-        shapes: of the states.
+        calls: the calls of the mixers, which read or write states.
+        shapes: the shapes of the states.
     """
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class _Check:
     """Compares the outputs of a mixer for all tokens at once with those for parts of them.
 
     Args:
-        call: of the mixer in the probe.
+        call: the call of the mixer in the probe.
         probe: knows its states.
     """
 
@@ -236,7 +236,7 @@ class _Check:
         """
         kinds = {one.key.kind for one in self._states}
         effects = [self._distance(self._outputs(ends, without=one)) for one in kinds]
-        return self._distance(self._outputs(ends)) <= 1e-7 * min(effects)  # of squares
+        return self._distance(self._outputs(ends)) <= 1e-7 * min(effects)  # sums of squares
 
     def _outputs(self, ends: Sequence[int], without: StateKind | None = None) -> Tensor:
         """Returns the outputs of each token; states of the kind `without` are always zero."""

@@ -28,9 +28,10 @@ class Part:
     """Sequences whose tokens a mixer computes in one call.
 
     Attributes:
-        rows: of the packed row: a slice of one sequence, or ``[sequences]`` int64, a token of each.
-        slots: of their states.
-        begun: they have states; else their first token is among these.
+        rows: the part of the packed row: a slice of one sequence, or ``[sequences]`` int64, a token
+            of each.
+        slots: the slots of their states.
+        begun: true if the sequences have states; otherwise their first token is in this call.
         index: the `slots` as a tensor.
     """
 
@@ -45,7 +46,7 @@ class ModelCache:
 
     Attributes:
         layer_idx: the model's number of the attention layer that runs now; -1: none ran yet.
-        is_sliding: as of transformers' caches; masks are not made from it.
+        is_sliding: the attribute of transformers' caches; masks are not made from it.
     """
 
     is_sliding: tuple[bool, ...] = ()
@@ -64,12 +65,12 @@ class ModelCache:
 class PackedStates(ModelCache):
     """The cache that a model is called with: routes mixers to the states of each sequence.
 
-    Keys and values of attention layers pass through; the step of the KV cache has them.
+    Keys and values of attention layers are returned unchanged, because the KV cache stores them.
 
     Args:
         plan: the sequences of the packed row.
-        slots: of the states.
-        device: of the model.
+        slots: the slots of the states.
+        device: the device of the model.
 
     Raises:
         UsageError: see `StateSlots.begin`.
@@ -106,8 +107,8 @@ class PackedStates(ModelCache):
         Args:
             mixer: takes a batch of sequences, and a cache.
             args: its arguments for the packed row; this object is the cache.
-            named: the same by name.
-            stepped: a sequence that has states is computed one token at a time.
+            named: its keyword arguments for the packed row.
+            stepped: true to compute a sequence that has states one token at a time.
         """
         whole: Any = None
         parts = self._stepped if stepped else self._parts
@@ -149,7 +150,7 @@ class SequenceStates:
     first token is ``None``. Mixers may change a state in place.
 
     Args:
-        slots: of all states.
+        slots: the slots of all states.
         part: the sequences of the batch, in order.
     """
 
@@ -245,7 +246,7 @@ def _parts(
     If `stepped`, chunks of sequences that have states are single tokens, one call after the other.
     """
     parts = []
-    singles: list[list[tuple[int, int]]] = []  # of each call: rows and slots
+    singles: list[list[tuple[int, int]]] = []  # for each call: rows and slots
     first = 0
     for one, slot in zip(plan, slots, strict=True):
         count = len(one.tokens)
@@ -276,7 +277,7 @@ def called(
     """Returns the output of `mixer` for the sequences of `states`, with their rows of `args`."""
     picked = [_picked(one, states) for one in args]
     by_name = {name: _picked(one, states) for name, one in named.items()}
-    by_name.pop("kv", None)  # of attention; kernels of mixers refuse unknown arguments
+    by_name.pop("kv", None)  # arguments of attention; kernels of mixers refuse unknown ones
     return mixer(*picked, **by_name)
 
 

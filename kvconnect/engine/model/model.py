@@ -56,27 +56,28 @@ class PositionLimit:
 
 
 class Model:
-    """The model itself, and what the engine must know about it.
+    """The loaded model, and its properties for the engine.
 
     Args:
-        directory: of the model.
-        dtype: of weights and KV; ``auto``: the checkpoint's.
+        directory: the directory of the model.
+        dtype: the dtype of weights and KV; ``auto``: the checkpoint's.
         device: ``auto``: CUDA where there is one.
-        ranks: that share the model; this one's part is loaded. ``None``: the whole.
+        ranks: the ranks that share the model, of which this rank's part is loaded; ``None``: the
+            whole model is loaded.
 
     Attributes:
-        layers: what each attention layer stores here.
-        whole_layers: what it stores on all ranks together, heads that several hold counted once.
+        layers: the shape of what each attention layer stores on this rank.
+        whole_layers: the same for all ranks together; heads that several ranks hold count once.
         vocab_size: token ids are below it.
         position_limit: the longest sequence; ``None``: none is known.
         eos_token_ids: tokens that end a generation.
-        states: what the recurrent layers keep of each sequence; empty: there are none.
-        stepped: some of these take no states for several tokens: chunks behind the first one of a
-            sequence are computed token by token.
+        states: the states that recurrent layers keep for each sequence; empty: there are none.
+        stepped: true if some of these layers cannot continue from a state with several tokens, so
+            that chunks after a sequence's first one are computed token by token.
 
     Raises:
         ConfigurationError: the directory, dtype or device is wrong.
-        UnsupportedModel: it cannot be served; the message is the reason.
+        UnsupportedModel: the model cannot be served; the message is the reason.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Model:
         self._leads = ranks is None or ranks.rank == 0
         if self.device.type == "cpu" and ranks is None and not self.states:
             make_lean(self._model)
-        unmap(self._model)  # last: what is packed is no copy of a file any more
+        unmap(self._model)  # last, because packed weights are no copy of a file any more
 
     def forward(self, step: ForwardStep) -> Tensor:
         """Computes `step` and writes its KV into the pools.
@@ -138,7 +139,7 @@ class Model:
         states: ModelCache | None,
         wanted: Tensor,
     ) -> Tensor:
-        """Runs the model; it gets positions and states if it has arguments for them."""
+        """Runs the model, with positions and states if it has arguments for them."""
         more: dict[str, Any] = {}
         if self._takes_positions:
             more["position_ids"] = position_ids
@@ -262,7 +263,7 @@ def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:  # a Pr
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"model: '{directory}' cannot be loaded: {error}") from error
     model, info = loaded
-    # Missing weights are random, others in each process, which no digest tells.
+    # Missing weights are random and differ between processes, which no digest shows.
     if missing := sorted(info["missing_keys"]):
         raise ConfigurationError(
             f"model: '{directory}' has no weights of {', '.join(missing[:3])}"
@@ -286,11 +287,11 @@ def _no_thread_of_progress_bars() -> Iterator[None]:
 
 
 def check_sharing(directory: Path, size: int) -> None:
-    """Checks that so many ranks can share the model. Only its configuration is read.
+    """Checks that `size` ranks can share the model. Reads only its configuration.
 
     Raises:
         ConfigurationError: the directory is wrong.
-        UnsupportedModel: they cannot; names the sizes that work.
+        UnsupportedModel: the ranks cannot share it; names the sizes that work.
     """
     config = _load_config(directory)
     _refuse(config)

@@ -29,7 +29,7 @@ class PageNumbers:
         self._pairs: dict[int, Tensor] = {}
 
     def pairs(self, step: int) -> Tensor:
-        """Returns rows of all keys, then of all values, where a page's are adjacent; made once.
+        """Returns the row numbers of all keys, then of all values, if they alternate in memory.
 
         Args:
             step: rows from one page to the next.
@@ -63,7 +63,7 @@ class SlotNumbers:
         self._rows: dict[tuple[int, int], Tensor] = {}
 
     def rows(self, tokens: int, step: int) -> Tensor:
-        """Returns the rows of memory with a token in each; made once.
+        """Returns the row number of each slot, if memory has a row for each token; made once.
 
         Args:
             tokens: T, of a block.
@@ -78,19 +78,19 @@ class SlotNumbers:
 class LayerPages:
     """The KV memory of a layer, as `BaseKVCacheManager.get_buffers` returns it.
 
-    Where the pool has another dtype than the model computes in (fp8), values are rounded when
-    they are written, those beyond its range to its largest one, and converted when they are read.
+    Where the pool has another dtype than the model computes in (fp8), values are rounded when they
+    are written, those beyond its range to its largest one, and converted when they are read.
 
     Args:
         buffers: a view ``[num_blocks, 2, T, num_kv_heads, head_dim]``, or where the dimensions of
             keys and values differ, two views ``[num_blocks, T, num_kv_heads, dim]``. Latents have
-            no values: what is read as their values are the keys.
-        layout: their required layout.
-        num_blocks: the same; ``None``: as many as there are.
-        dtype: that the model computes in; ``None``: the layout's.
+            no values: reading values returns the keys.
+        layout: the required layout of `buffers`.
+        num_blocks: the required number of blocks; ``None``: any.
+        dtype: the dtype that the model computes in; ``None``: the layout's.
 
     Raises:
-        ConfigurationError: they do not fit.
+        ConfigurationError: `buffers` do not fit.
     """
 
     __slots__ = (
@@ -149,7 +149,7 @@ class LayerPages:
         reshape_and_cache(keys, given, self._kv, numbers.slots, layer=0)
 
     def blank(self, blocks: Tensor, offsets: Tensor) -> None:
-        """Zeroes these slots."""
+        """Zeroes the slots at `offsets` of `blocks`."""
         self._key_memory.view[blocks, offsets] = 0
         if self._value_memory is not None:
             self._value_memory.view[blocks, offsets] = 0
@@ -212,7 +212,7 @@ class _Memory:
 
 
 def _pairs(buffers: Tensor) -> tuple[Tensor, int] | None:
-    """Returns rows like `_rows`, of keys and values in turn: one selection gets both."""
+    """Returns rows like `_rows`, alternating keys and values, so that one selection gets both."""
     whole = buffers.view(torch.uint8) if buffers.dtype.itemsize == 1 else buffers
     found = _rows(whole)
     if found is None:
@@ -222,10 +222,10 @@ def _pairs(buffers: Tensor) -> tuple[Tensor, int] | None:
 
 
 def _rows(view: Tensor) -> tuple[Tensor, int] | None:
-    """Returns the memory of `view` as rows of one page each, and the rows between two pages.
+    """Returns the memory of `view` as rows of one page's size, and the row distance of two pages.
 
     Selecting rows of a matrix is one memcpy a row; selecting from a strided view is several times
-    slower. ``None`` where pages do not lie at whole multiples of their size.
+    slower. Returns ``None`` if the distance of pages is no multiple of their size.
     """
     elements = view[0].numel()
     step, remainder = divmod(view.stride(0), elements)
@@ -235,7 +235,7 @@ def _rows(view: Tensor) -> tuple[Tensor, int] | None:
 
 
 def _token_rows(view: Tensor) -> tuple[Tensor, int] | None:
-    """Returns a row for each token; ``None`` also on devices, which have a kernel."""
+    """Returns the memory as a row for each token; ``None`` on devices, which have a kernel."""
     _, tokens, heads, dim = view.shape
     elements = heads * dim
     if _rows(view) is None or view.device.type != "cpu" or view.stride(0) % elements:

@@ -25,11 +25,11 @@ class CacheGeometry:
     """The layout of a model's layers in the KV cache.
 
     Attributes:
-        layouts: one of each pool group, in group order.
-        windows: how far each layer looks back; ``None``: to the first token.
-        narrowed: some layer looks back less far than its model does.
-        num_kv_heads: of each group's layers on all ranks together.
-        computes_in: the model's dtype, if the cache keeps another one; else ``None``.
+        layouts: the layout of each pool group, in order.
+        windows: the attention window of each layer; ``None``: full attention.
+        narrowed: true if the window of a layer is shorter than its model's.
+        num_kv_heads: the KV heads of each group's layers on all ranks together.
+        computes_in: the model's dtype, if the cache has another one; else ``None``.
     """
 
     layouts: tuple[KvCacheLayout, ...]
@@ -40,7 +40,7 @@ class CacheGeometry:
 
     @property
     def whole_layouts(self) -> tuple[KvCacheLayout, ...]:
-        """The `layouts` if one rank had all heads, which keys are made with."""
+        """The `layouts` of one rank with all heads, which are part of keys."""
         return tuple(
             replace(layout, num_kv_heads=heads)
             for layout, heads in zip(self.layouts, self.num_kv_heads, strict=True)
@@ -54,10 +54,10 @@ class CacheGeometry:
 
         Args:
             model: the model.
-            config: of the cache.
-            window_pools: whether the cache manager has pools for several groups; otherwise there
-                is one, and windows are masks only.
-            states: whether it keeps snapshots of recurrent states.
+            config: the configuration of the cache.
+            window_pools: true if the cache manager supports several pool groups; otherwise there is
+                one, and windows are masks only.
+            states: true if the cache manager keeps snapshots of recurrent states.
 
         Raises:
             UnsupportedModel: there is one pool, and layers differ in what they store.
@@ -113,11 +113,11 @@ class CacheGeometry:
 
         Args:
             buffers: returns a layer's memory; see `BaseKVCacheManager.get_buffers`.
-            num_blocks: of group 0.
-            dtype: of what is computed.
+            num_blocks: the number of blocks of group 0.
+            dtype: the dtype that the model computes in.
 
         Raises:
-            ConfigurationError: it is not of the layout's shape.
+            ConfigurationError: a layer's memory does not have the layout's shape.
         """
         if not self.windows:
             return []
@@ -139,13 +139,13 @@ def _with(digest: bytes, more: str) -> bytes:
 def effective_windows(
     layers: Sequence[LayerShape], given: Sequence[int] | None, longest: int | None
 ) -> tuple[int | None, ...]:
-    """Returns the window of each layer: its own, or a shorter one that was asked for.
+    """Returns the window of each layer: its own, or a shorter, configured one.
 
     Args:
-        layers: the model's.
+        layers: the layers of the model.
         given: ``KvCacheConfig.max_attention_window``, repeated over the layers.
-        longest: tokens of the longest sequence; a window that holds it all is none. ``None``: no
-            such limit.
+        longest: tokens of the longest sequence; a window of at least this length counts as full
+            attention. ``None``: no limit.
     """
     windows: list[int | None] = []
     for index, layer in enumerate(layers):
@@ -187,9 +187,9 @@ def group_layouts(
 
 
 def state_layers(model: Model) -> dict[int, int]:
-    """Returns the numbers of the recurrent layers in the cache, by those of the model.
+    """Returns the recurrent layers of `model`: the number in the cache by the model's number.
 
-    They follow those of the attention layers, since one layer of a model may be both.
+    Numbers in the cache follow those of the attention layers, because a layer may be both.
     """
     first = max(1, len(model.layers))
     numbers = sorted({one.key.layer_idx for one in model.states})

@@ -35,9 +35,9 @@ class _Limit:
     """A quantity that ranks have to share evenly.
 
     Attributes:
-        count: how much there is of it.
-        unit: its name.
-        repeats: several ranks may have the same, if each of it is on equally many.
+        count: the quantity of the whole model, such as its KV heads.
+        unit: the name of the quantity.
+        repeats: true if each piece may be on several ranks, equally many for all pieces.
     """
 
     count: int
@@ -52,7 +52,7 @@ def divided_parts(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[s
     """Yields name, style and object of every divided module and parameter of `model`.
 
     Args:
-        model: whole.
+        model: the whole model.
         plan: style of each module or parameter, by name, layer numbers as ``*``.
 
     Raises:
@@ -70,16 +70,16 @@ def divided_parts(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[s
 
 
 def check_size(model: nn.Module, plan: Mapping[str, str], size: int, *, num_heads: int) -> None:
-    """Checks that so many ranks can share `model`. Its weights are not read.
+    """Checks that `size` ranks can share `model`, without reading its weights.
 
     Args:
-        model: whole; on the meta device, for instance.
-        plan: as of `divided_parts`.
-        size: of ranks.
+        model: the whole model, on any device, also ``meta``.
+        plan: the plan of `divided_parts`.
+        size: the number of ranks.
         num_heads: query heads of each layer.
 
     Raises:
-        UnsupportedModel: they cannot; says why, and which sizes can.
+        UnsupportedModel: the ranks cannot share it; gives the reason and the possible sizes.
     """
     modules = dict(model.named_modules())
     limits: dict[_Limit, str] = {}

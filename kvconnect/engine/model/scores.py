@@ -38,11 +38,12 @@ class AttentionInput:
         query: ``[1, heads, tokens, dim]``; fewer tokens where not all are attended from.
         key: ``[1, kv_heads, tokens, dim]``.
         value: ``[1, kv_heads, tokens, value_dim]``.
-        scaling: of the scores; ``None``: by the root of `dim`.
-        window: how many tokens each one sees, itself included; ``None``: all.
+        scaling: the factor of the scores; ``None``: one over the square root of `dim`.
+        window: the number of tokens that each token sees, itself included; ``None``: all.
         softcap: bound of the scores, which approach it by a tangent; ``None``: unbounded.
-        sinks: ``[heads]``, a score of each head that takes a part of the weights and has no value.
-        latents: of a layer whose `key` holds latents and whose `value` has no elements.
+        sinks: ``[heads]``, a score of each head that takes part in the softmax without a value.
+        latents: the latents' module of a layer whose `key` holds latents and whose `value` is
+            empty.
     """
 
     query: Tensor
@@ -65,10 +66,10 @@ def attended(q: Tensor, keys: KeysAndValues, mask: Tensor | None, given: Attenti
 
     Args:
         q: ``[heads, tokens, dim]``.
-        keys: with values.
+        keys: the keys and values.
         mask: ``[tokens, keys]``, added to the scores; ``None``: the keys are those of the tokens,
             and each token sees those up to itself.
-        given: how scores are made.
+        given: the scaling, softcap and sinks of the scores.
 
     Returns:
         ``[tokens, heads, value_dim]``.
@@ -85,14 +86,14 @@ def attended_in_parts(
 ) -> Tensor | None:
     """Attends from the tokens of a chunk to its keys up to each token, and to all keys before it.
 
-    None of the parts needs a mask, which costs as much as a third of the products. The results are
-    weighted by the sums of their exponentials, whose logarithms are known.
+    No part needs a mask, which would cost a third of the products' time. The results are weighted
+    by the sums of their exponentials, whose logarithms the kernel returns.
 
     Args:
         q: ``[heads, tokens, dim]``.
         own: keys and values of these tokens.
-        before: of the tokens before them, in parts.
-        given: how scores are made.
+        before: the result of the tokens before them, in parts.
+        given: the scaling, softcap and sinks of the scores.
 
     Returns:
         ``[tokens, heads, value_dim]``; ``None`` if no kernel computes it: see `attended`.
@@ -120,8 +121,8 @@ def single_attended(
     Args:
         q: ``[sequences, heads, dim]``.
         keys: ``[sequences, kv_heads, keys, dim]``, with values.
-        mask: ``[sequences, 1, 1, keys]``, added to the scores; ``None``: everything is seen.
-        given: how scores are made.
+        mask: ``[sequences, 1, 1, keys]``, added to the scores; ``None``: all keys are seen.
+        given: the scaling, softcap and sinks of the scores.
 
     Returns:
         ``[sequences, heads, value_dim]``.

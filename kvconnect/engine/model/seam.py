@@ -31,8 +31,8 @@ class KvStep(Protocol):
     """The ``kv=`` that models are called with.
 
     Attributes:
-        last_tokens: ``[rows]`` int64, the tokens whose logits are wanted: all that the last layer
-            has to attend from.
+        last_tokens: ``[rows]`` int64, the tokens whose logits are computed; the last layer attends
+            only from these.
     """
 
     last_tokens: Tensor
@@ -95,20 +95,20 @@ class LayerShape:
 
     @property
     def is_latent(self) -> bool:
-        """Returns whether it is a latent, of which every head's keys and values are made."""
+        """Returns whether it stores latents, from which every head's keys and values are made."""
         return self.value_dim == 0
 
 
 class AttentionProbe:
     """A ``kv=`` that stores nothing: it records layers' shapes and refuses what is not served.
 
-    Configurations are not trusted: MLA, OPT and GPT-2 each name these things differently.
+    Configurations are not used: MLA, OPT and GPT-2 each have other names for these properties.
 
     Args:
-        cache: that a model with recurrent layers is called with; ``None``: all layers attend.
+        cache: the cache argument of a model with recurrent layers; ``None``: all layers attend.
 
     Attributes:
-        layers: shapes, in the order in which layers ran.
+        layers: the layers' shapes, in the order in which the layers ran.
         numbers: the model's numbers of these layers.
     """
 

@@ -19,12 +19,12 @@ class SequenceStep:
     """A run of consecutive tokens of one request, and the blocks of all of its tokens.
 
     Attributes:
-        request_id: of the request.
+        request_id: the id of the request.
         start: the first token's position in its sequence.
         tokens: ``[n]`` int32; drafts follow the last known token.
-        num_wanted: how many of them, the last ones, logits are wanted after: one, and one for each
-            draft; all of them where log probabilities of the prompt are asked for.
-        is_prompt: they are of the prompt.
+        num_wanted: the number of last tokens whose logits are computed: one, and one for each
+            draft; all tokens if log probabilities of the prompt are requested.
+        is_prompt: true if the tokens are the prompt's.
         tables: block ids, by pool group.
     """
 

@@ -40,7 +40,7 @@ class StateShape:
     """A state of one sequence.
 
     Attributes:
-        key: its name.
+        key: the name of the state.
         shape: without the dimension of the batch.
         dtype: in which the model keeps it, which may differ from the model's own.
     """
@@ -60,14 +60,14 @@ class _Held(NamedTuple):
 class StateSlots:
     """The states of all running sequences, one slot each.
 
-    A sequence whose first token is computed begins without any state, whatever its slot held.
-    Every other one continues from the states after exactly the tokens before; anything else is an
-    error, never an answer from another state.
+    A sequence whose first token is computed begins without any state, whatever its slot held. Every
+    other sequence continues from the states after exactly the tokens before; other states in its
+    slot are an error.
 
     Args:
-        shapes: of the model.
+        shapes: the shapes of the model.
         num_slots: the most sequences that run at once.
-        device: of the model.
+        device: the device of the model.
     """
 
     def __init__(self, shapes: Sequence[StateShape], num_slots: int, device: torch.device) -> None:

@@ -42,7 +42,7 @@ def _be_killed_with_leader(leader: int) -> None:
 
 
 def main() -> NoReturn:
-    """Follows as the rank that is asked for.
+    """Runs the follower of the rank in the command line.
 
     The process ends at once afterwards: the interpreter takes seconds to free all modules, and
     nothing is left to be done. After an error it must not keep the other ranks waiting, either.

@@ -14,11 +14,13 @@ __all__ = ["LoggedCopier", "make_copies"]
 
 
 class LoggedCopier(TensorCopier):
-    """A `TensorCopier` that keeps a log. A copy that raised is not in it: then the engine ends.
+    """A `TensorCopier` that logs its copies.
+
+    A copy that raised is not logged, because the engine ends.
 
     Args:
-        log: gets every copy that was made, in order.
-        pools, host_pools, layouts: as of `TensorCopier`.
+        log: receives every copy that was made, in order.
+        pools, host_pools, layouts: the arguments of `TensorCopier`.
     """
 
     def __init__(

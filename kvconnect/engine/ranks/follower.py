@@ -56,7 +56,7 @@ def follow(settings: RankSettings, meeting: Meeting, rank: int) -> None:
         group.connect(meeting.store, loaded.model.device)
         meeting.say_connected()
         Follower(settings, loaded, group).run()
-    except BaseException as error:  # also one that asks this process to end
+    except BaseException as error:  # also an error that ends this process
         group.fail(error)
         raise
     finally:
@@ -86,9 +86,9 @@ class Follower:
     """The part of an engine that every rank but the leader has; holds no request.
 
     Args:
-        settings: of all ranks.
+        settings: the settings of all ranks.
         loaded: this rank's part of the model.
-        group: connected.
+        group: the connected group.
     """
 
     def __init__(self, settings: RankSettings, loaded: LoadedModel, group: RankGroup) -> None:
@@ -101,7 +101,7 @@ class Follower:
         self._worker: KvCacheConnectorWorker | None = None
 
     def run(self) -> None:
-        """Takes part until the leader says `Close`; then drains what is staged."""
+        """Follows the leader's steps until its message `Close`; then drains staged blocks."""
         self._set_up()
         while not isinstance(message := self._receive(), Close):
             match message:
@@ -122,7 +122,7 @@ class Follower:
         self._shut_down()
 
     def _receive(self) -> Message:
-        message: Message = LifeSign()  # the leader's counts; it may take any time while it lives
+        message: Message = LifeSign()  # the leader's number; it may take any time while it lives
         return self._group.communicator.broadcast(message, idle=True)
 
     def _set_up(self) -> None:
@@ -188,4 +188,4 @@ class Follower:
 
 
 def _nothing() -> None:
-    """Does nothing: the leader asks in time."""
+    """Does nothing, because the leader polls in time."""

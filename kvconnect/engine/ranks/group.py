@@ -21,13 +21,13 @@ from kvconnect.errors import ConfigurationError, EngineClosed
 __all__ = ["CONNECT_S", "RankGroup"]
 
 CONNECT_S = 30.0
-"""The longest wait of ranks for another to connect: all have loaded their models then."""
+"""The most seconds that ranks wait for another to connect, after all have loaded their models."""
 
 _GLOO_PATIENCE = 5
 """The factor by which gloo waits longer for a connection than its timeout."""
 
 _STEP_S = 120.0
-"""The longest that one rank may compute beyond another, besides its waits for loads."""
+"""The most seconds that one rank may compute longer than another, besides waits for loads."""
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -35,12 +35,12 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 class RankGroup:
     """The `ModelRanks` of a model, and their `Communicator`; used by one thread at a time.
 
-    It is made before the model is loaded, for which its sums are none, and connected afterwards.
+    The group is made before the model is loaded, and connected afterwards.
 
     Args:
-        rank: this one.
-        size: how many there are.
-        load_timeout_s: so long a rank may wait for a load in a step.
+        rank: the number of this rank.
+        size: the number of ranks.
+        load_timeout_s: seconds that a rank may wait for a load in a step.
     """
 
     def __init__(self, rank: int, size: int, *, load_timeout_s: float = 0.0) -> None:
@@ -63,15 +63,15 @@ class RankGroup:
     def connect(self, store: Store, device: torch.device) -> None:
         """Connects to the others, over the loopback; collective.
 
-        Blocks for `CONNECT_S` at most in each of three groups, and only for a rank that is stopped:
-        one that dies ends it at once.
+        Blocks for `CONNECT_S` at most in each of three groups, if a rank is stopped. A rank that
+        died ends the wait at once.
 
-        A default group of torch.distributed that the user made is used; else this makes it, and
-        `close` ends it.
+        Uses the user's default group of torch.distributed, if there is one; otherwise makes one,
+        which `close` ends.
 
         Raises:
-            ConfigurationError: there is one of another size.
-            RuntimeError: of torch.distributed: a rank did not come.
+            ConfigurationError: the user's default group has another size.
+            RuntimeError: torch.distributed's error if a rank does not connect.
         """
         try:
             with _loopback():
@@ -100,7 +100,7 @@ class RankGroup:
                 f"{dist.get_world_size()} ranks, and {self._size} are needed; a process has one "
                 "engine of several ranks at a time"
             )
-        # NCCL connects when the first sum is asked for.
+        # NCCL connects at the first sum.
         backend, wait_s = ("gloo", connect_s) if device.type == "cpu" else ("nccl", self._timeout_s)
         sums = dist.new_group(backend=backend, timeout=timedelta(seconds=wait_s))
         self._communicator = DistributedCommunicator(
@@ -109,7 +109,7 @@ class RankGroup:
         self._sums = ModelSums(sums, self._communicator, self._timeout_s)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sums over all ranks, by `ModelSums`. Needs connected ranks."""
+        """Replaces `tensor` by its sum over all ranks, by `ModelSums`. Needs connected ranks."""
         if self._sums is not None:
             self._sums.all_reduce(tensor)
 
@@ -118,19 +118,19 @@ class RankGroup:
         """The connection of all ranks.
 
         Raises:
-            EngineClosed: they are not connected.
+            EngineClosed: the ranks are not connected.
         """
         if self._communicator is None:
             raise EngineClosed("the ranks are not connected")
         return self._communicator
 
     def fail(self, error: BaseException) -> None:
-        """Lets the other ranks know of `error`, see `Communicator`, if they are connected."""
+        """Sends `error` to the other ranks, if they are connected; see `Communicator.fail`."""
         if self._communicator is not None:
             self._communicator.fail(error)
 
     def close(self) -> None:
-        """Leaves the group, and ends what waits in it. Idempotent."""
+        """Leaves the group, and ends all waits in it. Idempotent."""
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.close()
@@ -152,9 +152,9 @@ def _destroy(groups: list[dist.ProcessGroup], *, with_default: bool) -> None:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Makes new groups of gloo listen to this machine alone, unless configured otherwise.
+    """Makes new groups of gloo listen on the loopback only, unless configured otherwise.
 
-    Their exchanges are trusted: see `DistributedCommunicator`.
+    The exchanges are trusted: see `DistributedCommunicator`.
     """
     names = [name for _, name in socket.if_nameindex() if name in {"lo", "lo0"}]
     if _INTERFACE in os.environ or not names:

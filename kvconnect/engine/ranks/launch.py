@@ -22,14 +22,14 @@ __all__ = ["FollowerProcesses"]
 class FollowerProcesses:
     """A process for each rank but the leader.
 
-    Each of them has a pipe to the leader as its standard input, and ends when that is closed: at
-    the latest when the leader's process ends, in whatever way. On Linux the kernel kills it then,
-    also if it is stopped. They are in sessions of their own, so that Ctrl-C reaches the leader
-    alone, which ends them.
+    Each process has a pipe to the leader as standard input, and ends when the pipe is closed, at
+    the latest at the end of the leader's process. On Linux the kernel kills it then, even if it is
+    stopped. The processes have sessions of their own, so that Ctrl-C reaches only the leader, which
+    ends them.
 
     Args:
-        settings: of all ranks.
-        port: of the leader.
+        settings: the settings of all ranks.
+        port: the port of the leader.
     """
 
     def __init__(self, settings: RankSettings, port: int) -> None:
@@ -48,10 +48,10 @@ class FollowerProcesses:
     def _start(
         self, rank: int, start: Callable[[], subprocess.Popen[bytes]]
     ) -> subprocess.Popen[bytes]:
-        """Starts a process on the thread that watches it.
+        """Starts a process, on the thread that watches it.
 
-        To the kernel the parent is that thread, which lives until the process ends; the caller's
-        thread may end earlier.
+        For the kernel that thread is the parent. It lives until the process ends, whereas the
+        caller's thread may end earlier.
         """
         started: Future[subprocess.Popen[bytes]] = Future()
 
@@ -68,24 +68,24 @@ class FollowerProcesses:
         return started.result()
 
     def on_lost(self, do: Callable[[], None]) -> None:
-        """Registers `do`, called on a thread of this when a process ended unexpectedly."""
+        """Registers `do`, called on another thread when a follower's process ends unexpectedly."""
         self._on_lost = do
         if self._lost is not None:
             do()
 
     def check(self) -> None:
-        """Checks that all of them run.
+        """Checks that all processes run.
 
         Raises:
-            RankLost: one has ended; names it.
+            RankLost: a process has ended; names its rank.
         """
         if self._lost is not None:
             raise RankLost(self._lost.rank, str(self._lost))
 
     def end(self, wait_s: float) -> None:
-        """Waits for them for so long, and kills the rest; idempotent.
+        """Waits up to `wait_s` for the processes to end, and kills the others; idempotent.
 
-        None of them runs afterwards.
+        No process runs afterwards.
         """
         self._ended = True
         until = time.monotonic() + wait_s
@@ -104,7 +104,7 @@ class FollowerProcesses:
         if self._ended:
             return
         how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
-        if self._lost is None:  # the first one counts: the others end by its end
+        if self._lost is None:  # only the first one is reported: the others end because of it
             self._lost = RankLost(rank, f"rank {rank} is lost: process {process.pid} ended {how}")
         self._on_lost()
 
@@ -117,7 +117,7 @@ def _started(rank: int, settings: RankSettings, start: str) -> subprocess.Popen[
     process = subprocess.Popen(  # noqa: S603  this package
         [sys.executable, "-P", "-m", "kvconnect.engine.ranks", str(rank)],
         stdin=subprocess.PIPE,
-        stdout=2,  # what the user's program prints is its own
+        stdout=2,  # the output is the user's program's
         env=environment,
         start_new_session=True,
     )

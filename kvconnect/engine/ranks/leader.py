@@ -1,4 +1,4 @@
-"""The leader's side of several ranks: what the engine does with its followers."""
+"""The leader's side of several ranks: starts, drives and ends the followers."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ __all__ = ["Leader", "NoFollowers", "start_followers"]
 
 _LIFE_SIGN_S = 1.0
 _END_S = 1.5
-"""The time for a process to end, beyond its drain."""
+"""The seconds for a process to end, beyond its drain."""
 
 _number = itertools.count()
 
 
 class NoFollowers:
-    """Stands for the `Leader` in an engine of one rank, whose step so needs no condition."""
+    """The substitute of `Leader` in an engine of one rank."""
 
     longest_wait_s = None
     process_ids = ()
@@ -62,17 +62,17 @@ class NoFollowers:
 
 
 class Leader:
-    """The other ranks, in processes of their own, as the engine sees them; from their start on.
+    """The leader's view of the other ranks, which run in processes of their own.
 
     Args:
-        settings: of all ranks.
-        meeting: the ranks'.
-        processes: the followers', if the leader started them.
+        settings: the settings of all ranks.
+        meeting: the leader's meeting.
+        processes: the followers' processes, if the leader started them.
 
     Attributes:
-        group: of the ranks, which the model is divided among; connected by `meet`.
-        process_ids: of the followers, by rank; set by `meet`.
-        longest_wait_s: an engine without work calls `wait` at least so often.
+        group: the group of the ranks, which the model is divided among; connected by `meet`.
+        process_ids: the process ids of the followers, by rank; set by `meet`.
+        longest_wait_s: the most seconds between two calls of `wait` by an engine without work.
     """
 
     longest_wait_s = _LIFE_SIGN_S
@@ -97,8 +97,8 @@ class Leader:
             The cache's configuration, limited to the memory that every rank has.
 
         Raises:
-            KvConnectError: what another rank raised instead.
-            ModelChanged: it loaded other files.
+            KvConnectError: the error of another rank.
+            ModelChanged: another rank loaded other files.
             RankLost: a rank did not connect; names it.
         """
         config, device = self._settings.kv_cache, loaded.model.device
@@ -127,11 +127,11 @@ class Leader:
 
     @property
     def cache_factory(self) -> KVCacheManagerFactory:
-        """Makes the leader's cache manager, whose copies all ranks make."""
+        """Returns a factory of the leader's cache manager, whose copies all ranks make."""
         return partial(KVCacheManager, make_copier=partial(LoggedCopier, self._copies))
 
     def set_up(self, kv: BaseKVCacheManager) -> None:
-        """Sends the others the sizes of the pools; they attach their connectors now."""
+        """Sends the sizes of the pools to the others, which then attach their connectors."""
         assert isinstance(kv, KVCacheManager)  # noqa: S101  of `cache_factory`
         self.group.communicator.broadcast(Setup(kv.sizes))
 
@@ -139,14 +139,14 @@ class Leader:
         """Blocks until the others' connectors are attached; the leader's is.
 
         Raises:
-            KvConnectError: what another rank raised instead.
+            KvConnectError: the error of another rank.
         """
         for rank, error in enumerate(self.group.communicator.allgather(None)):
             if error is not None:
                 raise rank_error(rank, error)
 
     def on_lost(self, do: Callable[[], None]) -> None:
-        """Calls `do`, on another thread, when a follower's process ended: the next step raises."""
+        """Registers `do`, called on another thread when a follower's process ends."""
         if self._processes is not None:
             self._processes.on_lost(do)
 
@@ -169,10 +169,10 @@ class Leader:
         return StepWork(copies, self._plans.message(plan))
 
     def wait(self) -> None:
-        """Keeps the others alive without work.
+        """Sends the others a sign of life without work.
 
         Raises:
-            RankLost: as `work`.
+            RankLost: a rank is lost; names it.
         """
         self._check()
         self.group.communicator.broadcast(LifeSign())
@@ -190,7 +190,7 @@ class Leader:
                 self._processes.end(0.0)
             self._leave()
         else:
-            with contextlib.suppress(KvConnectError):  # one is lost: the others end by that
+            with contextlib.suppress(KvConnectError):  # a rank is lost, so the others end
                 self.group.communicator.broadcast(Close())
 
     def end(self, wait_s: float | None) -> None:
@@ -217,15 +217,15 @@ class Leader:
 def start_followers(settings: RankSettings) -> Leader:
     """Starts the other ranks of an engine.
 
-    Under ``torchrun`` they are started already: this is one of them, perhaps. It then follows until
-    the leader closes its engine, and ends its process, so that a script continues in the leader's
-    alone.
+    Under ``torchrun`` they are started already, and this process may be a follower. It then follows
+    until the leader closes its engine, and ends its process, so that a script continues only in the
+    leader's.
 
     Raises:
         ConfigurationError: torchrun started another number of processes; this process has an engine
-            of several ranks already, or a default group of torch.distributed that new processes
-            are not in. Nothing was started.
-        SystemExit: this process followed, and the engine was closed.
+            of several ranks already, or a default group of torch.distributed that new processes are
+            not in. Nothing was started.
+        SystemExit: this process was a follower, and the engine was closed.
     """
     rank = torchrun_rank(settings.size)
     if rank is None:

@@ -30,19 +30,19 @@ _LOADING = timedelta(hours=2)
 _POLL_S = 0.02
 _BEAT_S = 1.0
 _SILENT_S = 60.0
-"""The longest silence of a rank that loads its model."""
+"""The most seconds without a sign of life of a rank that loads its model."""
 _HERE = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The report of a rank that its model is loaded, or is not.
+    """The report of a rank that its model is loaded, or that loading failed.
 
     Attributes:
-        digest: of the model, in hexadecimal.
-        free_nbytes: memory of its device that the cache may take; 0: no such limit.
-        pid: of its process.
-        error: class and text of what it raised instead.
+        digest: the digest of the model, in hexadecimal.
+        free_nbytes: bytes of its device that the cache may take; 0: no limit.
+        pid: the id of its process.
+        error: class and text of the error, if loading failed.
     """
 
     digest: str = ""
@@ -52,16 +52,16 @@ class Loaded:
 
 
 class Meeting:
-    """The ranks' store; each of them has one.
+    """A rank's access to the store in which the ranks of an engine meet.
 
     Args:
-        store: of torch.distributed, with the names of this engine alone.
-        rank: this one.
-        size: how many there are.
+        store: the store of torch.distributed, with the names of this engine alone.
+        rank: the number of this rank.
+        size: the number of ranks.
 
     Attributes:
-        store: the same.
-        port: of the store, if this rank made it.
+        store: the argument.
+        port: the port of the store, if this rank made it.
     """
 
     def __init__(self, store: Store, rank: int, size: int, *, port: int = 0) -> None:
@@ -70,8 +70,8 @@ class Meeting:
 
     @classmethod
     def opened(cls, size: int) -> Meeting:
-        """Makes the leader's, on a free port of this machine's loopback."""
-        # By itself the store would listen to the whole network.
+        """Makes the leader's meeting, on a free port of this machine's loopback."""
+        # By default the store would listen to the whole network.
         listener = socket.create_server((_HERE, 0))
         port = listener.getsockname()[1]
         store = TCPStore(
@@ -86,19 +86,19 @@ class Meeting:
 
     @classmethod
     def joined(cls, port: int, rank: int, size: int) -> Meeting:
-        """Makes a follower's; blocks until the leader's is there."""
+        """Makes a follower's meeting; blocks until the leader's exists."""
         store = TCPStore(_HERE, port, is_master=False, timeout=_LOADING)
         return cls(PrefixStore("kvconnect", store), rank, size)
 
     @classmethod
     def under_torchrun(cls, number: int) -> Meeting:
-        """Makes any rank's, by the environment; `number` counts this process's engines."""
+        """Makes any rank's meeting from the environment; `number` counts this process's engines."""
         store, rank, size = next(iter(rendezvous("env://", timeout=_LOADING)))
         return cls(PrefixStore(f"kvconnect/{number}", store), rank, size)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Reports every second that this rank lives, while it loads its model."""
+        """Reports a sign of life every second, while this rank loads its model."""
         over = threading.Event()
 
         def beat() -> None:
@@ -117,18 +117,18 @@ class Meeting:
             thread.join()
 
     def say_loaded(self, loaded: Loaded) -> None:
-        """Reports that this rank's model is loaded, or is not."""
+        """Reports that this rank's model is loaded, or that loading failed."""
         self.store.set(f"loaded/{self._rank}", json.dumps(asdict(loaded)))
 
     def wait_for_all(self, check: Callable[[], None]) -> list[Loaded]:
         """Returns every rank's report, by rank; the leader waits for them.
 
         Args:
-            check: raises if a rank without a report cannot send one any more.
+            check: raises if a rank without a report has ended.
 
         Raises:
-            KvConnectError: as a rank raised instead of loading its model.
-            RankLost: a rank that loads gives no sign of life.
+            KvConnectError: the error of a rank whose loading failed.
+            RankLost: a rank that loads its model has stopped to send signs of life.
         """
         missing = [*range(self._size)]
         said: dict[int, Loaded] = {}
@@ -147,7 +147,7 @@ class Meeting:
         return [said[rank] for rank in range(self._size)]
 
     def go_on(self) -> None:
-        """Lets the others connect, as all have loaded. Called by the leader."""
+        """Reports that all ranks have loaded, so that the others connect. Called by the leader."""
         self.store.set("go", "")
 
     def say_connecting(self) -> None:
@@ -159,14 +159,14 @@ class Meeting:
         self.store.set(f"connected/{self._rank}", "")
 
     def wait_until_all_connect(self, check: Callable[[], None], timeout_s: float) -> None:
-        """Blocks until every rank begins to connect; the leader waits at most so long.
+        """Blocks until every rank begins to connect; called by the leader.
 
         Args:
-            check: raises if a rank cannot any more.
-            timeout_s: so long.
+            check: raises if a rank has ended.
+            timeout_s: the most seconds to wait.
 
         Raises:
-            RankLost: a rank did not come; names it.
+            RankLost: a rank did not begin in time; names it.
         """
         until = time.monotonic() + timeout_s
         while (rank := self._first_without("connecting")) is not None:
@@ -176,7 +176,7 @@ class Meeting:
             time.sleep(_POLL_S)
 
     def lost_rank(self, seconds: float) -> RankLost:
-        """Returns the leader's error after ranks began to connect, and did not within `seconds`."""
+        """Returns the leader's error for ranks that did not connect within `seconds`."""
         rank = self._first_without("connected")
         return _not_connected(self._size - 1 if rank is None else rank, seconds)
 
@@ -185,18 +185,18 @@ class Meeting:
         return next((one for one in others if not self.store.check([f"{what}/{one}"])), None)
 
     def call_off(self, why: str) -> None:
-        """Ends the others' wait, as the leader ends."""
+        """Ends the waits of the other ranks, because the leader ends."""
         self.store.set("go", why)
 
     def close(self) -> None:
-        """Leaves the store; the leader stops listening for other ranks. Idempotent."""
-        self.store = HashStore()  # of this process
+        """Closes the store; the leader stops listening. Idempotent."""
+        self.store = HashStore()  # in this process alone
 
     def wait_to_go_on(self) -> None:
-        """Blocks until the leader says that all have loaded.
+        """Blocks until the leader reports that all ranks have loaded.
 
         Raises:
-            RankLost: it ended instead.
+            RankLost: the leader has ended.
         """
         self.store.wait(["go"], _LOADING)
         if why := self.store.get("go").decode():
@@ -204,17 +204,17 @@ class Meeting:
 
 
 class _Beats:
-    """The signs of life of loading ranks; a rank that has not begun has none."""
+    """The times of the last signs of life of loading ranks."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._heard: dict[int, tuple[bytes, float]] = {}
 
     def check(self, rank: int) -> None:
-        """Checks that the rank gave a new sign of life in the last minute.
+        """Checks that the rank sent a new sign of life in the last minute.
 
         Raises:
-            RankLost: it has not; names it.
+            RankLost: the rank has not; names it.
         """
         if not self._store.check([key := f"beat/{rank}"]):
             return
@@ -232,7 +232,7 @@ def _not_connected(rank: int, seconds: float) -> RankLost:
 
 
 def rank_error(rank: int, error: Sequence[str]) -> KvConnectError:
-    """Returns the leader's error for the class and text of a rank's error at its start."""
+    """Returns the leader's error for a rank's error at its start, given as class and text."""
     name, text = error
     made = getattr(errors, name, None)
     if isinstance(made, type) and issubclass(made, ConfigurationError):
@@ -241,7 +241,7 @@ def rank_error(rank: int, error: Sequence[str]) -> KvConnectError:
 
 
 def torchrun_rank(size: int) -> int | None:
-    """Returns this process's rank under ``torchrun``; ``None``: it was started without.
+    """Returns this process's rank under ``torchrun``; ``None`` without it.
 
     Raises:
         ConfigurationError: there are not `size` processes.

@@ -32,13 +32,13 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A copy that the leader's block manager ordered; fields as of the methods of `BlockCopier`.
+    """A copy that the leader's block manager ordered: a call of a `BlockCopier`.
 
     Attributes:
-        order: the method.
-        group: of the pool.
+        order: the method of `BlockCopier`.
+        group: the group of the pool.
         sources, targets: block ids.
-        num_tokens, from_host: of ``copy_tokens``.
+        num_tokens, from_host: the arguments of ``copy_tokens``.
     """
 
     order: Literal["onboard", "offload", "move", "copy_tokens"]
@@ -51,12 +51,12 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceMessage:
-    """A `SequenceStep`, with what changed in its block tables since the step before.
+    """A `SequenceStep`, with the changes of its block tables since the step before.
 
     Attributes:
-        request_id, start, num_wanted, is_prompt, tokens: as of `SequenceStep`.
-        lengths: of its block table in each pool group.
-        places, blocks: by group, the places that changed and the blocks that are there now.
+        request_id, start, num_wanted, is_prompt, tokens: the fields of `SequenceStep`.
+        lengths: the lengths of its block table in each pool group.
+        places, blocks: by group, the indices in the table that changed, and their new blocks.
     """
 
     request_id: int
@@ -74,8 +74,9 @@ class StepWork:
     """The work of a follower's model and memory in one step.
 
     Attributes:
-        copies: since the last step, in order; to be made before anything is computed or loaded.
-        sequences: what is computed; none if every request of the step is loading, or if it is idle.
+        copies: the copies since the last step, in order; made before the step computes or loads.
+        sequences: the sequences to compute; none if every request of the step is loading, or if it
+            is idle.
     """
 
     copies: tuple[BlockCopy, ...]
@@ -91,7 +92,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class LifeSign:
-    """A message without work: the leader lives."""
+    """A sign of life of the leader, without work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +101,15 @@ class Close:
 
 
 Message: TypeAlias = Instructions | StepWork | Setup | LifeSign | Close
-"""A step is `Instructions` with `StepWork` in them, or that alone where there is no connector."""
+"""The types of messages.
+
+A step is `Instructions` with `StepWork` in them, or `StepWork` alone without connector."""
 
 
 class PlanWriter:
-    """Makes messages of plans. The reader gets every one of them, in order.
+    """Makes messages of plans. The reader must receive all of them, in order.
 
-    Both keep the block tables of the last plan's sequences, and nothing of others.
+    Writer and reader keep the block tables of the last plan's sequences only.
     """
 
     def __init__(self) -> None:
@@ -145,7 +148,7 @@ class PlanReader:
         """Returns the plan that was sent.
 
         Raises:
-            RankDivergence: a table has places for which no message named a block.
+            RankDivergence: a table has indices without a block in any message.
         """
         plan = tuple(map(self._sequence, sequences))
         self._tables = {one.request_id: one.tables for one in plan}

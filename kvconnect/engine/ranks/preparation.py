@@ -1,4 +1,4 @@
-"""Prepares a follower's process first, so that a connector's imports have their effect here."""
+"""Prepares the processes of followers, so that a connector's imports have the same effect there."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _calls: dict[str, None] = {}
 def in_followers(call: str) -> None:
     """Makes every follower that is started later call `call`, as ``module:function``. Idempotent.
 
-    It is called without arguments, before the import of the connector's module, and of anything in
-    kvconnect except what starts the process.
+    A follower calls it without arguments, before it imports the connector's module, and any module
+    of kvconnect that is not needed to start the process.
     """
     _calls[call] = None
 
@@ -25,10 +25,10 @@ def preparation() -> tuple[str, ...]:
 
 
 def prepare(calls: Sequence[str]) -> None:
-    """Makes `calls`, also in the processes that this one starts.
+    """Makes `calls`, also in processes that this one starts.
 
     Raises:
-        Exception: the error of one of them.
+        Exception: the error of a call.
     """
     for call in calls:
         module, _, name = call.partition(":")

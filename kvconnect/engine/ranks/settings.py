@@ -25,13 +25,13 @@ class RankSettings:
     """The settings that all ranks of an engine have in common.
 
     Attributes:
-        size: how many ranks there are.
-        directory: of the model.
+        size: the number of ranks.
+        directory: the directory of the model.
         dtype: see `Model`.
-        device: ``cpu`` or ``cuda``, of all ranks.
+        device: the device of all ranks, ``cpu`` or ``cuda``.
         revision: see `model_digest`.
-        kv_cache: of the leader; the others get as many blocks.
-        connector: attached on every rank; ``None``: none.
+        kv_cache: the KV cache of the leader; the others get as many blocks.
+        connector: the connector that every rank attaches; ``None``: none.
 
     Raises:
         ConfigurationError: `connector` has a store that is an object of the leader's process, or a
@@ -94,7 +94,7 @@ class RankSettings:
 
 
 def _given(settings: Settings) -> dict[str, Any]:
-    """Returns the class, which may be one with more fields, and the fields that the user set."""
+    """Returns the class of `settings`, perhaps a subclass, and the fields that the user set."""
     of = type(settings)
     return {
         "module": of.__module__,
@@ -124,11 +124,11 @@ def check_tensor_parallel_size(size: object, manager: object) -> None:
     """Checks that an engine can have so many ranks.
 
     Args:
-        size: as the user gave it.
+        size: the user's number of ranks.
         manager: the user's own cache manager; ``None``: there is none.
 
     Raises:
-        ConfigurationError: it cannot.
+        ConfigurationError: the engine cannot have `size` ranks.
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ConfigurationError(f"tensor_parallel_size: {size!r} must be an integer, at least 1")
@@ -143,12 +143,12 @@ def rank_device(device: str, rank: int, size: int) -> str:
     """Returns the device of a rank: ``cpu`` or ``cuda:rank``.
 
     Args:
-        device: as the user gave it.
-        rank: which rank of this machine.
-        size: how many there are.
+        device: the user's device.
+        rank: the rank on this machine.
+        size: the number of ranks.
 
     Raises:
-        ConfigurationError: it names one GPU for several ranks, or there are too few.
+        ConfigurationError: `device` is one GPU for several ranks, or there are too few GPUs.
     """
     if size == 1:
         return device
@@ -168,7 +168,7 @@ def rank_device(device: str, rank: int, size: int) -> str:
 
 
 def free_nbytes(config: KvCacheConfig, device: torch.device) -> int:
-    """Returns the memory of `device` that the cache may take; 0 where that is no limit."""
+    """Returns the bytes of `device` that the cache may take; 0: no limit."""
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
@@ -176,7 +176,7 @@ def free_nbytes(config: KvCacheConfig, device: torch.device) -> int:
 
 
 def limited(config: KvCacheConfig, nbytes: int) -> KvCacheConfig:
-    """Returns `config` for a cache of at most so many bytes; 0: no further limit."""
+    """Returns `config` for a cache of at most `nbytes` bytes; 0: no further limit."""
     if not nbytes:
         return config
     given = config.max_gpu_total_bytes or nbytes

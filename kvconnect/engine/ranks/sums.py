@@ -16,22 +16,22 @@ __all__ = ["ModelSums"]
 
 _LOOK_EVERY = timedelta(seconds=0.25)
 _FIND_OUT_S = 5.0
-"""The longest wait for the name of the lost rank after a failed sum."""
+"""The most seconds to wait for the name of the lost rank after a failed sum."""
 
 _LEAVE_S = 1.0
-"""The longest wait for a sum in gloo after the engine has ended."""
+"""The most seconds to wait for a sum in gloo after the engine has ended."""
 
 
 class ModelSums:
     """Sums over all ranks; a sum ends when the ranks cannot continue together.
 
-    gloo may wait for a sum for ever, or until its own timeout, though the other ranks are gone. The
-    engine's thread waits in slices of 0.25 s and asks `communicator` after each.
+    gloo may wait for a sum for ever, or until its own timeout, although the other ranks have ended.
+    The engine's thread waits in slices of 0.25 s and checks `communicator` after each.
 
     Args:
-        group: of torch.distributed, with the ranks of `communicator`.
-        communicator: ends what waits in `group` when a rank is lost.
-        timeout_s: so long a rank may let the others wait in a sum.
+        group: the group of torch.distributed, with the ranks of `communicator`.
+        communicator: ends the waits in `group` when a rank is lost.
+        timeout_s: seconds that the others wait for a rank in a sum.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class ModelSums:
     def close(self) -> dist.ProcessGroup | None:
         """Ends the use of the group, and returns it; the communicator is closed. Idempotent.
 
-        A group that gloo still sums in must not be destroyed: its destructor waits for that without
-        limit. After a second a thread keeps the group until the sum has ended, and ``None`` is
-        returned.
+        A group with a running sum must not be destroyed, because its destructor waits for the sum
+        without limit. After a second, a thread keeps the group until the sum has ended, and
+        ``None`` is returned.
         """
         group, self._group = self._group, None
         work, self._work = self._work, None

@@ -1,4 +1,4 @@
-"""A request as its submitter holds it."""
+"""The handle of a submitted request."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class RequestHandle:
     """A submitted request. Every method may be called from any thread.
 
     In a coroutine, ``await handle`` returns the output, and ``async for chunk in handle`` yields it
-    piece by piece; neither takes a thread. A cancelled ``await``, and an ``async for`` that is
-    left early, abort the request.
+    piece by piece; neither needs a thread. Cancelling the ``await``, or leaving the ``async for``
+    early, aborts the request.
 
     Args:
-        lives: the request; several if it has several completions.
-        abort: ends them. It also keeps the engine open as long as the handle is held, which is why
-            the engine itself holds `lives` and not the handle.
+        lives: the live request of each completion.
+        abort: aborts them. Its reference keeps the engine open as long as the handle exists, so the
+            engine itself holds `lives` and not the handle.
     """
 
     def __init__(self, lives: Sequence[LiveRequest], abort: Callable[[], None]) -> None:
@@ -36,26 +36,26 @@ class RequestHandle:
 
     @property
     def done(self) -> bool:
-        """Returns whether it has ended."""
+        """Returns whether the request has ended."""
         return all(live.done for live in self._lives)
 
     @property
     def submitted_at(self) -> float:
-        """Returns when it was submitted, in seconds of `time.perf_counter`."""
+        """Returns the time of submission, in seconds of `time.perf_counter`."""
         return self._lives[0].request.arrived_at
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """The tokens of its prompt."""
+        """The tokens of the prompt."""
         request = self._lives[0].request
         tokens: list[int] = request.tokens.view[: request.prompt_len].tolist()
         return tokens
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """The log probabilities of the prompt's tokens; ``None`` if the request wants none.
+        """The log probabilities of the prompt's tokens; ``None`` if not requested.
 
-        They are complete once the first chunk of the output is there. Until then the last ones
+        They are complete once the first chunk of the output has arrived. Before that the last ones
         are missing.
         """
         return self._lives[0].prompt_logprobs
@@ -64,9 +64,10 @@ class RequestHandle:
         """Waits for the output.
 
         Raises:
-            TimeoutError: it has not ended within `timeout` seconds; it continues.
-            EngineClosed: it has not ended, and this process was forked from the engine's.
-            KvConnectError: or any other error that ended the request, or the engine with it.
+            TimeoutError: the request has not ended within `timeout` seconds; it continues.
+            EngineClosed: the request has not ended, and this process was forked from the engine's.
+            KvConnectError: the request or the engine ended by this error, which may also have
+                another class.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         outputs = []
@@ -76,7 +77,7 @@ class RequestHandle:
                 outputs.append(live.result(left))
             except TimeoutError:
                 if live.done:
-                    raise  # what it failed of
+                    raise  # the error that ended it
                 raise TimeoutError(f"the request has not finished within {timeout} s") from None
         return as_one(outputs)
 
@@ -86,7 +87,7 @@ class RequestHandle:
         With several completions, chunks of all of them come in the order of their arrival.
 
         Raises:
-            KvConnectError: as in `result`, in place of the chunk that never came.
+            KvConnectError: raised as by `result`, after the chunks that arrived.
         """
         changed, owner = threading.Event(), Owner()
         reader = _Reader(self._lives, changed.set)
@@ -100,7 +101,7 @@ class RequestHandle:
             reader.close()
 
     def abort(self) -> None:
-        """Ends it now; its result has the output so far. Does nothing once it has ended."""
+        """Aborts the request; its result has the output so far. Does nothing after its end."""
         self._abort()
 
     def __await__(self) -> Generator[object, None, RequestOutput]:
@@ -144,15 +145,15 @@ class _Reader:
         self._open = set(range(len(lives)))
         for live in lives:
             live.add_listener(ring)
-        ring()  # earlier output reaches no listener
+        ring()  # listeners do not get earlier output
 
     @property
     def ended(self) -> bool:
-        """Returns whether the last chunk of all was taken."""
+        """Returns whether the last chunk of every request was taken."""
         return not self._open
 
     def take(self) -> Iterator[StreamChunk]:
-        """Yields the output since the last time, of each request at most one chunk."""
+        """Yields the output since the last call, at most one chunk of each request."""
         for number in sorted(self._open):
             chunk = self._lives[number].chunk_beyond(self._seen[number])
             if chunk is None:
@@ -176,7 +177,7 @@ class _Wakeup:
         self._rung = asyncio.Event()
 
     def ring(self) -> None:
-        """Wakes the coroutine, or keeps it from sleeping next time. Never blocks, never raises."""
+        """Wakes the coroutine, or makes its next `wait` return at once. Never blocks or raises."""
         with contextlib.suppress(RuntimeError):  # the loop was closed: no coroutine waits
             self._loop.call_soon_threadsafe(self._rung.set)
 

@@ -1,4 +1,4 @@
-"""Turns a prompt into a request: converted once, and refused here if it can never run."""
+"""Turns a prompt into a request: converts it once, and refuses one that can never run."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class Intake:
     ) -> LlmRequest:
         """Makes a request in the state QUEUED; `headers` may name the trace that it belongs to.
 
-        It is checked here, on the thread of its submitter: an error in a step of the engine would
-        delay other requests.
+        The prompt is checked here, on the submitter's thread, because an error in a step of the
+        engine would delay other requests.
 
         Raises:
-            ConfigurationError: it is empty, has tokens that the model does not know, or is longer
-                than the model or the cache can ever hold; a setting is wrong.
+            ConfigurationError: the prompt is empty, has unknown tokens, or is longer than model or
+                cache allow; or a setting is wrong.
         """
         _check_transfer_params(kv_transfer_params)
         if headers is not None and not isinstance(headers, Mapping):
@@ -103,7 +103,8 @@ class Intake:
         """Returns the tokens of `prompt`, a copy.
 
         Raises:
-            ConfigurationError: it is no prompt, or with `params` longer than there is room for.
+            ConfigurationError: `prompt` is no prompt, or with `params` longer than model or cache
+                allow.
         """
         tokens = self._tokens(as_text_or_tokens(prompt))
         self._check_length(len(tokens), params.max_tokens)
@@ -111,7 +112,7 @@ class Intake:
 
     @property
     def max_seq_len(self) -> int:
-        """The length of the longest sequence that model and cache have room for."""
+        """The length of the longest sequence that model and cache allow."""
         room = self._max_blocks * self._tokens_per_block
         limit = self._model.position_limit
         if limit is None:
@@ -128,7 +129,7 @@ class Intake:
 
     @property
     def _grows_with_length(self) -> bool:
-        # Pools give each other memory, and a window needs the same for any length.
+        # Pools share memory, and a window needs the same blocks for any length.
         return len(self._layouts) == 1 and self._layouts[0].window is None
 
     def another(self, first: LlmRequest, request_id: int, params: SamplingParams) -> LlmRequest:
@@ -178,7 +179,7 @@ class Intake:
                 f"prompt: {shown(prompt)} is a {type(prompt).__name__}; give text or token ids"
             )
         else:
-            # A copy: the caller may go on writing into an array of its own.
+            # A copy, because the caller may change its array.
             tokens = as_token_array(prompt, field="prompt").copy()
         if len(tokens) == 0:
             raise ConfigurationError("prompt: it is empty; at least one token is needed")

@@ -1,4 +1,4 @@
-"""A request in the engine, and what has come out of it."""
+"""A request in the engine, and its output so far."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class TokenRun:
 
     Attributes:
         live: the request.
-        tokens: appended to it; the last one was not fed yet.
+        tokens: the tokens appended to the request; the last one is not computed yet.
         statuses: the status of each of them; only the last may end the request.
-        num_rejected: drafts that were fed and rejected.
-        top: the log probabilities of each token; ``None`` if the request asked for none.
+        num_rejected: drafts that were computed and rejected.
+        top: the log probabilities of each token; ``None`` if not requested.
     """
 
     live: LiveRequest
@@ -54,20 +54,20 @@ class TokenRun:
 class LiveRequest:
     """A request in the engine, its cost so far, and its output so far.
 
-    The engine's thread owns it. Any other may call `done`, `result`, `chunk_beyond`,
-    `add_listener` and `remove_listener`, and once there is a token `prompt_logprobs`, and nothing
-    else: what they read is written under a lock.
+    The engine's thread owns it. Other threads may call only `done`, `result`, `chunk_beyond`,
+    `add_listener` and `remove_listener`, and, once there is a token, `prompt_logprobs`: a lock
+    guards what these read.
 
     Args:
-        request: as it was admitted to the engine.
-        stops: follows its text, and decides when it ends.
+        request: the request of scheduler, cache and connectors.
+        stops: makes its text, and decides when it ends.
         index: its number among the completions of its prompt.
-        tokenizer: for the texts beside log probabilities; ``None``: they have none.
+        tokenizer: decodes the texts of log probabilities; ``None``: they have no texts.
 
     Attributes:
         request: the view of scheduler, cache and connectors.
         index: its number among the completions of its prompt.
-        preemptions: how often it lost its blocks.
+        preemptions: how often it was preempted.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class LiveRequest:
         self._error: BaseException | None = None
 
     def take_prompt(self, first: int, top: TopTokens) -> None:
-        """Adds the log probabilities `top` of its prompt's tokens from place `first` on.
+        """Adds the log probabilities `top` of the prompt's tokens from number `first` on.
 
-        What is there already, from before a preemption, is left as it is.
+        Values from before a preemption are kept.
 
         Raises:
             UsageError: tokens before `first` were not computed but reused.
@@ -119,7 +119,7 @@ class LiveRequest:
 
         Args:
             chosen: the token after the request's last one and after each of its drafts.
-            top: the likeliest tokens beside each of `chosen`; ``None`` if not asked for.
+            top: the likeliest tokens beside each of `chosen`; ``None`` if not requested.
         """
         request, drafts = self.request, self.request.draft_tokens
         tokens: list[int] = []
@@ -130,7 +130,7 @@ class LiveRequest:
             if statuses[-1].finish_reason is not None:
                 break
         request.append_tokens(np.array(tokens, np.int32))
-        # As without drafts: the last token counts as not fed.
+        # The last token counts as not computed, like without drafts.
         request.num_computed_tokens = request.num_tokens - 1
         request.state = RequestState.GENERATION
         request.draft_tokens = NO_DRAFTS
@@ -146,7 +146,7 @@ class LiveRequest:
         )
 
     def emit(self, run: TokenRun) -> None:
-        """Shows `run` to its waiters."""
+        """Adds `run` to the output and notifies waiters."""
         if self._first_token_at is None:
             self._first_token_at = time.perf_counter()
         with self._lock:
@@ -157,7 +157,7 @@ class LiveRequest:
         self._tell()
 
     def finish(self, reason: FinishReason) -> None:
-        """Ends it; its waiters get its output."""
+        """Ends the request for `reason`; waiters get the output."""
         with self._lock:
             if reason == "abort":
                 self._texts.append(self._stops.abort())
@@ -166,7 +166,7 @@ class LiveRequest:
         self._tell()
 
     def fail(self, error: BaseException) -> None:
-        """Ends it by an error; later ones are ignored."""
+        """Ends the request by `error`; later errors are ignored."""
         with self._lock:
             if not self.done:
                 self._error = error
@@ -175,12 +175,12 @@ class LiveRequest:
 
     @property
     def done(self) -> bool:
-        """Returns whether it has ended, well or not."""
+        """Returns whether the request has ended, with or without an error."""
         return self._output is not None or self._error is not None
 
     @property
     def aborted(self) -> bool:
-        """Returns whether it was aborted."""
+        """Returns whether the request was aborted."""
         return self._output is not None and self._output.finish_reason == "abort"
 
     def result(self, timeout: float | None = None) -> RequestOutput:
@@ -195,15 +195,15 @@ class LiveRequest:
         return self._output
 
     def chunk_beyond(self, seen: int) -> StreamChunk | None:
-        """Returns the output beyond `seen` tokens, or at the end; ``None``: neither yet."""
+        """Returns the output beyond `seen` tokens, or the end; ``None`` if there is neither."""
         with self._lock:
             return self._chunk(seen) if len(self._tokens) > seen or self.done else None
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Registers `listener`, which is called for new tokens, and at the end.
 
-        It runs on the engine's thread, which must not be kept waiting and takes no exceptions.
-        Earlier output is not reported again: check it after adding the listener.
+        The listener runs on the engine's thread: it must neither block nor raise. Output that is
+        older than the listener is not reported: check for it after the call.
 
         Raises:
             EngineClosed: it has not ended, and this process was forked from the engine's.
@@ -235,7 +235,7 @@ class LiveRequest:
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """The log probabilities of the prompt's tokens; ``None`` if the request wants none.
+        """The log probabilities of the prompt's tokens; ``None`` if not requested.
 
         They are complete once the request has an output token.
         """

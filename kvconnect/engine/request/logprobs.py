@@ -52,7 +52,7 @@ class TopTokens:
 
     Attributes:
         token_ids: ``[rows, 1 + count]`` int32: the chosen token, then the likeliest ones in order.
-        logprobs: of each, float32.
+        logprobs: the log probabilities of each, float32.
         ranks: ``[rows]`` int32, of the chosen tokens, from 1.
     """
 
@@ -74,7 +74,7 @@ def top_tokens(logits: Tensor, tokens: Sequence[int], count: int) -> TopTokens:
         logits: ``[rows, vocab]`` as the model gave them; rows beyond those of `tokens` are left
             out.
         tokens: chosen from each row; at least one.
-        count: of the likeliest; -1: all.
+        count: the number of the likeliest; -1: all.
     """
     parts = [
         _top(logits[start : start + _ROWS_AT_ONCE], tokens[start : start + _ROWS_AT_ONCE], count)
@@ -201,7 +201,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
     """The log probabilities of the tokens of a prompt; the first one has none: nothing precedes it.
 
     Args:
-        rest: of the tokens from the second one on.
+        rest: the values of the tokens from the second one on.
     """
 
     __slots__ = ("_rest",)

@@ -19,13 +19,13 @@ class CompletionOutput:
     """A completion of a prompt.
 
     Attributes:
-        index: its number among them, from 0.
-        text: without special tokens and without the stop string; empty without a tokenizer.
-        token_ids: the generated tokens; a stop token is part of it.
+        index: the number of the completion, from 0.
+        text: the generated text, without special tokens and stop string; empty without a tokenizer.
+        token_ids: the generated tokens, a stop token included.
         finish_reason: a stop token or string, the length, or an abort.
-        stop_reason: which of the request's own stop strings or stop tokens ended it; ``None`` for
-            the model's end-of-sequence token, too.
-        logprobs: of each token; ``None`` if not asked for.
+        stop_reason: the request's stop string or stop token that ended the completion; else
+            ``None``, also for the model's end-of-sequence token.
+        logprobs: the log probabilities of each token; ``None`` if not requested.
     """
 
     index: int
@@ -37,7 +37,7 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of the log probabilities of its tokens; ``None`` if not asked for."""
+        """The sum of the log probabilities of its tokens; ``None`` if not requested."""
         if self.logprobs is None:
             return None
         pairs = zip(self.token_ids, self.logprobs, strict=True)
@@ -50,25 +50,30 @@ class RequestOutput:
 
     Attributes:
         request_id: unique within the engine.
-        prompt_token_ids, output_token_ids: what went in and came out; a stop token is part of it.
-        output_text: without special tokens and without the stop string; empty without a tokenizer.
+        prompt_token_ids, output_token_ids: the prompt's tokens, and the generated tokens, a stop
+            token included.
+        output_text: the generated text, without special tokens and stop string; empty without a
+            tokenizer.
         finish_reason: a stop token or string, the length, or an abort.
         prompt_tokens: length of the prompt.
-        computed_tokens: how many of them were computed; more than once after a preemption.
-        reused_device_tokens, reused_store_tokens: how many came from the cache, and from a store.
+        computed_tokens: the number of prompt tokens that were computed; after a preemption tokens
+            count again.
+        reused_device_tokens, reused_store_tokens: the number of prompt tokens that came from the
+            cache, and from a store.
         ttft_ms: time from submission to the first token; ``None`` if there was none.
-        kv_transfer_params: data that a connector sends along with the result.
+        kv_transfer_params: the connector's data for the client.
         reused_host_tokens: those of `reused_device_tokens` that the host tier brought back.
-        drafted_tokens, accepted_tokens: proposed by speculative decoding, and found right.
-        preemptions: how often it lost its blocks to others and came back.
-        outputs: all its completions, by index. Counts are the sums of theirs, but `prompt_tokens`.
-        prompt_logprobs: of each token of the prompt, the first one's is ``None``; ``None`` if not
-            asked for.
+        drafted_tokens, accepted_tokens: tokens that speculative decoding proposed, and those
+            accepted.
+        preemptions: how often the request was preempted.
+        outputs: all completions, by index. All counts except `prompt_tokens` are their sums.
+        prompt_logprobs: the log probabilities of each token of the prompt, ``None`` for the first
+            token; ``None`` if not requested.
         lookup_late: the store did not answer within ``lookup_timeout_ms``, so that the prompt was
             computed as if the store had nothing of it.
-        explanation: the outcome of each token of its prompt; of the first completion if there are
-            several. See `explain`.
-        tokenizer: makes the texts of `explain`.
+        explanation: the outcome of each token of the prompt, for the first completion. See
+            `explain`.
+        tokenizer: decodes the texts of `explain`.
     """
 
     request_id: int
@@ -93,10 +98,10 @@ class RequestOutput:
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
 
     def explain(self) -> Explanation:
-        """Returns the outcome of each token of its prompt: reused, new, or lost, and why.
+        """Returns the outcome of each token of the prompt: reused, new, or lost for a reason.
 
-        Where the prompt leaves what is cached under its own salt, the texts on both sides of that
-        place are included: some 16 tokens before it, and at most a block from there on.
+        The result includes the texts where the prompt differs from the blocks cached under its own
+        salt: some 16 tokens before the difference, and at most a block after it.
         """
         found = self.explanation.divergence
         if found is None or self.tokenizer is None:
@@ -116,7 +121,7 @@ class RequestOutput:
 
 
 def as_one(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """Returns the output of a prompt, from those of its completions in order."""
+    """Returns one output for a prompt, made of the outputs of its completions in order."""
     first = outputs[0]
     if len(outputs) == 1:
         return first
@@ -137,12 +142,12 @@ class StreamChunk:
     """The output since the chunk before it.
 
     Attributes:
-        request_id: of the request.
+        request_id: the id of the request.
         token_ids: new tokens.
-        text: new text; it lags behind the tokens where characters or stop strings are unfinished.
-        finish_reason: set in the last chunk, of each completion if there are several.
+        text: new text; text of unfinished characters or stop strings comes in a later chunk.
+        finish_reason: set in the last chunk of each completion.
         index: number of the completion.
-        logprobs: of the new tokens; ``None`` if not asked for.
+        logprobs: the log probabilities of the new tokens; ``None`` if not requested.
     """
 
     request_id: int
@@ -155,18 +160,20 @@ class StreamChunk:
 
 @dataclass(slots=True)
 class EngineStats:
-    """The counts since the start, and what the engine holds now.
+    """The counts since the start, and the present numbers of requests and blocks.
 
     Attributes:
         steps: forward passes.
-        finished_requests: ended, aborts included.
-        prompt_tokens, computed_tokens, reused_device_tokens, reused_store_tokens: of these.
-        generated_tokens: of finished requests, too.
+        finished_requests: requests that ended, aborted ones included.
+        prompt_tokens, computed_tokens, reused_device_tokens, reused_store_tokens: sums over the
+            finished requests.
+        generated_tokens: sum over the finished requests.
         reused_host_tokens: those of `reused_device_tokens` that were onboarded from the host tier.
-        preemptions: requests sent back to the queue.
-        drafted_tokens, accepted_tokens: proposed by speculative decoding, and found right.
-        waiting_requests, running_requests, loading_requests, saving_requests: now.
-        free_blocks, max_blocks: of the KV cache; with several pools, of group 0.
+        preemptions: how often requests were preempted.
+        drafted_tokens, accepted_tokens: tokens that speculative decoding proposed, and those
+            accepted.
+        waiting_requests, running_requests, loading_requests, saving_requests: the present numbers.
+        free_blocks, max_blocks: blocks of the KV cache; with several pools, of group 0.
     """
 
     steps: int = 0

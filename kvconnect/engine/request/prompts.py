@@ -27,7 +27,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    ndim = getattr(prompts, "ndim", None)  # of an array or a tensor
+    ndim = getattr(prompts, "ndim", None)  # arrays and tensors have it
     if ndim is None and (isinstance(prompts, (bytes, bytearray)) or not _is_sequence(prompts)):
         raise ConfigurationError(
             f"prompts: {shown(prompts)} is a {type(prompts).__name__}; "

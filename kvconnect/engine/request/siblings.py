@@ -1,4 +1,4 @@
-"""The completions of one prompt: the first computes it, the others begin after that."""
+"""The completions of one prompt: the first computes the prompt, the others start afterwards."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Siblings:
     Every method may be called from any thread, and none waits for the engine.
 
     Args:
-        lives: at least one; the engine has seen none of them.
-        post: has the engine take one in; raises `EngineClosed`.
+        lives: at least one; none has been posted to the engine.
+        post: posts a request to the engine; raises `EngineClosed`.
         abort: ends the request with an id, if the engine has it.
     """
 
@@ -38,7 +38,7 @@ class Siblings:
         """Posts the first one.
 
         Raises:
-            EngineClosed: the engine takes no more requests.
+            EngineClosed: the engine accepts no more requests.
         """
         first = self._lives[0]
         if self._waiting:
@@ -55,13 +55,13 @@ class Siblings:
             self._abort(live.request.request_id)
 
     def _go_on(self) -> None:
-        # The first one has a token, so that the blocks of its prompt are published; or it ended.
+        # The first request has a token, so that the prompt's blocks are published; or it ended.
         first = self._lives[0]
         first.remove_listener(self._go_on)
         if first.aborted:
             self.abort()
             return
-        with self._lock:  # an abort that comes later finds them in the engine
+        with self._lock:  # a later abort finds the requests in the engine
             waiting, self._waiting = self._waiting, ()
             for live in waiting:
                 try:

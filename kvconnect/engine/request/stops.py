@@ -16,12 +16,12 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class StopStatus:
-    """The result of one more token: text that is certain now, and whether it was the last one.
+    """The result of one more token: text that is final now, and the end if it was the last one.
 
     Attributes:
-        text: follows that of the tokens before.
+        text: the text after that of the tokens before.
         finish_reason: set if it was the last one.
-        stop_reason: the one of the request's own stop strings and stop tokens that ended it.
+        stop_reason: the request's stop string or stop token that ended it.
     """
 
     text: str
@@ -32,10 +32,10 @@ class StopStatus:
 class StopChecker:
     """Follows one request's output: its text, and whether it has ended.
 
-    Text that may turn out to begin a stop string is held back until it is certain.
+    Text that may be the beginning of a stop string is held back until that is decided.
 
     Args:
-        params: of the request.
+        params: the parameters of the request.
         eos_token_ids: the model's own end-of-sequence tokens.
         tokenizer: without one there is no text.
     """
@@ -85,9 +85,9 @@ class StopChecker:
         return text + (self._detokenizer.finish() if self._detokenizer else "")
 
     def _find(self, text: str) -> _Found | None:
-        """Returns the earliest stop string in `text`, if any may count yet.
+        """Returns the earliest stop string in `text`, if ``min_tokens`` are reached.
 
-        It ends in what was added to the text held back: one that ended there came too early.
+        A stop string that ends within the text held back came before ``min_tokens`` and is ignored.
         """
         if self._count <= self._min_tokens:
             return None

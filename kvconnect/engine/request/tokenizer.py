@@ -17,24 +17,25 @@ __all__ = ["Detokenizer", "Tokenizer"]
 
 _UNFINISHED = "\ufffd"
 _CHARACTERS_OF_TOKEN = 8
-"""The characters of a token: more than the average."""
+"""The assumed characters of a token, above the average."""
 _FURTHER = 8
 _CUT_TOKENS = 64
-"""As many tokens may begin a text that is cut off, and not the whole text."""
+"""The number of last tokens of a cut text that may differ from those of the whole text."""
 _MOST_PENDING = 8
-"""More tokens than a character has bytes: the first of them cannot belong to an unfinished one."""
+"""More tokens than the bytes of a character, so that the first is no part of an unfinished one."""
 _LONGEST_PART = 4
-"""Tokens of an unfinished character, and one more."""
+"""The most tokens of an unfinished character, plus one."""
 
 
 class Tokenizer:
     """The tokenizer of a model directory. May be used from several threads.
 
     Encoding changes settings inside the library's tokenizer, which must not happen while another
-    thread is in it; so one encodes, for one thread at a time, and another decodes.
+    thread uses it. So there are two tokenizers: one encodes, for one thread at a time, the other
+    decodes.
 
     Raises:
-        ConfigurationError: the directory holds none.
+        ConfigurationError: the directory holds no tokenizer.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -59,13 +60,13 @@ class Tokenizer:
 
         Args:
             text: without lone surrogates.
-            most: tokens that there is room for. A text that has more of them in its beginning is
-                not encoded to its end: a long one takes seconds. The engine refuses one with
-                slightly more, with a better message.
-            special_tokens: with those that the model expects.
+            most: the most tokens allowed. A text whose beginning has more is not encoded to its
+                end, which could take seconds. A text with slightly more is encoded, and the engine
+                refuses it with a better message.
+            special_tokens: true to add the special tokens that the model expects.
 
         Raises:
-            ConfigurationError: it begins with more than `most` tokens.
+            ConfigurationError: the beginning of `text` has more than `most` tokens.
         """
         with self._encoding:
             if most is not None:
@@ -138,9 +139,8 @@ class Tokenizer:
 class Detokenizer:
     """The text of tokens that come one at a time.
 
-    Characters whose bytes are spread over tokens appear once they are whole, and bytes that are
-    none soon after. Decoding one more token costs the same however long the text is, whatever it
-    consists of.
+    Characters whose bytes are spread over tokens appear once they are whole; invalid bytes appear
+    soon after. The cost of one more token does not depend on the text before it.
     """
 
     __slots__ = ("_pending_from", "_prefix_from", "_tokenizer", "_tokens")
@@ -169,7 +169,7 @@ class Detokenizer:
         return text
 
     def _give_up(self, text: str) -> str:
-        """Returns the part of `text`, of too many tokens, that no later token can change."""
+        """Returns the part of `text`, made of too many tokens, that no later token can change."""
         if not text:  # special tokens: they are no text of anything that follows, either
             del self._tokens[self._pending_from :]
             return ""

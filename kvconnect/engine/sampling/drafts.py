@@ -1,7 +1,7 @@
 """Proposes drafts: tokens that a request will probably generate next, found in its tokens so far.
 
-A forward pass verifies them all at once: those that are what the model would have chosen are kept,
-and one token more comes for free. The output is that of plain greedy decoding.
+A forward pass verifies all drafts at once: it keeps those that the model would have chosen, and
+yields one more token. The output is that of plain greedy decoding.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ NO_DRAFTS: TokenArray = np.empty(0, np.int32)
 
 
 class NgramSpeculation(Settings):
-    """The settings of prompt lookup: the last few tokens may continue as they did before.
+    """The settings of prompt lookup, which expects the last tokens to continue as they did before.
 
     Only greedy requests are drafted for; with a temperature above 0, a penalty or ``min_tokens`` a
     request runs without drafts.
 
     Attributes:
-        num_draft_tokens: at most so many are proposed per step.
-        max_ngram_size: the longest run of last tokens that is looked for.
-        min_ngram_size: the shortest; longer ones are tried first.
+        num_draft_tokens: the most tokens proposed per step.
+        max_ngram_size: the longest run of last tokens that is searched.
+        min_ngram_size: the shortest run; longer ones are searched first.
     """
 
     num_draft_tokens: Annotated[int, Field(ge=1)] = 5
@@ -56,7 +56,7 @@ class NgramSpeculation(Settings):
 
     @classmethod
     def of(cls, speculative: Speculation | None) -> NgramSpeculation | None:
-        """Returns the user's settings: as given, of a dict, or for ``ngram`` the defaults.
+        """Returns the settings of an object, a dict, or the name ``ngram`` (the defaults).
 
         Raises:
             ConfigurationError: another name.
@@ -85,8 +85,8 @@ class NgramDrafter:
     def propose(self, tokens: TokenArray, limit: int) -> TokenArray:
         """Returns likely successors of `tokens`: at most `limit` drafts, perhaps none.
 
-        The longest run of last tokens that occurred before decides, of several occurrences the
-        latest. Repetition is expected to continue. One pass over `tokens` at memory speed.
+        The drafts follow the latest earlier occurrence of the longest run of last tokens that
+        occurred before. The cost is one pass over `tokens` at memory speed.
         """
         settings = self._settings
         count = min(settings.num_draft_tokens, limit)
@@ -109,8 +109,8 @@ def set_drafts(drafter: NgramDrafter, requests: Iterable[LlmRequest], spare: int
 
     Args:
         drafter: proposes them.
-        requests: generate in the next step.
-        spare: the tokens of its budget that are left for drafts.
+        requests: the requests that generate in the next step.
+        spare: the tokens of the step's budget that are left for drafts.
     """
     for request in requests:
         request.draft_tokens = NO_DRAFTS
@@ -127,7 +127,7 @@ def accepted_run(drafts: TokenArray, chosen: Sequence[int]) -> list[int]:
     """Returns the result of a verified step: the right drafts, and the token after them.
 
     Args:
-        drafts: the tokens that were fed after the request's last one.
+        drafts: the tokens that were computed after the request's last one.
         chosen: the model's choice after that one and after each draft, one more than `drafts`.
     """
     run = [chosen[0]]

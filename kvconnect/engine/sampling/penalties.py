@@ -1,4 +1,4 @@
-"""Changes the logits of the next token by the tokens so far."""
+"""Changes the logits of the next token according to the tokens so far."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Penalties"]
 
 
 class Penalties:
-    """Applies the least length and the penalties of `SamplingParams`; keeps live requests' prompts.
+    """Applies ``min_tokens`` and the penalties of `SamplingParams`; keeps a mask of each prompt.
 
     Args:
-        eos_token_ids: tokens that end a generation, whatever its parameters say.
+        eos_token_ids: the model's own end-of-sequence tokens.
     """
 
     def __init__(self, eos_token_ids: Collection[int] = ()) -> None:
@@ -28,8 +28,8 @@ class Penalties:
         """Returns the logits that the next token of `request` is chosen from.
 
         Args:
-            scores: ``[vocab]`` float32, of the model; not changed.
-            request: whose tokens so far count. It has no drafts.
+            scores: ``[vocab]`` float32, the model's logits; not changed.
+            request: the request, without drafts.
         """
         params = request.sampling_params
         adjusted = scores.clone()

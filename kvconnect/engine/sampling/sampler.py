@@ -32,9 +32,9 @@ class Sampler:
 
         Args:
             logits: ``[requests, vocab]``.
-            requests: in the order of the rows; the generators of those that sample advance.
+            requests: the request of each row; the generators of those that sample advance.
         """
-        # As in transformers: the choice is made in float32, whatever the model computes in.
+        # The choice is made in float32, for any dtype of the model; so does transformers.
         scores = logits.float()
         tokens: list[int | Exception] = list(_best(scores))
         for row, request in enumerate(requests):
@@ -52,7 +52,7 @@ class Sampler:
         self._penalties.forget(request)
 
     def _choose(self, scores: Tensor, request: LlmRequest) -> int:
-        """Chooses from the logits ``[vocab]`` of a request that wants more than the best token."""
+        """Chooses a token from the logits ``[vocab]`` of a request that is not plainly greedy."""
         params = request.sampling_params
         if params.adjusts_logits:
             scores = self._penalties.apply(scores, request)
@@ -73,7 +73,7 @@ class Sampler:
 
 
 def _best(scores: Tensor) -> list[int]:
-    """Returns the first of the highest in each row of ``[rows, vocab]``."""
+    """Returns the first highest value's index in each row of ``[rows, vocab]``."""
     if scores.device.type != "cpu":
         best: list[int] = scores.argmax(dim=-1).tolist()
     else:  # torch's own takes 20 times as long here
@@ -88,7 +88,7 @@ def _draw(scores: Tensor, params: SamplingParams, generator: torch.Generator) ->
     # Relative to the best one: a temperature near zero must not make infinities.
     relative = (ranked - ranked[0]).double() / params.temperature
     probabilities = torch.softmax(relative, dim=-1)
-    if params.min_p:  # of the distribution that is drawn from, as in vLLM
+    if params.min_p:  # probabilities of the distribution that is sampled, as in vLLM
         likely = int((probabilities >= params.min_p * probabilities[0]).sum())
         probabilities = torch.softmax(relative[:likely], dim=-1)
     cumulative = probabilities.cumsum(dim=-1)

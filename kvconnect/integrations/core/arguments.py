@@ -28,12 +28,12 @@ def make_arguments(
     """Returns the arguments of the built-in pair.
 
     Args:
-        settings: of the adapter.
-        directory: of the model.
-        model_digest: of the model; see `digest_of_model`.
-        layouts: of this rank's pool groups.
+        settings: the settings of the adapter.
+        directory: the directory of the model.
+        model_digest: the digest of the model; see `digest_of_model`.
+        layouts: the layouts of this rank's pool groups.
         shard: this rank.
-        num_kv_heads: of each group in the whole model.
+        num_kv_heads: the KV heads of each group in the whole model.
 
     Raises:
         ConfigurationError: a codec or its key cannot be used; heads do not fit the ranks.

@@ -12,7 +12,7 @@ from kvconnect.integrations.core.long_rope import config_of_directory
 
 __all__ = ["refuse_elsewhere"]
 
-# Of Ultravox: repositories of the parts that its own repository leaves out.
+# Fields of Ultravox: repositories of the parts that its own repository omits.
 _WEIGHTS = ("text_model_id", "audio_model_id")
 
 
@@ -21,7 +21,7 @@ def refuse_elsewhere(config: Mapping[str, Any], directory: Path, *, trusts_code:
 
     Args:
         config: as the engine resolved it.
-        directory: of the model.
+        directory: the directory of the model.
         trusts_code: the engine runs code that the model's files name.
 
     Raises:

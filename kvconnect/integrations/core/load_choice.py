@@ -26,11 +26,11 @@ class PlannedLoad:
     """A load that `LoadChoice` chose.
 
     Attributes:
-        num_tokens: to load.
+        num_tokens: the number of tokens to load.
         predicted_s: its predicted seconds; ``None``: loads are unmeasured.
         worth_s: the seconds that it may take and still be faster than computing, as predicted.
-        explores: it is predicted to be slower than computing.
-        started: on the clock; set by `LoadChoice.start`.
+        explores: true if it is predicted to be slower than computing.
+        started: the time of its start; set by `LoadChoice.start`.
     """
 
     num_tokens: int
@@ -49,11 +49,11 @@ class LoadChoice:
     time in which the engine has nothing to do is in none of them.
 
     Args:
-        tokens_per_block: of the store.
-        max_tokens: of a step.
+        tokens_per_block: the tokens per block of the store.
+        max_tokens: the most tokens of a step.
         num_ahead: steps that the engine may start before the one before them has ended.
-        decides: False: every load is chosen.
-        clock: in seconds.
+        decides: if false, every load is chosen.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -118,13 +118,13 @@ class LoadChoice:
     ) -> PlannedLoad | None:
         """Returns the load of tokens `start` to `match_end`; ``None``: computing them is faster.
 
-        One in a hundred loads that are predicted to be slower is chosen all the same, and as many
+        One in a hundred loads that are predicted to be slower is chosen nevertheless, and as many
         after it as prove to be faster. While steps or loads are unmeasured, every load is chosen.
         Counts the decision.
 
         Args:
             start: the computed tokens.
-            match_end: of the tokens that the store has.
+            match_end: the match end of the tokens that the store has.
             prompt_end: the last token is always computed.
             num_rows: prompts of this size, which load and compute together.
         """
@@ -139,7 +139,7 @@ class LoadChoice:
         return planned if chosen else None
 
     def _is_worth(self, planned: PlannedLoad, prompt: LoadingPrompt, num_rows: int) -> bool:
-        # Of several rows a share of the load is compared with computing one of them.
+        # For several rows, a share of the load is compared with computing one of them.
         share = planned.num_tokens / num_rows
         share_s = self._loads.predict(share)
         predicted = predict_alone(
@@ -155,7 +155,7 @@ class LoadChoice:
         """Returns a load of `num_tokens` that is a part of a chosen one.
 
         Args:
-            num_tokens: to load.
+            num_tokens: the number of tokens to load.
             whole: the chosen load; ``None``: not known.
         """
         with self._lock:

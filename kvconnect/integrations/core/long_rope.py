@@ -21,7 +21,8 @@ def original_length(config: Mapping[str, Any]) -> int | None:
     a block's KV depends on more than its tokens.
 
     Args:
-        config: of the model, as its ``config.json`` has it, with those of its parts.
+        config: the configuration of the model, as its ``config.json`` has it, with those of its
+            parts.
 
     Returns:
         ``None`` if there are no long factors; 0 if the configuration gives no length.

@@ -62,7 +62,7 @@ def digest_of_model(
     Blocks on file I/O: hashes all weights the first time, about as long as reading them takes.
 
     Args:
-        directory: of the model.
+        directory: the directory of the model.
         revision: stands for the weights, which are then not read. The caller's promise.
         since_ns: when the engine may have begun to load, in nanoseconds since the epoch; ``None``:
             when this process started.
@@ -89,7 +89,7 @@ def refuse_changed(files: ModelFiles, since_ns: int) -> None:
     references that were switched to this snapshot count as well.
 
     Args:
-        files: of the model, open.
+        files: the files of the model, open.
         since_ns: nanoseconds since the epoch.
 
     Raises:

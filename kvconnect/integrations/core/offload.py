@@ -1,4 +1,4 @@
-"""The built-in scheduler for an engine that asks again instead of waiting."""
+"""The built-in scheduler for an engine that repeats calls instead of waiting."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["EngineScheduler"]
 class EngineScheduler(OffloadScheduler):
     """An `OffloadScheduler` for an engine that accepts whole blocks only.
 
-    Such an engine overwrites the snapshots of recurrent states as it goes on. A snapshot is ordered
-    into the store in the step that reports its block, or never.
+    Such an engine overwrites the snapshots of recurrent states soon. A snapshot is ordered into the
+    store in the step that reports its block, or never.
     """
 
     whole_blocks: ClassVar[bool] = True
@@ -34,7 +34,7 @@ class EngineScheduler(OffloadScheduler):
     def ask_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Answers `get_num_new_matched_tokens` for an engine that asks again instead of waiting.
+        """Returns the result of `get_num_new_matched_tokens` without waiting; may be repeated.
 
         Never blocks. May be called any number of times; only the last answer counts.
 

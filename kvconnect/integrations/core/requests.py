@@ -28,7 +28,7 @@ class PromptContent:
     Attributes:
         start: its first token.
         length: in tokens.
-        digest: of the whole content; not empty.
+        digest: the digest of the whole content; not empty.
     """
 
     start: int
@@ -127,7 +127,7 @@ class RequestMaker:
     """Makes the pair's requests.
 
     Args:
-        llm_args: of the pair; layouts of a rank will do.
+        llm_args: the arguments of the pair; layouts of a rank will do.
         extra_key: see `extra_key_of`.
     """
 
@@ -148,8 +148,8 @@ class RequestMaker:
         """Returns a request with an id of its own.
 
         Args:
-            tokens: of the prompt, not changed; late ones are converted on the thread that first
-                reads them, usually the store's.
+            tokens: the tokens of the prompt, not changed; late ones are converted on the thread
+                that first reads them, usually the store's.
             cache_salt: the tenant's.
             adapter: digest of the LoRA adapter's files.
             contents: the contents that tokens do not identify.

@@ -36,7 +36,8 @@ class MetricsSettings(Settings):
 
     Attributes:
         metrics_port: the first port to try; ``None``: nothing listens.
-        metrics_address: of this machine; by default programs of other machines are not answered.
+        metrics_address: the metrics address of this machine; by default programs of other machines
+            are not answered.
     """
 
     metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = None

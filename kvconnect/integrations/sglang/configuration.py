@@ -30,7 +30,7 @@ def changed_configuration(model_config: Any, directory: Path) -> str | None:
 
     Args:
         model_config: SGLang's ``ModelConfig``.
-        directory: of the model.
+        directory: the directory of the model.
 
     Returns:
         ``None`` if every field of the files has its value in SGLang as well.
@@ -52,7 +52,7 @@ def pool_independent(model_config: Any, kv_dtype: str) -> str | None:
 
     Args:
         model_config: SGLang's ``ModelConfig``.
-        kv_dtype: of the host pool's elements, which is in the keys.
+        kv_dtype: the dtype of the host pool's elements, which is in the keys.
     """
     computes = str(getattr(model_config, "dtype", "")).removeprefix("torch.")
     stored = getattr(getattr(model_config, "hf_config", None), "dtype", None)

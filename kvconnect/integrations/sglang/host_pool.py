@@ -24,7 +24,7 @@ class HostPool:
     """A host pool of SGLang's, of keys and values or of latents (MLA).
 
     Attributes:
-        layout: of a page, with this rank's heads and layers.
+        layout: the layout of a page, with this rank's heads and layers.
         planes: the pool's own memory.
     """
 

@@ -16,7 +16,7 @@ class PageStats:
     """The batches since SGLang's last query; only the newest are kept. Thread-safe.
 
     Args:
-        page_nbytes: of a page with this rank's heads and layers.
+        page_nbytes: the bytes of a page with this rank's heads and layers.
     """
 
     def __init__(self, page_nbytes: int) -> None:

@@ -36,7 +36,7 @@ def refuse_unserved(server: Server, directory: Path, *, is_named: bool) -> None:
 
     Args:
         server: whose settings count.
-        directory: of the model.
+        directory: the directory of the model.
         is_named: ``model_revision`` stands for the weights, wherever they come from.
 
     Raises:

@@ -98,7 +98,7 @@ class Server:
         """Returns the directory of the model that runs.
 
         Args:
-            name: of the model; used where there is no server.
+            name: the name of the model; used where there is no server.
 
         Raises:
             ConfigurationError: there is no such directory on this machine.
@@ -115,8 +115,8 @@ class Server:
         Settings that change nothing are left out, so that stores of other servers are found.
 
         Args:
-            directory: of the model.
-            kv_dtype: of the host pool's elements.
+            directory: the directory of the model.
+            kv_dtype: the dtype of the host pool's elements.
         """
         names = _SETTINGS + (_KT_SETTINGS if self.is_set("kt_weight_path") else ())
         given = {name: self.setting(name) for name in names}

@@ -63,7 +63,7 @@ class KvConnectStorage(_Base):
 
     Args:
         storage_config: SGLang's ``HiCacheStorageConfig``; ``extra_config`` holds the settings.
-        kwargs: of SGLang, without effect.
+        kwargs: the options of SGLang, without effect.
 
     Raises:
         ConfigurationError: a setting is missing or wrong, or the model cannot be identified.

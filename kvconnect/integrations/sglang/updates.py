@@ -34,7 +34,7 @@ class Updates:
     """Counts how often the weights of this process's target model were replaced. Thread-safe.
 
     Attributes:
-        number: of replacements.
+        number: the number of replacements.
         last: how the weights were replaced last; empty if they never were.
         since_start: no replacement can have been missed.
     """

@@ -28,7 +28,7 @@ _SPLIT = 16
 _WINDOW = 8  # instead of the model's own, so that a short prompt crosses it
 _UNLIMITED = 1 << 20
 _NARROW = {torch.float16, torch.bfloat16}
-# Of the largest result; products of other shapes are summed up in another order.
+# A share of the largest result; products of other shapes are summed up in another order.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _TOLERANCE_NARROW = 0.1
 

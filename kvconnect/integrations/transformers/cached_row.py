@@ -24,7 +24,7 @@ class CachedRow:
     Args:
         prompt: with its padding.
         root: the key before the first block.
-        tokens_per_block: of all pool groups.
+        tokens_per_block: the tokens per block of all pool groups.
         namespace: the namespace of `root`.
         num_groups: pool groups of keys and values.
         num_states: pool groups of states behind these.
@@ -56,7 +56,7 @@ class CachedRow:
         self.tokens = request.tokens
         self.open = True
         self._chain = request.key_chain
-        # Of windows, too, all tokens are there; of states those that a snapshot was taken of.
+        # For windows, too, all tokens are present; for states those with a snapshot.
         windows = *[None] * num_groups, *[tokens_per_block] * num_states
         self._plan = SavePlan(request, windows=windows)
 
@@ -66,7 +66,7 @@ class CachedRow:
         """Returns the query for the store.
 
         Args:
-            heads: of each pool group.
+            heads: the heads of each pool group.
             shared: see `Query`.
             most: use at most so many tokens, a multiple of the block size; ``None``: no limit but
                 `snapshots.last_end`, with states.

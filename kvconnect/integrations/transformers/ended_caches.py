@@ -105,6 +105,6 @@ class EndedCaches(Generic[C]):
                 continue
             try:
                 item()
-            except Exception as error:  # noqa: BLE001  the next cache is to be saved all the same
+            except Exception as error:  # noqa: BLE001  the next cache must still be saved
                 _log.warning("a prompt cache was not saved: %s", error, exc_info=error)
             del item

@@ -41,9 +41,9 @@ class ModelGeometry:
     """The layout of a model's keys, values and states in blocks.
 
     Attributes:
-        layouts: of each group of layers: those of attention as in kvconnect's own engine, then
-            those of states.
-        device: of keys and values.
+        layouts: the layouts of each group of layers: those of attention as in kvconnect's own
+            engine, then those of states.
+        device: the device of keys and values.
         limit: beyond so many tokens keys and values are others, or none; ``None``: no limit.
     """
 

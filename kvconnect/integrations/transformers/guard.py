@@ -88,7 +88,7 @@ class ModelGuard:
     def glance(self) -> Change | None:
         """Returns a change that cheap checks find since the last good check, or ``None``.
 
-        Whether hooks and attributes of modules matter, only a canary can decide.
+        Only a canary can decide whether hooks and attributes of modules matter.
         """
         if self._doubt is not None:
             return self._doubt

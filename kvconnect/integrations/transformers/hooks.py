@@ -33,7 +33,7 @@ class PassHooks:
         self._model = model
         self._live = live
         self._times = times
-        self._names = tuple(inspect.signature(model.forward).parameters)  # of positional arguments
+        self._names = tuple(inspect.signature(model.forward).parameters)  # for positional arguments
         self._handles = (
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),

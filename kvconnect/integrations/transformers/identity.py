@@ -107,7 +107,7 @@ def _promised(
 
     Args:
         model: its weights are not read.
-        directory: of its configuration; ``None``: there is none.
+        directory: the directory of its configuration; ``None``: there is none.
         revision: the caller's name.
         named: all of the model's code is torch's and transformers'. Attributes and buffers that its
             settings do not explain are then a part of the digest.

@@ -15,7 +15,7 @@ from kvconnect.integrations.transformers.stored_cache import StoredCache
 
 __all__ = ["PassTimes"]
 
-# Of the passes that the device has not finished, the oldest beyond these are forgotten.
+# The most passes that the device has not finished; beyond it the oldest are dropped.
 _MOST = 64
 
 _Mark: TypeAlias = float | torch.cuda.Event
@@ -34,7 +34,7 @@ class PassTimes:
 
     Args:
         choice: receives the passes.
-        device: of the model.
+        device: the device of the model.
     """
 
     def __init__(self, choice: LoadChoice, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class PassTimes:
 
 
 def _seconds(started: _Mark, ended: _Mark) -> float | None:
-    """Returns the seconds between two marks; ``None``: the device has not come to the second."""
+    """Returns the seconds between two marks; ``None``: the device has not passed the second."""
     if isinstance(started, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
         is_done: bool = ended.query()  # type: ignore[no-untyped-call]
         return started.elapsed_time(ended) / 1e3 if is_done else None

@@ -61,7 +61,7 @@ class PromptCache:
     ``model.generate(**inputs, past_key_values=cache.prefill(inputs))`` loads the stored part of the
     prompts and computes the rest. Computed tokens, generated ones included, are saved in the
     background once the model was checked: in the next `prefill`, in `flush` or in `close`. The
-    answer is the same as without the cache.
+    generated tokens are the same as without the cache.
 
     The model is named by its present content in memory. Each check computes 16 tokens on the
     calling thread, and compares every bit with the first result. Once a check fails, nothing is
@@ -72,21 +72,21 @@ class PromptCache:
     closing writes what is not saved yet. A normal exit does that, too.
 
     Args:
-        model: with a decoder only, on one device, in evaluation mode.
+        model: a decoder-only model on one device, in evaluation mode.
         connector: a store's URL, a store, or a configuration (or its fields as a dict). Given as a
             URL, lookups may take 1 s.
         tokens_per_block: tokens of a stored block. Engines share blocks of one size only.
-        model_revision: names the weights, for example ``org/name@commit``, so that they are not
-            read. The caller promises that no other weights go by this name among all engines of a
-            store, adapters and hooks included.
+        model_revision: a name for the weights, for example ``org/name@commit``, so that they are
+            not read. The caller guarantees that no engine of the store uses this name for other
+            weights, adapters or hooks.
         canary_interval: seconds for which a good check lets `prefill` load. 0 by default: each
             prefill checks.
         held_bytes: memory of caches that have ended and wait for a check; beyond it they are
             dropped. By default an eighth of the device's memory.
         state_interval: tokens between snapshots of recurrent states, a multiple of
             `tokens_per_block`. By default 1,024, or one block if that is more.
-        load_decisions: compute a prompt if its load is predicted to take longer; False: load
-            whatever the store has.
+        load_decisions: true to compute a prompt if its load is predicted to take longer; false to
+            load all stored blocks.
 
     Raises:
         ConfigurationError: a setting is wrong, or the store cannot be opened. Nothing is left
@@ -146,7 +146,7 @@ class PromptCache:
             guard,
             interval,
         )
-        self._lock = threading.Lock()  # of the two below, which several threads change
+        self._lock = threading.Lock()  # guards the two below, which several threads change
         self._live: weakref.WeakSet[StoredCache] = weakref.WeakSet()
         self._closed = False
         self._choice = LoadChoice(
@@ -170,22 +170,23 @@ class PromptCache:
         Checks the model, which computes 16 tokens. Blocks up to ``lookup_timeout_ms`` for the
         lookup and ``load_timeout_s`` for the load. Blocks up to ``lookup_timeout_ms`` more while a
         prompt that begins alike is saved. A fault of the store costs time, nothing else. At least
-        the last token is left to compute; everything, if that is predicted to be faster than the
-        load.
+        the last token is left to compute, or all tokens if computing them is predicted to be
+        faster.
 
         A model with recurrent layers computes the prompt up to its last whole block here, as its
         states can be saved only where a pass ends. At least the last two tokens are left.
 
         Args:
-            inputs: what ``generate()`` is called with: ``input_ids`` ``[batch, tokens]``, padded on
-                the left, and ``attention_mask``; or just the ids. With other inputs beside them
-                (pictures, embeddings) nothing is cached.
-            cache_salt: 1 to 1,024 characters; prompts share stored blocks only if theirs is equal.
+            inputs: the arguments of ``generate()``: ``input_ids`` ``[batch, tokens]``, padded on
+                the left, and ``attention_mask``; or just the ids. A batch with other inputs
+                (pictures, embeddings) is not cached.
+            cache_salt: 1 to 1,024 characters; prompts share stored blocks only if their salts are
+                equal.
 
         Raises:
-            ConfigurationError: the ids or the mask are of no such shape, or there is padding inside
+            ConfigurationError: the ids or the mask have another shape, or there is padding inside
                 or after a prompt.
-            UsageError: it was closed.
+            UsageError: the cache was closed.
         """
         if self._closed:
             raise UsageError("PromptCache: was closed; make another one")
@@ -236,11 +237,11 @@ class PromptCache:
         """Checks the model, saves all computed tokens, and blocks until they are stored.
 
         Args:
-            timeout_s: at most so long; by default ``save_timeout_s``.
+            timeout_s: the most seconds to block; by default ``save_timeout_s``.
 
         Returns:
-            Whether all was stored or dropped in time. False inside of a forward pass, where
-            nothing is checked.
+            True if all tokens were stored or dropped in time. False inside of a forward pass, where
+            no check runs.
         """
         until = time.monotonic() + (self._config.save_timeout_s if timeout_s is None else timeout_s)
         checked = self._check_to_save()
@@ -248,7 +249,10 @@ class PromptCache:
         return self._store.flush(max(0.0, until - time.monotonic())) and saved and checked
 
     def close(self) -> None:
-        """Saves what is left, up to ``save_timeout_s``; then closes the store. Idempotent."""
+        """Saves the remaining tokens for up to ``save_timeout_s``, then closes the store.
+
+        Idempotent.
+        """
         with self._lock:
             closed, self._closed = self._closed, True
         if closed:
@@ -260,7 +264,7 @@ class PromptCache:
         _open.discard(self)
 
     def _check(self, prompts: Sequence[PromptRow]) -> Change | None:
-        """Returns why nothing may be loaded for `prompts`, or ``None``.
+        """Returns the reason why `prompts` may not be loaded, or ``None``.
 
         If a check is due, this runs the canary and starts saves of everything computed before. If a
         prompt begins like one that is being saved, this waits for the save, at most
@@ -285,7 +289,7 @@ class PromptCache:
         """Runs the canary, and saves or drops everything that was computed.
 
         Returns:
-            Whether that is done. In the middle of a forward pass of this thread it is not.
+            True if that is done; false during a forward pass of this thread.
         """
         with self._guard.turn() as mine:
             if not mine or self._hooks.in_pass:
@@ -300,10 +304,10 @@ class PromptCache:
         """Saves caches as far as they are computed now, if the model is unchanged.
 
         Args:
-            whole: live ones, too, whose partly filled last block may grow.
+            whole: true to include live caches, whose partly filled last block may grow.
 
         Returns:
-            Those that are saved; ``None``: the model has changed, and none is.
+            The saved caches; ``None`` if the model has changed, so that none is saved.
         """
         ended, dropped = self._saving.ended.take()
         if dropped:

@@ -63,9 +63,9 @@ def restore(
 
     Args:
         store: the store to look in.
-        layouts: of its pool groups.
+        layouts: the layouts of its pool groups.
         rows: the rows, which record what the store has of them.
-        device: of the tensors.
+        device: the device of the tensors.
         min_tokens: load only if some row gets at least so many.
         choice: whether to load or to compute.
     """

@@ -31,10 +31,10 @@ class SavingTo:
 
     Attributes:
         store: where.
-        layouts: of its pool groups.
+        layouts: the layouts of its pool groups.
         max_tokens: sequences beyond that are not saved any more; ``None``: no limit.
         ended: takes caches in that no one refers to any more.
-        guard: of the model that computes.
+        guard: the guard of the model that computes.
         state_interval: tokens from one snapshot of states to the next.
     """
 
@@ -64,9 +64,9 @@ def save_rows(
 
     Args:
         saving: the destination.
-        rows: of the batch.
+        rows: the rows of the batch.
         layers: the keys and values of the batch.
-        end: of what is computed.
+        end: the end of what is computed.
         snapshot: the states after `end` tokens, for each group of states, if they are to be saved.
         tails: the partly filled blocks at the end, too, if the store can find such.
     """
@@ -75,7 +75,7 @@ def save_rows(
     divisible = all(layout.kind != "state" for layout in saving.layouts)
     for number, row in enumerate(rows):
         num_full, rest = divmod(max(0, end - row.offset), size)
-        begin = row.offset + num_full * size  # of the partly filled block
+        begin = row.offset + num_full * size  # start of the partly filled block
         with ExitStack() as attached:
             if row.is_due(num_full):
                 states = iter(snapshot or ())

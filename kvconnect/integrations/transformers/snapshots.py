@@ -20,7 +20,7 @@ class Snapshots:
     ends there, or at a multiple of the interval. It is kept until it is saved.
 
     Args:
-        layouts: of states; without any no snapshot is taken.
+        layouts: the layouts of states; without any no snapshot is taken.
         interval: tokens, a multiple of the block size.
         start: tokens that are loaded.
         branch: tokens up to which keys and values are stored.

@@ -54,7 +54,7 @@ def empty_cache(config: PreTrainedConfig) -> DynamicCache:
     try:
         declared: list[Any] = DynamicCache(config=config).layers
     except (KeyError, TypeError, ValueError):
-        return cache  # of kinds that transformers has no layer for: the probe shows what is kept
+        return cache  # kinds without a layer class in transformers: the probe shows their states
     if any(isinstance(one, LinearAttentionCacheLayerMixin) for one in declared):
         cache.layers = [_empty(one) for one in declared]
     return cache

@@ -42,8 +42,8 @@ class StoredCache(DynamicCache):
     pass of another kind, or any other write here, ends the saving.
 
     Attributes:
-        loaded_tokens: tokens of each prompt that were loaded, and not computed.
-        not_cached: why it neither was loaded nor is saved; empty: it is.
+        loaded_tokens: the number of tokens of each prompt that were loaded instead of computed.
+        not_cached: the reason why no token is loaded or saved; empty: none.
         snapshots: the states that are to be saved with it.
     """
 
@@ -65,10 +65,10 @@ class StoredCache(DynamicCache):
         # It may be saved while a pass computes elsewhere, or once it has ended.
         self._lock = threading.Lock()
         self._rows = list(rows)
-        self._num_loaded = restored.num_tokens  # of a row, padding included; see `prefilled`
+        self._num_loaded = restored.num_tokens  # per row, with padding; see `prefilled`
         self._num_computed = restored.num_tokens  # by plain passes, or loaded
         self._num_marked = 0
-        self._num_checked = 0  # of what was computed, before the last good check
+        self._num_checked = 0  # tokens computed before the last good check
         self._num_saved = restored.num_tokens
         self._disowned: Change | None = None
         self._prompt_end = max((row.offset + len(row.tokens) for row in rows), default=0)
@@ -152,7 +152,7 @@ class StoredCache(DynamicCache):
         unknown = end - max(start, self._known_soon())
         beyond = ids[:, ids.shape[1] - max(0, unknown) :]
         if (saving := self._saving) is not None:
-            # What a generate() begins with; a step of it has no time for that.
+            # Checked when generate() begins; a step has no time for it.
             changed = saving.guard.glance() if on_loaded or ids.shape[1] > 1 else None
             if changed := changed or saving.guard.autocast_doubt():
                 return changed
@@ -191,7 +191,7 @@ class StoredCache(DynamicCache):
             return True
         given = input_ids[:, : stop - start].to("cpu", torch.int32).numpy()
         for row, tokens in zip(self._rows, given, strict=True):
-            low = max(start, row.offset)  # what padding is made of does not matter
+            low = max(start, row.offset)  # the ids of padding do not matter
             known = row.tokens.view[low - row.offset : stop - row.offset]
             if low < stop and not np.array_equal(known, tokens[low - start :]):
                 return False

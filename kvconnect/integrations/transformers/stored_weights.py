@@ -33,8 +33,7 @@ def difference_from_files(model: PreTrainedModel, files: ModelFiles) -> str:
 
     A weight equals its file if loading gives these bits: renamed, merged or split as transformers
     does it for this architecture, and cast to the dtype it has in memory. A weight that no file
-    names must be one that another name shares. Of weights that the model does not use nothing is
-    said.
+    names must be one that another name shares. Weights that the model does not use are ignored.
 
     Blocks on file I/O, and logs every 5 seconds how far it is.
 
@@ -123,11 +122,11 @@ def _pickled(path: str) -> dict[str, Tensor] | None:
     """Returns the tensors of a file that ``torch.save`` wrote, as transformers reads it.
 
     The file is of the model's directory, which the caller has loaded; it never comes from a store
-    or a peer. ``weights_only`` runs no code of it all the same.
+    or a peer. ``weights_only`` still prevents it from running code.
     """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, UnpicklingError):  # of another format, or of PyTorch before 1.6
+    except (RuntimeError, UnpicklingError):  # another format, or PyTorch before 1.6
         return None
     if not isinstance(found, dict) or not all(isinstance(one, Tensor) for one in found.values()):
         return None

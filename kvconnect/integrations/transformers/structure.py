@@ -25,7 +25,7 @@ _LEFT_OUT = frozenset(
     {"training", "config", "generation_config", "name_or_path", "warnings_issued"}
     | {"gradient_checkpointing", "is_gradient_checkpointing"}
 )
-# What from_pretrained sets, or what changes no key and no value.
+# Settings that from_pretrained sets, or that change no key and no value.
 _HARMLESS = {
     *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "return_dict"),
     *("output_attentions", "output_hidden_states", "name_or_path", "model_type", "id2label"),

@@ -37,15 +37,15 @@ def initial_buffers(twin: PreTrainedModel, device: torch.device) -> list[NamedTe
     """Returns the buffers that no file holds, as ``from_pretrained`` computes them on `device`.
 
     Args:
-        twin: of `twin_of`; its buffers are then on `device`.
-        device: of buffers.
+        twin: the twin of `twin_of`; its buffers are then on `device`.
+        device: the device of buffers.
     """
     wanted = dict(twin.named_non_persistent_buffers())
     for tensor in (*twin.parameters(), *twin.buffers()):
         _mark(tensor)
     for path, buffer in wanted.items():
         parent, _, name = path.rpartition(".")
-        # As from_pretrained does it.
+        # Like from_pretrained.
         owner: Any = twin.get_submodule(parent)
         owner.register_buffer(name, torch.empty_like(buffer, device=device), persistent=False)
     made: Any

@@ -40,7 +40,7 @@ __all__ = ["Attachment"]
 # After a load that took at least half of its time limit and failed, none is tried for this many
 # times its duration: the engine stands still during a load.
 _PAUSE = 10
-# Of a step, where TensorRT-LLM does not say it; its default.
+# The most tokens of a step if TensorRT-LLM does not provide them; its default.
 _MAX_TOKENS = 8192
 
 
@@ -176,7 +176,7 @@ class Attachment:
 
         Args:
             request_id: the request; what was fetched for it before is freed.
-            keys: of the blocks; those that there is no room for are left out.
+            keys: the keys of the blocks; those that there is no room for are left out.
             load: the choice to load them.
         """
         self.forget(request_id)
@@ -222,7 +222,7 @@ class Attachment:
         Args:
             request_id: the request of the blocks.
             block_ids: the destinations of the leading fetched blocks; -1: the block is not needed.
-            stream: of the forward pass.
+            stream: the stream of the forward pass.
         """
         memory, pool = self._fetched.get(request_id), self._pool
         if memory is None or pool is None:

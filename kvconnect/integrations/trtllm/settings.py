@@ -35,7 +35,7 @@ _LOAD_TIMEOUT_S = 2.0
 _WITHOUT = ("save_on", "producer_timeout_s")
 # A draft model's KV would be in the blocks, too, and depends on the token that follows.
 _DRAFTS_WITHOUT_MODEL = ("ngram",)
-# Of these the weights are those of the model's directory.
+# The formats whose weights are those of the model's directory.
 _LOAD_FORMATS = ("none", "auto")
 _CHECKPOINT_FORMATS = ("none", "hf", "mistral", "mistral_large_3")
 
@@ -152,7 +152,7 @@ def check_model(llm_args: object, directory: Path, *, is_named: bool) -> None:
 
     Args:
         llm_args: TensorRT-LLM's.
-        directory: of the model.
+        directory: the directory of the model.
         is_named: ``model_revision`` stands for weights and code, wherever they come from.
 
     Raises:
@@ -181,7 +181,7 @@ def variant_of(llm_args: object, directory: Path) -> Mapping[str, str]:
 
     Args:
         llm_args: TensorRT-LLM's.
-        directory: of the model.
+        directory: the directory of the model.
     """
     cache = getattr(llm_args, "kv_cache_config", None)
     found = {
@@ -192,7 +192,7 @@ def variant_of(llm_args: object, directory: Path) -> Mapping[str, str]:
         "sink_token_length": getattr(cache, "sink_token_length", None),
         "quant_config": getattr(llm_args, "quant_config", None),
         "sparse_attention_config": getattr(llm_args, "sparse_attention_config", None),
-        # Put in place of parts of the model's configuration.
+        # Replaces parts of the model's configuration.
         "model_kwargs": getattr(llm_args, "model_kwargs", None) or None,
         "checkpoint_format": getattr(llm_args, "checkpoint_format", None),
     }

@@ -97,8 +97,10 @@ class LLM:
         Args:
             inputs: one prompt, or a list of several: text, token ids, or a dict of one of them.
             sampling_params: one for all, or one each; ``None``: greedy, 32 tokens.
-            kv_cache_retention_config: which blocks are worth keeping; one for all, or one each.
-            cache_salt: requests share cached blocks only if theirs is equal; one for all, or each.
+            kv_cache_retention_config: the priorities of blocks; one for all prompts, or one for
+                each.
+            cache_salt: requests share cached blocks only if their salts are equal; one for all
+                prompts, or one for each.
             more: other arguments of TensorRT-LLM; refused if they would change answers.
 
         Returns:

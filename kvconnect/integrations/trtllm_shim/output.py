@@ -25,7 +25,7 @@ class CompletionOutput:
         token_ids: a stop token is part of it.
         finish_reason: ``"stop"``, ``"length"``, ``"cancelled"``; ``None`` before the end.
         text_diff, token_ids_diff: the part that is new since the output before this one.
-        logprobs: of each token, by token id; empty if not asked for.
+        logprobs: the log probabilities of each token, by token id; empty if not requested.
         stop_reason: not computed.
     """
 
@@ -45,7 +45,7 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of `logprobs` of its tokens; ``None`` if not asked for."""
+        """The sum of `logprobs` of its tokens; ``None`` if not requested."""
         if not self.logprobs:
             return None
         pairs = zip(self.token_ids, self.logprobs, strict=True)

@@ -70,7 +70,7 @@ class SamplingParams:
         """Returns kvconnect's parameters that mean the same.
 
         Raises:
-            ConfigurationError: a value is wrong, or asks for what the engine does not have.
+            ConfigurationError: a value is wrong, or the engine does not support it.
         """
         values: dict[str, Any] = {"max_tokens": self.max_tokens, **self._chosen(), **self._stops()}
         for field in fields(self):

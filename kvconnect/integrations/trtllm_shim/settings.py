@@ -128,9 +128,9 @@ class LlmOptions(Settings):
 
     Attributes:
         kv_cache_config, kv_connector_config, scheduler_config: settings, or a dict of them.
-        dtype: of weights and KV.
-        max_batch_size: of one step; ``None``: kvconnect's default.
-        max_num_tokens: of one step; ``None``: 8192, as in TensorRT-LLM.
+        dtype: the dtype of weights and KV.
+        max_batch_size: the most requests of one step; ``None``: kvconnect's default.
+        max_num_tokens: the most tokens of one step; ``None``: 8192, as in TensorRT-LLM.
         enable_chunked_prefill: divide prompts over several steps. If not, none is divided, and one
             of more than `max_num_tokens` is refused.
         tokenizer: the model's own is used; the model's directory, or ``None``.

@@ -57,7 +57,7 @@ def model_of(owner: object) -> Callable[[], nn.Module] | None:
         return None
     try:
         model = get_model()
-    except NotImplementedError:  # of an abstract base class
+    except NotImplementedError:  # an abstract base class
         return None
     return get_model if isinstance(model, nn.Module) else None
 

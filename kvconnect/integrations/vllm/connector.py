@@ -223,7 +223,7 @@ class KvConnect(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Returns the stored tokens beyond `num_computed_tokens`; ``None``: ask again."""
+        """Returns the stored tokens beyond `num_computed_tokens`; ``None``: call again."""
         return self._own_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

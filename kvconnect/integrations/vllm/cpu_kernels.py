@@ -21,7 +21,7 @@ def cpu_packing(layout: KvCacheLayout) -> Packing:
     stored unchanged, for engines with the same kernel.
 
     Args:
-        layout: of the blocks.
+        layout: the layout of the blocks.
     """
     platforms: Any = importlib.import_module("vllm.platforms")
     if not platforms.current_platform.is_cpu() or layout.value_dim != layout.key_dim:

@@ -33,15 +33,15 @@ __all__ = [
 ]
 
 # Ways to load the safetensors files of the model's directory, or others of it; the rest of vLLM's
-# formats, and those that plug-ins register, bring weights from elsewhere.
+# formats, and those of plug-ins, load weights from elsewhere.
 _USUAL_FILES = (
     *("auto", "hf", "safetensors", "fastsafetensors"),
     *("instanttensor", "runai_streamer"),
 )
 _OTHER_FILES = ("pt", "npcache", "mistral", "sharded_state", "runai_streamer_sharded")
 
-# Of ``model_config`` and its ``multimodal_config``. What vLLM's hashes of pictures hold, and what
-# changes no more than the last bits, is not among them.
+# Fields of ``model_config`` and its ``multimodal_config``, except those covered by vLLM's hashes of
+# pictures, and those that change only the last bits.
 _SETTINGS = ("quantization", "quantization_config", "model_class_overrides")
 _PICTURES = (
     *("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method"),
@@ -95,7 +95,7 @@ def refuse_apart(url: str | None, parallel: Any) -> None:
     """Refuses a store in the memory of one process for an engine with several.
 
     Args:
-        url: of the store.
+        url: the URL of the store.
         parallel: vLLM's ``ParallelConfig``.
 
     Raises:
@@ -152,7 +152,7 @@ def refuse_other_dtype_on_cpu(vllm_config: Any, layouts: Sequence[KvCacheLayout]
 
     Args:
         vllm_config: vLLM's.
-        layouts: of the model's caches.
+        layouts: the layouts of the model's caches.
 
     Raises:
         ConfigurationError: names ``kv_cache_dtype``.
@@ -197,8 +197,8 @@ def variant_of(
 
     Args:
         vllm_config: vLLM's.
-        layouts: of the model's caches, whose dtype need not be the one it computes in.
-        packing: of the CPU's kernels, if it is their own.
+        layouts: the layouts of the model's caches, whose dtype need not be the one it computes in.
+        packing: the packing of the CPU's kernels, if it is their own.
     """
     model = vllm_config.model_config
     found = settings_of_model(vllm_config)
@@ -216,7 +216,7 @@ def variant_of(
     if getattr(model, "disable_sliding_window", False):
         found["disable_sliding_window"] = "1"
     if getattr(model, "hf_config_path", None):
-        # Another directory than the model's, whose digest says nothing of it.
+        # Another directory than the model's, which the model's digest does not cover.
         found["hf_config_path"] = _as_text(model.hf_config.to_dict())
     elif not _is_of_config_json(vllm_config):
         found["config"] = _as_text(_settled(model.hf_config.to_dict()))

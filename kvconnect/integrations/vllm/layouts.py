@@ -28,7 +28,7 @@ class CacheGroup:
     """A KV cache group of vLLM.
 
     Attributes:
-        layout: of a block of this rank.
+        layout: the layout of a block of this rank.
         layer_names: vLLM's names of the layers, in the order of ``layout.layer_numbers``.
         number: vLLM's number of the group.
         page_nbytes: bytes of a block of one layer, with what fills it up to vLLM's page.
@@ -82,7 +82,7 @@ def total_heads(groups: Sequence[CacheGroup], shard: Shard, model_heads: int) ->
     """Returns the number of KV heads of each group in the whole model; of states, that of ranks.
 
     Args:
-        groups: of one rank.
+        groups: the groups of one rank.
         shard: the rank.
         model_heads: the number of heads in the model's configuration.
     """

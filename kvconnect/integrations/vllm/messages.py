@@ -17,11 +17,12 @@ class StepMeta:
 
     Attributes:
         offload: loads and saves, as the pair orders them.
-        names: vLLM's ids of the requests in `offload` that will be reported, by ours.
+        names: vLLM's ids of the requests in `offload` that will be reported, by the pair's ids.
         cancelled: loads without a waiting request.
-        preempted: requests whose blocks go before this step computes, and their valid tokens.
+        preempted: requests whose blocks are freed before this step computes, and their valid
+            tokens.
         is_idle: the step computes nothing.
-        weights: whether the model's weights have a name in keys.
+        weights: the scheduler's record of the name of the model's weights in keys.
     """
 
     offload: OffloadMeta | None = None
@@ -38,8 +39,8 @@ class WorkerReport:
 
     Attributes:
         ranks: the messages of all ranks that have one.
-        failed: for requests whose load failed, leading tokens that are valid all the same.
-        change: of the weights, since they were named.
+        failed: for requests whose load failed, leading tokens that are valid nevertheless.
+        change: the change of the weights, since they were named.
     """
 
     ranks: tuple[WorkerMeta, ...] = ()
@@ -52,7 +53,7 @@ class WorkerReport:
         for request_id, valid in other.failed.items():
             failed[request_id] = min(valid, failed.get(request_id, valid))
         changes = [one for one in (self.change, other.change) if one is not None]
-        # One that was found after something was computed counts more.
+        # A change found after something was computed has precedence.
         changes.sort(key=lambda change: change.num_resets is not None)
         change = changes[0] if changes else None
         return WorkerReport((*self.ranks, *other.ranks), failed, change)

@@ -29,7 +29,8 @@ class Roles:
 
     Attributes:
         saves, loads: a ``kv_consumer`` does not save, a ``kv_producer`` does not load.
-        tells: results report in ``kv_transfer_params`` how far the prompt is saved.
+        tells: true if results report in ``kv_transfer_params`` how many tokens of the prompt are
+            saved.
         base_is_apart: see `cpu_kernels.base_is_apart`; if not, requests without an adapter are not
             cached.
         features_are_own: outputs of encoders come from this process; if not, pictures are not
@@ -49,7 +50,7 @@ class RequestNames:
     """Makes the pair's requests of vLLM's. Does not block; belongs to one thread.
 
     Args:
-        llm_args: of the pair.
+        llm_args: the arguments of the pair.
         extra_key: see `kvconnect.integrations.core.requests.extra_key_of`.
         roles: what the engine allows.
     """

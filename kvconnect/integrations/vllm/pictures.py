@@ -92,7 +92,7 @@ def _digest(feature: Any) -> bytes | None:
     data, place = feature.data, feature.mm_position
     if feature.modality == "prompt_embeds" or not isinstance(data, Mapping) or not data:
         return None
-    if "address" in data:  # of memory that workers share: the content is there
+    if "address" in data:  # in memory that workers share: the content is present
         return None
     state = hashlib.blake2b(digest_size=32, person=b"kvc-feature")
     try:
@@ -100,11 +100,11 @@ def _digest(feature: Any) -> bytes | None:
         _update(state, getattr(place, "is_embed", None))
         for name in sorted(data):
             value = data[name].data
-            if value is None:  # vLLM's: it is elsewhere
+            if value is None:  # vLLM's reference: the content is elsewhere
                 return None
             _update(state, str(name))
             _update(state, value)
-    except TypeError:  # of no kind that is known
+    except TypeError:  # an unknown kind
         return None
     return state.digest()
 

@@ -38,7 +38,7 @@ class SchedulerHalf:
     """Drives `EngineScheduler` from vLLM's scheduler. No method blocks or raises for the store.
 
     Args:
-        llm_args: of the pair.
+        llm_args: the arguments of the pair.
         extra_key: see `kvconnect.integrations.core.requests.extra_key_of`.
         roles: what is allowed.
         choice: whether to load or to compute.
@@ -63,7 +63,7 @@ class SchedulerHalf:
         self._scheduler = EngineScheduler(llm_args)
         self._request_names = RequestNames(llm_args, extra_key, roles)
         self._tracked: dict[str, Tracked] = {}
-        self._names: dict[int, str] = {}  # of all that are tracked, by the pair's ids
+        self._names: dict[int, str] = {}  # all tracked requests, by the pair's ids
         self._starting: list[tuple[Tracked, Sequence[Sequence[int]]]] = []
         self._ending: dict[int, str] = {}  # and the next for the next step's metadata
         self._cancelled: list[int] = []
@@ -79,7 +79,7 @@ class SchedulerHalf:
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Returns the stored tokens beyond `num_computed_tokens`; ``None``: ask again.
+        """Returns the stored tokens beyond `num_computed_tokens`; ``None``: call again.
 
         May be called at any time.
         """
@@ -94,8 +94,8 @@ class SchedulerHalf:
         tracked.grow()
         found, is_async = self._scheduler.ask_num_new_matched_tokens(llm, num_computed_tokens)
         if not self._roles.loads:
-            # Waited for all the same: only what the store lacks is saved, and a request of one
-            # token may have no other step to order that in.
+            # The answer is awaited nevertheless: only blocks that the store lacks are saved, and a
+            # request of one token may have no other step to order the save.
             return None if found is None else 0, False
         if found is not None and self._is_to_come(tracked, num_computed_tokens + found):
             return None, False
@@ -169,7 +169,7 @@ class SchedulerHalf:
         note_doubt(doubt)
 
     def _reset(self, tracked: Tracked) -> None:
-        """Resets a preempted request, whose blocks are gone and which is scheduled again."""
+        """Resets a preempted request, which has lost its blocks and is scheduled again."""
         tracked.preemptions = tracked.request.num_preemptions
         tracked.computed = tracked.num_full = tracked.found = 0
         self._scheduler.request_reset(tracked.started)
@@ -313,7 +313,7 @@ class SchedulerHalf:
         """Records that the model's weights are others from the next step on.
 
         Args:
-            how: for the log.
+            how: the cause of the change, for the log.
         """
         if self._weights.is_stopped:
             self._weights.stop(begins_later=False)

@@ -41,7 +41,7 @@ class CounterSteps:
         if metrics.num_events == self._num_events:
             return {}
         with self._lock:
-            self._num_events = metrics.num_events  # what comes after this counts next time
+            self._num_events = metrics.num_events  # later increases count in the next call
             now = metrics.snapshot()
             moved = {}
             for counter, (name, _) in COUNTERS.items():

@@ -24,22 +24,22 @@ class Tracked:
 
     Attributes:
         request: vLLM's.
-        since: when it came.
-        tokens: of it, when it was given to the pair.
-        num_tokens: those that the pair knows by now.
+        since: the time of its arrival.
+        tokens: its tokens at the time when it was added to the pair.
+        num_tokens: the number of its tokens that the pair has.
         llm: the pair's, ``None`` while `adapter` or `contents` is being made.
         adapter: the digest of its LoRA adapter.
         contents: its pictures, sounds and videos, or why they have no name.
-        preemptions: those of `request` that the pair knows of.
-        offered_at: its local tokens when it was asked for last.
-        found: the stored tokens beyond these, when it was last chosen whether to load them.
-        load: the choice; ``None``: they are computed.
-        loading: a load in the background is under way.
+        preemptions: the number of preemptions that the pair has handled.
+        offered_at: its local tokens at the last call for a match.
+        found: the stored tokens beyond these, at the last choice whether to load them.
+        load: the chosen load; ``None``: the tokens are computed.
+        loading: true while a background load runs.
         computed: leading tokens that have KV after the last step it was in.
         num_full: the number of these full blocks that the pair knows.
         num_states: the number of these whose snapshots of states, or their lack, it knows.
         told: leading tokens that a producer reported as saved.
-        looked_at: when they were looked up last.
+        looked_at: the time of their last lookup.
     """
 
     request: Any
@@ -65,7 +65,7 @@ class Tracked:
         """The pair's request.
 
         Raises:
-            UsageError: there is none yet.
+            UsageError: the pair has no request yet.
         """
         if self.llm is None:
             raise UsageError(f"request '{self.request.request_id}' was not given to the pair")

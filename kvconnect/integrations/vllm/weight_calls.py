@@ -62,7 +62,7 @@ class WeightCalls:
 
     def close(self) -> None:
         """Stops the reports. Idempotent."""
-        self._changed = lambda _: None  # others may go on through this one
+        self._changed = lambda _: None  # other wrappers may still call this one
         if self._executor.__dict__.get("collective_rpc") == self._watched:
             self._executor.collective_rpc = self._call
 

@@ -19,7 +19,7 @@ class WeightsMeta:
 
     Attributes:
         epoch: number of the name in keys. It names the weights that a worker has in its first step.
-        num_resets: of vLLM's caches.
+        num_resets: the number of resets of vLLM's caches.
         is_stopped: the weights have no name; nothing is loaded or saved.
     """
 
@@ -58,7 +58,7 @@ class WeightNames:
     def __init__(self) -> None:
         self.meta = WeightsMeta()
         self.begins_later = False
-        self._is_clean = True  # nothing was computed since the device held nothing
+        self._is_clean = True  # true if no step computed since the device was empty
         self._reset_was_clean = True
 
     @property

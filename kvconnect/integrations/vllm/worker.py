@@ -48,7 +48,7 @@ class WorkerHalf:
     scheduler gives the new weights a name.
 
     Args:
-        llm_args: of the pair, for this rank.
+        llm_args: the arguments of the pair, for this rank.
     """
 
     def __init__(self, llm_args: LlmArgs) -> None:

@@ -20,20 +20,22 @@ _AT_ONCE = 256
 """Chunks of one call to the store: their keys are hashed on the loop, which has more to do."""
 
 _GAPS = 8
-"""Of the chunks of a prompt so many may be missing before the rest is not looked for: a group with
-full attention cannot use chunks after the first, and one with a window continues behind it."""
+"""The missing chunks of a prompt after which the rest is not looked up.
+
+A group with full attention cannot use chunks after the first missing one; one with a window may
+continue behind it."""
 
 _CALLS = 4
 
 
 class Finder:
-    """Answers the questions of steps, those of each prompt and group in their order.
+    """Looks chunks up for the scheduler's steps, in order for each prompt and group.
 
     Args:
-        access: to the store.
+        access: the access to the store.
         names: returns the present names of chunks in it.
         answer: called on the loop with each answer as soon as it is known.
-        timeout_s: questions that could not be asked by then are answered with no.
+        timeout_s: seconds after which questions that were not sent are answered with no.
     """
 
     def __init__(

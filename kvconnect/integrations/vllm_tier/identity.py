@@ -42,7 +42,7 @@ def chunk_layout(row_nbytes: int, tokens: int) -> KvCacheLayout:
     """Returns a layout of a chunk as one plane of bytes, in vLLM's own arrangement.
 
     Args:
-        row_nbytes: of a chunk in the host memory, all ranks and layers.
+        row_nbytes: the bytes of a chunk in the host memory, all ranks and layers.
         tokens: that it holds; the layout has the largest power of two that divides it and fits.
     """
     size = 2
@@ -64,7 +64,7 @@ class ChunkNames:
 
     Attributes:
         digest: 32 bytes, of `chunks_digest`.
-        layout: of a chunk.
+        layout: the layout of a chunk.
     """
 
     digest: bytes
@@ -109,7 +109,7 @@ def chunks_digest(spec: Any, config: Any, settings: KvConnectTierSettings) -> by
     Args:
         spec: vLLM's ``OffloadingSpec``.
         config: vLLM's ``VllmConfig``.
-        settings: of the tier.
+        settings: the settings of the tier.
 
     Raises:
         ConfigurationError: in this configuration a chunk's name does not cover its content.

@@ -27,7 +27,7 @@ class Known(Enum):
 @dataclass(slots=True, eq=False)
 class _Chunk:
     found: bool | None = None
-    number: int = -1  # of the question whose answer counts
+    number: int = -1  # the number of the question whose answer counts
     asked_at: float = 0.0
     num_requests: int = 0
 
@@ -131,9 +131,9 @@ class ScanEnd:
     """The position at which vLLM's scan of a prompt's chunks can end, while the store is asked.
 
     vLLM asks for each chunk of a prompt in each step until all are known. Each call costs it
-    several microseconds. A prompt waits if one chunk is to be asked for again, and the scan ends at
-    the first chunk that is missing. So the chunk after an awaited one is reported as missing, if
-    its request has asked for it already. Layers with a window are left out: vLLM scans their chunks
+    several microseconds. A prompt waits if one chunk needs another call, and the scan ends at the
+    first chunk that is missing. So the chunk after an awaited one is reported as missing, if its
+    request has looked it up already. Layers with a window are left out: vLLM scans their chunks
     from the end, and continues behind a missing one.
     """
 

@@ -7,8 +7,8 @@ import time
 
 __all__ = ["StepPause"]
 
-# What the store's threads get of the interpreter in a step in which a request waits for them; and
-# in one that computes nothing, unless they have news sooner.
+# The seconds that a step leaves the interpreter to the store's threads if a request waits for them;
+# and the most seconds in a step that computes no token.
 _YIELD_S = 0.0001
 _IDLE_S = 0.003
 # Steps that follow each other within this time compute nothing. vLLM does not show that.
@@ -35,5 +35,5 @@ class StepPause:
         if waits:
             is_idle = time.monotonic() - self._ended_at < _SHORT_S
             self._news.wait(_IDLE_S if is_idle else _YIELD_S)
-            self._news.clear()  # what there is by now, the next step asks for
+            self._news.clear()  # the next step reads the present results
         self._ended_at = time.monotonic()

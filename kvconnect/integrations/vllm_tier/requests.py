@@ -64,7 +64,7 @@ class Parents:
     store drops chunks.
 
     Args:
-        tokens: of a chunk, by KV cache group.
+        tokens: the tokens of a chunk, by KV cache group.
     """
 
     def __init__(self, tokens: Mapping[int, int]) -> None:

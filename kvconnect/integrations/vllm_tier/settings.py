@@ -16,7 +16,7 @@ from kvconnect.integrations.vllm.callers import transfer_of_lookup
 
 __all__ = ["KvConnectTierSettings", "check_looked_up"]
 
-# Of a tier's configuration; vLLM takes them out before it makes the tier.
+# Fields of a tier's configuration that vLLM removes before it makes the tier.
 _OF_VLLM = ("type", "module_path", "backpressure")
 _OF_CONNECTOR = {
     *("url", "codec", "key_file", "load_timeout_s", "save_timeout_s"),

@@ -75,7 +75,7 @@ class KvConnectTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         primary_kv_view: uint8 or int8 ``[chunks, bytes of a chunk]``: vLLM's host memory, which
             loads write to and saves read.
         tier_type: name of this tier, for metrics.
-        backpressure_detector: vLLM's, if the user asked for one.
+        backpressure_detector: vLLM's detector, if the user configured one.
         settings: fields of `KvConnectTierSettings`.
 
     Raises:
@@ -240,7 +240,7 @@ class KvConnectTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         drained = self._wait(self._settings.save_timeout_s + _LATE_S)
         if not drained:
             self._abandon()
-        # What was abandoned is of the name that it was begun with.
+        # Abandoned jobs keep the names that they started with.
         self._weights.note_reset(device_is_empty=drained and self._device_is_empty())
 
     def shutdown(self) -> None:

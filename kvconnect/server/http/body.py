@@ -34,18 +34,19 @@ async def read_json(
 
     Args:
         request: the request whose body is read.
-        settings: its limits.
-        thread: where long bodies are parsed, and `make` is called with them: one thread, since more
-            of them would only take turns.
-        make: does not block.
-        ticket: of the request.
+        settings: the limits of the body.
+        thread: the thread that parses long bodies and calls `make` with them. One thread, because
+            Python runs only one at a time.
+        make: makes the result of the parsed object; must not block.
+        ticket: the ticket of the request.
 
     Raises:
         RequestRefused: it is no JSON (400, also where it nests deeper than 200 or has a key twice),
             is not declared as such in UTF-8 and uncompressed (415), is too large or holds too many
-            values for its size (413), comes too slowly (408), or there is no room for it (429).
-        ClientDisconnect: the client left.
-        Exception: as `make` raises.
+            values for its size (413), arrives too slowly (408), or exceeds the limit of all bodies
+            (429).
+        ClientDisconnect: the client disconnected.
+        Exception: the errors of `make`.
     """
     _check_kind(request)
     body = await read_body(request, settings, ticket)
@@ -81,7 +82,8 @@ def _parsed(body: bytes, settings: HttpSettings) -> dict[str, Any]:
 def _check_kind(request: Request) -> None:
     declared = Message()
     declared["Content-Type"] = request.headers.get("content-type", "")
-    # Pages of other origins can send everything else to a server on loopback unasked.
+    # Web pages of other origins can send any other content type to a server on loopback without
+    # asking.
     if declared.get_content_type() != "application/json":
         raise RequestRefused(415, "Content-Type: must be application/json")
     charset = declared.get_content_charset("utf-8")

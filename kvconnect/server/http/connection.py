@@ -20,29 +20,31 @@ _KEEPALIVE = (
     (socket.TCP_KEEPINTVL, 10),
     (socket.TCP_KEEPCNT, 3),
 )
-"""The loss of a client's machine is noticed within a minute, also while nothing is sent."""
+"""The keep-alive options by which the loss of a client's machine is noticed within a minute."""
 
 _SEND_BUFFER_NBYTES = 128 << 10
-"""By itself the system would hold megabytes for each client that does not read."""
+"""The size of the send buffer; the system's default is megabytes for a client that never reads."""
 
 _AHEAD_NBYTES = 64 << 10
-"""A client that sends more beyond a request before the answer is disconnected."""
+"""The bytes that a client may send beyond a request before its answer; more disconnect it."""
 
 _READ_NBYTES = 16 << 10
-"""At a time: of chunks of one byte each, even so much takes 30 ms to parse, and all others wait."""
+"""The bytes read at a time.
+
+In chunks of one byte, this much takes 30 ms to parse while all others wait."""
 
 _TOLD = 64
-"""Connections beyond the limit that get an answer. Further ones are closed at once."""
+"""The connections beyond the limit that get an answer. Further ones are closed at once."""
 _TOLD_WITHIN_S = 1.0
 
 
 class Connection(H11Protocol):
     """A client's connection, with deadlines for the client.
 
-    A whole request must arrive within `timeout_s` of its first byte, the first one within
+    A whole request must arrive within `timeout_s` of its first byte, and the first request within
     `timeout_s` of the connection's start. A client that reads nothing for `timeout_s`, or too
-    little for the transport to write more, is disconnected. Between requests uvicorn's keep-alive
-    timeout counts. Requests on connections beyond ``limit_concurrency`` are answered with OpenAI's
+    little for the transport to write more, is disconnected. Between requests, uvicorn's keep-alive
+    timeout applies. Requests on connections beyond ``limit_concurrency`` are answered with OpenAI's
     error object.
     """
 
@@ -57,7 +59,7 @@ class Connection(H11Protocol):
         return type("Connection", (cls,), {"timeout_s": timeout_s})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Starts to wait for a request."""
+        """Starts the deadline of the first request."""
         self._within, self._limit = self.app, self.limit_concurrency
         self.limit_concurrency = None  # uvicorn's own answer is a text
         super().connection_made(transport)
@@ -75,7 +77,7 @@ class Connection(H11Protocol):
         self._reading = self.loop.call_later(timeout_s, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        """Starts to wait for the rest of a request, or stops waiting once it is whole."""
+        """Starts the deadline for the rest of a request, or ends it once the request is whole."""
         under_way = max(len(self.connections), len(self.tasks))
         full = self._limit is not None and under_way >= self._limit
         self.app = _too_many if full else self._within
@@ -87,14 +89,14 @@ class Connection(H11Protocol):
             self._reading = self.loop.call_later(self.timeout_s, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers that this is no HTTP, or closes a connection that has a part of its answer."""
+        """Answers bytes that are no HTTP, or closes a connection whose answer has begun."""
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             super().send_400_response(msg)
         else:  # uvicorn would raise, and each such client fill the log
             self.transport.abort()
 
     def _request_is_whole(self) -> bool:
-        # The cycle of the last request stays until the next one's head is there.
+        # uvicorn keeps the last request's cycle until the head of the next one has arrived.
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
@@ -108,18 +110,18 @@ class Connection(H11Protocol):
             self.flow.resume_reading()
 
     def pause_writing(self) -> None:
-        """Starts to wait for a client that reads less than is written."""
+        """Starts the deadline of a client that reads more slowly than is written."""
         super().pause_writing()
         if self._writing is None:
             self._writing = self.loop.call_later(self.timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stops waiting for the client to read."""
+        """Ends the deadline for the client to read."""
         super().resume_writing()
         self._stop_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancels all waiting."""
+        """Cancels all deadlines."""
         self._stop_reading()
         self._stop_writing()
         super().connection_lost(exc)

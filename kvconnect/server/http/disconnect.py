@@ -1,4 +1,4 @@
-"""Cancels work when its client leaves."""
+"""Cancels work when its client disconnects."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Returns the result of `work`, which is cancelled if the client leaves.
+    """Returns the result of `work`, which is cancelled if the client disconnects.
 
     Raises:
-        ClientDisconnect: it left.
+        ClientDisconnect: the client disconnected.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))

@@ -33,11 +33,11 @@ _METRICS_PATH = "/metrics"
 
 
 class Gate:
-    """An ASGI application around another: checks the key, turns errors into answers, counts.
+    """An ASGI application around another: checks keys, turns errors into answers, counts requests.
 
     Args:
-        app: answers the requests that pass.
-        settings: its `api_key` is required of clients, and its `access_log` has a line for each.
+        app: the application that answers accepted requests.
+        settings: the settings with the required `api_key`; with `access_log` each answer is logged.
         admin_key: required for `ADMIN_PATHS`; ``None``: they are refused.
         metrics_key: required for the metrics, in the place of the API key; the admin key serves,
             too. If both are ``None``, the metrics need the API key.
@@ -63,7 +63,7 @@ class Gate:
         """Answers one request."""
         if scope["type"] != "http":
             return
-        scope["app"] = self  # what the router refuses it raises then, and does not answer itself
+        scope["app"] = self  # Starlette's router then raises its refusals instead of answering them
         status = 0
         started_at = time.perf_counter()
 
@@ -85,13 +85,14 @@ class Gate:
             else:
                 raise
         finally:
-            # Nothing is sent to a client that left.
+            # A client that has disconnected gets no answer.
             count(f"server.answer.{status or 499}")
             if self._logs:
                 _log(scope, status or 499, time.perf_counter() - started_at)
 
     def _check_framing(self, scope: Scope) -> None:
-        # RFC 9112, 6.1: a proxy in front may go by the one, and take the rest for another request.
+        # RFC 9112, 6.1: a proxy in front may obey one of the two headers, and read the rest as
+        # another request.
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:
             raise RequestRefused(
@@ -127,7 +128,7 @@ def _check_bearer(scope: Scope, expected: Sequence[bytes], name: str) -> None:
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:
-    # Without the query: what clients write there is not known to be no secret.
+    # Without the query, which may contain a secret.
     fields = {
         "client": (scope.get("client") or ("",))[0],
         "method": scope["method"],

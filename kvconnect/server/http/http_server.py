@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 _ABORT_S = 5.0
 """The time for answers to end once their requests are aborted."""
 _OTHER_DESCRIPTORS = 256
-"""The descriptors for stores, the model and refused connections, beside the connections."""
+"""The file descriptors reserved for stores, the model and refused connections."""
 
 
 def _room_for(connections: int, max_outgoing: int = 0, outgoing: int = 0) -> int:
-    """Returns how many connections the process may have open beside outgoing ones.
+    """Returns the number of client connections that the process may have, beside outgoing ones.
 
     Its limit of open files is raised as far as allowed. Arguments are those of `HttpServer`.
     """
@@ -38,7 +38,7 @@ def _room_for(connections: int, max_outgoing: int = 0, outgoing: int = 0) -> int
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     free = wanted if soft == resource.RLIM_INFINITY else soft - _OTHER_DESCRIPTORS
-    # Where there is little, each connection may be one with a request.
+    # With few descriptors, each connection may have a request.
     room = max(free - max_outgoing, free // (1 + outgoing))
     if room < connections:
         _log.warning("of %d connections there is room for %d: ulimit -n", connections, max(1, room))
@@ -46,15 +46,15 @@ def _room_for(connections: int, max_outgoing: int = 0, outgoing: int = 0) -> int
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that continues to answer while running requests end.
+    """A uvicorn server that continues to answer during a shutdown, until running requests end.
 
     Args:
-        app: answers.
-        settings: of the server.
-        admission: of its requests.
-        ready: called once clients may connect.
-        max_outgoing: connections to other servers that all requests have open at once, at most.
-        outgoing: that one request has open, at most.
+        app: the application.
+        settings: the settings of the server.
+        admission: the admission of its requests.
+        ready: called once clients can connect.
+        max_outgoing: the most connections to other servers that all requests together have open.
+        outgoing: the most connections to other servers that one request has open.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class HttpServer(uvicorn.Server):
             _log.info("%s: refusing new requests, waiting for those that run", name)
 
     def has_failed(self) -> bool:
-        """Returns whether no request can be answered any more; called ten times a second."""
+        """Returns whether the server cannot answer any more; called ten times a second."""
         return False
 
     async def on_tick(self, counter: int) -> bool:
@@ -121,6 +121,6 @@ class HttpServer(uvicorn.Server):
             self._give_up_at = min(self._give_up_at, now)
         if now >= self._give_up_at:
             self._admission.abort()
-            # What is left after that has a client that does not read, and is cut.
+            # Remaining connections have clients that do not read; they are closed.
             return self._admission.idle or now >= self._give_up_at + _ABORT_S
         return self._admission.idle

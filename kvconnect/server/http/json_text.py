@@ -23,31 +23,31 @@ class TooManyValues(ValueError):
 
 
 def parse_json(text: bytes, *, max_nbytes: int) -> Any:
-    """Returns the value of `text`. A long text needs a thread of its own.
+    """Returns the JSON value of `text`. Call it on another thread if `text` is long.
 
     The number of values is bounded, since lists, objects and keys take a hundred times as long as
-    characters do. A text may have 65,536 lists, objects and keys, and 1,048,576 values; a longer
-    text one for every 64, and one for every 4 bytes of `max_nbytes`.
+    characters do. A text may have 65,536 lists, objects and keys, or one for every 64 bytes of
+    `max_nbytes` if that is more; and 1,048,576 values, or one for every 4 bytes.
 
     Args:
         text: in UTF-8.
-        max_nbytes: the size that a text may have at most.
+        max_nbytes: the most bytes of a text.
 
     Raises:
-        TooManyValues: there are more of them.
-        ValueError: it is no JSON, nests deeper than 200, or an object has a key twice.
+        TooManyValues: `text` has more of them.
+        ValueError: `text` is no JSON, nests deeper than 200, or an object has a key twice.
     """
     most_parts = max(_MANY_PARTS, max_nbytes // _NBYTES_OF_PART)
     most_values = max(_MANY_VALUES, max_nbytes // _NBYTES_OF_VALUE)
     if _parts(text) > most_parts or _values(text) > most_values:
-        plain = _between_strings(text)  # what strings hold does not count
+        plain = _between_strings(text)  # the content of strings does not count
         _check("lists, objects and keys", _parts(plain), most_parts)
         _check("values", _values(plain), most_values)
     try:
         return jiter.from_json(text, allow_inf_nan=False, catch_duplicate_keys=True)
     except ValueError as error:
         if "duplicate key" in str(error):
-            with suppress(RecursionError):  # of what follows that key
+            with suppress(RecursionError):  # the value that follows that key
                 json.loads(text, object_pairs_hook=_refuse_repeated)
         raise
 
@@ -66,7 +66,7 @@ def _check(noun: str, found: int, most: int) -> None:
 
 
 def _between_strings(text: bytes) -> bytes:
-    """Returns `text`, if it is JSON, without its strings."""
+    """Returns the JSON `text` without its strings."""
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     return b"".join(plain.split(b'"')[::2])
 

@@ -1,4 +1,4 @@
-"""The sockets that a server listens on, and the check of who can reach them."""
+"""The sockets that a server listens on; beyond loopback they need an API key."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Listener:
     """A set of bound sockets, one for each address of a host; `listen` makes them accept.
 
     Attributes:
-        sockets: bound, all to one port.
-        host: as the settings name it.
-        port: the one that was bound.
+        sockets: the bound sockets, all of one port.
+        host: the host of the settings.
+        port: the bound port.
     """
 
     sockets: tuple[socket.socket, ...]
@@ -34,7 +34,7 @@ class Listener:
 
     @classmethod
     def bind(cls, settings: HttpSettings) -> Listener:
-        """Binds the port of `settings`; may block for a name's resolution.
+        """Binds the port of `settings`; may block to resolve a name.
 
         Raises:
             ConfigurationError: the host is unknown, the port cannot be bound, or the host is not
@@ -47,7 +47,7 @@ class Listener:
         try:
             for family, address in addresses:
                 sockets.append(_bound(family, (address[0], port, *address[2:])))
-                port = sockets[0].getsockname()[1]  # of all, if any free one will do
+                port = sockets[0].getsockname()[1]  # the same for all addresses
         except OSError as error:
             for one in sockets:
                 one.close()
@@ -61,7 +61,7 @@ class Listener:
         return f"http://{host}:{self.port}"
 
     def listen(self) -> None:
-        """Lets clients connect; the system holds them until they are accepted.
+        """Starts listening; the system queues clients until they are accepted.
 
         Raises:
             ConfigurationError: another process took the port meanwhile.

@@ -20,7 +20,7 @@ def metrics_endpoint(thread: Executor | None) -> Callable[[Request], Awaitable[R
     """Returns the endpoint that answers a scrape with this process's metrics.
 
     Args:
-        thread: where they are collected; ``None``: on a thread of the event loop's own.
+        thread: the thread that collects them; ``None``: one of the event loop's threads.
     """
     registry = CollectorRegistry()
     registry.register(Collector())

@@ -18,11 +18,11 @@ from kvconnect.server.openai.explained import explained
 __all__ = ["Answer", "AnswerForm", "Prompted", "made_late", "token_text", "told_logprob"]
 
 _NEVER = -9999.0
-"""The number of OpenAI for an impossible token: JSON has no infinity."""
+"""The log probability that OpenAI's API gives an impossible token: JSON has no infinity."""
 
 
 class Prompted(Protocol):
-    """The prompt of a request, as its handle and its output have it."""
+    """The interface to the prompt of a request, which handles and outputs have."""
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
@@ -30,24 +30,24 @@ class Prompted(Protocol):
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """The log probabilities of each token; ``None`` if not asked for."""
+        """The log probabilities of each token; ``None`` if not requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The form in which a request is to be answered.
+    """The form of the answer to a request.
 
     Attributes:
-        model: its name.
-        completions: of the request; choices count from 0 over all its prompts.
-        request_id: a part of the answer's id; ``None``: one is invented.
+        model: the clients' name of the model.
+        completions: the completions of each prompt; choices are numbered over all prompts.
+        request_id: a part of the answer's id; ``None``: a random one.
         granularity: counts of cached tokens are rounded down to a multiple of it.
-        token_ids: include the ids of all tokens beside their text.
-        prompt_logprobs: include the log probabilities of the prompt.
-        usage: every chunk of a stream has a ``usage``.
-        running_usage: that counts the tokens so far, and is not ``null``.
-        explain: the last ``usage`` has the outcomes of the prompt's tokens.
-        has_salt: the request has a salt.
+        token_ids: true to include the ids of all tokens beside their text.
+        prompt_logprobs: true to include the log probabilities of the prompt.
+        usage: true if every chunk of a stream has a ``usage``.
+        running_usage: true if that ``usage`` counts the tokens so far; otherwise it is ``null``.
+        explain: true if the last ``usage`` has the outcomes of the prompt's tokens.
+        has_salt: true if the request has a salt.
     """
 
     model: str
@@ -66,7 +66,7 @@ class Answer(ABC):
     """The JSON objects that answer one request.
 
     Args:
-        form: of the answer.
+        form: the form of the answer.
     """
 
     prefix: ClassVar[str]
@@ -77,7 +77,7 @@ class Answer(ABC):
         self._form = form
         self._id = f"{self.prefix}-{form.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._begun: set[int] = set()  # choices of which a stream had a chunk
+        self._begun: set[int] = set()  # choices that have had a chunk in the stream
         self._prompts: Sequence[Prompted] = ()
         self._prompt_tokens = 0
         self._answer_tokens = 0
@@ -85,11 +85,11 @@ class Answer(ABC):
     def whole(self, outputs: Sequence[RequestOutput], more: Mapping[str, Any]) -> bytes:
         """Returns the whole answer as JSON, with the fields `more`.
 
-        It is made choice by choice, as it may be long.
+        The text is made choice by choice, because it may be long.
 
         Args:
-            outputs: of each prompt.
-            more: fields of the object.
+            outputs: the outputs of each prompt.
+            more: further fields of the object.
         """
         head = _encoded(self._object(self.kind) | self._of_prompt(outputs[0]))
         choices = b",".join(map(_encoded, self._choices(outputs)))
@@ -100,7 +100,7 @@ class Answer(ABC):
         """Returns the first chunks of a stream, before any token.
 
         Args:
-            prompts: of the request.
+            prompts: the prompts of the request.
         """
         self._prompts = prompts
         self._prompt_tokens = sum(len(one.prompt_token_ids) for one in prompts)
@@ -177,10 +177,10 @@ class Answer(ABC):
 
 
 def made_late(value: object) -> object:
-    """Returns the result of the call `value`: the `default` of JSON encoders.
+    """Returns the result of calling `value`; used as ``default`` of JSON encoders.
 
     The log probabilities of each token are such calls in answers. Their results take fifty times
-    the memory of the tables that they are made from, and are freed once they are text.
+    the memory of their source tables, and are freed once they are encoded.
     """
     if not isinstance(value, partial):
         raise TypeError(f"{type(value).__name__} is no JSON")
@@ -188,12 +188,12 @@ def made_late(value: object) -> object:
 
 
 def token_text(token: int, logprob: Logprob) -> str:
-    """Returns its text alone; without a tokenizer its id as vLLM writes it."""
+    """Returns the text of `token` alone; without a tokenizer, its id in vLLM's form."""
     return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
 
 
 def told_logprob(logprob: Logprob) -> float:
-    """Returns a log probability that is finite in any case."""
+    """Returns the finite log probability to send for `logprob`."""
     return max(_NEVER, logprob.logprob)
 
 
@@ -207,12 +207,12 @@ def _of_prompt_token(logprobs: PromptLogprobs, index: int) -> dict[int, dict[str
 def _usage_of(outputs: Sequence[RequestOutput], form: AnswerForm) -> dict[str, Any]:
     """Returns OpenAI's ``usage`` of all prompts of a request together.
 
-    ``cached_tokens`` are the prompt tokens that were not computed, wherever their KV came from.
-    With several completions, the prompt tokens that each of them computed are subtracted.
+    ``cached_tokens`` are the prompt tokens that were not computed, from any cache or store. With
+    several completions, the prompt tokens that each of them computed are subtracted.
 
     Args:
-        outputs: of each prompt.
-        form: the cached tokens of each prompt are rounded down to its granularity.
+        outputs: the outputs of each prompt.
+        form: the form, to whose granularity the cached tokens of each prompt are rounded down.
     """
     cached, granularity = 0, form.granularity
     for output in outputs:

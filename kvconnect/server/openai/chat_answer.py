@@ -17,8 +17,8 @@ class ChatAnswer(Answer):
     """The chat completion objects of OpenAI.
 
     Args:
-        form: as of `Answer`.
-        top_logprobs: how many of the likeliest tokens stand beside each.
+        form: the form of the answer.
+        top_logprobs: the number of likeliest tokens beside each token.
     """
 
     prefix: ClassVar[str] = "chatcmpl"

@@ -41,10 +41,10 @@ class TemplateRequest(ModelRequest):
         return self
 
     def formatted(self, llm: LLM, messages: list[dict[str, Any]]) -> Any:
-        """Returns the prompt that `messages` make.
+        """Returns the prompt of `messages`.
 
         Raises:
-            ConfigurationError: there is no template, or it does not take them.
+            ConfigurationError: there is no template, or the template refuses them.
         """
         return llm.chat_prompt(
             messages,
@@ -55,12 +55,12 @@ class TemplateRequest(ModelRequest):
 
 
 class ChatRequest(TemplateRequest, GenerationRequest):
-    """Answers a conversation; without a length it may be as long as model and cache allow.
+    """A request to answer a conversation; without a length, up to the limit of model and cache.
 
     Attributes:
         messages: dicts with ``role`` and ``content``.
-        logprobs: whether to give the log probability of each token.
-        top_logprobs: also of so many likeliest ones.
+        logprobs: true to include the log probability of each token.
+        top_logprobs: the number of likeliest tokens to include beside it.
     """
 
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -88,7 +88,7 @@ class ChatRequest(TemplateRequest, GenerationRequest):
         prompt = self.formatted(llm, self.messages)
         most = self.length
         if most is None:
-            # A prompt beyond the limit is refused with what there is room for.
+            # A prompt beyond the limit is refused with an error that names the limit.
             most = max(1, llm.max_seq_len - len(prompt["prompt_token_ids"]))
         return self.start(llm, [prompt], self.sampling(max_tokens=most), headers)
 

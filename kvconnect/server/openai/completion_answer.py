@@ -18,9 +18,9 @@ class Echo:
     """The prompts of a request, which precede its answers.
 
     Args:
-        prompts: as the request gives them, each text or token ids.
-        tokenizer: of the model; without one prompts of token ids have no text.
-        logprobs: include the log probabilities of their tokens, too.
+        prompts: the prompts of the request, each text or token ids.
+        tokenizer: the tokenizer of the model; without one prompts of token ids have no text.
+        logprobs: true to include the log probabilities of their tokens.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class CompletionAnswer(Answer):
     """The completion objects of OpenAI.
 
     Args:
-        form: as of `Answer`.
-        echo: each choice begins with its prompt; ``None``: it does not.
+        form: the form of the answer.
+        echo: the prompts with which the choices begin; ``None``: without prompts.
     """
 
     prefix: ClassVar[str] = "cmpl"
@@ -60,7 +60,7 @@ class CompletionAnswer(Answer):
     def __init__(self, form: AnswerForm, echo: Echo | None = None) -> None:
         super().__init__(form)
         self._echo = echo
-        self._offsets = [0] * form.completions  # of the next token of each choice in its text
+        self._offsets = [0] * form.completions  # offset of the next token, by choice
 
     def _choice(self, index: int, output: CompletionOutput, prompt: Prompted) -> dict[str, Any]:
         return {
@@ -114,7 +114,7 @@ class _Lists:
     """The parallel lists of tokens in a choice.
 
     Args:
-        offset: of the first token in the text.
+        offset: the offset of the first token in the text.
     """
 
     def __init__(self, offset: int) -> None:
@@ -154,7 +154,7 @@ class _Lists:
 
 
 def _by_text(logprobs: Sequence[TokenLogprobs | None], index: int) -> dict[str, float]:
-    """Maps texts to log probabilities; of tokens with one text, the first one counts."""
+    """Maps texts to log probabilities; of several tokens with one text, the first counts."""
     found = logprobs[index] or {}
     top: dict[str, float] = {}
     for token, logprob in found.items():

@@ -35,12 +35,14 @@ def _prompt(given: object) -> object:
 
 
 class CompletionRequest(GenerationRequest):
-    """Continues prompts.
+    """A request to continue prompts.
 
     Attributes:
         prompt: text or token ids, or a list of either.
-        logprobs: of so many likeliest tokens, besides the chosen one.
-        echo: the answer begins with the prompt, with its log probabilities if `logprobs` is given.
+        logprobs: the number of likeliest tokens whose log probabilities are included, besides the
+            chosen token's.
+        echo: true if the answer begins with the prompt, with log probabilities if `logprobs` is
+            given.
     """
 
     prompt: Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt)]
@@ -88,7 +90,7 @@ class CompletionRequest(GenerationRequest):
 
     def max_prompt_tokens(self, longest: int) -> int:
         """Implements `GenerationRequest.max_prompt_tokens`."""
-        # No token stands for less than a byte; a few are added by the tokenizer.
+        # No token is shorter than a byte; the tokenizer adds a few.
         sizes = (
             len(one) if isinstance(one, list) else len(one.encode(errors="replace"))
             for one in self.prompts

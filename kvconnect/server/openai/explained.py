@@ -1,4 +1,4 @@
-"""The outcomes of prompt tokens as a client may know them: ``usage.kvconnect``."""
+"""The outcomes of prompt tokens that a client may see: ``usage.kvconnect``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["explained"]
 _OF_THE_REQUEST = frozenset({Outcome.LAST, Outcome.LOGPROBS, Outcome.UNREACHED})
 """The outcomes that depend on no other request."""
 _OTHERS = frozenset({Outcome.NAMESPACE})
-"""The outcomes that tell of other tenants' prompts."""
+"""The outcomes that would reveal other tenants' prompts."""
 _FINE = _OTHERS | {Outcome.TAIL, Outcome.DIVERGED}
-"""Those and the outcomes that tell of single tokens of prompts without a salt."""
+"""These outcomes, and those that would reveal single tokens of prompts without a salt."""
 
 
 def explained(
@@ -24,15 +24,17 @@ def explained(
 ) -> dict[str, Any]:
     """Returns the explanation of each prompt of a request.
 
-    A client learns nothing of prompts under other salts: ``namespace`` counts as ``new``. Without a
-    salt it shares its cache with anybody. It then learns of whole blocks only: otherwise it could
-    read others' prompts token by token. ``diverged`` and ``tail`` count as ``new`` then, as does
-    the part of a block before the last token, and no divergence is shown.
+    The result reveals nothing about prompts under other salts: ``namespace`` counts as ``new``. A
+    request without a salt shares its cache with all such requests, and its result covers whole
+    blocks only: otherwise a client could find out others' prompts token by token. Then ``diverged``
+    and ``tail`` count as ``new``, as does the part of a block before the last token, and no
+    divergence is shown.
 
     Args:
-        outputs: of each prompt.
-        granularity: without a salt: tokens of a block; the ends of spans are rounded down to it.
-        has_salt: the request has a salt.
+        outputs: the outputs of each prompt.
+        granularity: for requests without a salt, the tokens of a block, to which ends of spans are
+            rounded down.
+        has_salt: true if the request has a salt.
     """
     return {"explain": [_one(output, granularity, has_salt=has_salt) for output in outputs]}
 
@@ -66,7 +68,7 @@ def _one(output: RequestOutput, granularity: int, *, has_salt: bool) -> dict[str
 
 
 def _in_blocks(spans: Sequence[Span], size: int, last: int) -> Iterator[Span]:
-    """Yields what `spans` tell of whole blocks; `last` is the last token."""
+    """Yields `spans` rounded to whole blocks; `last` is the last token."""
     end = last - last % size
     for span in spans:
         low, high = min(span.start, end), min(span.end, end)

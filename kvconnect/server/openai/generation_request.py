@@ -37,9 +37,10 @@ class StreamOptions(Settings):
     """The options of a stream.
 
     Attributes:
-        include_usage: a last chunk without choices has the counts of tokens; in all others these
-            are ``null``.
-        continuous_usage_stats: with `include_usage`: all others have the counts so far.
+        include_usage: true if a last chunk without choices has the counts of tokens; they are
+            ``null`` in all others.
+        continuous_usage_stats: with `include_usage`, true if all other chunks have the counts so
+            far.
         include_obfuscation: accepted, without effect.
     """
 
@@ -52,7 +53,8 @@ class KvConnectOptions(CacheOptions):
     """The field ``kvconnect`` of a request: also the fields of `CacheOptions`.
 
     Attributes:
-        explain: the answer's ``usage`` has a ``kvconnect`` with the outcome of each prompt token.
+        explain: true if the answer's ``usage`` has a ``kvconnect`` with the outcome of each prompt
+            token.
     """
 
     explain: StrictBool = False
@@ -61,20 +63,23 @@ class KvConnectOptions(CacheOptions):
 class GenerationRequest(ModelRequest):
     """The fields of both kinds of requests. Names are OpenAI's and, beyond those, vLLM's.
 
-    ``None`` is the same as leaving a field out. `SamplingParams` explains the sampling parameters;
-    the default temperature is OpenAI's, 1.
+    ``None`` equals a missing field. `SamplingParams` documents the sampling parameters; the default
+    temperature is OpenAI's, 1.
 
     Attributes:
-        stream: answer with server-sent events.
+        stream: true to answer with server-sent events.
         stream_options: options of the stream.
         request_id: a part of the answer's id.
-        return_token_ids: include the ids of all tokens.
-        max_tokens, max_completion_tokens: two names of one number; the second one has precedence.
-        prompt_logprobs: also include the log probabilities of the prompt's tokens, of so many
-            likeliest ones each. Not in a stream.
-        cache_salt: 1 to 1,024 characters; requests share cached blocks only if theirs is equal.
-        kv_transfer_params: from a router: publish the prompt and generate nothing, or fetch it.
-        kvconnect: what is asked of kvconnect itself.
+        return_token_ids: true to include the ids of all tokens.
+        max_tokens, max_completion_tokens: the most tokens of the answer; the second name has
+            precedence.
+        prompt_logprobs: the number of likeliest tokens whose log probabilities are included for
+            each token of the prompt. Not in a stream.
+        cache_salt: 1 to 1,024 characters; requests share cached blocks only if their salts are
+            equal.
+        kv_transfer_params: a router's order to publish the prompt without generating, or to fetch
+            it.
+        kvconnect: options beyond OpenAI's and vLLM's.
     """
 
     stream: StrictBool | None = None
@@ -105,7 +110,7 @@ class GenerationRequest(ModelRequest):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
-        """Parses like `ModelRequest.parse`; also checks salts."""
+        """Parses `body` like `ModelRequest.parse`; also checks the salt."""
         check_salt(body.get("cache_salt"))
         request = super().parse(body)
         if request.stream and request.prompt_logprobs is not None:
@@ -122,10 +127,10 @@ class GenerationRequest(ModelRequest):
         raise NotImplementedError
 
     def max_logprobs(self, longest: int) -> int:
-        """Returns the most log probabilities that its answer may hold.
+        """Returns the most log probabilities that the answer may hold.
 
         Args:
-            longest: no sequence of prompt and answer is longer.
+            longest: the length of the longest sequence of prompt and answer.
         """
         of_prompts = of_answers = 0
         if (top := self.top_of_prompt) is not None:
@@ -141,7 +146,7 @@ class GenerationRequest(ModelRequest):
 
     @property
     def length(self) -> int | None:
-        """The most tokens of an answer; ``None``: it was not given."""
+        """The most tokens of an answer; ``None`` if the request gives no limit."""
         given = self.max_completion_tokens
         return self.max_tokens if given is None else given
 
@@ -163,25 +168,25 @@ class GenerationRequest(ModelRequest):
             headers: of HTTP; they may name the client's trace.
 
         Raises:
-            ConfigurationError: a prompt or a parameter is wrong; nothing runs.
-            EngineClosed: the engine takes no more requests; nothing runs.
+            ConfigurationError: a prompt or a parameter is wrong; none was started.
+            EngineClosed: the engine accepts no more requests; none was started.
         """
         raise NotImplementedError
 
     def answer(self, llm: LLM, model: str) -> Answer:
-        """Returns its answer, as JSON objects; may take as long as `submit`.
+        """Returns the object that makes its answer; may take as long as `submit`.
 
         Args:
-            llm: answers.
-            model: the clients' name of it.
+            llm: the engine.
+            model: the clients' name of the model.
         """
         raise NotImplementedError
 
     def form(self, llm: LLM, model: str) -> AnswerForm:
-        """Returns the form of its answer; arguments as of `answer`.
+        """Returns the form of its answer; see `answer`.
 
-        Exact counts of cached tokens would let anybody read others' unsalted prompts, token by
-        token: without a salt they are counted in whole blocks.
+        Without a salt, cached tokens are counted in whole blocks: exact counts would reveal others'
+        unsalted prompts token by token.
         """
         options = self.stream_options or StreamOptions()
         return AnswerForm(
@@ -199,7 +204,7 @@ class GenerationRequest(ModelRequest):
 
     @property
     def hands_out(self) -> bool:
-        """Returns whether its prompt is computed for another server, and nothing is generated."""
+        """Returns whether its prompt is only computed for another server, without generating."""
         return self.kv_transfer_params is not None and self.kv_transfer_params.do_remote_decode
 
     @property
@@ -208,7 +213,7 @@ class GenerationRequest(ModelRequest):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, **more: object) -> SamplingParams:
-        """Returns its sampling parameters; `more` are overriding fields, unless ``None``."""
+        """Returns its sampling parameters; values in `more`, unless ``None``, override fields."""
         given = {name: getattr(self, name) for name in _SAMPLING} | {
             "max_tokens": self.length,
             "logprobs": self.top_of_answer,
@@ -222,7 +227,7 @@ class GenerationRequest(ModelRequest):
     def start(
         self, llm: LLM, prompts: Sequence[Any], params: SamplingParams, headers: Mapping[str, str]
     ) -> list[RequestHandle]:
-        """Starts each of `prompts`; all or none."""
+        """Starts all of `prompts`, or none."""
         carried = None
         if self.kv_transfer_params is not None:
             if len(prompts) > 1:
@@ -231,7 +236,7 @@ class GenerationRequest(ModelRequest):
                 )
             carried = self.kv_transfer_params.for_engine()
         if self.hands_out:
-            # Refused here as at the decode server, with the client's own length.
+            # Refused here like at the decode server, with the length that the client gave.
             prompts = [llm.fitting(one, params) for one in prompts]
             params = SamplingParams(max_tokens=0)
         handles: list[RequestHandle] = []

@@ -1,8 +1,8 @@
 """The ``kv_transfer_params`` over HTTP, and their meaning for the engine.
 
 Their names are vLLM's. A router sends ``{"do_remote_decode": true}`` to a prefill server, which
-computes the prompt, generates nothing, and answers with those for the decode server. A router that
-sends both at the same time invents the ``transfer_id`` itself, and sends it to both.
+computes the prompt without generating, and answers with the parameters for the decode server. A
+router that sends both requests at the same time chooses a ``transfer_id`` and sends it with both.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ class KvTransferParams(Settings):
 
     Attributes:
         do_remote_decode: compute the prompt and publish it; another server generates.
-        do_remote_prefill: fetch the prompt's KV, another server computes it.
-        transfer_id: the name that it is published under.
+        do_remote_prefill: fetch the prompt's KV, which another server computes.
+        transfer_id: the name under which the prompt is published.
         remote_engine_id: the engine that published it; for information only.
         remote_host, remote_port: of the prefill server's control channel.
         remote_num_tokens: leading tokens that are published; ``None``: all of this prompt but the
             last one.
         tp_size: tensor-parallel ranks of the prefill server, which listen one port after the other,
             the first at `remote_port`; ``None``: one.
-        remote_block_ids: vLLM's; block ids of other engines mean nothing here.
+        remote_block_ids: vLLM's field, without effect: block ids of other engines have no meaning
+            here.
     """
 
     do_remote_decode: StrictBool = False
@@ -61,13 +62,13 @@ class KvTransferParams(Settings):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses of its ranks, the first one first."""
+        """The addresses of the prefill server's ranks, in order."""
         host, port = self.remote_host or "", self.remote_port or 0
         shown = f"[{host}]" if ":" in host else host
         return tuple(f"{shown}:{port + rank}" for rank in range(self.tp_size or 1))
 
     def for_engine(self) -> dict[str, Any] | None:
-        """Returns the parameters of the engine's connector; ``None``: there is nothing to do."""
+        """Returns the parameters for the engine's connector; ``None`` if no transfer is ordered."""
         if self.do_remote_decode:
             named = {} if self.transfer_id is None else {"transfer_id": self.transfer_id}
             return {"do": "prefill"} | named
@@ -82,7 +83,7 @@ class KvTransferParams(Settings):
     def handed_out(cls, result: Mapping[str, Any] | None) -> dict[str, Any]:
         """Returns the parameters for a decode server, from the `result` of a computed prompt.
 
-        Without an address in it the prompt is not published: then the other server computes it.
+        If `result` has no address, the prompt is not published, and the other server computes it.
         """
         result = result or {}
         told: dict[str, Any] = {"do_remote_prefill": "address" in result, "do_remote_decode": False}

@@ -72,14 +72,14 @@ class ModelRequest(Settings):
     model: str | None = None
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Fields that this kind does not serve, beside those that no kind does."""
+    """The fields that this kind does not serve, beside those that no kind serves."""
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
-        """Returns the request that `body`, parsed JSON, asks for.
+        """Returns the request in `body`, a parsed JSON value.
 
         Raises:
-            ConfigurationError: a field is unknown, wrong, or asks for what is not served.
+            ConfigurationError: a field is unknown, wrong or not served.
         """
         return cls(**_without_unserved(body, cls.neutral))
 
@@ -101,11 +101,10 @@ def _without_unserved(
 
     Args:
         body: parsed JSON.
-        neutral: further fields that are not served by this kind of request, with the values that
-            ask for nothing.
+        neutral: further fields that this kind does not serve, with the values that have no effect.
 
     Raises:
-        ConfigurationError: `body` asks for what is not served.
+        ConfigurationError: `body` has a field that is not served.
     """
     unserved = {**_NEUTRAL, **neutral}
     fields = {}

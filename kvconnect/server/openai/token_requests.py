@@ -29,13 +29,14 @@ class TokenRequest(ModelRequest):
 
 
 class TokenizeRequest(TemplateRequest, TokenRequest):
-    """Returns the tokens of a text, or of a conversation.
+    """A request for the tokens of a text or a conversation.
 
     Attributes:
         prompt: a text.
-        messages: or a conversation, which the model's chat template formats.
-        add_special_tokens: with those that the model expects; without a value of its text alone.
-        return_token_strs: include the text of each token.
+        messages: a conversation instead, which the model's chat template formats.
+        add_special_tokens: true to add the special tokens that the model expects; by default for
+            text only.
+        return_token_strs: true to include the text of each token.
     """
 
     prompt: str | None = None
@@ -74,10 +75,10 @@ def _token_ids(given: object) -> object:
 
 
 class DetokenizeRequest(TokenRequest):
-    """Returns the text of tokens.
+    """A request for the text of tokens.
 
     Attributes:
-        tokens: their ids.
+        tokens: the token ids.
     """
 
     tokens: Annotated[list[int], PlainValidator(_token_ids)]
@@ -98,7 +99,7 @@ def tokenizer_of(llm: LLM) -> Tokenizer:
     """Returns the tokenizer of `llm`.
 
     Raises:
-        ConfigurationError: it has none.
+        ConfigurationError: `llm` has none.
     """
     if llm.tokenizer is None:
         raise ConfigurationError("model: its directory has no tokenizer")

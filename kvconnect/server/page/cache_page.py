@@ -64,7 +64,7 @@ class CachePage:
             self._reader.close()
 
     def routes(self) -> list[BaseRoute]:
-        """Returns the paths: those of everybody, and those of the admin key."""
+        """Returns the paths: those of all clients, and those of the admin key."""
         answers: dict[str, _Handler] = {f"{PAGE}/overview": self._overview}
         for start, admin in ((f"{PAGE}/", False), (ADMIN_PATHS, True)):
             answers[f"{start}listing"] = partial(self._listing, admin)

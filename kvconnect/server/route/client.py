@@ -21,22 +21,24 @@ T = TypeVar("T")
 _CONNECT_S = 2.0
 _MAX_KEPT = 128
 _LATE_S = 0.5
-"""A timeout that comes so much later came after a time in which this process did not run."""
+"""The seconds by which a timeout must be late to show that this process was stopped."""
 _LOOK_S = 0.25
-"""The seconds between two checks of the clock, which show whether this process ran meanwhile."""
+"""The seconds between two checks of the clock that detect a stop of this process."""
 _KEPT_S = 2.0
-"""Less than servers keep an idle connection; else requests meet connections being closed."""
+"""The seconds that an idle connection is kept.
+
+Servers keep it longer, and so close none during a request."""
 
 _CLIENTS_FAULT = frozenset({400, 404, 413, 415, 422})
 _BUSY = frozenset({429, 503})
 
 
 class ServerAnswered(Exception):
-    """The error that a server refused a request, as every other one would; the client gets it.
+    """The refusal of a request that every server would refuse; the client gets it.
 
     Attributes:
-        status: of HTTP.
-        body: of the answer, unchanged.
+        status: the status of HTTP.
+        body: the body of the answer, unchanged.
     """
 
     def __init__(self, status: int, body: bytes) -> None:
@@ -49,7 +51,7 @@ class InstanceClient:
     """Sends requests to servers; used by one event loop, and closed by its maker.
 
     Args:
-        settings: of the router.
+        settings: the settings of the router.
     """
 
     def __init__(self, settings: RouteSettings) -> None:
@@ -84,7 +86,7 @@ class InstanceClient:
 
         Args:
             instance: the server.
-            path: there.
+            path: the path on the server.
             body: a JSON object.
             transfers: whether it has ``kv_transfer_params``, which a server takes only with the
                 secret.
@@ -116,7 +118,7 @@ class InstanceClient:
             try:
                 return await self._http.send(request, stream=True)
             except httpx2.ConnectTimeout:
-                # Of a process that was stopped it says nothing about the server.
+                # After a stop of this process, the timeout is no sign of the server's state.
                 if loop.time() < began + _CONNECT_S + _LATE_S:
                     raise
 
@@ -131,8 +133,8 @@ class InstanceClient:
         """Returns the answer of `instance` to a short request, within ``health_timeout_s``.
 
         Raises:
-            httpx2.HTTPError: it does not answer.
-            TimeoutError: it does not answer in time.
+            httpx2.HTTPError: `instance` does not answer.
+            TimeoutError: `instance` does not answer in time.
         """
         return await _within(self._health_s, self._http.get(instance.url + path, timeout=None))
 
@@ -144,7 +146,7 @@ async def _within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
     that arrived meanwhile have not been read yet.
 
     Raises:
-        TimeoutError: it takes longer than `seconds`; it is cancelled, and has ended.
+        TimeoutError: `work` took longer than `seconds`; it was cancelled and has ended.
     """
     task = asyncio.create_task(work)
     try:

@@ -1,4 +1,4 @@
-"""A request at the router, from its body to the end of its answer."""
+"""Answers one request at the router, from its body to the end of its answer."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ Routed: TypeAlias = Callable[
 class RouteEndpoint:
     """An ASGI application that forwards requests to the servers behind it.
 
-    A request whose client leaves is aborted on all servers, at any stage.
+    A request whose client disconnects is aborted on all servers, at any stage.
 
     Args:
-        fleet: of the servers.
+        fleet: the fleet of the servers.
         client: sends requests to them.
         settings: of the router.
         admission: shared by all endpoints.
@@ -112,7 +112,8 @@ class RouteEndpoint:
             async with answering.instance.answering(until):
                 async for piece in opened.rest:
                     await _send(send, piece)
-                    # Many pieces may be there: others go on, and that the client left is noticed.
+                    # Many pieces may have arrived: this lets other requests run, and notices a
+                    # disconnected client.
                     await asyncio.sleep(0)
         except InstanceFailed as failed:
             last = _error_events(RequestRefused(503, f"the answer broke off: {failed}"))
@@ -132,11 +133,11 @@ class _Running:
 
     @property
     def done(self) -> bool:
-        """Returns whether it has ended."""
+        """Returns whether the request has ended."""
         return self.task is not None and self.task.done()
 
     def abort(self) -> None:
-        """Aborts it, with an error to its client."""
+        """Aborts the request, with an error to its client."""
         self.aborted = True
         if self.task is not None:
             self.task.cancel()
@@ -155,5 +156,5 @@ async def _send(send: Send, piece: bytes, *, more: bool = True) -> None:
 
 
 def _error_events(error: RequestRefused) -> bytes:
-    """Returns the end of a stream that failed after its status was sent."""
+    """Returns the last events of a stream that failed after its status was sent."""
     return b"data: " + json.dumps(answer_of(error).body).encode() + b"\n\ndata: [DONE]\n\n"

@@ -14,12 +14,12 @@ from kvconnect.trace import count
 __all__ = ["Choice", "Fleet"]
 
 _REQUEST = {"prefill": 1, "decode": 16}
-"""The load of a request besides its prompt, in pieces: decode servers generate."""
+"""The load of a request besides its prompt, in pieces, for its generation."""
 
 _SLACK = {"prefill": 32, "decode": 0}
-"""The load above that of the idlest server, in pieces, up to which held prefixes decide.
+"""The load above that of the least loaded server, in pieces, up to which held prefixes decide.
 
-Elsewhere a prefix is computed once more, and evicts others there."""
+On another server a prefix is computed again, and evicts other blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Choice:
 
     Attributes:
         instance: the server.
-        load: what the request adds to its load.
-        holds: it has computed all full pieces of the prompt, and there are some.
+        load: the load that the request adds to the server.
+        holds: true if the server has computed all full pieces of the prompt, at least one.
     """
 
     instance: Instance
@@ -53,14 +53,14 @@ class Fleet:
         return itertools.chain(self.prefill, self.decode)
 
     def choose(self, role: Role, prompt: Prompt, but: Collection[Instance]) -> Choice | None:
-        """Returns the server of `role` that can compute `prompt` first; ``None``: there is none.
+        """Returns the server of `role` that will compute `prompt` first; ``None`` if none is up.
 
         That is the server with the least of `prompt` to compute beyond the prefix that it holds,
         unless its load is much higher than that of others. Ties are broken by the lowest load, then
         by the longest time since the last choice.
 
-        From then on a server without events counts as holding `prompt`, one with events does while
-        the request runs: later requests with that prefix wait for its blocks.
+        A chosen server counts as holding `prompt`, so that later requests with that prefix go to
+        it: a server without events permanently, one with events while the request runs.
         """
         servers = self.prefill if role == "prefill" else self.decode
         able = [one for one in servers if one.down is None and one not in but]

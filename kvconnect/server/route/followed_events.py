@@ -29,7 +29,7 @@ class FollowedEvents:
     """Follows the publishers that servers name in ``/health``; used by the event loop's thread.
 
     Args:
-        limit: blocks that are known of one server, at most.
+        limit: the most blocks recorded for one server.
     """
 
     def __init__(self, limit: int) -> None:
@@ -37,9 +37,9 @@ class FollowedEvents:
         self._following: dict[Instance, _Following] = {}
 
     def told(self, instance: Instance, health: httpx2.Response) -> None:
-        """Follows the publisher in the answer `health` of `instance`, if that is another one now.
+        """Follows the publisher named in the answer `health` of `instance`, if it has changed.
 
-        What was known of the one before is forgotten: its cache is gone.
+        The blocks recorded for an earlier publisher are removed, because its cache is lost.
         """
         address = _address(health)
         now = self._following.get(instance)
@@ -75,7 +75,7 @@ class FollowedEvents:
         instance.held = held
 
     def lost(self, instance: Instance) -> None:
-        """Stops following `instance`, which is down or has ended. Idempotent."""
+        """Stops following `instance`, which is down. Idempotent."""
         instance.held = None
         if (now := self._following.pop(instance, None)) is not None:
             now.task.cancel()
@@ -108,7 +108,7 @@ def _address(health: httpx2.Response) -> Mapping[str, str] | None:
 
 
 def _reached(url: str, endpoint: str) -> str | None:
-    """Returns where the router reaches `endpoint` of the server at `url`; ``None``: nowhere."""
+    """Returns the address of `endpoint` of the server at `url` for this router, or ``None``."""
     server = urlsplit(url).hostname or ""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     plain = host.strip("[]")

@@ -1,4 +1,4 @@
-"""Sends one request through a prefill and a decode server, until its answer begins."""
+"""Sends one request to a prefill and a decode server, and waits until its answer begins."""
 
 from __future__ import annotations
 
@@ -32,35 +32,37 @@ _GENERATING = (
     *("stream", "stream_options", "n", "min_tokens", "logprobs", "top_logprobs"),
     *("request_id", "return_token_ids"),
 )
-"""The fields that a server that generates nothing need not get. It gets the length of the answer:
-it refuses a prompt that is too long for that, as the decode server would."""
+"""The fields that are not sent to a prefill server, which does not generate.
+
+The length of the answer is sent, so that the server refuses a prompt that is too long for it, as
+the decode server would."""
 _LATE_ANSWER_S = 0.5
-"""The time for a prefill server to report that it is done, once the answer has begun."""
+"""The seconds for a prefill server to report its end, once the answer has begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """An answer that has begun, and its server."""
+    """An answer whose beginning has arrived, and its server."""
 
     opened: Opened
     instance: Instance
 
 
 class Handover:
-    """Finds the servers for one request. Until its answer begins, others are tried.
+    """Finds servers for one request, and retries on others until its answer begins.
 
-    Each server is tried once. If no prefill server computes the prompt in time, the decode
-    server does.
+    Each server is tried once. If no prefill server computes the prompt in time, the decode server
+    computes it.
 
     Args:
-        fleet: of the servers.
+        fleet: the fleet of the servers.
         client: sends requests to them.
         settings: of the router.
         request: that is to be answered.
         headers: that name its trace, for the servers.
 
     Attributes:
-        until: deadline of the whole answer, by the event loop's clock.
+        until: the deadline of the whole answer, by the event loop's clock.
     """
 
     def __init__(
@@ -84,11 +86,11 @@ class Handover:
 
     @asynccontextmanager
     async def answer(self) -> AsyncIterator[Answering]:
-        """Yields its answer from the first token on; leaving it aborts the rest of its work.
+        """Yields the answer from the first token on. Leaving the context aborts the remaining work.
 
         Raises:
             ServerAnswered: a server refused the request, as all others would.
-            RequestRefused: no server answers (429, 503), or not in time (504).
+            RequestRefused: no server answers (429, 503), or none in time (504).
         """
         self._prompt = await with_tokens(self._request, self._fleet, self._client)
         while True:
@@ -112,7 +114,7 @@ class Handover:
         if prefill is None:
             return await self._open(stack, decode.instance, None)
         address = prefill.instance.address
-        # A decode server that still has the prompt answers without waiting for the other one.
+        # A decode server that still has the prompt answers without a prefill server.
         if address is not None and (self._streams or decode.holds):
             return await self._both(stack, prefill, decode.instance, address)
         carried = await self._compute(prefill, None)
@@ -145,7 +147,7 @@ class Handover:
         _log.info("%s (%s)", failed, instance.url)
 
     def _no_server(self) -> RequestRefused:
-        """Returns the reason why there is no answer. It shows clients no address."""
+        """Returns the error for a request that no server answers; it shows no address."""
         failed = [one for one in self._failed.values() if one.instance.role == "decode"]
         if failed and all(one.outcome == "busy" for one in failed):
             return Busy("every decode server has as much to do as it takes; try again later")
@@ -157,11 +159,11 @@ class Handover:
     # ------------------------------------------------------------------ what they do
 
     async def _compute(self, choice: Choice, transfer_id: str | None) -> dict[str, Any]:
-        """Computes the prompt on a prefill server; returns the parameters for a decode server.
+        """Makes a prefill server compute the prompt; returns the parameters for a decode server.
 
         Raises:
-            ServerAnswered: it was refused, as everywhere.
-            InstanceFailed: it was not computed.
+            ServerAnswered: the request was refused, as on any server.
+            InstanceFailed: the prompt was not computed.
         """
         instance = choice.instance
         params = {"do_remote_decode": True, "transfer_id": transfer_id}
@@ -183,10 +185,10 @@ class Handover:
     async def _both(
         self, stack: AsyncExitStack, prefill: Choice, decode: Instance, address: Address
     ) -> Answering:
-        """Sends the prompt to both at once: each layer is fetched while the next one is computed.
+        """Sends the prompt to both at once, so that layers are fetched while others are computed.
 
-        Once the answer has begun the decode server has the whole prompt, which it may have had
-        before. The prefill server's remaining work on it is aborted.
+        Once the answer has begun, the decode server has the whole prompt, perhaps from its own
+        cache. Then the prefill server's remaining work is aborted.
         """
         transfer_id = uuid.uuid4().hex
         host, port = address
@@ -201,7 +203,7 @@ class Handover:
         try:
             await asyncio.wait({computing, opening}, return_when=asyncio.FIRST_COMPLETED)
             if not opening.done():
-                computing.result()  # or there is nothing to wait for
+                computing.result()  # or the prefill server has ended
             answering = await opening
         except BaseException:
             await _end(computing, opening)
@@ -216,8 +218,8 @@ class Handover:
         """Returns the answer of `instance`, once it has begun.
 
         Raises:
-            ServerAnswered: it was refused, as everywhere.
-            InstanceFailed: it did not begin.
+            ServerAnswered: the request was refused, as on any server.
+            InstanceFailed: the answer did not begin.
         """
         body = self._request.body(carried)
         async with instance.answering(self.until):

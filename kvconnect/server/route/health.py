@@ -15,14 +15,17 @@ __all__ = ["ask_all", "watch"]
 
 
 async def ask_all(fleet: Fleet, client: InstanceClient, events: FollowedEvents) -> None:
-    """Checks each server once; takes ``health_timeout_s`` at most."""
+    """Checks each server once, within ``health_timeout_s``."""
     await asyncio.gather(*(_ask(one, client, events) for one in fleet))
 
 
 async def watch(
     fleet: Fleet, client: InstanceClient, events: FollowedEvents, interval_s: float
 ) -> None:
-    """Checks each server every `interval_s`, until cancelled; follows the events of those up."""
+    """Checks each server every `interval_s`; follows the events of those up.
+
+    Runs until cancelled.
+    """
     await asyncio.gather(*(_watch(one, client, events, interval_s) for one in fleet))
 
 

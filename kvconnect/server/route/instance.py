@@ -1,4 +1,4 @@
-"""A server behind the router, and its known state."""
+"""A server behind the router, and its state as far as known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 Role: TypeAlias = Literal["prefill", "decode"]
 Outcome: TypeAlias = Literal["busy", "late", "failed"]
 Address: TypeAlias = tuple[str, int]
-"""Of a control channel: host and port."""
+"""The address of a control channel: host and port."""
 
 
 class InstanceFailed(Exception):
@@ -30,7 +30,7 @@ class InstanceFailed(Exception):
 
     Attributes:
         instance: the server.
-        outcome: ``busy`` (its answer), ``late``, or ``failed``.
+        outcome: ``busy`` (the server answered so), ``late``, or ``failed``.
     """
 
     def __init__(self, instance: Instance, reason: str, outcome: Outcome) -> None:
@@ -43,19 +43,19 @@ class Instance:
     """A server, used by the event loop's thread only.
 
     Args:
-        role: that it has here; a server of role both may stand in each list.
-        number: in its list, from 0.
-        url: without a path.
-        max_prefixes: remembered at most.
+        role: the role of the server in this list; a server of role ``both`` may be in both lists.
+        number: the server's number in its list, from 0.
+        url: the server's URL, without a path.
+        max_prefixes: the most prefixes that are recorded.
 
     Attributes:
-        prefixes: that it has computed, as far as requests through this router tell.
-        held: the blocks that it has, as its events say; ``None``: it publishes none.
-        address: of its control channel, as its last answer said; ``None``: not known.
-        load: pieces of prompts that it still has to compute, and what each request counts besides.
-        running: requests that it answers.
-        chosen: when it was chosen last, as a number that grows.
-        down: why it gets no requests; ``None``: it gets some.
+        prefixes: the prefixes of requests that this router sent it.
+        held: the blocks that it holds, according to its events; ``None``: it publishes none.
+        address: the address of its control channel, from its last answer; ``None``: not known.
+        load: the pieces of prompts that it still has to compute, plus a constant for each request.
+        running: the number of requests that it answers.
+        chosen: the number of its last choice; larger numbers are later.
+        down: the reason why it gets no requests; ``None``: it is up.
     """
 
     def __init__(self, role: Role, number: int, url: str, max_prefixes: int) -> None:
@@ -75,7 +75,7 @@ class Instance:
 
     @contextmanager
     def loaded(self, load: int, prefixes: Sequence[bytes] = ()) -> Iterator[None]:
-        """Counts a running request of so much load, which computes `prefixes`."""
+        """Counts a running request with `load`, which computes `prefixes`, during the context."""
         self.load += load
         self.running += 1
         self._coming.update(prefixes)
@@ -90,10 +90,10 @@ class Instance:
                     del self._coming[prefix]
 
     def pieces_of(self, prompt: Prompt) -> int:
-        """Returns how many leading pieces of `prompt` it has, or computes now.
+        """Returns how many leading pieces of `prompt` the server holds or computes.
 
-        They are known if it publishes events and the token ids are known, else they are guessed
-        from the requests that it got.
+        The number is exact if the server publishes events and the token ids are known. Otherwise it
+        is estimated from the requests that were sent to the server.
         """
         if self.held is None or prompt.tokens is None:
             return self.prefixes.matched(prompt.prefixes)
@@ -107,20 +107,20 @@ class Instance:
         links = prompt.links(held.block_size)
         blocks = held.matched(links)
         if links and blocks == len(links):
-            return len(prompt.prefixes)  # all that can be held
+            return len(prompt.prefixes)  # the whole prompt
         return min(
             prompt.num_pieces * blocks * held.block_size // len(tokens), len(prompt.prefixes)
         )
 
     @asynccontextmanager
     async def answering(self, until: float) -> AsyncIterator[None]:
-        """Limits the wait for an answer: until a deadline, and while the server is up.
+        """Limits the wait for an answer to a deadline, and to the time that the server is up.
 
         Args:
-            until: by the event loop's clock.
+            until: the deadline, by the event loop's clock.
 
         Raises:
-            InstanceFailed: it went down, or it is too late.
+            InstanceFailed: the server went down, or the deadline has passed.
         """
         if self.down is not None:
             raise InstanceFailed(self, self.down, "failed")
@@ -137,11 +137,11 @@ class Instance:
             raise InstanceFailed(self, "no answer in time", "late") from error
 
     def went_down(self, reason: str) -> None:
-        """Marks it as down, and fails the requests that wait for it. Idempotent."""
+        """Marks the server as down, and fails the requests that wait for it. Idempotent."""
         if self.down is None:
             _log.warning("%s (%s) is down: %s", self.name, self.url, reason)
         self.down = reason
-        # It may come back as another process, whose cache is empty.
+        # A restarted server has an empty cache.
         self._forget()
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
@@ -149,18 +149,21 @@ class Instance:
                 wait.reschedule(now)
 
     def drains(self, reason: str) -> None:
-        """Stops sending it requests; it answers those that it has. Idempotent."""
+        """Marks the server as draining: it gets no new requests, and answers its running ones.
+
+        Idempotent.
+        """
         self.down = reason
         self._forget()
 
     def came_up(self) -> None:
-        """Marks it as up. Idempotent."""
+        """Marks the server as up. Idempotent."""
         if self.down is not None:
             _log.warning("%s (%s) is up", self.name, self.url)
         self.down = None
 
     def told(self, engine: str | None, address: Address | None) -> None:
-        """Notes that its answer came from `engine`, whose control channel is at `address`."""
+        """Records that an answer came from `engine`, whose control channel is at `address`."""
         if self._engine not in {None, engine}:
             self._forget()
         self._engine = engine

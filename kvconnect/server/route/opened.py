@@ -1,4 +1,4 @@
-"""An answer that has begun, on its way from a decode server to the client."""
+"""The beginning of an answer from a decode server, before it is forwarded to the client."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _PASSED = ("content-type", "cache-control", "x-accel-buffering", "retry-after")
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The beginning of an answer to the client.
+    """The beginning of an answer, and its rest.
 
     Attributes:
-        status: of HTTP.
-        headers: that are passed on.
-        beginning: of the body: all of it, or up to its first token.
-        rest: the following pieces; ``None``: there are none.
+        status: the status of HTTP.
+        headers: the headers that are forwarded.
+        beginning: the beginning of the body: all of it, or up to its first token.
+        rest: yields the following pieces; ``None``: there are none.
     """
 
     status: int
@@ -39,7 +39,7 @@ async def begin(answer: httpx2.Response) -> Opened:
     """Waits for the first token of `answer`, or for all of it unless it is a stream.
 
     Raises:
-        httpx2.RequestError: it broke off.
+        httpx2.RequestError: the answer broke off.
         ValueError: an event is no JSON.
     """
     headers = {name: answer.headers[name] for name in _PASSED if name in answer.headers}
@@ -62,7 +62,7 @@ def _events(data: bytes) -> list[dict[str, object]]:
 
 
 def _is_role(event: dict[str, object]) -> bool:
-    """Returns whether it names the role, with which chats begin before there is a token."""
+    """Returns whether `event` only names the role, as the first event of a chat does."""
     choices = event.get("choices")
     return isinstance(choices, list) and any(
         isinstance(one.get("delta"), dict) and "role" in one["delta"] for one in choices

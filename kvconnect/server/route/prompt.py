@@ -1,4 +1,4 @@
-"""The beginning of a prompt, as far as a router without a tokenizer knows it, and those held."""
+"""The beginning of a prompt, as a router without a tokenizer sees it, and sets of prefixes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Prompt:
     Attributes:
         prefixes: a chained hash of each full piece, from the first one: equal hashes stand for
             equal prompts up to there, under one path, model and salt. 2,048 pieces at most.
-        num_pieces: of the whole prompt, the last one that is not full included.
-        single: a prefill server may compute it: it is not a list of several prompts, and its own
-            log probabilities are not asked for.
-        tokens: its token ids; ``None``: it is a text, and no server was asked for them.
-        namespace: how events name its salt; empty: it has none.
+        num_pieces: the number of pieces of the whole prompt, an incomplete last one included.
+        single: true if a prefill server may compute it: it is one prompt, and its log probabilities
+            are not requested.
+        tokens: the token ids; ``None`` for text that no server has tokenized.
+        namespace: the name of its salt in events; empty: it has none.
     """
 
     prefixes: tuple[bytes, ...]
@@ -45,7 +45,7 @@ class Prompt:
     _links: dict[int, list[bytes]] = field(default_factory=dict, repr=False, compare=False)
 
     def links(self, block_size: int) -> list[bytes]:
-        """Returns the hashes of its full blocks, as `HeldBlocks` knows them; each made once."""
+        """Returns the hashes of its full blocks, for `HeldBlocks`; each is computed once."""
         found = self._links.get(block_size)
         if found is None:
             links = prefix_links(self.tokens or (), block_size, None, self.namespace)
@@ -54,7 +54,7 @@ class Prompt:
 
     @classmethod
     def of(cls, path: str, body: Mapping[str, Any]) -> Self:
-        """Returns the prompt of `body`, sent to `path`; takes any JSON object."""
+        """Returns the prompt of `body`, any JSON object sent to `path`."""
         first, single = _first(body)
         if body.get("prompt_logprobs") is not None or body.get("echo"):
             single = False  # the decode server computes it in any case
@@ -78,10 +78,10 @@ class Prompt:
 
 
 class HeldPrefixes:
-    """A set of prefixes by their chained hashes; the least recently used are forgotten.
+    """A bounded set of prefixes by their chained hashes; the least recently used are removed.
 
     Args:
-        limit: how many are remembered at most.
+        limit: the most prefixes in the set.
     """
 
     def __init__(self, limit: int) -> None:
@@ -100,7 +100,7 @@ class HeldPrefixes:
 
     def add(self, prefixes: Sequence[bytes]) -> None:
         """Adds `prefixes` that were computed or used."""
-        # The longest first: a prompt is forgotten from its end.
+        # The longest first, so that a prompt is removed from its end.
         for prefix in reversed(prefixes):
             self._held[prefix] = None
             self._held.move_to_end(prefix)
@@ -118,7 +118,7 @@ def _namespace_of(body: Mapping[str, Any]) -> str:
         return ""
     try:
         return Namespace(salt).id.digest.hex()
-    except ConfigurationError:  # the server refuses it
+    except ConfigurationError:  # the server will refuse it
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Asks a server for the tokens of a prompt, where its events make them useful."""
+"""Requests the tokens of a prompt from a server, if servers publish events."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _TOKENIZED = frozenset(
         *("continue_final_message", "chat_template", "chat_template_kwargs", "tools", "documents"),
     }
 )
-"""The fields that decide about the tokens."""
+"""The fields that determine the tokens."""
 
 
 async def with_tokens(request: RoutedRequest, fleet: Fleet, client: InstanceClient) -> Prompt:
     """Returns the prompt of `request` with its tokens, if any server publishes events.
 
-    A server that is up makes them of a text, within 2 s. Without them the choice is guessed. A
-    prompt of less than one piece is not worth the question.
+    A server that is up tokenizes text, within 2 s. Without tokens, the choice of a server is based
+    on estimates. A prompt of less than one piece is not sent.
     """
     prompt = request.prompt
     able = [one for one in fleet if one.down is None and one.held is not None]

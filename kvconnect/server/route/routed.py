@@ -1,4 +1,4 @@
-"""A request as the router passes it on: its body is read once, and its parts encoded once."""
+"""A request as the router forwards it: its body is parsed once, and its parts are encoded once."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class RoutedRequest:
     """A request for the servers behind the router.
 
     Attributes:
-        path: that it came to.
+        path: the path that it was sent to.
         prompt: its beginning.
-        fields: of the body's object each one's name and value, as JSON in UTF-8.
+        fields: the name and the value of each field of the body, as JSON in UTF-8.
     """
 
     path: str
@@ -35,8 +35,7 @@ class RoutedRequest:
         """Returns the request that `body`, a JSON object, makes to `path`.
 
         Raises:
-            RequestRefused: it has ``kv_transfer_params``, or a number that is no JSON: too large
-                for a float.
+            RequestRefused: `body` has ``kv_transfer_params``, or a number too large for a float.
         """
         if body.get("kv_transfer_params") is not None:
             raise RequestRefused(
@@ -62,13 +61,13 @@ class RoutedRequest:
 def _encoded_field(name: str, value: object) -> bytes:
     try:
         return _encoded(value)
-    except ValueError as error:  # read as infinite, for which JSON has no word
+    except ValueError as error:  # parsed as infinity, which JSON cannot express
         message = f"{shown(name)}: has a number that is too large for a float"
         raise RequestRefused(400, message) from error
 
 
 def _encoded(value: object) -> bytes:
-    """Encodes `value` as JSON, long lists in pieces: the interpreter is blocked during each."""
+    """Encodes `value` as JSON, long lists in pieces, between which other threads can run."""
     if isinstance(value, list) and len(value) > _AT_ONCE:
         return b"[" + b",".join(_pieces(value)) + b"]"
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

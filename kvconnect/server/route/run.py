@@ -25,7 +25,7 @@ from kvconnect.trace import metrics
 __all__ = ["route"]
 
 _OUTGOING = 2
-"""Connections of a request: to a prefill server and to a decode server."""
+"""The connections of one request: to a prefill server and to a decode server."""
 
 
 def route(
@@ -42,7 +42,7 @@ def route(
     by default the same.
 
     Raises:
-        ConfigurationError: the port was taken meanwhile.
+        ConfigurationError: another process took the port meanwhile.
     """
     admission = Admission(settings.max_requests, settings.max_bodies_bytes, "requests")
     fleet, client = Fleet(settings), InstanceClient(settings)
@@ -85,7 +85,7 @@ class _RouteServer(HttpServer):
         await super().startup(sockets)
 
     def has_failed(self) -> bool:
-        """Returns whether the health checks ended: a bug, which is raised in `shutdown`."""
+        """Returns whether the health checks ended, by a bug that `shutdown` raises."""
         return self._watching is not None and self._watching.done()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -18,19 +18,19 @@ class RouteSettings(HttpSettings):
     Attributes:
         prefill: URLs of prefill servers; none: decode servers compute prompts themselves.
         decode: URLs of decode servers.
-        instance_api_key: required by these servers; ``None``: not required.
-        router_secret: required by them with ``kv_transfer_params``; ``None``: not required.
-        stream_layers: send a prompt to both at the same time, so that each layer is fetched while
-            the next one is computed; else one after the other.
-        max_requests: that run at once at most; more are answered with 429.
-        prefill_timeout_s: the time for a prompt on prefill servers, all tries together; then the
+        instance_api_key: the API key of these servers; ``None``: they require none.
+        router_secret: the secret that they require with ``kv_transfer_params``; ``None``: none.
+        stream_layers: true to send a prompt to both servers at the same time, so that each layer is
+            fetched while the next one is computed.
+        max_requests: the most requests that run at once; further ones are answered with 429.
+        prefill_timeout_s: seconds for a prompt on prefill servers, all attempts together; then the
             decode server computes it.
-        request_timeout_s: the time for an answer to begin, and then to end; a request past it is
-            aborted.
+        request_timeout_s: seconds for an answer to begin, and again for it to end; then the request
+            is aborted.
         health_interval_s: seconds between health checks of each server.
-        health_timeout_s: a server that does not answer in that time is down; its requests are
+        health_timeout_s: seconds without an answer after which a server is down; its requests are
             sent to another one.
-        max_prefixes: of prompts, remembered for each server.
+        max_prefixes: the most prefixes of prompts recorded for each server.
     """
 
     prefill: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """The checks, a module per group of the contract. Importing this registers them, in this order.
 
-Imports the rest of the kit but `runner` and what stands on it. Begin with `contract`.
+Imports the rest of the kit except `runner` and the modules above it. Begin with `contract`.
 """
 
 from collections.abc import Sequence  # noqa: I001 - the order is that of the report

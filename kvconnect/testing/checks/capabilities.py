@@ -28,7 +28,7 @@ async def declared(subject: Subject) -> None:
 
 @check("capabilities")
 async def durable(subject: Subject) -> None:
-    """A backend that is `durable` has everything again after it was closed and made anew."""
+    """A backend that is `durable` has all blocks after it was closed and made anew."""
     subject.require("durable")
     blocks = subject.blocks("durable")
     keys = blocks.keys(count=12)
@@ -43,7 +43,7 @@ async def durable(subject: Subject) -> None:
 
 @check("capabilities")
 async def max_value_bytes(subject: Subject) -> None:
-    """A value longer than `max_value_bytes` is refused clearly, and nothing of it is stored."""
+    """A value longer than `max_value_bytes` is refused clearly, and no part of it is stored."""
     longest = subject.capabilities().max_value_bytes
     if longest is None:
         subject.require("max_value_bytes")

@@ -1,4 +1,4 @@
-"""Checks several calls at once, calls in flight at the end, and what remains afterwards."""
+"""Checks concurrent calls, calls in flight at the close, and leaks after it."""
 
 from __future__ import annotations
 

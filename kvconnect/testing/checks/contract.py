@@ -1,4 +1,4 @@
-"""The four methods: their results, and the memory that they touch."""
+"""Checks the four methods: their results, and the memory that they write to."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def round_trip(subject: Subject) -> None:
 
 @check("contract")
 async def large_value(subject: Subject) -> None:
-    """A value of 32 MiB comes back whole, or as much as the backend declares to take."""
+    """A value of 32 MiB, or of the declared `max_value_bytes`, comes back whole."""
     longest = subject.capabilities().max_value_bytes
     nbytes = _LARGE if longest is None else min(_LARGE, longest)
     blocks = subject.blocks("large")
@@ -151,7 +151,8 @@ async def loaded_is_right(subject: Subject) -> None:
         loaded = await store.load(keys, into)
         for buffer, key in zip(into[:loaded], keys, strict=False):
             demand(blocks.holds(buffer, key), "a block that load counted is wrong")
-        # The frame layer forgives writing to a buffer that is not counted, writing beyond none.
+        # The frame layer tolerates writes to a buffer that is not counted, but none outside of
+        # buffers.
         demand(blocks.untouched(into[3]), "load wrote to the buffer of an absent block")
         for buffer in into:
             demand(blocks.margins_whole(buffer), "load wrote outside of a buffer")
@@ -212,7 +213,7 @@ async def save_again(subject: Subject) -> None:
 
 @check("contract")
 async def duplicates(subject: Subject) -> None:
-    """A key that stands twice in a batch is one block, and each of its buffers is filled."""
+    """A key that is twice in a batch is one block, and each of its buffers is filled."""
     blocks = subject.blocks("duplicate")
     key, other = blocks.keys(count=2)
     async with subject.opened() as store:
@@ -243,7 +244,7 @@ async def delete(subject: Subject) -> None:
 
 @check("contract")
 async def scrub(subject: Subject) -> None:
-    """A scrub after deletes comes to an end, and no stored block changes by it."""
+    """A scrub after deletes ends, and changes no stored block."""
     blocks = subject.blocks("scrub")
     keys = blocks.keys(count=6)
     async with subject.opened() as store:
@@ -267,7 +268,7 @@ async def answers_follow(subject: Subject) -> None:
     async with subject.opened() as store:
         for turn in range(6):
             there = 4 * (turn % 2)
-            for _ in range(2):  # what is remembered of these is to be forgotten
+            for _ in range(2):  # cached answers about these must be dropped
                 found = await store.lookup(keys)
                 demand(found == there, f"turn {turn}: lookup said {found}, not {there}")
                 loaded = await store.load(keys, blocks.buffers(4))
@@ -280,7 +281,7 @@ async def answers_follow(subject: Subject) -> None:
 
 @check("contract")
 async def own_copy(subject: Subject) -> None:
-    """The store keeps a copy of its own: what the caller does to the buffer later is not seen."""
+    """The store keeps a copy of its own: later writes to the caller's buffer do not change it."""
     blocks = subject.blocks("copy")
     key = blocks.key()
     async with subject.opened() as store:

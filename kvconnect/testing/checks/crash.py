@@ -46,7 +46,7 @@ async def _expect_sound(
 ) -> None:
     """Demands that every acknowledged block is there and right after a kill.
 
-    The other blocks are right or absent, and the reported usage is true.
+    The other blocks must be right or absent, and the reported usage true.
     """
     store = subject.make_backend() if capacity is None else subject.make_small(capacity)
     async with subject.opened(store) as opened:
@@ -58,7 +58,7 @@ async def _expect_sound(
                 (into,) = blocks.buffers(1, _NBYTES)
                 found = await opened.lookup([key])
                 loaded = await opened.load([key], [into])
-                # A lookup that is late says less than is there, as that of a tiered store may.
+                # A late lookup may report too few blocks, as in a tiered store.
                 demand(loaded >= found, "after a kill a block is found that cannot be loaded")
                 right = not loaded or blocks.holds(into, key, framed=False)
                 demand(right, f"after a kill block {number} is wrong")
@@ -136,7 +136,7 @@ async def stopped_process(subject: Subject) -> None:
     blocks = subject.blocks(beside)
     try:
         async with AsyncExitStack() as stack:
-            # It may have been stopped while it held a lock that opening needs, too.
+            # It may have been stopped while it held a lock that opening needs.
             opening = stack.enter_async_context(subject.guarded(deadline_s))
             store = await answer(opening, deadline_s, f"opening {beside}")
             if store is not None:

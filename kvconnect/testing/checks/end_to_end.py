@@ -44,7 +44,8 @@ def _generate(
 ) -> list[RequestOutput]:
     """Returns an engine's answers with `store`, which ranks other than one open by its URL.
 
-    Unless the engine `overlaps` loads with computing, it waits for all that a slow store has.
+    Unless the engine `overlaps` loads with computing, it waits for all stored blocks of a slow
+    store.
     """
     from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 
@@ -71,7 +72,7 @@ def _expected(prompts: tuple[str, ...]) -> list[list[int]]:
 
 
 def _prompts(subject: Subject, name: str) -> tuple[str, ...]:
-    # Prompts of their own, so that a medium that is used again holds nothing of them yet.
+    # New prompts, so that a reused medium holds none of their blocks.
     return (f"{subject.seed} {name}: {_PROMPT}" * 3,)
 
 

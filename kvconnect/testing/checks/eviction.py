@@ -16,7 +16,7 @@ _CHAIN = 20
 
 
 async def press(store: Backend, blocks: BlockMaker, count: int, *name: object) -> None:
-    """Saves so many blocks, each alone, so that it is the newest one."""
+    """Saves `count` blocks one by one, so that each is the newest at its time."""
     for number in range(count):
         key = blocks.key("press", *name, number)
         saved = await store.save([blocks.block(key)])
@@ -25,7 +25,7 @@ async def press(store: Backend, blocks: BlockMaker, count: int, *name: object) -
 
 
 async def there(store: Backend, keys: list[BlockKey], blocks: BlockMaker) -> list[bool]:
-    """Returns for each of `keys` whether it can be loaded; makes no lookups, which would be use."""
+    """Returns for each of `keys` whether it can be loaded; makes no lookups, which count as use."""
     return [await store.load([key], blocks.buffers(1)) == 1 for key in keys]
 
 

@@ -29,7 +29,7 @@ async def ttl_border(subject: Subject) -> None:
         try:
             await expect_stored(store, blocks, keys)
         except Violation:
-            if time.monotonic() - saved_at < ttl_s * 0.9:  # else the machine was too slow to tell
+            if time.monotonic() - saved_at < ttl_s * 0.9:  # else the machine was too slow
                 raise
 
     with ShiftedClock() as clock:

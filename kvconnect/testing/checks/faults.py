@@ -20,10 +20,10 @@ __all__ = ["RECOVERY_S", "answer", "answers_within", "calls_in_time", "opened_fi
 T = TypeVar("T")
 
 RECOVERY_S = 10.0
-"""A store that works again is used again within so many seconds."""
+"""The seconds within which a store that works again must be used again."""
 
 _BUSY_S = 4.0
-"""Seconds that a busy machine may take beyond a deadline."""
+"""The seconds that a busy machine may take beyond a deadline."""
 
 
 def answers_within(deadline_s: float) -> float:
@@ -140,7 +140,7 @@ async def answers_late(subject: Subject) -> None:
             demand(error.pending is not None, "a load past its deadline keeps its buffer")
             if error.pending is not None:
                 await asyncio.wrap_future(error.pending)
-        into.fill_(0xC5)  # from here on it is another's
+        into.fill_(0xC5)  # the buffer belongs to another call now
         await asyncio.sleep(2 * deadline_s)
         demand(blocks.untouched(into), "a load past its deadline wrote to a buffer handed on")
         faulty.heal()
@@ -149,13 +149,13 @@ async def answers_late(subject: Subject) -> None:
 
 @check("faults")
 async def lies(subject: Subject) -> None:
-    """A store that says yes to everything yields misses."""
+    """A store that reports everything as present yields misses."""
     await _suffer(subject, "lie")
 
 
 @check("faults")
 async def miscounts(subject: Subject) -> None:
-    """A store whose counts cannot be is unavailable, and is used again afterwards."""
+    """A store that returns impossible counts is unavailable, and is used again afterwards."""
     await _suffer(subject, "miscount")
 
 

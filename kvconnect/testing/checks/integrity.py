@@ -36,7 +36,7 @@ async def _saved(subject: Subject, name: str, count: int) -> AsyncIterator[_Save
 
 
 async def _expect_misses(saved: _Saved, what: str) -> None:
-    """Demands that no block is a hit; each is dropped, and can be saved again."""
+    """Demands that no block is a hit, that each is dropped, and that each can be saved again."""
     store, blocks = saved.store, saved.blocks
     before = _bad_frames()
     for key in saved.keys:
@@ -139,7 +139,7 @@ async def longer(subject: Subject) -> None:
 
 @check("integrity")
 async def swapped(subject: Subject) -> None:
-    """Blocks in each other's place are misses: a right block under a wrong key is none."""
+    """Blocks that are swapped are misses: a sound block under another key is no hit."""
     async with _saved(subject, "swapped", 2) as saved:
         one, other = await _frames(subject, saved)
         await subject.poke(saved.store.inner, saved.keys[0], other)

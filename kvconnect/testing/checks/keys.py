@@ -1,4 +1,4 @@
-"""Checks keys: their ingredients, and that a backend tells them apart."""
+"""Checks keys: their ingredients, and that a backend distinguishes them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def all_bits_count(subject: Subject) -> None:
         changed = bytearray(base)
         changed[byte] ^= 1 << (byte % 8)
         keys.append(BlockKey(bytes(changed)))
-    # The same letter of another case, where keys are written as text.
+    # Flips the case of a letter, if keys are stored as text.
     keys += [BlockKey(b"a" * 32), BlockKey(b"A" * 32)]
     async with subject.opened() as store:
         await store.delete(keys)

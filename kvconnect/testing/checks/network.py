@@ -67,7 +67,7 @@ async def _suffer(subject: Subject, name: str, fault: TcpFault) -> None:
 
 @check("network")
 async def refused(subject: Subject) -> None:
-    """A server that is not there: calls end in time; when it is back the store is used again."""
+    """A server that is down: calls end in time; when it is up again the store is used again."""
     await _suffer(subject, "refused", TcpFault(refused=True))
 
 
@@ -97,7 +97,7 @@ async def one_byte_per_second(subject: Subject) -> None:
 
 @check("network")
 async def slow_answers(subject: Subject) -> None:
-    """Answers 500 ms late: calls end in time, and what comes late lands in no other's buffer."""
+    """Answers 500 ms late: calls end in time, and late bytes reach no other call's buffer."""
     await _suffer(subject, "+500 ms", TcpFault(delay_s=0.5))
 
 
@@ -209,9 +209,9 @@ async def close_while_frozen(subject: Subject) -> None:
 
 @check("network", limit_s=180)
 async def breaker(subject: Subject) -> None:
-    """Calls without a server soon fail at once; when it is back they soon work again."""
+    """Calls without a server soon fail at once; when it is up again they soon succeed."""
     async with _proxied(subject, "breaker") as way:
-        way.proxy.set(TcpFault(frozen=True))  # so that each call that is made costs its deadline
+        way.proxy.set(TcpFault(frozen=True))  # so that each call takes until its deadline
         keys = way.blocks.keys(count=1)
         quick = 0
         for _ in range(11):
@@ -231,7 +231,7 @@ async def breaker(subject: Subject) -> None:
 
 @check("network")
 async def restart_with_data(subject: Subject) -> None:
-    """A server that restarts with its data: blocks are there again, without a new store."""
+    """A server that restarts with its data: blocks are found again, without a new store."""
     await _restart(subject, empty=False)
 
 
@@ -245,7 +245,7 @@ async def _restart(subject: Subject, *, empty: bool) -> None:
     what = f"restart{' empty' if empty else ''}"
     blocks = subject.blocks(what)
     keys = blocks.keys(count=3)
-    # Nothing hangs here: what is asked for is an answer, however busy the machine.
+    # No call hangs here: the check demands an answer, however busy the machine is.
     async with subject.guarded(subject.patience_s) as store:
         demand(await store.save(blocks.chain(keys)) == 3, "a save stored nothing")
         await subject.restart_server(empty=empty)

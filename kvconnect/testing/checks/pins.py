@@ -58,7 +58,7 @@ async def refused_without(subject: Subject) -> None:
 
 @check("pins")
 async def answers(subject: Subject) -> None:
-    """The answer of `pin` says of each key whether it is pinned, and is shown by `describe`."""
+    """The answer of `pin` is true for each pinned key, and `describe` shows the pin."""
     subject.require("pins")
     blocks = subject.blocks("pin answers")
     first, second, absent = blocks.keys(count=3)
@@ -104,7 +104,7 @@ async def kept_in_a_full_store(subject: Subject) -> None:
 
 @check("pins")
 async def until_their_time(subject: Subject) -> None:
-    """A pin ends at its time: then the blocks are dropped as if it had not been."""
+    """A pin ends at its time: then the blocks are dropped like others."""
     subject.require("pins")
     blocks = subject.blocks("pin time")
     keys = blocks.keys(count=_CHAIN)
@@ -121,7 +121,7 @@ async def until_their_time(subject: Subject) -> None:
 
 @check("pins")
 async def within_their_share(subject: Subject) -> None:
-    """Pins take a share of the capacity at most, in order; the rest still takes new blocks."""
+    """Pins take a share of the capacity at most, in order; the rest still accepts new blocks."""
     subject.require("pins")
     blocks = subject.blocks("pin share")
     keys = blocks.keys(count=_SLOTS)
@@ -161,7 +161,7 @@ async def kept_past_their_ttl(subject: Subject) -> None:
 
 @check("pins")
 async def durable_pins(subject: Subject) -> None:
-    """The pins of a `durable` backend are there again after it was closed and made anew."""
+    """The pins of a `durable` backend still hold after it was closed and made anew."""
     subject.require("pins")
     subject.require("durable")
     blocks = subject.blocks("durable pins")

@@ -1,4 +1,4 @@
-"""Checks a store when something runs out, fails, or disappears."""
+"""Checks a store when a resource runs out, fails, or disappears."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def _fails(subject: Subject, operation: FileOperation, number: int) -> Non
         files.heal()
         await recovers(store, blocks, what, within_s=subject.patience_s)
         await _whole_or_absent(shimmed, what)
-        # The same blocks, which may have failed before: nothing of that is in their way.
+        # The same blocks again: an earlier failure must not prevent the save.
         again = blocks.keys(what, 0, count=4)
         saved = await store.save(blocks.chain(again))
         demand(saved == 4, f"{what}: of 4 blocks that failed {saved} can be saved afterwards")
@@ -76,7 +76,7 @@ async def _whole_or_absent(shimmed: _Shimmed, what: str) -> None:
     store, blocks = shimmed.store, shimmed.blocks
     for key in [*blocks.keys("old", count=4), *blocks.keys(what, 0, count=4)]:
         (into,) = blocks.buffers(1)
-        # A bad frame would be dropped and counted; here there must be none to drop.
+        # A damaged frame would be dropped and counted; here none may be.
         found = await store.lookup([key])
         loaded = await store.load([key], [into])
         demand(loaded == found, f"{what}: a block is found that cannot be loaded: half written?")
@@ -124,7 +124,7 @@ async def interrupted(subject: Subject) -> None:
 
 @check("resources")
 async def short_transfers(subject: Subject) -> None:
-    """Reads and writes that move less than they are asked for are continued."""
+    """Reads and writes that move fewer bytes than requested are continued."""
     async with _shimmed(subject, "short") as shimmed:
         store, files, blocks = shimmed.store, shimmed.files, shimmed.blocks
         files.short("write")
@@ -150,7 +150,7 @@ async def limited_file_size(subject: Subject) -> None:
     work = {"name": "file size", "limit": limit, "count": 40}
     told = await asyncio.to_thread(lambda: children.start(subject, "limited", **work).wait())
     if not told[0]["opened"]:
-        return  # it says so at start-up, which is clear
+        return  # it reports that when it is opened, which is clear
     first, then = told
     demand(not first["wrong"], f"{first['wrong']} blocks are wrong on a disk without room")
     demand(first["kept"] == first["saved"], f"{first['saved']} saved, {first['kept']} are there")
@@ -198,7 +198,7 @@ async def read_only_filesystem(subject: Subject) -> None:
 
 @check("resources", limit_s=180)
 async def no_descriptors(subject: Subject) -> None:
-    """A process without file descriptors: calls end clearly; with some again, everything works."""
+    """A process without file descriptors: calls end clearly; with some again, all calls work."""
     told = await asyncio.to_thread(
         lambda: children.start(subject, "few_files", name="descriptors").wait()
     )
@@ -211,7 +211,7 @@ async def no_descriptors(subject: Subject) -> None:
 
 @check("resources")
 async def vanished_directory(subject: Subject) -> None:
-    """A directory that is removed under way costs its blocks, no more; with it back, all works."""
+    """A directory removed while it is used costs its blocks only; made again, it works."""
     directory = subject.directory
     if directory is None:
         raise Unsupported("the subject has no `directory` that could vanish")
@@ -231,7 +231,7 @@ async def vanished_directory(subject: Subject) -> None:
 
 @check("resources")
 async def capacity(subject: Subject) -> None:
-    """A bounded store that is given ten times what fits never holds more than its capacity."""
+    """A bounded store that is filled ten times over never holds more than its capacity."""
     blocks = subject.blocks("capacity")
     limit = 40 * blocks.frame_nbytes
     async with subject.opened(subject.make_small(limit)) as store:
@@ -275,7 +275,7 @@ async def capacity_of_several(subject: Subject) -> None:
 
 @check("resources")
 async def too_large(subject: Subject) -> None:
-    """A block that cannot fit is refused quickly, and no other block is lost for it."""
+    """A block that cannot fit is refused quickly, and no other block is dropped for it."""
     blocks = subject.blocks("too large")
     limit = 40 * blocks.frame_nbytes
     keys = blocks.keys(count=80)

@@ -19,18 +19,17 @@ __all__ = ["BACKEND_FAULTS", "BackendFault", "FaultyBackend"]
 BackendFault = Literal[
     "none", "raise", "hang", "late", "lie", "deny", "miscount", "truncate", "flip", "swap"
 ]
-"""What goes wrong:
+"""The kinds of faults:
 
 - ``raise``: calls raise an error of their own, before or after their work is done.
 - ``hang``: calls do not end until the fault is over, and then raise.
 - ``late``: calls do their work, buffers included, only after `delay_s`.
-- ``lie``: everything is present, loaded and saved, says the store; nothing is touched.
-- ``deny``: nothing is, although it is.
-- ``miscount``: answers are numbers that cannot be.
+- ``lie``: the store reports every block as present, loaded and saved, and writes to no buffer.
+- ``deny``: the store reports no block as present, loaded or saved, although it is.
+- ``miscount``: answers are impossible numbers.
 - ``truncate``: the last half of each loaded buffer is not filled.
 - ``flip``: one bit of each loaded buffer is wrong.
-- ``swap``: blocks of a load stand in each other's buffers; a single one holds zeros.
-"""
+- ``swap``: blocks of a load are in each other's buffers; a single one holds zeros."""
 
 BACKEND_FAULTS: tuple[BackendFault, ...] = get_args(BackendFault)
 
@@ -38,18 +37,18 @@ BACKEND_FAULTS: tuple[BackendFault, ...] = get_args(BackendFault)
 class FaultyBackend(Backend):
     """A wrapper around `inner`, with a fault that can be set and healed at any moment.
 
-    It keeps the one promise whose breach cannot be survived: a coroutine of it does not end while
-    it may still touch its buffers.
+    It keeps the one rule whose breach no framework can handle: its coroutines do not end while they
+    may still touch their buffers.
 
     Args:
-        seed: of the choice of bits and errors.
-        operations: that are affected.
+        seed: the random seed of the choice of bits and errors.
+        operations: the operations that are affected.
 
     Attributes:
         inner: the backend itself.
         fault: the present fault; set it with `set`.
-        delay_s: of ``late``.
-        hits: how many calls were affected so far.
+        delay_s: seconds of delay with ``late``.
+        hits: the number of affected calls so far.
     """
 
     def __init__(

@@ -39,11 +39,11 @@ _OF_PATHS: dict[str, FileOperation] = {"truncate": "write", "replace": "write", 
 class FaultyFilesystem:
     """Makes I/O on files below `directory` fail within the context, for all threads.
 
-    It replaces the functions of `os`, the built-in ``open`` and that of aiofiles, so it affects
-    calls from Python (not SQLite, nor other libraries in C). Linux only.
+    It replaces functions of `os`, the built-in ``open`` and that of aiofiles, so it affects calls
+    from Python, but not SQLite or other C libraries. Linux only.
 
     Attributes:
-        hits: how many operations failed or were short so far.
+        hits: the number of operations that failed or were short so far.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -55,12 +55,12 @@ class FaultyFilesystem:
         self.hits = 0
 
     def fail(self, operation: FileOperation, number: int, *, times: int = -1) -> None:
-        """Makes each `operation` raise ``OSError(number)``; with `times` only so many do."""
+        """Makes each `operation` raise ``OSError(number)``, or only the next `times` ones."""
         self._left[operation] = times
         self._errors[operation] = number
 
     def short(self, operation: Literal["read", "write"]) -> None:
-        """Makes each `operation` move only a part of what it is asked for, at least one byte."""
+        """Makes each `operation` move only a part of the requested bytes, at least one."""
         self._short.add(operation)
 
     def heal(self) -> None:
@@ -159,7 +159,7 @@ class FaultyFilesystem:
         ) -> Any:
             if isinstance(file, int) or not self.covers(file):
                 return real(file, mode, buffering, *rest, **options)
-            # It is written in Python, so each of its operations is one of `os` that was replaced.
+            # It is written in Python, so its operations call the replaced functions of `os`.
             raw: Any = _pyio.FileIO(file, mode.replace("b", "").replace("t", ""))
             if buffering == 0:
                 return raw

@@ -22,7 +22,7 @@ class TcpRoute:
 
     Attributes:
         server: host and port of new connections.
-        fault: call `wake` after a change.
+        fault: the present fault; call `wake` after changing it.
     """
 
     def __init__(self, server: tuple[str, int]) -> None:
@@ -56,8 +56,8 @@ class ProxiedConnection:
     """A client and its own connection to the server. All methods run on the proxy's loop.
 
     Args:
-        route: to the server.
-        client: connected; closed when either side is gone.
+        route: the route to the server.
+        client: a connected client, closed when either side closes.
     """
 
     def __init__(self, route: TcpRoute, client: socket.socket) -> None:
@@ -68,7 +68,7 @@ class ProxiedConnection:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, on_end: Callable[[Self], None]) -> None:
-        """Starts to carry bytes both ways; calls `on_end` once both sides are closed."""
+        """Starts to forward bytes both ways; calls `on_end` once both sides are closed."""
         self._task = asyncio.create_task(self._serve())
         self._task.add_done_callback(lambda _: on_end(self))
 
@@ -77,7 +77,7 @@ class ProxiedConnection:
         self._answered = 0
 
     async def reset(self) -> None:
-        """Ends it with RST on both sides."""
+        """Resets the connection on both sides."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -98,7 +98,7 @@ class ProxiedConnection:
                 answers.cancel()
                 await asyncio.wait([requests, answers])
         except OSError:
-            pass  # one side is gone, so the other is reset
+            pass  # one side closed, so the other is reset
         finally:
             for side in (self._client, self._upstream):
                 if side is not None:
@@ -107,7 +107,8 @@ class ProxiedConnection:
                     side.close()
 
     async def _pump(self, source: socket.socket, sink: socket.socket, *, answers: bool) -> None:
-        # Received at once and delivered when it is due: a delay must not become a low speed.
+        # Bytes are received at once and delivered after the delay, so that a delay does not lower
+        # the speed.
         queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(maxsize=256)
         delivering = asyncio.create_task(self._deliver(queue, sink, answers=answers))
         loop = asyncio.get_running_loop()

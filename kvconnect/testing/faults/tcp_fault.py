@@ -19,17 +19,17 @@ class TcpFault:
     """A fault of the network; by default none.
 
     Attributes:
-        refused: no process listens; connections that are open are reset.
-        black_hole: new connections are never answered (their SYN is dropped), and open ones carry
-            nothing.
-        frozen: new connections are accepted and nothing moves, as with a stopped server. Bytes
-            sent meanwhile arrive once the fault is over.
-        half_open: the server silently forgot every connection: the client's stays open and
-            silent. It is reset when the fault is over, as a server that is back would do.
-        reset_after: connections are reset once they carried so many bytes of answers since the
-            fault was set.
-        bytes_per_s: speed of answers.
-        delay_s: answers arrive so much later.
+        refused: connections are refused, and open ones are reset.
+        black_hole: new connections are never answered (their SYN is dropped), and open ones forward
+            no byte.
+        frozen: new connections are accepted and no byte is forwarded, as with a stopped server.
+            Bytes sent meanwhile arrive once the fault is over.
+        half_open: the server has lost every connection without a sign: the client's stays open and
+            silent. It is reset when the fault is over, as a restarted server would do.
+        reset_after: the bytes of answers, since the fault was set, after which a connection is
+            reset.
+        bytes_per_s: the speed of answers.
+        delay_s: the seconds by which answers are late.
         rewrite: changes answers, see `garbage`, `shorter`, `longer`.
     """
 
@@ -44,7 +44,7 @@ class TcpFault:
 
     @property
     def stopped(self) -> bool:
-        """Returns whether nothing moves at all."""
+        """Returns whether no byte is forwarded."""
         return self.black_hole or self.frozen or self.half_open
 
 

@@ -34,7 +34,7 @@ class TcpProxy:
     milliseconds). `close` releases everything, whatever fault is set.
 
     Attributes:
-        host, port: its address; the same for its whole life.
+        host, port: the proxy's address, which never changes.
     """
 
     host = "127.0.0.1"
@@ -76,8 +76,8 @@ class TcpProxy:
         """Sets `fault` instead of the present one.
 
         Raises:
-            OSError: while connections were refused another process took its port. It listens
-                again once this is called again.
+            OSError: another process took the port while connections were refused. A later call
+                tries to listen again.
         """
         self._call(self._set(fault))
 
@@ -136,11 +136,11 @@ class TcpProxy:
         self._route.wake()
 
     def _start_accepting(self) -> None:
-        # Not a task: one that is cancelled as a client comes in would lose the client's socket.
+        # Not a task, because cancelling it while a client connects would lose the client's socket.
         self._loop.add_reader(self._listener, self._accept)
 
     def _stop_accepting(self) -> None:
-        if self._listener.fileno() >= 0:  # closed while connections are refused
+        if self._listener.fileno() >= 0:  # closed, because connections are refused
             self._loop.remove_reader(self._listener)
 
     def _fill_backlog(self) -> None:
@@ -162,7 +162,7 @@ class TcpProxy:
     def _accept(self) -> None:
         try:
             client, _ = self._listener.accept()
-        except OSError:  # the client was gone before it was accepted
+        except OSError:  # the client closed before it was accepted
             return
         client.settimeout(0)
         self._accepted += 1

@@ -71,7 +71,7 @@ async def save(
 
 
 async def read(subject: Subject, tell: Tell, *, name: str, nbytes: int, count: int) -> None:
-    """Reports which blocks of a chain are there, and whether one is wrong."""
+    """Reports which blocks of a chain can be loaded, and how many are wrong."""
     blocks = subject.blocks(name)
     async with subject.opened() as store:
         for number in range(count):
@@ -92,7 +92,7 @@ async def crowd(
     lasts_s: float,
     seed: int,
 ) -> None:
-    """Saves the same blocks as others do, repeatedly, reading each; reports wrong ones."""
+    """Saves and reads the same blocks as other processes, repeatedly; reports wrong ones."""
     blocks, chance = subject.blocks(name), random.Random(seed)
     wrong = lost = 0
     saved: list[int] = []
@@ -116,7 +116,7 @@ async def crowd(
 async def grow(
     subject: Subject, tell: Tell, *, name: str, nbytes: int, batch: int, count: int, capacity: int
 ) -> None:
-    """Saves many times what fits, and reports how much the memory of this process grew."""
+    """Saves many times the capacity, and reports the growth of this process's memory."""
     blocks = subject.blocks(name)
     async with subject.opened(subject.make_small(capacity)) as store:
         await store.save(chain_of(blocks, 0, batch, nbytes))
@@ -168,7 +168,7 @@ async def limited(
 async def _verify(
     blocks: BlockMaker, store: Backend, keys: Sequence[BlockKey], within_s: float
 ) -> dict[str, int]:
-    """Returns how many blocks are there, and how many of them are wrong."""
+    """Returns how many blocks can be loaded, and how many of them are wrong."""
     wrong = kept = 0
     end = time.monotonic() + within_s
     for key in keys:

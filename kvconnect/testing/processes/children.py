@@ -22,7 +22,7 @@ from kvconnect.testing.subject import Subject
 __all__ = ["Child", "Told", "start"]
 
 Told = dict[str, Any]
-"""What a child said."""
+"""The report of a child."""
 
 _PATIENCE_S = 180.0
 
@@ -31,8 +31,8 @@ class Child:
     """A child process. Its methods block; call them on a thread.
 
     Attributes:
-        pid: of the process.
-        status: its exit status, as of `os.waitpid`; ``None`` while it runs.
+        pid: the process id of the process.
+        status: its exit status, in the form of `os.waitpid`; ``None`` while it runs.
         told: its reports so far.
     """
 
@@ -47,24 +47,24 @@ class Child:
             raise Violation(f"a child process cannot make the backend: {first.get('error', first)}")
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends it a signal."""
+        """Sends the child a signal."""
         if self.status is None:
             try:
                 os.kill(self.pid, number)
-            except ProcessLookupError:  # it has just ended
+            except ProcessLookupError:  # the child has just ended
                 return
 
     def kill_later(self, seconds: float) -> None:
-        """Kills it in so many seconds."""
+        """Kills the child after `seconds`."""
         timer = threading.Timer(seconds, self.kill)
         timer.daemon = True
         timer.start()
 
     def listen(self) -> Iterator[Told]:
-        """Yields its reports, until it ends.
+        """Yields the child's reports until it ends.
 
         Raises:
-            Violation: it failed, or reports nothing for three minutes; then it is killed.
+            Violation: the child failed, or sent no report for three minutes and was killed.
         """
         while self.status is None:
             said = self._next()
@@ -77,7 +77,7 @@ class Child:
             yield said
 
     def wait(self) -> list[Told]:
-        """Returns all its reports, once it has ended."""
+        """Returns all reports of the child, once it has ended."""
         for _ in self.listen():
             pass
         return self.told
@@ -163,7 +163,7 @@ def start(subject: Subject, work: str, **arguments: Any) -> Child:
 
     Raises:
         Unsupported: the subject cannot be made in another process.
-        Violation: it could not be made there.
+        Violation: the subject could not be made there.
     """
     refuse_while_imported()
     return _server(os.getpid()).start(subject, work, arguments)

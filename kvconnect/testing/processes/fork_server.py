@@ -25,7 +25,7 @@ from kvconnect.testing.subject import Subject
 
 __all__ = ["main"]
 
-_LINE_NBYTES = 3000  # below PIPE_BUF with what stands around it: lines of two children never mix
+_LINE_NBYTES = 3000  # below PIPE_BUF with its frame, so that lines of two children never mix
 
 
 Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
@@ -46,7 +46,7 @@ def _child(job: dict[str, Any], subject: Subject, tell: Tell) -> None:
     try:
         asyncio.run(work(subject, tell, **job["arguments"]))
         status = 0
-    except BaseException:  # noqa: BLE001 - whatever it is, the child must not go on as the server
+    except BaseException:  # noqa: BLE001  the child must not continue as the server
         tell({"error": traceback.format_exc()[-_LINE_NBYTES:]})
     finally:
         os._exit(status)
@@ -80,7 +80,7 @@ def main() -> None:
     """Serves until stdin ends; then kills the remaining children."""
     torch.set_num_threads(1)
     answers = os.dup(1)
-    os.dup2(2, 1)  # what the backend prints is not an answer
+    os.dup2(2, 1)  # the backend's own output must not mix with reports
     readable, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     os.set_blocking(readable, False)

@@ -27,18 +27,18 @@ class Unguarded(Exception):
     """The error of a script that runs the kit when it is imported."""
 
 
-_CALLED = (partial, MethodType)  # alone or around what a module defines, they are refused alike
+_CALLED = (partial, MethodType)  # refused alone, and around names of a module
 _CARRIED = (str, int, float, NoneType, Path, Address, FunctionType, type)
 
 
 def pack(subject: Subject) -> bytes:
     """Encodes `subject` for `unpack`: its class, and those attributes that are plain values.
 
-    Those are strings, numbers, paths, addresses, and names at the top of a module.
+    Plain values are strings, numbers, paths, addresses, and names at the top of a module.
 
     Raises:
-        Unsupported: a class or function of it is defined inside a function, or is a lambda, a bound
-            method or a `functools.partial`.
+        Unsupported: a class or function of the subject is defined inside a function, or is a
+            lambda, a bound method or a `functools.partial`.
     """
     for value in vars(subject).values():
         if isinstance(value, _CALLED):
@@ -76,7 +76,7 @@ def _not_importable(name: str) -> Unsupported:
 
 
 def refuse_while_imported() -> None:
-    """Refuses to run checks while a child process imports the script that asked for them.
+    """Refuses to run checks while a child process imports the script that runs them.
 
     Raises:
         Unguarded: the script has no guard: each of its child processes would run it again, and
@@ -95,7 +95,7 @@ def _named(module: str, file: str, name: str) -> Any:
 
 @cache
 def _module(name: str, file: str) -> Any:
-    if name == "__main__":  # the parent's script, of which nothing is to be run here
+    if name == "__main__":  # the parent's script, which must not run here
         name = "__kvconnect_main__"
     with suppress(ImportError):
         _importing.append(file)

@@ -119,7 +119,7 @@ class Channel:
         """Closes the channel at once and drops queued messages. Does not block; idempotent."""
         with self._lock:
             was_open = self._reason is None
-            self._reason = self._reason or reason  # before the peer hears of it and closes
+            self._reason = self._reason or reason  # before the peer notices and closes
         if was_open:
             said = encode(Error(kind="closing", message=reason[:1024]))
             self._queue.send(said, self._wire.write_now)

@@ -150,7 +150,7 @@ class Peer:
         except (PeerRefused, BadMessage, WireClosed, WireTimeout, OSError) as error:
             self._failed(error)
             return False
-        except ValueError as error:  # of a host that is no name: UnicodeError, a null character
+        except ValueError as error:  # for an invalid host name: UnicodeError, a null character
             self._failed(ConfigurationError(f"host: {shown(self.host)} is no host name: {error}"))
             return False
         if channel is None:

@@ -40,7 +40,7 @@ class SendQueue:
         Bytes that `write` does not accept wait in the queue.
 
         Args:
-            payload: of one frame.
+            payload: the payload of one frame.
             write: sends the first bytes of its argument and returns their number; must not block.
                 Called on this thread, one call at a time, and never while the caller of `take`
                 sends.

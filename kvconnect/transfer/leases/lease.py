@@ -10,7 +10,7 @@ from kvconnect.transfer.control.messages import NOTHING_COMPUTED, LeaseId, Water
 
 __all__ = ["Blocks", "Ended", "Holding", "Lease"]
 
-_MAX_HOLDERS = 256  # of one lease: as many peers as are connected at once
+_MAX_HOLDERS = 256  # for one lease: as many peers as are connected at once
 
 Blocks: TypeAlias = tuple[tuple[int, ...], ...]
 """Block ids of a request in its order, for each pool group."""

@@ -102,7 +102,7 @@ class AgentThread:
             except PullFailed as error:
                 part.refuse(error)
                 return
-            except Exception as error:  # of this pull alone: nothing of it was begun
+            except Exception as error:  # only this pull fails: no read of it was begun
                 part.refuse(PullFailed("peer", f"{peer}: {error!r}"))
                 raise
             self._parts.append(part)

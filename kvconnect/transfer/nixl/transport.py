@@ -121,7 +121,7 @@ class NixlTransport(Transport):
         self.quiescent_after_error = not rdma_possible(tls, device)
         self._regions = Regions()
         self._changing = threading.Lock()  # held by each method that blocks
-        self._lock = threading.Lock()  # of the two below; never held while something blocks
+        self._lock = threading.Lock()  # guards the two below; never held during a blocking call
         self._peers: dict[str, NixlPeer] = {}
         self._joining: str | None = None
         """The name of the agent that `connect` is connecting to."""

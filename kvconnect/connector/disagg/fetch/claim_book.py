@@ -21,9 +21,9 @@ class ClaimBook:
     """The claims by name and address, one for each. Thread-safe; no method blocks.
 
     Args:
-        client: that asks for leases.
-        peers: by which other engines are reached.
-        heads: of each pool group, which of the model's this rank has.
+        client: the client that asks for leases.
+        peers: the connections to other engines.
+        heads: the KV heads of the model that this rank has, for each pool group.
     """
 
     def __init__(self, client: LeaseClient, peers: Peers, heads: Sequence[StoredHeads]) -> None:
@@ -53,7 +53,7 @@ class ClaimBook:
 
         Never raises.
         """
-        with self._lock:  # a refused one is forgotten by the client before it is dropped
+        with self._lock:  # the client drops a refused claim before this does
             if (address, name) in self._claims:
                 return Claimed.refused(address, name, "it is fetched for another request")
         try:
@@ -73,7 +73,7 @@ class ClaimBook:
     def of(self, order: FetchOrder, source: Source) -> Claimed | None:
         """Returns the claim for one part of the load `order`, or ``None``.
 
-        A rank without a scheduler makes the claim now.
+        On a rank without a scheduler this makes the claim.
         """
         address = address_of_rank(order.address, source.rank)
         with self._lock:

@@ -48,14 +48,16 @@ class Fetcher:
     The worker calls the public methods on the engine's thread, unless they say otherwise.
 
     Args:
-        transport: that blocks travel by.
-        claims: made by the scheduler, or by a rank without a scheduler when its load begins.
-        layouts, regions: of the pool groups, and of this side's pools at the transport.
+        transport: the transport of blocks.
+        claims: the claims that the scheduler made; a rank without a scheduler makes them when a
+            load begins.
+        layouts, regions: the layouts of the pool groups, and the transport's numbers of this side's
+            pools.
         load_s: the longest time that a load may take.
         idle_s: how long a load waits for the other engine to compute more.
-        min_bytes_per_s: below this rate a pull has failed.
-        quarantine: of blocks that failed pulls may still write to.
-        heads: of each pool group, which of the model's this rank has; by default all.
+        min_bytes_per_s: the rate below which a pull counts as failed.
+        quarantine: the quarantine of blocks that failed pulls may still write to.
+        heads: the KV heads of the model that this rank has, for each pool group; by default all.
         verified: this engine's pools by region, if digests of both engines are compared before a
             load counts as valid; ``None``: digests are not compared.
     """
@@ -106,15 +108,15 @@ class Fetcher:
         self._post(partial(self._expect, Load(order, done)))
 
     def begin(self, order: FetchOrder) -> None:
-        """Begins an expected load, whose blocks have no other user any more. On any thread."""
+        """Begins an expected load once its blocks have no other user. Callable on any thread."""
         self._post(partial(self._begin, order))
 
     def cancel(self, request_id: int) -> None:
-        """Ends a load that no request waits for; does nothing if the load does not run here."""
+        """Ends a load whose request was cancelled; does nothing if the load does not run here."""
         self._post(partial(self._cancel, request_id))
 
     def close(self) -> None:
-        """Ends every load and claim, and says so to connected peers. Blocks.
+        """Ends every load and claim, and sends that to connected peers. Blocks.
 
         The blocks get no more writes once the transport is closed.
         """
@@ -159,24 +161,24 @@ class Fetcher:
     def _guarded(call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception:  # the fetch concerned has failed; the others continue
+        except Exception:  # only this load has failed; the others continue
             count("transfer.fetch.error")
             logger.exception("a fetch went wrong")
 
     def _step(self, part: Part, call: Callable[[], None]) -> None:
-        """Runs `call`, which concerns `part`, and ends the load if that decides it."""
+        """Runs `call` for `part`, and ends the part's load if its result is then known."""
         try:
             call()
             self._settle(part.order)
             part.release(self.claims.client)
         except Exception as error:
-            part.fail(repr(error))  # a piece that was not read would count as read
+            part.fail(repr(error))  # otherwise an unread piece would count as read
             raise
         finally:
             self._settle(part.order)
 
     def _settle(self, order: FetchOrder) -> None:
-        """Reports the end of the load `order` if it is decided, and forgets it after its writes."""
+        """Reports the end of the load `order` once known; removes the load after its writes."""
         load = self._fetches.get(order.request_id)
         if load is None:
             return
@@ -248,7 +250,7 @@ class Fetcher:
     # ------------------------------------------------------------------ for parts
 
     def pull(self, part: Part, reads: Reads) -> Pull:
-        """Starts a pull of `reads`; its deadline leaves time for all that are under way."""
+        """Starts a pull of `reads`, with a deadline that allows for all pulls under way."""
         nbytes = self._flying_nbytes + reads.total_nbytes
         pull = self._start(part.link, reads, _SLACK_S + nbytes / self._min_bytes_per_s)
         self._flying_nbytes = nbytes

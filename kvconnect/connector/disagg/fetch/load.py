@@ -25,7 +25,7 @@ __all__ = ["Load", "Part"]
 
 _PULLS_IN_FLIGHT = 4
 _PULL_NBYTES = 32 << 20
-# What a pull, and the answer to a release, may take beside the time of its bytes.
+# Seconds that a pull, or the answer to a release, may take beside the time of its bytes.
 _SLACK_S = 2.0
 # Between two checks whether a connection is there.
 _CONNECTING_S = 0.05
@@ -38,12 +38,13 @@ class Load:
     They are valid together or not at all.
 
     Attributes:
-        order: what is loaded.
-        done: called with the request's id and a failure, or ``None``: the blocks get no more
-            writes. After a failure without `writes_ended` it is called once more.
-        parts: one for each rank that is read from.
-        reason: why the load failed; ``None``: it has not.
-        cancelled: no request waits for the load.
+        order: the order of the load.
+        done: called with the request's id and a failure, or ``None`` after success; the blocks get
+            no more writes then. After a failure without `writes_ended` it is called again when the
+            writes have ended.
+        parts: a part for each rank of the other engine that is read.
+        reason: the reason of the failure; ``None``: none.
+        cancelled: true if the load's request was cancelled.
     """
 
     order: FetchOrder
@@ -77,27 +78,27 @@ class Part:
     """Reads more of a prompt whenever a rank of the other engine has computed more of it.
 
     The part becomes valid as a whole or not at all: its reads count only if the lease held until
-    the last one had ended, and the other engine has confirmed that it kept the blocks until then.
-    A part changes only itself. The fetcher checks the part after each call and ends the load.
+    the last one had ended, and the other engine has confirmed that it kept the blocks until then. A
+    part changes no other object. The fetcher checks the part after each call, and ends the load if
+    need be.
 
     Args:
-        order: what to fetch, and the blocks it goes to.
-        claim: made when the request arrived.
-        link: to the other side.
-        pull: starts a pull. Its end, and that it is terminal, arrive as calls of the part.
-        compare: asks whether both sides have the same bytes. The answer arrives as a call of the
-            part.
-        layouts: of this side's pool groups.
-        regions: of this side's pools at the transport.
-        source: which rank of the other side it is, and which heads come from there.
-        idle_s: how long to wait for the other engine to compute more.
-        deadline: when the part ends at the latest, on the monotonic clock.
+        order: the order of the load, with the blocks that it fills.
+        claim: the claim made when the request arrived.
+        link: the connection to the other side.
+        pull: starts a pull, which later calls `pull_done` and `pull_terminal`.
+        compare: compares the bytes of both sides, and later calls `compared`.
+        layouts: the layouts of this side's pool groups.
+        regions: the regions of this side's pools at the transport.
+        source: the rank of the other side, and the heads that are read from it.
+        idle_s: seconds to wait for the other engine to compute more.
+        deadline: the latest end of the part, on the monotonic clock.
         verify: digests of both engines are compared before the part counts as valid.
 
     Attributes:
-        over: it succeeded, failed or was cancelled.
-        failed: why it failed; ``None``: it has not.
-        nbytes: that were read.
+        over: true once the part succeeded, failed or was cancelled.
+        failed: the reason of the failure; ``None``: none.
+        nbytes: the bytes that were read.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Part:
         return not self._pulls
 
     def due(self) -> float:
-        """Returns when to call `advance` if no event comes first, on the monotonic clock."""
+        """Returns the monotonic time at which `advance` is due if no event comes first."""
         if self._released_at is not None:
             return min(self._deadline, self._released_at + _SLACK_S)
         if self._reading:  # they have deadlines of their own
@@ -158,9 +159,9 @@ class Part:
     # ------------------------------------------------------------------ what happens
 
     def advance(self) -> None:
-        """Starts new reads, and ends the part if it is decided.
+        """Starts new reads; ends the part once its result is known.
 
-        Called when anything changed or is due.
+        Called after every event, and at `due`.
         """
         if self.over:
             return
@@ -204,7 +205,7 @@ class Part:
     def release(self, client: LeaseClient) -> None:
         """Releases the lease once everything was read.
 
-        A request that waits for the load continues before the other side gets the release.
+        The request that waits for the load continues before the release is sent.
         """
         claimed, self._to_release = self._to_release, None
         if claimed is not None:
@@ -251,7 +252,7 @@ class Part:
             self._end_reads(claimed)
 
     def _verified(self) -> bool:
-        """Returns whether the other side has said that it has all that was read."""
+        """Returns whether the other side has confirmed that it still holds all blocks read."""
         if self._unverified is None:
             self._unverified = deque(
                 part
@@ -275,7 +276,7 @@ class Part:
             self.fail(f"the other side computed nothing more of it for {self._idle_s:g} s")
 
     def _learn(self, claimed: Claimed) -> bool:
-        """Takes what the other side has sent; returns whether any of it was new."""
+        """Records the other side's messages about the claim; returns whether one was new."""
         hello, mark = self.link.hello, claimed.mark
         if not claimed.tokens or hello is None or len(claimed.blocks) > len(self._layouts):
             return False

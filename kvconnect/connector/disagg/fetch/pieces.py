@@ -1,4 +1,4 @@
-"""The bytes of blocks that a watermark newly covers, and where they go."""
+"""The reads of blocks that the other engine has newly computed, and their destinations."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _MOST_PIECES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RemoteBlocks:
-    """The other side's blocks of a request in one pool group, as far as they are known.
+    """The known blocks of a request on the other side, in one pool group.
 
     Attributes:
-        region: its pool's number at its transport.
-        first: number of the first of them within the request.
-        ids: of the blocks from that on.
-        layout: of that pool; ``None``: as on this side.
+        region: the number of the pool at the other side's transport.
+        first: the number, within the request, of the first known block.
+        ids: the ids of the blocks from `first` on.
+        layout: the layout of that pool; ``None``: as on this side.
     """
 
     region: int = 0
@@ -39,15 +39,16 @@ class RemoteBlocks:
 
 
 class FetchPlan:
-    """The reads of a load from one rank that are not asked for yet.
+    """The reads of a load from one rank that have not been started.
 
-    Where blocks of both sides are the same bytes, one contiguous piece per block and run of layers.
+    If blocks have the same layout on both sides, a read is one contiguous piece per block and run
+    of layers.
 
     Args:
-        order: what to fetch, and the blocks that it goes to.
-        layouts: of this side's pool groups.
-        regions: of this side's pools.
-        heads: by pool group, which heads come from there; a group that is missing needs none. By
+        order: the order of the load, with the blocks that it fills.
+        layouts: the layouts of this side's pool groups.
+        regions: the regions of this side's pools.
+        heads: the heads that are read from that rank, by pool group; a missing group reads none. By
             default all.
     """
 
@@ -62,7 +63,7 @@ class FetchPlan:
         self._layouts = layouts
         self._regions = regions
         self._heads = heads
-        # By pool group and layer of it: leading blocks of the order that were asked for.
+        # By pool group and layer: the leading blocks of the order that were returned.
         self._asked = [
             [0 if self._needs(group) else len(order.blocks[group])] * layout.num_layers
             for group, layout in enumerate(layouts)
@@ -93,7 +94,7 @@ class FetchPlan:
 
     @property
     def complete(self) -> bool:
-        """Returns whether every read was asked for."""
+        """Returns whether `take` has returned every read."""
         return all(
             asked == len(ids)
             for ids, layers in zip(self._order.blocks, self._asked, strict=True)
@@ -101,7 +102,7 @@ class FetchPlan:
         )
 
     def take(self, computed: Watermark, remote: Sequence[RemoteBlocks]) -> list[Reads]:
-        """Returns the reads that `computed` allows and that were not taken before."""
+        """Returns the reads possible after `computed` tokens that were not returned before."""
         return [
             reads
             for group in range(len(self._layouts))
@@ -111,7 +112,7 @@ class FetchPlan:
     def _take(self, group: int, computed: Watermark, remote: RemoteBlocks) -> Iterator[Reads]:
         layout, asked = self._layouts[group], self._asked[group]
         known = self._num_known(group, remote)
-        ready: dict[int, int] = {}  # by leading tokens: few layers differ in them
+        ready: dict[int, int] = {}  # grouped by leading tokens: few layers differ
         spans = []
         for index, number in enumerate(layout.layer_numbers):
             tokens = computed.tokens_of(number)
@@ -130,9 +131,9 @@ class FetchPlan:
                 yield from self._strided(group, remote, range(begin, end), span)
 
     def checks(self, remote: Sequence[RemoteBlocks]) -> Iterator[Reads]:
-        """Yields every byte that the load makes valid, and none behind its last token.
+        """Yields reads of exactly the bytes that the load makes valid.
 
-        These bytes are compared with the other engine's. That engine may have written behind the
+        The fetcher compares these bytes with the other engine's, which may have written behind the
         last token since the read.
         """
         for group, (layout, ids) in enumerate(zip(self._layouts, self._order.blocks, strict=True)):
@@ -191,7 +192,7 @@ class FetchPlan:
     def _num_ready(self, group: int, tokens: int) -> int:
         """Returns how many leading blocks of the order may be read after `tokens` tokens."""
         if self._layouts[group].window is not None and tokens < self._order.end:
-            return 0  # blocks that it holds before the end are freed again
+            return 0  # the other side frees blocks before its window
         return self._num_filled(group, tokens)
 
     def _num_filled(self, group: int, tokens: int) -> int:

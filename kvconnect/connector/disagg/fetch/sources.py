@@ -18,9 +18,9 @@ class Source:
 
     Attributes:
         rank: its tensor-parallel rank.
-        readers: ranks of this engine that read from it.
-        heads: by pool group, which of its heads are which of ours; not all groups, where several
-            ranks have the same.
+        readers: the number of this engine's ranks that read from it.
+        heads: the heads that both ranks hold, by pool group. A group whose heads are read from
+            another rank is missing.
     """
 
     rank: int
@@ -31,10 +31,10 @@ class Source:
 def sources(heads: Sequence[StoredHeads], tp_size: int) -> tuple[Source, ...]:
     """Returns the ranks, in order, of an engine of `tp_size` that a rank with `heads` reads.
 
-    Heads that several of them hold are read from the first one; the others publish nothing.
+    If several ranks hold the same heads, they are read from the first; the others publish nothing.
 
     Raises:
-        ConfigurationError: the heads cannot be spread over so many.
+        ConfigurationError: the heads cannot be divided among `tp_size` ranks.
     """
     by_rank = _by_rank(heads, tp_size)
     ours = heads[0].shard.tp_size

@@ -16,14 +16,14 @@ __all__ = ["BlockRun", "strided_reads"]
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Blocks of one request on one side, as they follow each other in it.
+    """The consecutive blocks of one request on one side.
 
     Attributes:
         region: number of the pool that they are in, at that side's transport.
-        layout: of the pool.
-        heads: those of its KV heads that are meant, as many as on the other side.
+        layout: the layout of the pool.
+        heads: the KV heads to copy, as many as on the other side.
         first: number of the first block within the request, of ``layout.tokens_per_block`` tokens.
-        ids: of the blocks from that on.
+        ids: the ids of the blocks from `first` on.
     """
 
     region: int
@@ -40,7 +40,7 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class _Plane:
-    """The keys, the values, or both where their rows have the same width.
+    """The keys, or the values, or both if their rows have the same width.
 
     Attributes:
         dim: elements of a head's row.
@@ -56,7 +56,7 @@ class _Plane:
 def strided_reads(
     remote: BlockRun, local: BlockRun, *, tokens: range, layers: range, exact: bool = False
 ) -> list[Reads]:
-    """Returns reads that bring `tokens` of `layers` from `remote` to `local`: every byte once.
+    """Returns reads that copy `tokens` of `layers` from `remote` to `local`, each byte once.
 
     The two differ in tokens_per_block, in which heads they hold, or in both; other fields of their
     layouts are equal. Where the heads are all of both sides, a piece is one layer's keys, or
@@ -67,10 +67,10 @@ def strided_reads(
     Args:
         remote: the source blocks.
         local: the target blocks.
-        tokens: of the request, within both runs; beginning at a multiple of both block sizes'
-            smaller one.
+        tokens: the tokens of the request, within both runs; beginning at a multiple of both block
+            sizes' smaller one.
         layers: indices within the pool group.
-        exact: each piece is of one token, so that none holds bytes behind the last one.
+        exact: reads token by token, so that no bytes behind the last token are read.
     """
     if not tokens or not layers:
         return []
