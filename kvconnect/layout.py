@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
 from math import lcm, prod
 from typing import TYPE_CHECKING, Literal
@@ -192,6 +192,27 @@ class KvCacheLayout:
             if one.layer == layer:
                 yield one, at
                 at = _aligned(at + one.nbytes)
+
+    def divided(self, most_nbytes: int = 4 << 20) -> tuple[KvCacheLayout, ...]:
+        """Returns the layouts of the parts in which stores keep a block, in order of the layers.
+
+        A part of a block of states has at most `most_nbytes` bytes, and one layer at least. All
+        staging memory is made of slots for the largest part of any group, and a block of states is
+        often as large as a hundred blocks of keys and values. Those are not divided.
+        """
+        step = max(1, most_nbytes // self.layer_nbytes)
+        if not self.states or self.num_layers <= step:
+            return (self,)
+        parts = [self.layers[first : first + step] for first in range(0, self.num_layers, step)]
+        return tuple(
+            replace(
+                self,
+                num_layers=len(layers),
+                layers=layers,
+                states=tuple(one for one in self.states if one.layer in layers),
+            )
+            for layers in parts
+        )
 
     def fingerprint(self) -> bytes:
         """Returns 16 bytes that differ whenever any field does; the same in every process."""

@@ -322,6 +322,9 @@ class KVCacheManager(BaseKVCacheManager):
         matched = allocation.matched_tokens
         request.reused_device_tokens = request.num_computed_tokens = matched
         request.reused_host_tokens = min(self._copier.onboarded_tokens - onboarded, matched)
+        if allocation.no_state_tokens:
+            begin = max(matched, external.end if external.num_tokens else 0)
+            request.account.lack_states(begin + allocation.no_state_tokens)
         loading = external.num_tokens > 0 and external.is_async
         overlaps = loading and external.overlaps
         request.num_external_tokens = external.end if external.num_tokens and not overlaps else 0

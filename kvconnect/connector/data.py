@@ -159,7 +159,9 @@ class RequestData:
             is allowed during the step only.
         new_block_ids_by_group: the new block ids of each pool group; -1 where a window holds none.
             `new_block_ids` are those of group 0. Pools of windows get blocks chunk by chunk, so the
-            list of such a group may be shorter than that of group 0 and continue in a later step.
+            list of such a group may be shorter than that of group 0 and continue later. Of
+            recurrent states a request holds the last block at most: the snapshot that it starts
+            from, or the one that this step takes at its end.
         cache_salt: the request's salt.
         priorities: retention priority of each new block.
     """

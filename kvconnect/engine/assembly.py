@@ -128,7 +128,7 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
 
 
 def _with_states(options: EngineOptions) -> EngineOptions:
-    """Returns `options` for a model with recurrent layers, whose states no connector moves.
+    """Returns `options` for a model with recurrent layers.
 
     Raises:
         ConfigurationError: the options enable drafts.
@@ -138,14 +138,12 @@ def _with_states(options: EngineOptions) -> EngineOptions:
             "speculative: the model has recurrent layers, and the states before a rejected draft "
             "are not kept; leave it out"
         )
-    config = options.cache_config
-    if not getattr(options.cache_factory, "supports_states", False):
-        _log.warning("The cache manager keeps no recurrent states: no prefix is reused")
-        config = config.model_copy(update={"enable_block_reuse": False})
+    if getattr(options.cache_factory, "supports_states", False):
+        return options
+    _log.warning("The cache manager keeps no recurrent states: no prefix is reused")
     if options.connector_config is not None:
-        _log.warning(
-            "The model has recurrent layers, whose states no connector moves: it is not attached"
-        )
+        _log.warning("No recurrent states are kept: the connector is not attached")
+    config = options.cache_config.model_copy(update={"enable_block_reuse": False})
     return replace(options, kv_cache=config, connector=None)
 
 
@@ -191,10 +189,10 @@ def _connector_args(
         str(options.directory),
         config,
         options.connector_config,
-        layouts=geometry.layouts,
+        layouts=geometry.stored_layouts,
         model_digest=digest,
         place=Shard(0, options.tensor_parallel_size),
-        num_kv_heads=geometry.num_kv_heads,
+        num_kv_heads=geometry.stored_kv_heads,
     )
 
 

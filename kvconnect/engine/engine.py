@@ -13,7 +13,7 @@ from kvconnect.connector.runtime.step_outcome import StepOutcome
 from kvconnect.engine.attachment import Attachment
 from kvconnect.engine.explainer import Explainer
 from kvconnect.engine.live_requests import LiveRequests
-from kvconnect.engine.loaded_tokens import join_load, note_loaded
+from kvconnect.engine.loaded_tokens import join_load, note_computed, note_loaded
 from kvconnect.engine.model.forward_step import CachedLayer, ForwardStep
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.sequence_step import (
@@ -22,6 +22,7 @@ from kvconnect.engine.model.sequence_step import (
     planned,
     sampled_rows,
 )
+from kvconnect.engine.model.states import StateSlots
 from kvconnect.engine.ranks.leader import Leader, NoFollowers
 from kvconnect.engine.request.live_request import LiveRequest, TokenRun
 from kvconnect.engine.request.logprobs import top_tokens
@@ -98,6 +99,7 @@ class Engine:
         self._explainer.admitted(batch)
         failed = self._live.end_failed(batch)
         plan = self._plan(batch.requests)
+        slots = self._begin_states(plan)
         # connect: send the step to the other ranks and the connector, start its loads
         scheduled = bool(batch.requests or batch.loading_requests)
         if scheduled:
@@ -110,7 +112,7 @@ class Engine:
             return failed or self._unblock()
         # forward: each layer waits for its loads, writes K/V, attends, and is saved
         started = time.perf_counter()
-        logits = self._forward(plan)
+        logits = self._forward(plan, slots)
         # agree: a request whose load failed gets no token from this step
         failed_loads = self._connector.agree() if scheduled else {}
         self._score_prompts(plan, logits)
@@ -216,17 +218,22 @@ class Engine:
 
     # ------------------------------------------------------------------ forward
 
-    def _forward(self, plan: tuple[SequenceStep, ...]) -> Tensor | None:
+    def _begin_states(self, plan: tuple[SequenceStep, ...]) -> StateSlots | None:
+        """Returns the slots with the recurrent states before `plan`; ``None``: there are none."""
+        if self._states is None or not plan:
+            return None
+        requests = [self._live[one.request_id].request for one in plan]
+        return self._states.begin(plan, requests, self._scheduler.running)
+
+    def _forward(self, plan: tuple[SequenceStep, ...], slots: StateSlots | None) -> Tensor | None:
         """Returns logits after each sequence's last ``num_wanted`` tokens, ``[rows, vocab]``."""
         if not plan:
             return None
-        device, states = self._model.device, self._states
-        requests = [self._live[one.request_id].request for one in plan]
-        slots = None if states is None else states.begin(plan, requests, self._scheduler.running)
+        device = self._model.device
         step = ForwardStep(plan, self._layers, self._connector, device=device, slots=slots)
         logits = self._model.forward(step)
-        if states is not None:
-            states.end(plan, requests)
+        if self._states is not None:
+            self._states.end()
         self.stats.steps += 1
         self._connector.end_forward()
         return logits
@@ -257,12 +264,7 @@ class Engine:
             if request.sampling_params.max_tokens == 0 and end == request.num_tokens:
                 end -= 1
                 prefilled.append(self._live[request.request_id])
-            request.num_computed_tokens, request.num_external_tokens = end, 0
-            if request.load_end:
-                size = request.key_chain.tokens_per_block
-                request.load_floor = -(-end // size) * size
-            if request.state is RequestState.CONTEXT:
-                join_load(request)
+            note_computed(request, end)
         for request_id, valid in failed_loads.items():
             if live := self._live.get(request_id):
                 note_loaded(live.request, valid)
@@ -351,7 +353,8 @@ class Engine:
                     note_loaded(request, valid)
                 else:
                     join_load(request)
-                    self._kv.update_resources(ScheduledBatch([request]))  # others wait for them
+                # Others wait for them. A loaded state is released at the next snapshot.
+                self._kv.update_resources(ScheduledBatch([request]))
         for request_id in outcome.saved:
             if request := self._scheduler.saving.pop(request_id, None):
                 request.state = RequestState.FINISHED

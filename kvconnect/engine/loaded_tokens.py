@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvconnect.request import LlmRequest
+from kvconnect.request import LlmRequest, RequestState
 
-__all__ = ["forget_load", "join_load", "note_loaded"]
+__all__ = ["forget_load", "join_load", "note_computed", "note_loaded"]
 
 
 def note_loaded(request: LlmRequest, valid: int) -> None:
@@ -23,3 +23,13 @@ def join_load(request: LlmRequest) -> None:
     """Adds what a load brought to the computed tokens of `request`, if these reach it."""
     if request.load_end and request.num_computed_tokens >= request.joins_load_at:
         note_loaded(request, request.load_end)
+
+
+def note_computed(request: LlmRequest, end: int) -> None:
+    """Notes that `request` is computed up to `end`, and adds what its load brought behind that."""
+    request.num_computed_tokens, request.num_external_tokens = end, 0
+    if request.load_end:
+        size = request.key_chain.tokens_per_block
+        request.load_floor = -(-end // size) * size
+    if request.state is RequestState.CONTEXT:
+        join_load(request)

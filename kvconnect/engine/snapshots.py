@@ -58,6 +58,7 @@ class StateSnapshots:
         self.slots = slots
         self._kv = kv
         self._blocks = blocks
+        self._due: list[tuple[int, int]] = []  # requests and the blocks of their snapshots
 
     def begin(
         self,
@@ -66,6 +67,9 @@ class StateSnapshots:
         running: Sequence[LlmRequest],
     ) -> StateSlots:
         """Returns the slots with the states before the tokens of `plan`.
+
+        Allocates the blocks of the snapshots that are due after these tokens, so that a connector
+        can order their saves in this step.
 
         Args:
             plan: the tokens that are computed next.
@@ -78,15 +82,19 @@ class StateSnapshots:
                 continue
             if (block := self._kv.state_restore(request, one.start)) is not None:
                 self.slots.restore(one.request_id, one.start, self._snapshot(block))
-        return self.slots
-
-    def end(self, plan: Sequence[SequenceStep], requests: Sequence[LlmRequest]) -> None:
-        """Takes the snapshots that are due after the tokens of `plan`."""
+        # All states were copied from their blocks, which these calls may reclaim.
+        self._due = []
         for one, request in zip(plan, requests, strict=True):
             if self._kv.next_state_end(request, one.end - 1) != one.end:
                 continue
             if (block := self._kv.state_snapshot(request, one.end)) is not None:
-                self.slots.copy_to(one.request_id, self._snapshot(block))
+                self._due.append((one.request_id, block))
+        return self.slots
+
+    def end(self) -> None:
+        """Takes the snapshots that are due after the tokens of the last plan."""
+        for request_id, block in self._due:
+            self.slots.copy_to(request_id, self._snapshot(block))
 
     def _snapshot(self, block: int) -> dict[StateKey, Tensor]:
         return {key: states[block] for key, states in self._blocks.items()}

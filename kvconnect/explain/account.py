@@ -9,15 +9,16 @@ from kvconnect.explain.outcome import Divergence, Explanation, NotSaved, Outcome
 
 __all__ = ["PromptAccount"]
 
-_STORES_FAULT = (
+_REASONS = (
     Outcome.NOT_LOADED,
     Outcome.DAMAGED,
     Outcome.FAILED,
     Outcome.LATE,
     Outcome.EVICTED,
     Outcome.SLOWER,
+    Outcome.NO_STATE,
 )
-"""The reasons of a store, the most precise one first."""
+"""The reasons of a store or of the cache, the most precise one first."""
 
 
 class PromptAccount:
@@ -70,6 +71,16 @@ class PromptAccount:
     def lose(self, reason: Outcome, end: int) -> None:
         """Records that tokens before `end` were not loaded for `reason`; later calls overwrite."""
         self._losses[reason] = end
+
+    def lack_states(self, end: int) -> None:
+        """Notes that the keys and values before `end` are there, but no recurrent states.
+
+        Of several calls before `explain`, the one with the largest `end` counts. Later ones are of
+        another admission, whose tokens were computed before.
+        """
+        if not self.is_explained:
+            end = max(end, self._losses.get(Outcome.NO_STATE, 0))
+            self._losses[Outcome.NO_STATE] = end
 
     def keep(self, reason: Outcome) -> None:
         """Reverts `lose` of `reason`."""
@@ -131,7 +142,7 @@ class PromptAccount:
         yield Span(start, self.num_tokens, Outcome.UNREACHED)
 
     def _computed(self, start: int, end: int) -> Iterator[Span]:
-        for reason in _STORES_FAULT:
+        for reason in _REASONS:
             stop = min(end, self._losses.get(reason, 0))
             if start < stop:
                 # A more precise reason may end earlier than a less precise one.

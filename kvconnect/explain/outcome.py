@@ -41,6 +41,7 @@ class Outcome(StrEnum):
     FAILED = "failed"  # the store failed, or was not called after earlier failures
     DAMAGED = "damaged"  # the stored block was damaged
     SLOWER = "slower"  # loading would have taken longer than computing
+    NO_STATE = "no_state"  # its keys and values are there, but no recurrent states at their end
     TAIL = "tail"  # less than a block, which the store does not keep or the cache does not divide
     LAST = "last"  # the last token is always computed
     LOGPROBS = "logprobs"  # the request needs the log probabilities of its prompt

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,11 @@ from bench_engine import T as BENCH_T
 from recording import Script, never
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
+from kvconnect.connector.runtime.load_admission import LoadAdmission
+from kvconnect.connector.runtime.reporting import RequestRecord
+from kvconnect.connector.runtime.request_errors import RequestErrors
 from kvconnect.errors import DuplicateRequest
+from kvconnect.keys import BlockKey
 from kvconnect.request import LlmRequest
 
 T = 16
@@ -225,3 +230,27 @@ def test_one_that_waits_too_long_is_computed(open_llm: Callable[..., LLM], scrip
     assert [one.result(60).output_token_ids for one in handles] == expected
     asked, told = "get_num_new_matched_tokens", "update_state_after_alloc"
     assert len(script.named(asked)) == len(script.named(told)) >= 12
+
+
+# ---------------------------------------------------------------------- recurrent states
+
+
+@pytest.mark.parametrize(("offered", "taken"), [(96, 96), (64, 64), (70, 0), (99, 0), (112, 0)])
+def test_states_are_matched_at_the_end_of_a_block_alone(offered: int, taken: int) -> None:
+    """A match that is cut off would end without states, or with those of other tokens."""
+    admission = LoadAdmission(
+        SimpleNamespace(get_max_resource_count=lambda: POOL, overlaps_loads=True),
+        SimpleNamespace(quarantine=SimpleNamespace(holds=lambda *_: False, full=False)),
+        recording.config(),
+        errors=RequestErrors(),
+        tokens_per_block=T,
+        divisible=False,
+        whole_blocks=True,
+    )
+    root = BlockKey(b"r" * 32)
+    record = RequestRecord(
+        LlmRequest(1, np.array(prompt(100, 1), np.int32), chain_root=root, tokens_per_block=T)
+    )
+    scheduler = SimpleNamespace(get_num_new_matched_tokens=lambda *_: (offered, False))
+    assert admission.match(scheduler, record, 0).num_tokens == taken
+    assert (record.match is None) == (taken == 0)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pickle
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.connector.pair.held_saves import HeldSaves
 from kvconnect.connector.pair.save_plan import SavePlan
 from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout, StateTensor
 from kvconnect.request import LlmRequest
 
 SIZE = 4
@@ -105,3 +108,80 @@ def test_a_full_block_that_is_stored_as_the_tail_is_not_saved_again():
     saves = plan(of)
     saves.note_stored([1], of.key_chain.keys()[1])
     assert saves.order(2, 0) is None
+
+
+# ---------------------------------------------------------------------- snapshots of states
+
+
+def with_states(num_blocks=12, prompt_blocks=4, interval=3):
+    """A plan of a prompt and its answer, with keys and values that the store has."""
+    tokens = np.arange(SIZE * prompt_blocks + 1, dtype=np.int32)
+    of = LlmRequest(7, tokens, chain_root=ROOT, tokens_per_block=SIZE)
+    of.append_tokens(np.arange(len(tokens), SIZE * num_blocks + 1, dtype=np.int32))
+    saves = SavePlan(of, windows=(None, SIZE), states={1}, state_interval=interval * SIZE)
+    saves.note_stored([num_blocks, 0])
+    return saves
+
+
+def snapshot(saves, number, block_id):
+    """A step takes the snapshot behind block `number`; returns what it saves."""
+    known = saves.num_blocks
+    saves.extend(
+        [list(range(known, number + 1)), [-1] * (number - known) + [block_id]],
+        [PRIORITY] * (number + 1 - known),
+    )
+    is_due, order = saves.is_due(number + 1), saves.order(number + 1, 0)
+    assert is_due == (order is not None)
+    return [] if order is None else [(one.number, one.block_id) for one in order.blocks]
+
+
+def at_the_end(saves, num_full):
+    order = saves.order(num_full, 0, ends=True)
+    return [] if order is None else [(one.number, one.block_id) for one in order.blocks]
+
+
+def test_snapshots_of_the_prompt_and_of_intervals_are_saved_and_the_last_one():
+    saves = with_states()
+    assert snapshot(saves, 1, 41) == [(1, 41)]
+    assert snapshot(saves, 3, 42) == [(3, 42)]
+    assert snapshot(saves, 4, 43) == []  # in the answer
+    assert snapshot(saves, 5, 44) == [(5, 44)]
+    assert snapshot(saves, 6, 45) == []
+    assert at_the_end(saves, 7) == [(6, 45)]
+    assert at_the_end(saves, 7) == []
+
+
+def test_a_snapshot_whose_block_was_freed_is_never_saved():
+    saves = with_states()
+    assert snapshot(saves, 4, 43) == []
+    assert snapshot(saves, 6, -1) == []  # its block is free, and there was none for the next
+    assert at_the_end(saves, 7) == []
+    saves.note_missing(0)
+    assert at_the_end(saves, 5) == [(n, n) for n in range(5)]  # keys and values
+
+
+def test_a_snapshot_of_tokens_that_are_not_computed_is_not_saved():
+    saves = with_states()
+    assert snapshot(saves, 4, 43) == []
+    assert at_the_end(saves, 4) == []
+
+
+def test_snapshots_are_not_held_until_their_request_ends():
+    states = KvCacheLayout.of_states([StateTensor(1, "recurrent", (4,), torch.float32)], SIZE)
+    keys = KvCacheLayout(1, 1, 4, 4, SIZE, torch.float32)
+    held = HeldSaves([keys, states])
+    saves = with_states(num_blocks=8)
+    saves.note_missing(0)
+    saves.extend([[0, 1], [-1, 41]], [PRIORITY] * 2)
+    now = held.add(saves.order(2, 0))
+    assert now is not None
+    assert [(one.group, one.number) for one in now.blocks] == [(1, 1)]
+    saves.extend([[2, 3, 4], [-1, -1, 42]], [PRIORITY] * 3)
+    rest = saves.order(5, 0, ends=True)
+    # Tokens of a block that is not full: a window of a block would not reach back so far.
+    order = held.take(7, 6 * SIZE - 1, rest)
+    assert order is not None
+    assert [(one.group, one.number) for one in order.blocks] == [
+        *((0, n) for n in range(4)),
+        *((0, 4), (1, 4)),
+    ]

@@ -111,34 +111,30 @@ def test_single_tokens_are_computed_together(tiny, open_llm, prompts, monkeypatc
 # ---------------------------------------------------------------- refused
 
 
-def test_no_connector_is_attached_and_the_log_says_so_once(
-    tiny, open_llm, reference, prompts, tmp_path, caplog
+def test_a_manager_without_snapshots_reuses_nothing(
+    tiny, open_llm, reference, prompts, caplog, tmp_path
 ):
-    store = f"disk://{tmp_path}/kv?capacity=32MiB"
-    with caplog.at_level(logging.WARNING, "kvconnect"):
-        llm = open_llm(tiny("qwen3_next"), connector=store)
-        for _ in range(2):
-            outputs = llm.generate(prompts[:3], GREEDY)
-            assert tokens(outputs) == reference(tiny("qwen3_next"), prompts[:3], 12)
-    said = [one.getMessage() for one in caplog.records if "recurrent" in one.getMessage()]
-    assert len(said) == 1
-    assert said[0].endswith("whose states no connector moves: it is not attached")
-    assert not (tmp_path / "kv").exists()
-
-
-def test_a_manager_without_snapshots_reuses_nothing(tiny, open_llm, reference, prompts, caplog):
     class Plain(KVCacheManager):
         supports_states = False
 
     with caplog.at_level(logging.WARNING, "kvconnect"):
-        llm = open_llm(tiny("qwen3_next"), kv_cache_manager=Plain, max_num_tokens=25)
+        llm = open_llm(
+            tiny("qwen3_next"),
+            kv_cache_manager=Plain,
+            max_num_tokens=25,
+            connector=f"disk://{tmp_path}/kv?capacity=32MiB",
+        )
     for _ in range(2):
         outputs = llm.generate(prompts[:3], GREEDY)
         assert tokens(outputs) == reference(tiny("qwen3_next"), prompts[:3], 12)
         assert {one.reused_device_tokens for one in outputs} == {0}
     assert len(llm.layouts) == 1
     said = [one.getMessage() for one in caplog.records if "recurrent" in one.getMessage()]
-    assert said == ["The cache manager keeps no recurrent states: no prefix is reused"]
+    assert said == [
+        "The cache manager keeps no recurrent states: no prefix is reused",
+        "No recurrent states are kept: the connector is not attached",
+    ]
+    assert not (tmp_path / "kv").exists()
 
 
 @pytest.mark.parametrize(
@@ -326,6 +322,19 @@ def test_methods_that_the_states_do_not_have_are_refused():
 
     with pytest.raises(UnsupportedModel, match="Other uses rnn_state of its cache"):
         probed(Other())
+
+
+def test_a_model_that_asks_for_previous_states_outside_of_its_mixers_is_refused():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = Sum()
+
+        def forward(self, hidden, cache):
+            return self.mixer(hidden, cache) if not cache.has_previous_state() else hidden
+
+    with pytest.raises(UnsupportedModel, match="Model asks its cache for previous states"):
+        split_mixers(probed(Model()))
 
 
 def test_layers_of_a_step_come_in_order():

@@ -95,3 +95,15 @@ def test_blocks_below_the_priority_stay_unsaved():
     account.saved_after_all()
     assert account.unsaved == (4, "below min_priority")
     assert told == [(8, "backlog"), (4, "below min_priority")]
+
+
+def test_states_that_are_missing_after_a_preemption_explain_nothing():
+    account = PromptAccount(20)
+    account.lack_states(8)
+    account.lack_states(4)
+    account.explain(0, ())
+    account.lack_states(16)  # the tokens were computed before
+    account.reach(20, reused=False)
+    assert [(one.start, one.end, str(one.outcome)) for one in account.spans()] == [
+        *((0, 8, "no_state"), (8, 19, "new"), (19, 20, "last")),
+    ]

@@ -246,6 +246,23 @@ def test_a_batch_is_loaded_up_to_a_snapshot_of_all_rows(loaded):
             assert answer(model, prompts, ids) == (generate(model, ids), (count, count))
 
 
+def test_a_snapshot_that_a_batch_lacks_is_saved_again(loaded):
+    """Though the store has a later one of the row that lacks it."""
+    model, store = loaded("lfm2"), Memory()
+    one, other = tokens(75, seed=1), tokens(75, seed=2)
+    both = torch.cat([one, leaving(other, 40, 75, seed=3)])
+    with opened(model, store) as prompts:
+        answer(model, prompts, one)
+        assert prompts.flush()
+        states = [key for key, group in store.groups.items() if group == 1]
+        answer(model, prompts, other)
+        assert prompts.flush()
+        del store.frames[states[0]]  # of `one` at 32
+        assert answer(model, prompts, both) == (generate(model, both), (0, 0))
+        assert prompts.flush()
+        assert states[0] in store.frames
+
+
 def test_a_padded_batch_is_computed_and_says_why(loaded):
     model, ids = loaded("qwen3_next"), tokens(40, seed=1).repeat(2, 1)
     mask = torch.ones_like(ids)

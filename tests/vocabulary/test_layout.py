@@ -107,3 +107,13 @@ def test_the_fingerprint_of_states_changes_with_every_field(change):
 def test_states_out_of_order_are_refused(states):
     with pytest.raises(ConfigurationError):
         KvCacheLayout.of_states(states, 16)
+
+
+def test_large_blocks_of_states_are_divided_by_layers():
+    assert LAYOUT.divided(1) == (LAYOUT,)
+    assert STATES.divided() == STATES.divided(128) == (STATES,)
+    first, second = STATES.divided(127)
+    assert (first.layers, second.layers) == ((3,), (4,))
+    assert (first.states, second.states) == (STATES.states[:1], STATES.states[1:])
+    assert first.layer_nbytes == STATES.layer_nbytes
+    assert first.fingerprint() != second.fingerprint()

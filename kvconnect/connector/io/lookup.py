@@ -38,6 +38,8 @@ class Hit:
             ranks save them.
         divergence: the first token that differs from a stored block after `keys`, and the tokens of
             that block from there on; ``None``: none is known.
+        reach: leading tokens whose keys and values it supplies; those beyond `end` lack recurrent
+            states. 0 without states.
     """
 
     keys: tuple[BlockKey, ...] = ()
@@ -46,6 +48,7 @@ class Hit:
     num_stored: tuple[int, ...] = ()
     shares: Mapping[tuple[int, int], int] = field(default_factory=dict)
     divergence: tuple[int, tuple[int, ...]] | None = None
+    reach: int = 0
 
     @property
     def all_keys(self) -> tuple[BlockKey, ...]:
@@ -174,7 +177,7 @@ async def look_up(backend: Backend, query: Query, *, most_steps: int = _MOST_STE
     keys = query.keys[:num_blocks]
     tail, tail_tokens = await _find_tail(found, query, keys)
     size = query.tokens_per_block
-    end = min(num_blocks * size + tail_tokens, query.most)
+    end, reach = min(num_blocks * size + tail_tokens, query.most), 0
     if any(window is not None for window in query.windows):
         path = keys if tail is None else (*keys, tail)
         search = WindowSearch(
@@ -182,13 +185,15 @@ async def look_up(backend: Backend, query: Query, *, most_steps: int = _MOST_STE
             path,
             windows=query.windows,
             states=query.states,
+            has_states=found.has_states,
             tokens_per_block=size,
         )
         end = await search.step_back(end, most_steps)
+        reach = search.reach
         if end <= num_blocks * size:
             keys, tail = keys[: -(-end // size)], None
     num_stored = tuple(len(keys) if one is None else one for one in counts)
-    return Hit(keys, tail, end, num_stored, found.shares, found.divergence)
+    return Hit(keys, tail, end, num_stored, found.shares, found.divergence, reach)
 
 
 class _Found:
@@ -230,6 +235,12 @@ class _Found:
                 self.shares |= {(group, first + n): size for n in range(at, stop)}
             at = stop
         return at
+
+    async def has_states(self, key: BlockKey) -> bool:
+        """Returns whether the block of `key` is there in all groups of states."""
+        query = self._query
+        wanted = [one for group in sorted(query.states) for one in query.store_keys([key], group)]
+        return await self.backend.lookup(wanted) == len(wanted)
 
     async def _present(self, group: int, keys: Sequence[BlockKey], shares: int) -> int:
         if not keys:

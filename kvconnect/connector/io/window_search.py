@@ -20,8 +20,12 @@ class WindowSearch:
         leading: returns how many leading keys, blocks of a group from a number on, are stored.
         path: keys of the blocks that a hit may use.
         windows: the attention window of each pool group.
-        states: the groups whose blocks are snapshots of states.
+        states: the groups whose blocks are snapshots of states, or parts of them.
+        has_states: returns whether all of these groups have the block of a key.
         tokens_per_block: tokens of a full block.
+
+    Attributes:
+        reach: where the hit would end if the states were at every end; 0 without states.
     """
 
     def __init__(
@@ -31,15 +35,23 @@ class WindowSearch:
         *,
         windows: Sequence[int | None],
         states: frozenset[int],
+        has_states: Callable[[BlockKey], Awaitable[bool]],
         tokens_per_block: int,
     ) -> None:
         self._leading = leading
+        self._has_states = has_states
         self._path = path
         self._size = tokens_per_block
-        self._windows = {group: one for group, one in enumerate(windows) if one is not None}
-        self._states = states
+        # One of the groups of states stands for all of them; it is the last one to be searched.
+        self._states = max(states, default=None)
+        self._windows = {
+            group: one
+            for group, one in enumerate(windows)
+            if one is not None and (group not in states or group == self._states)
+        }
         # From this block on, up to where the hit ends, the group has every block.
         self._known = dict.fromkeys(self._windows, len(path))
+        self.reach = 0
 
     async def step_back(self, end: int, most_steps: int) -> int:
         """Returns the largest end of a hit up to `end`; after `most_steps`, a smaller one."""
@@ -62,8 +74,9 @@ class WindowSearch:
 
     async def _reach(self, group: int, end: int) -> int:
         """Returns `end` if the group has the blocks needed there, else its first missing token."""
-        if group in self._states:
-            return await self._last_state(group, end)
+        if group == self._states:
+            self.reach = self.reach or end
+            return await self._last_state(end)
         size = self._size
         needed = blocks_needed(self._windows[group], end, size)
         unknown = range(needed.start, min(needed.stop, self._known[group]))
@@ -73,7 +86,7 @@ class WindowSearch:
         self._known[group] = unknown.start
         return end if present == len(unknown) else (unknown.start + present) * size
 
-    async def _last_state(self, group: int, end: int) -> int:
+    async def _last_state(self, end: int) -> int:
         """Returns the last position up to `end` with a snapshot of the states, or 0.
 
         Most prompts have a snapshot at `end`. Otherwise each block is looked up by itself, since
@@ -84,7 +97,7 @@ class WindowSearch:
         while stop:
             numbers = range(max(0, stop - count), stop)
             present = await asyncio.gather(
-                *(self._present(group, range(number, number + 1)) for number in numbers)
+                *(self._has_states(self._path[number]) for number in numbers)
             )
             found = [number for number, there in zip(numbers, present, strict=True) if there]
             if found:
@@ -98,14 +111,12 @@ class WindowSearch:
         There, groups with a window have every block from the first one on.
         """
         size = self._size
-        for group in self._windows.keys() - self._states:
+        for group in self._windows.keys() - {self._states}:
             blocks = range(-(-end // size))
             present = await self._present(group, blocks)
             if present < len(blocks):
                 end = present * size
-        for group in self._states:
-            end = await self._last_state(group, end)
-        return end
+        return end if self._states is None else await self._last_state(end)
 
     async def _present(self, group: int, blocks: range) -> int:
         if not blocks:

@@ -162,6 +162,8 @@ class StoreFinding:
             request.account.lose(Outcome.LATE, hit.end)
         if not request.account.is_explained:
             request.account.divergence = hit.divergence
+        if hit.reach > hit.end:
+            request.account.lack_states(hit.reach)
 
     def _could_load(self, request: LlmRequest, num_computed_tokens: int) -> bool:
         # The last token is always computed.

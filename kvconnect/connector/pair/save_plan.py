@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.connector.io.orders import BlockRun, BlockSave, SaveOrder
@@ -19,15 +19,17 @@ class _Group:
 
     Attributes:
         window: attention window; ``None`` for full attention.
+        is_state: the blocks are snapshots of states. The request holds the last one at most.
         block_ids: the reported block ids; -1 where the request held no block at that time.
         num_done: leading full blocks that need no save: stored, being saved, or freed by the
             window; ``None``: not known yet.
     """
 
-    __slots__ = ("block_ids", "num_done", "window")
+    __slots__ = ("block_ids", "is_state", "num_done", "window")
 
-    def __init__(self, window: int | None) -> None:
+    def __init__(self, window: int | None, *, is_state: bool = False) -> None:
         self.window = window
+        self.is_state = is_state
         self.block_ids: list[int] = []
         self.num_done: int | None = None
 
@@ -41,11 +43,17 @@ class SavePlan:
     Blocks that a window has freed belong to other requests and are never read; the window's later
     blocks are of use without them.
 
+    A snapshot of states is as large as many blocks, and the request's next snapshot frees it. Those
+    in the prompt and those at a multiple of `state_interval` are saved in the step that takes them;
+    of the others in the answer, which are at the end of each block, only the last one is saved.
+
     Args:
         request: the request that holds the blocks.
         min_priority: the least priority of blocks that are saved.
         windows: attention window of each pool group, ``None`` for full attention.
         hooks: also decide which blocks are saved, and their priority; ``None``: there are none.
+        states: the groups whose blocks are snapshots of states.
+        state_interval: in tokens.
 
     Attributes:
         request: the request.
@@ -53,7 +61,8 @@ class SavePlan:
     """
 
     __slots__ = (
-        *("_groups", "_hooks", "_judged", "_min_priority", "_open", "_priorities", "_stored_tail"),
+        *("_groups", "_hooks", "_judged", "_min_priority", "_open", "_priorities"),
+        *("_state_interval", "_stored_tail"),
         *("num_held", "request"),
     )
 
@@ -64,13 +73,18 @@ class SavePlan:
         min_priority: int = 0,
         windows: Sequence[int | None] = (None,),
         hooks: GuardedHooks | None = None,
+        states: Collection[int] = (),
+        state_interval: int = 1,
     ) -> None:
         self.request = request
         self.num_held = 0
         self._min_priority = min_priority
         self._hooks = hooks if hooks is not None and hooks.judges else None
         self._judged: dict[int, NotSaved | None] = {}  # by the hooks: blocks by their number
-        self._groups = [_Group(window) for window in windows]
+        self._groups = [
+            _Group(window, is_state=group in states) for group, window in enumerate(windows)
+        ]
+        self._state_interval = state_interval
         self._priorities: list[int] = []
         self._open = True
         self._stored_tail: BlockKey | None = None
@@ -93,6 +107,8 @@ class SavePlan:
             priorities: the retention priority of each block in ``by_group[0]``.
         """
         for group, block_ids in zip(self._groups, by_group, strict=True):
+            if group.is_state and block_ids and group.block_ids:
+                group.block_ids[-1] = -1  # freed by this snapshot
             group.block_ids += block_ids
         self._priorities += priorities
 
@@ -149,11 +165,29 @@ class SavePlan:
     def is_due(self, num_full: int) -> bool:
         """Returns whether one of the first `num_full` blocks may need a save; fast if none does."""
         return self._open and any(
-            group.num_done is None or num_full > group.num_done for group in self._groups
+            self._is_due(group, min(len(group.block_ids), num_full))
+            if group.is_state
+            else group.num_done is None or num_full > group.num_done
+            for group in self._groups
         )
 
+    def _is_due(self, states: _Group, stop: int, *, ends: bool = False) -> bool:
+        """Returns whether the request has a snapshot behind `stop` blocks that is to be saved.
+
+        `ends`: the request has ended.
+        """
+        if stop <= (states.num_done or 0) or states.block_ids[stop - 1] < 0:
+            return False
+        end = stop * self.request.key_chain.tokens_per_block
+        return ends or end <= self.request.prompt_len or end % self._state_interval == 0
+
     def order(
-        self, num_full: int, num_committed: int, tail_end: int | None = None
+        self,
+        num_full: int,
+        num_committed: int,
+        tail_end: int | None = None,
+        *,
+        ends: bool = False,
     ) -> SaveOrder | None:
         """Returns the blocks to save of the first `num_full` and, with `tail_end`, of their tail.
 
@@ -166,14 +200,17 @@ class SavePlan:
             num_committed: tokens that were last committed; windows hold no block wholly before
                 what they cover there.
             tail_end: tokens that will be valid, inside of block number `num_full`.
+            ends: the request has ended.
         """
         runs: list[BlockRun] = []
         for number, group in enumerate(self._groups):
             if group.num_done is None and group.window is None:
                 continue
             first = group.num_done or 0
-            known = min(len(group.block_ids), len(self._priorities))
-            stop = self._first_unwanted(first, min(num_full, known))
+            known = min(len(group.block_ids), len(self._priorities), num_full)
+            if group.is_state and not self._is_due(group, known, ends=ends):
+                continue
+            stop = self._first_unwanted(first, known)
             runs += [
                 self._full_blocks(held, number)
                 for held in self._held(group, first, stop, num_committed)
@@ -198,7 +235,7 @@ class SavePlan:
 
     def _held(self, group: _Group, first: int, stop: int, num_committed: int) -> list[range]:
         """Returns the ranges in ``first..stop`` of blocks that are still the request's."""
-        if group.window is not None:
+        if group.window is not None and not group.is_state:
             size = self.request.key_chain.tokens_per_block
             first = max(first, blocks_needed(group.window, num_committed, size).start)
         if group.window is None or min(group.block_ids[first:stop], default=0) >= 0:

@@ -59,10 +59,13 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         whole_blocks: true if the engine cannot use part of a block, so that hits end with a block.
         hashes_at_once: true if `on_new_request` computes the keys, for an engine that needs them;
             otherwise the store's thread does.
+        keeps_snapshots: true if a request holds its last snapshot of recurrent states until its next
+            one or its end. Otherwise each is ordered in the step that reports its block, or never.
     """
 
     whole_blocks: ClassVar[bool] = False
     hashes_at_once: ClassVar[bool] = True
+    keeps_snapshots: ClassVar[bool] = True
 
     def __init__(self, llm_args: LlmArgs) -> None:
         super().__init__(llm_args)
@@ -70,6 +73,9 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         self._tokens_per_block = llm_args.tokens_per_block
         self._windows = tuple(layout.window for layout in llm_args.layouts)
         self._hooks = GuardedHooks(self, self._config.min_priority)
+        self._states = frozenset(
+            group for group, layout in enumerate(llm_args.layouts) if layout.kind == "state"
+        )
         self._plans: dict[int, SavePlan] = {}
         self._ended: list[RequestEnd] = []  # and the next are for the next step's metadata
         self._forgotten: list[int] = []
@@ -119,12 +125,15 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
             self._fetched.begin(request)
 
     def _begin(self, request: LlmRequest) -> None:
-        self._plans[request.request_id] = SavePlan(
+        plan = SavePlan(
             request,
             min_priority=self._config.min_priority,
             windows=self._windows,
             hooks=self._hooks,
+            states=self._states if self.keeps_snapshots else (),
+            state_interval=self._llm_args.kv_cache_config.state_interval,
         )
+        self._plans[request.request_id] = plan
         if self._finding is not None:
             if request.cache.ttl is not None:
                 self._finding.store.check_ttl()
@@ -255,7 +264,7 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         request, size = plan.request, self._tokens_per_block
         valid = min(request.num_computed_tokens, request.num_tokens, plan.num_blocks * size)
         with_tail = finding.store.saves_tails and valid % size
-        rest = plan.order(valid // size, valid, valid if with_tail else None)
+        rest = plan.order(valid // size, valid, valid if with_tail else None, ends=True)
         # Blocks kept for a store that does not answer would be missing for later requests.
         waits = self._config.on_backlog == "wait" or not finding.budget.suspended
         return RequestEnd(request.request_id, valid, rest, waits)
@@ -348,7 +357,8 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         order = plan.order(num_full, valid)
         if order is not None:
             saves.append(order)
-            plan.num_held += len(order.blocks) if self._config.save_on == "finish" else 0
+            if self._config.save_on == "finish":
+                plan.num_held += sum(one.group not in self._states for one in order.blocks)
 
     def _raise_floor(self, data: RequestData, floors: dict[int, int]) -> None:
         """Adds the end of the step's tokens to `floors`, so that no load writes before it."""

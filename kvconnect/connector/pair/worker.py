@@ -147,9 +147,7 @@ class OffloadWorker(KvCacheConnectorWorker):
             self._held.forget(request_id)
         timeout_s = _OWN_SHARE * self._config.save_timeout_s
         for end in meta.ended:
-            if (rest := self._own(end.rest)) is not None:
-                self._held.add(rest)
-            order = self._held.take(end.request_id, end.num_tokens)
+            order = self._held.take(end.request_id, end.num_tokens, self._own(end.rest))
             deadline = time.monotonic() + timeout_s if end.waits else 0.0
             self._leaving[end.request_id] = LeavingSave(order, deadline)
 
@@ -205,10 +203,9 @@ class OffloadWorker(KvCacheConnectorWorker):
             timeout_s = self._config.save_timeout_s if self._config.on_backlog == "wait" else 0.0
             deadline = time.monotonic() + timeout_s  # for all of them together
             for order in filter(None, map(self._own, meta.saves)):
-                if self._config.save_on == "finish":
-                    self._held.add(order)
-                else:
-                    self._stage(order, cuda_stream(stream), max(0.0, deadline - time.monotonic()))
+                held = self._config.save_on == "finish"
+                if (now := self._held.add(order) if held else order) is not None:
+                    self._stage(now, cuda_stream(stream), max(0.0, deadline - time.monotonic()))
 
     def _own(self, order: SaveOrder | None) -> SaveOrder | None:
         """Returns the part of `order` that this rank saves; ``None`` if there is none.

@@ -31,6 +31,9 @@ class LoadAdmission:
     match beyond that waits for loads in flight to end, for ``load_timeout_s`` at most; then it is
     dropped. A load that is larger than the whole limit starts when no such blocks are held.
 
+    With recurrent states (`whole_blocks`) a match is used only if it ends with a block and leaves a
+    token to compute.
+
     Attributes:
         is_worth: returns whether to start the load of a match; set by the engine.
     """
@@ -44,6 +47,7 @@ class LoadAdmission:
         errors: RequestErrors,
         tokens_per_block: int,
         divisible: bool,
+        whole_blocks: bool = False,
     ) -> None:
         self._ledger = ledger
         self._errors = errors
@@ -51,6 +55,7 @@ class LoadAdmission:
         self._longest_wait_s = config.load_timeout_s
         self._tokens_per_block = tokens_per_block
         self._divisible = divisible
+        self._whole_blocks = whole_blocks
         self._overlaps = config.overlap_loads and divisible and kv.overlaps_loads
         self.is_worth: Callable[[LlmRequest, ExternalMatch], bool] = lambda _request, _match: True
         self._admitted: list[RequestRecord] = []  # includes those of this step, which have a match
@@ -138,7 +143,10 @@ class LoadAdmission:
                     num_tokens, is_async = checked_match(scheduler, answer)
                     overlaps = self._overlaps and is_async and scheduler.load_overlaps(request)
             # The last token is always computed: its logits are needed.
-            num_tokens = max(0, min(num_tokens, request.num_tokens - 1 - position))
+            most = request.num_tokens - 1 - position
+            if self._whole_blocks and (num_tokens > most or num_tokens % self._tokens_per_block):
+                num_tokens = 0  # states are at the end of the match alone, which is not used
+            num_tokens = max(0, min(num_tokens, most))
             record.offer = ExternalMatch(position, num_tokens, is_async, overlaps)
         return record.offer
 

@@ -83,7 +83,7 @@ class KvCacheConnectorManager:
         self._records: dict[int, RequestRecord] = {}
         self._errors = RequestErrors()
         self._orders = RankOrders(self._rank, self._errors, num_ranks=num_ranks)
-        self._reporter = StepReporter(kv, tokens_per_block, len(llm_args.layouts))
+        self._reporter = StepReporter(kv, tokens_per_block, llm_args.layouts)
         divisible = [layout.window for layout in llm_args.layouts] == [None]
         self._ledger = TransferLedger(
             kv,
@@ -102,6 +102,7 @@ class KvCacheConnectorManager:
             errors=self._errors,
             tokens_per_block=tokens_per_block,
             divisible=divisible,
+            whole_blocks=any(layout.kind == "state" for layout in llm_args.layouts),
         )
         self._saves = SaveAdmission(self._scheduler, self._ledger, self._reporter, self._errors)
         self._outcome: StepOutcome | None = None

@@ -8,7 +8,9 @@ from typing import overload
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.connector.data import RequestData, SchedulerOutput
+from kvconnect.connector.runtime.pools import pool_groups
 from kvconnect.keys import BlockKey
+from kvconnect.layout import KvCacheLayout
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 
 __all__ = ["RequestRecord", "StepReporter"]
@@ -106,13 +108,25 @@ class StepReporter:
     """Builds the `SchedulerOutput` of a step from its batch and the earlier reports.
 
     Pools of sliding windows get their blocks chunk by chunk, so their reported blocks may lag
-    behind those of group 0.
+    behind those of group 0. A group of states is reported where a step ends with a block, up to
+    that end: each block is -1 but for the snapshot there, if one is taken.
+
+    Args:
+        kv: knows the blocks.
+        tokens_per_block: of all groups.
+        layouts: of the connector's groups; `pool_groups` says which pools these are.
     """
 
-    def __init__(self, kv: BaseKVCacheManager, tokens_per_block: int, num_groups: int = 1) -> None:
+    def __init__(
+        self, kv: BaseKVCacheManager, tokens_per_block: int, layouts: Sequence[KvCacheLayout]
+    ) -> None:
         self._kv = kv
         self._tokens_per_block = tokens_per_block
-        self._num_groups = num_groups
+        self._pools = pool_groups(layouts)
+        self._states = next(
+            (pool for pool, one in zip(self._pools, layouts, strict=True) if one.kind == "state"),
+            None,
+        )
 
     def report(
         self, batch: ScheduledBatch, records: dict[int, RequestRecord], loading: list[LlmRequest]
@@ -145,29 +159,43 @@ class StepReporter:
         indices = self._kv.get_batch_cache_indices([request])[request.request_id]
         return [int(block) for block in indices]
 
-    def _reserved(self, request: LlmRequest, group: int) -> list[int]:
-        """Returns ids in `group` up to the last block held there; -1 where no block is held."""
-        if group == 0:
-            ids = self.block_ids(request)
-        else:
-            indices = self._kv.get_group_cache_indices([request], group)[request.request_id]
-            ids = [int(block) for block in indices]
+    def _reserved(self, request: LlmRequest, pool: int) -> list[int]:
+        """Returns ids in `pool` up to the last block held there; -1 where no block is held."""
+        ids = self._ids(request, pool)
         while ids and ids[-1] < 0:
             ids.pop()
         return ids
 
+    def _ids(self, request: LlmRequest, pool: int) -> list[int]:
+        if pool == 0:
+            return self.block_ids(request)
+        indices = self._kv.get_group_cache_indices([request], pool)[request.request_id]
+        return [int(block) for block in indices]
+
+    def _new_ids(self, request: LlmRequest, pool: int, reported: int, end: int) -> list[int]:
+        """Returns the ids in `pool` behind `reported` ones, for a step up to token `end`."""
+        # Most decode steps add a token and no block: then the block manager gets no call.
+        if -(-end // self._tokens_per_block) <= reported:
+            return []
+        if pool != self._states:
+            return self._reserved(request, pool)[reported:]
+        number, rest = divmod(end, self._tokens_per_block)
+        return [] if rest else self._ids(request, pool)[reported:number]
+
     def _whole(self, request: LlmRequest, scheduled: int) -> RequestData:
-        ids = tuple(self._reserved(request, group) for group in range(self._num_groups))
+        by_pool = {pool: self._reserved(request, pool) for pool in dict.fromkeys(self._pools)}
+        ids = tuple(by_pool[pool] for pool in self._pools)
         return self._data(request, 0, ids, 0, scheduled)
 
     def _increment(self, request: LlmRequest, record: RequestRecord) -> RequestData:
         scheduled = request.num_scheduled_tokens
-        # Most decode steps add a token and no block: then the block manager is not called.
-        needed = -(-(request.num_computed_tokens + scheduled) // self._tokens_per_block)
-        new_ids = tuple(
-            self._reserved(request, group)[reported:] if needed > reported else []
-            for group, reported in enumerate(record.num_blocks)
-        )
+        end = request.num_computed_tokens + scheduled
+        # Groups of one pool were reported alike.
+        by_pool = {
+            pool: self._new_ids(request, pool, reported, end)
+            for pool, reported in dict(zip(self._pools, record.num_blocks, strict=True)).items()
+        }
+        new_ids = tuple(by_pool[pool] for pool in self._pools)
         data = self._data(request, record.num_tokens, new_ids, record.num_blocks[0], scheduled)
         record.num_tokens += len(data.new_tokens)
         for group, ids in enumerate(new_ids):

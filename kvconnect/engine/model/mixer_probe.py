@@ -57,6 +57,21 @@ class MixerProbe(ModelCache):
         self.calls: list[_Call] = []
         self.shapes: dict[StateKey, StateShape] = {}
         self._running: list[_Call] = []
+        self._asking: list[nn.Module] = []  # for a state before the first token
+
+    def check_asking(self) -> None:
+        """Checks that only mixers ask for previous states: sequences of a step differ in these.
+
+        Raises:
+            UnsupportedModel: another module does.
+        """
+        mixers = [call.module for call in self.calls]
+        for module in self._asking:
+            if module not in mixers:
+                raise UnsupportedModel(
+                    f"{type(module).__name__} asks its cache for previous states, which some "
+                    "sequences of a step have and others do not"
+                )
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -122,7 +137,8 @@ class MixerProbe(ModelCache):
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
-        """Returns False."""
+        """Notes the caller, and returns False."""
+        self._asking.append(self._running[-1].module)
         return False
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -184,6 +200,7 @@ def split_mixers(probe: MixerProbe) -> bool:
     Raises:
         UnsupportedModel: the states of a mixer do not stand for the tokens before.
     """
+    probe.check_asking()
     any_stepped = False
     for kind in {type(call.module) for call in probe.calls}:
         alike = [call for call in probe.calls if type(call.module) is kind]

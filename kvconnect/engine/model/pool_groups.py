@@ -46,6 +46,17 @@ class CacheGeometry:
             for layout, heads in zip(self.layouts, self.num_kv_heads, strict=True)
         )
 
+    @property
+    def stored_layouts(self) -> tuple[KvCacheLayout, ...]:
+        """The `layouts` as a connector gets them: large blocks of states are divided."""
+        return tuple(part for layout in self.layouts for part in layout.divided())
+
+    @property
+    def stored_kv_heads(self) -> tuple[int, ...]:
+        """The `num_kv_heads` of the `stored_layouts`."""
+        pairs = zip(self.layouts, self.num_kv_heads, strict=True)
+        return tuple(heads for layout, heads in pairs for _ in layout.divided())
+
     @classmethod
     def of(
         cls, model: Model, config: KvCacheConfig, *, window_pools: bool, states: bool = False

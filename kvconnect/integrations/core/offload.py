@@ -24,12 +24,11 @@ class EngineScheduler(OffloadScheduler):
 
     whole_blocks: ClassVar[bool] = True
     hashes_at_once: ClassVar[bool] = False
+    keeps_snapshots: ClassVar[bool] = False
 
     def __init__(self, llm_args: LlmArgs) -> None:
         self._unanswered: Reply[Any] | None = None
         super().__init__(llm_args)
-        kinds = enumerate(layout.kind for layout in llm_args.layouts)
-        self._states = [group for group, kind in kinds if kind == "state"]
 
     def ask_num_new_matched_tokens(
         self, request: LlmRequest, num_computed_tokens: int

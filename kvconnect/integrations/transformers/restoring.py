@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -159,17 +159,34 @@ def _find(
     full = [group for group, layout in enumerate(layouts) if layout.window is None]
     most: int | None = None
     branch = 0
+    firsts: list[Hit] = []
     while True:
         hits = store.find([row.query(store.heads, shared=store.shared, most=most) for row in rows])
-        for row, hit in zip(rows, hits, strict=True):
-            row.note_hit(hit)
+        firsts = firsts or hits
         if most is None and has_states and full:
             stored = [hit.num_stored[group] for hit in hits if hit.num_stored for group in full]
             branch = min(stored, default=0) * layouts[0].tokens_per_block
         ends = {hit.end for hit in hits}
         if not has_states or len(ends) == 1:
+            for row, first, hit in zip(rows, firsts, hits, strict=True):
+                row.note_hit(_noted(first, hit, full))
             return hits, branch
         most = min(ends)
+
+
+def _noted(first: Hit, last: Hit, full: Sequence[int]) -> Hit:
+    """Returns the hit to record after several lookups, `full` being groups of full attention.
+
+    The first lookup saw all keys and values. A snapshot before a later one of the first lookup need
+    not be there: those up to the end of the last lookup are.
+    """
+    if not (first.num_stored and last.num_stored):
+        return last
+    stored = (
+        first.num_stored[group] if group in full else count
+        for group, count in enumerate(last.num_stored)
+    )
+    return replace(last, num_stored=tuple(stored))
 
 
 def _chosen(
