@@ -39,8 +39,8 @@ class PromptAccount:
     """
 
     __slots__ = (
-        *("_base", "_losses", "_reached", "_runs", "_why", "divergence", "is_explained"),
-        *("num_known", "num_tokens", "prints", "unsaved", "when_unsaved"),
+        *("_base", "_losses", "_reached", "_refused", "_runs", "_why", "divergence"),
+        *("is_explained", "num_known", "num_tokens", "prints", "unsaved", "when_unsaved"),
     )
 
     def __init__(self, num_tokens: int) -> None:
@@ -53,6 +53,7 @@ class PromptAccount:
         self.when_unsaved: Callable[[int, NotSaved], None] | None = None
         self._runs: list[tuple[int, bool]] = []  # the ends of runs of tokens, and if reused
         self._reached = 0
+        self._refused: tuple[int, NotSaved] | None = None  # the first block not to be saved
         self._losses: dict[Outcome, int] = {}
         self._base = 0
         self._why: Sequence[Span] = ()
@@ -75,7 +76,7 @@ class PromptAccount:
     def lack_states(self, end: int) -> None:
         """Notes that the keys and values before `end` are there, but no recurrent states.
 
-        Of several calls before `explain`, the one with the largest `end` counts. Later ones are of
+        If it is called several times before `explain`, the largest `end` counts. Later ones are of
         another admission, whose tokens were computed before.
         """
         if not self.is_explained:
@@ -92,6 +93,8 @@ class PromptAccount:
 
     def not_saved(self, position: int, why: NotSaved) -> None:
         """Notes that no block from that of token `position` on reached the store."""
+        if why.is_final and (self._refused is None or position < self._refused[0]):
+            self._refused = (position, why)
         if self.unsaved is None or position < self.unsaved[0]:
             self.unsaved = (position, why)
             if self.when_unsaved is not None:
@@ -99,8 +102,7 @@ class PromptAccount:
 
     def saved_after_all(self) -> None:
         """Takes `not_saved` back, except for blocks that are not to be saved."""
-        if self.unsaved is not None and not self.unsaved[1].is_final:
-            self.unsaved = None
+        self.unsaved = self._refused
 
     def explain(self, base: int, why: Sequence[Span]) -> None:
         """Sets the reasons for the tokens from `base` on, in case they are computed.

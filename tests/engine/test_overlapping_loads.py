@@ -19,7 +19,9 @@ from kvconnect.backends.guard.breaker import Breaker
 from kvconnect.connector.io.load import Load, Loads
 from kvconnect.engine.beside_loads import BesideLoads
 from kvconnect.engine.sampling.drafts import NgramSpeculation
-from kvconnect.request import LlmRequest, RequestState
+from kvconnect.keys import BlockKey
+from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
+from kvconnect.trace import metrics
 
 T = 8
 GREEDY = SamplingParams(max_tokens=12)
@@ -275,6 +277,21 @@ def test_a_chunk_that_ends_in_a_block_that_has_come(
     reused = len(PROMPT) - 1 - (held + -(-num_tokens // T)) * T
     check(output, *reference(llama, [PROMPT], 12), reused=reused)
     check_nothing_is_left(llm, store)
+
+
+def test_the_progress_of_a_cancelled_load_is_not_that_of_the_next() -> None:
+    request = LlmRequest(
+        1, np.array(PROMPT, np.int32), chain_root=BlockKey(bytes(32)), tokens_per_block=T
+    )
+    request.load_end = request.loaded_from = 12 * T
+    request.load_times = [(2 * T, 0.5)]  # came while the request waited to be admitted again
+    labels = (("decision", "compute"),)
+    before = metrics.by_labels().get(labels, {}).get("engine.load", 0)
+    beside = BesideLoads(64, lambda: 1)
+    beside.add_chunk(ScheduledBatch(), [request])
+    request.num_computed_tokens = T
+    beside.end(request)
+    assert metrics.by_labels()[labels]["engine.load"] == before + 1
 
 
 def test_a_store_that_hangs_beside_steps_that_are_smaller_than_a_block(

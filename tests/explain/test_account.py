@@ -97,6 +97,16 @@ def test_blocks_below_the_priority_stay_unsaved():
     assert told == [(8, "backlog"), (4, "below min_priority")]
 
 
+def test_a_refused_block_behind_one_that_was_dropped_stays_unsaved():
+    account = PromptAccount(20)
+    account.not_saved(4, NotSaved.BACKLOG)
+    account.not_saved(12, NotSaved.HOOK)
+    account.not_saved(16, NotSaved.REQUEST)
+    assert account.unsaved == (4, "backlog")
+    account.saved_after_all()
+    assert account.unsaved == (12, "refused by a hook")
+
+
 def test_states_that_are_missing_after_a_preemption_explain_nothing():
     account = PromptAccount(20)
     account.lack_states(8)

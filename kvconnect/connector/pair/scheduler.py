@@ -59,8 +59,8 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         whole_blocks: true if the engine cannot use part of a block, so that hits end with a block.
         hashes_at_once: true if `on_new_request` computes the keys, for an engine that needs them;
             otherwise the store's thread does.
-        keeps_snapshots: true if a request holds its last snapshot of recurrent states until its next
-            one or its end. Otherwise each is ordered in the step that reports its block, or never.
+        keeps_snapshots: true if a request holds its last snapshot of recurrent states until it has
+            another or ends. Otherwise each is ordered in the step that reports its block, or never.
     """
 
     whole_blocks: ClassVar[bool] = False
