@@ -76,6 +76,8 @@ class Subject(ABC):
         opens_once: true if a process can open the medium only once, as with LMDB.
         keeps_copies: true if a `shared` store may find blocks for a while that another process has
             deleted.
+        ends_cancelled: true if a cancelled load ends only once no write to its buffers can follow.
+            The framework cancels no load, so that a backend need not do this.
         kill_points: names that the backend passes to the function that `arm` sets.
         skip: ids or groups of skipped checks, each with its reason.
         tidy: true to call `clean` after each check, because the medium outlives the run.
@@ -92,6 +94,7 @@ class Subject(ABC):
     address: Address | None = None
     opens_once: bool = False
     keeps_copies: bool = False
+    ends_cancelled: bool = False
     kill_points: ClassVar[Sequence[str]] = ()
     skip: ClassVar[Mapping[str, str]] = {}
     tidy: ClassVar[bool] = False

@@ -85,6 +85,7 @@ class TieredSubject(UrlSubject):
     """The subject of ``tiered:``, whose tiers take only frames."""
 
     keeps_copies = True  # in the memory of each process, for one
+    ends_cancelled = True
     skip: ClassVar[Mapping[str, str]] = {
         "resources.no_descriptors": "a tier that fails counts as empty: what it has may be dropped",
     }
@@ -96,6 +97,8 @@ class TieredSubject(UrlSubject):
 
 class MemorySubject(Subject):
     """The subject of ``memory:``."""
+
+    ends_cancelled = True
 
     def make_backend(self) -> Backend:
         """Makes a store of 64 MiB, which has room for the one large value."""
@@ -123,6 +126,7 @@ class DiskSubject(Subject):
         durability: the durability of the store, see `DiskBackend`.
     """
 
+    ends_cancelled = True
     kill_points = ("reserved", "written", "committing", "evicted")
 
     directory: Path

@@ -44,7 +44,9 @@ def open_ranks(model_of) -> Iterator[Callable[..., LLM]]:
     def open_one(arch: str = "llama", size: int = 2, **more: object) -> LLM:
         cache = {"tokens_per_block": 8, "max_tokens": 320} | more.pop("cache", {})
         if isinstance(url := more.get("connector"), str):
-            more["connector"] = KvCacheConnectorConfig(url=url, lookup_timeout_ms=60_000)
+            more["connector"] = KvCacheConnectorConfig(
+                url=url, lookup_timeout_ms=60_000, overlap_loads=False
+            )
         settings = {"dtype": "float64", "device": "cpu", "max_num_tokens": 48} | more
         opened.append(
             LLM(

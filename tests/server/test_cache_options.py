@@ -17,7 +17,7 @@ PATHS = ("/v1/completions", CHAT)
 def stored(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with a store that takes blocks of a priority of at least 30."""
     output = tmp_path_factory.mktemp("stored") / "output"
-    options = ("--store", "memory:?capacity=1GiB", "--lookup-timeout", "60s")
+    options = ("--store", "memory:?capacity=1GiB", "--lookup-timeout", "60s", "--no-overlap-loads")
     with running(model, output, *options, "--min-priority", "30") as one:
         yield one
 

@@ -41,7 +41,8 @@ def url(folder) -> str:
 @pytest.fixture(scope="module")
 def shown(model, folder, url) -> Iterator[ServerProcess]:
     """A server with a page, which answered a few prompts."""
-    arguments = ("--store", url, "--page", "--admin-key", "of-the-admin", "--lookup-timeout", "60s")
+    loads = ("--lookup-timeout", "60s", "--no-overlap-loads")
+    arguments = ("--store", url, "--page", "--admin-key", "of-the-admin", *loads)
     with running(model, folder / "output", *arguments) as one:
         for text, salt in ((HOSTILE * 2, None), (HOSTILE * 2, SALT), (HOSTILE * 2 + " More", None)):
             for _ in range(2):
@@ -69,7 +70,8 @@ def page(chromium, shown) -> Page:
 
 def metrics(server) -> dict[tuple[str, ...], float]:
     """All samples of a scrape, by their name and the values of labels in the order of these."""
-    _, text, _ = server.raw(b"", "/metrics", method="GET")
+    headers = {"Authorization": "Bearer of-the-admin"}
+    _, text, _ = server.raw(b"", "/metrics", headers=headers, method="GET")
     return {
         (
             one.name,

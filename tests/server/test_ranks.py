@@ -23,7 +23,8 @@ def ranks_of(server) -> list[psutil.Process]:
 
 @pytest.mark.slow
 def test_what_one_rank_has_stored_two_ranks_answer_with(model, tmp_path):
-    store = ("--store", f"disk://{tmp_path}/store?capacity=64MiB", "--lookup-timeout-ms", "60000")
+    url = f"disk://{tmp_path}/store?capacity=64MiB"
+    store = ("--store", url, "--lookup-timeout-ms", "60000", "--no-overlap-loads")
     with running(model, tmp_path / "one", *store) as server, server.client() as client:
         expected = client.completions.create(**ASKED).choices[0].text
         assert server.stop(signal.SIGTERM) == 0  # what is to be stored is

@@ -19,6 +19,7 @@ class _Across(BackendConformance):
     """All blocks are those of another process, which is reached over the network."""
 
     __test__ = False
+    ends_cancelled = True
     transport: ClassVar[str] = "tcp"
     far: ClassVar[NixlPeer]
     skip: ClassVar = {

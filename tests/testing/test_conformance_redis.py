@@ -15,6 +15,7 @@ from kvconnect.testing import Address, BackendConformance
 
 class TestRedis(BackendConformance):
     ttl_s = 1.0
+    ends_cancelled = True
 
     @pytest.fixture(autouse=True)
     def server(self, tmp_path: Path):
@@ -45,6 +46,7 @@ class TestRedis(BackendConformance):
 
 
 class TestRedisCluster(BackendConformance):
+    ends_cancelled = True
     skip: ClassVar = {
         "faults": "shown on one server",
         "model": "shown on one server",

@@ -13,6 +13,7 @@ from kvconnect.testing.subjects import TieredSubject
 
 class TestTiered(BackendConformance):
     keeps_copies = TieredSubject.keeps_copies
+    ends_cancelled = TieredSubject.ends_cancelled
     random_runs = 12  # three hundred of them: test_runner.py
     skip: ClassVar = TieredSubject.skip
 

@@ -20,6 +20,7 @@ import torch
 from kvconnect.backend import Backend, Capabilities
 from kvconnect.backends import GuardedBackend
 from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.backends.lanes import Lane
 from kvconnect.backends.memory.store import MemoryBackend
 from kvconnect.errors import BackendTimeout, BackendUnavailable
 from kvconnect.testing.subject import Address, Subject, Usage, open_while
@@ -214,6 +215,26 @@ class WritesLater(MemoryBackend):
         return loaded
 
 
+class LeavesItsThread(DictBackend):
+    """Its thread goes on when the load is cancelled."""
+
+    def fill(self, keys, into):
+        for key, buffer in zip(keys, into, strict=True):
+            time.sleep(0.01)
+            buffer.copy_(self.values[key])
+        return len(keys)
+
+    async def load(self, keys, into):
+        return await asyncio.to_thread(self.fill, keys, into)
+
+
+class EndsCancelled(MemorySubject):
+    ends_cancelled = True
+
+    def make_backend(self):
+        return LeavesItsThread()
+
+
 class CloseWaits(MemoryBackend):
     running = 0
 
@@ -241,6 +262,14 @@ class OpensOnce(MemoryBackend):
 class LeavesThread(MemoryBackend):
     async def open(self, layouts, access="store"):
         threading.Thread(target=time.sleep, args=[5], daemon=True, name="left").start()
+        await super().open(layouts)
+
+
+class LeavesLane(MemoryBackend):
+    """Its threads end only with the store's memory."""
+
+    async def open(self, layouts, access="store"):
+        self.lane = Lane("left", threads=1)
         await super().open(layouts)
 
 

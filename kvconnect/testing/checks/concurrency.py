@@ -17,7 +17,7 @@ from kvconnect.testing.checks.faults import opened_first
 from kvconnect.testing.faults.faulty_backend import FaultyBackend
 from kvconnect.testing.processes import children
 from kvconnect.testing.processes.usage import descriptors
-from kvconnect.testing.subject import Subject
+from kvconnect.testing.subject import Subject, Unsupported
 
 T = TypeVar("T")
 
@@ -113,6 +113,35 @@ async def buffers_are_left_alone(subject: Subject) -> None:
 
 
 @check("contract")
+async def cancelled_loads(subject: Subject) -> None:
+    """A load that is cancelled at any moment ends, and never writes to its buffers after that."""
+    if not subject.ends_cancelled:
+        raise Unsupported("`ends_cancelled` is not set: the framework cancels no load")
+    blocks = subject.blocks("cancelled")
+    keys = blocks.keys(count=4)
+    async with subject.opened() as store:
+        nbytes = min(1 << 20, store.capabilities.max_value_bytes or 1 << 20)
+        await store.save(blocks.chain(keys, nbytes=nbytes))
+        start = time.monotonic()
+        await store.load(keys, blocks.buffers(4, nbytes))
+        took = time.monotonic() - start
+        returned = []
+        for turn in range(8):
+            into = blocks.buffers(4, nbytes)
+            loading = asyncio.ensure_future(store.load(keys, into))
+            await asyncio.wait([loading], timeout=took * turn / 8)
+            loading.cancel()
+            await _within(asyncio.wait([loading]), subject.patience_s, "a cancelled load")
+            for buffer in into:
+                buffer.fill_(0xC5)
+            returned += into
+        await asyncio.sleep(min(2 * took, subject.patience_s / 10))
+        await expect_stored(store, blocks, keys, nbytes=nbytes)
+        demand(all(map(blocks.untouched, returned)), "a cancelled load wrote after its end")
+    demand(all(map(blocks.untouched, returned)), "a cancelled load wrote while the store closed")
+
+
+@check("contract")
 async def buffers_come_back_once(subject: Subject) -> None:
     """Each lent buffer comes back exactly once: after success, miss, error, timeout and close."""
     blocks = subject.blocks("come back")
@@ -178,9 +207,11 @@ async def open_again(subject: Subject) -> None:
 async def nothing_is_left(subject: Subject) -> None:
     """A closed store leaves no thread, task or file descriptor."""
     blocks = subject.blocks("left")
+    closed = []  # keeps them from garbage collection, which would release what close() left
 
     async def use(turn: int) -> None:
         async with subject.opened() as store:
+            closed.append(store)
             keys = blocks.keys(turn, count=20)
             await store.save(blocks.chain(keys))
             await store.load(keys, blocks.buffers(20))

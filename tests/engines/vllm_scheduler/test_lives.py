@@ -49,7 +49,7 @@ def test_orders_of_the_memory_share_a_store(start, store):
 
 @pytest.mark.parametrize("start", ["v2-overlapping"], indirect=True)
 def test_fail_ends_the_request_and_nothing_else(start):
-    transfer = connector("faulty://fail", KV_LOAD_FAILURE_POLICY="fail", load_timeout_s=1.0)
+    transfer = connector("faulty://fail", KV_LOAD_FAILURE_POLICY="fail")
     with start(transfer) as made:
         store = faulty_store.STORES["fail"]
         wanted = made.wanted(PROMPTS)
@@ -68,7 +68,7 @@ def test_fail_ends_the_request_and_nothing_else(start):
 @two_modes
 @pytest.mark.parametrize("windows", [(None, 40, 40), (40, 40, 40), (STATE, None, STATE)])
 def test_several_groups_are_loaded_whole_or_not_at_all(start, windows):
-    with start(connector("faulty://windows", **LIMITS), windows=windows) as made:
+    with start(connector("faulty://windows"), windows=windows) as made:
         store = faulty_store.STORES["windows"]
         wanted = made.wanted(PROMPTS)
         assert made.tokens(PROMPTS) == wanted
