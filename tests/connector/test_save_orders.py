@@ -6,9 +6,14 @@ import pickle
 
 import numpy as np
 import torch
+from bench_engine import T, llm_args, new_request
 from hypothesis import given
 from hypothesis import strategies as st
+from stores import DictStore
 
+from kvconnect.connector.data import RequestData, SchedulerOutput
+from kvconnect.connector.io.orders import BlockRun
+from kvconnect.connector.offload import OffloadScheduler
 from kvconnect.connector.pair.held_saves import HeldSaves
 from kvconnect.connector.pair.save_plan import SavePlan
 from kvconnect.keys import BlockKey
@@ -185,3 +190,62 @@ def test_snapshots_are_not_held_until_their_request_ends():
         *((0, n) for n in range(4)),
         *((0, 4), (1, 4)),
     ]
+
+
+def test_of_an_order_of_snapshots_alone_nothing_is_kept():
+    """No order of its end might take it: then it would stay for ever."""
+    states = KvCacheLayout.of_states([StateTensor(1, "recurrent", (4,), torch.float32)], SIZE)
+    held = HeldSaves([KvCacheLayout(1, 1, 4, 4, SIZE, torch.float32), states])
+    saves = with_states(num_blocks=8)
+    saves.note_stored([2, 0])
+    saves.extend([[0, 1], [-1, 41]], [PRIORITY] * 2)
+    now = held.add(saves.order(2, 0))
+    assert now is not None
+    assert [(one.group, one.number) for one in now.blocks] == [(1, 1)]
+    assert len(held) == 0
+
+
+def test_without_states_a_run_of_blocks_that_are_held_is_not_divided(monkeypatch):
+    """A prompt has thousands of them, and the step waits for the scheduler."""
+    scheduler = OffloadScheduler(llm_args(DictStore(), save_on="finish"))
+    try:
+        one = new_request(1, list(range(6 * T + 1)))
+        scheduler.on_new_request(one)
+        assert scheduler.get_num_new_matched_tokens(one, 0) == (0, False)
+        step = SchedulerOutput()
+        step.new_requests.append(
+            RequestData(1, [], list(range(7)), 0, 6 * T + 1, (), priorities=[PRIORITY] * 7)
+        )
+        monkeypatch.setattr(BlockRun, "__iter__", None)
+        (order,) = scheduler.build_connector_meta(step).saves
+        assert len(order.blocks) == 6
+        assert scheduler._plans[1].num_held == 6
+    finally:
+        scheduler.shutdown()
+
+
+def test_a_snapshot_is_wanted_as_its_own_block_is():
+    """Blocks before it that are stored need not be: their priority says nothing any more."""
+    tokens = np.arange(SIZE * 6 + 1, dtype=np.int32)
+    of = LlmRequest(7, tokens, chain_root=ROOT, tokens_per_block=SIZE)
+    saves = SavePlan(of, windows=(None, SIZE), states={1}, min_priority=50)
+    saves.note_stored([4, 0])
+    saves.extend([[0, 1, 2, 3], [-1, -1, -1, 41]], [35, 80, 80, 80])
+    order = saves.order(4, 0)
+    assert [(one.group, one.block_id) for one in order.blocks] == [(1, 41)]
+    saves.extend([[4, 5], [-1, 42]], [80, 80])
+    assert saves.is_due(6)
+    order = saves.order(6, 4 * SIZE)
+    assert [(one.group, one.block_id) for one in order.blocks] == [(0, 4), (0, 5), (1, 42)]
+
+
+def test_a_snapshot_behind_a_block_that_is_not_saved_is_not_saved_either():
+    """The store would not find it."""
+    tokens = np.arange(SIZE * 6 + 1, dtype=np.int32)
+    of = LlmRequest(7, tokens, chain_root=ROOT, tokens_per_block=SIZE)
+    saves = SavePlan(of, windows=(None, SIZE), states={1}, min_priority=50)
+    saves.note_stored([0, 0])
+    saves.extend([[0, 1, 2, 3], [-1, -1, -1, 41]], [80, 35, 80, 80])
+    order = saves.order(4, 0)
+    assert [(one.group, one.block_id) for one in order.blocks] == [(0, 0)]
+    assert at_the_end(saves, 4) == []

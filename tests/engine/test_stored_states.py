@@ -100,6 +100,12 @@ def restarted(llm: LLM) -> None:
     assert llm._engine._connector._worker._saves.flush(60)
 
 
+def check_rest(llm: LLM) -> None:
+    """Nothing of a request is held, once the last saves and loads have ended."""
+    restarted(llm)
+    check_idle(llm)
+
+
 # ---------------------------------------------------------------- restarts
 
 
@@ -116,7 +122,7 @@ def test_a_restarted_engine_starts_from_stored_states(
         outputs = llm.generate(prompts, GREEDY)
         assert tokens(outputs) == expected
         assert loaded(outputs) == counts
-        check_idle(llm)
+        check_rest(llm)
         llm.close()
 
 
@@ -132,7 +138,7 @@ def test_preempted_requests_load_and_save_states(tiny, open_llm, reference, prom
         assert [max(one, 0) for one in loaded(outputs)] >= counts
         restarted(llm)
     assert sent
-    check_idle(llm)
+    check_rest(llm)
 
 
 @pytest.mark.parametrize("more", [{}, {"save_on": "finish"}, {"on_backlog": "wait"}])
@@ -284,7 +290,7 @@ def test_a_frame_that_is_missing_old_or_damaged_is_never_served(
         torn += output.reused_store_tokens < usual[number]
         restarted(llm)
     assert torn > tries // 5  # many frames are a part of the prompt that is asked
-    check_idle(llm)
+    check_rest(llm)
 
 
 def test_a_store_that_raises_stalls_or_ends_costs_time_only(tiny, open_llm, reference, prompts):
@@ -306,7 +312,7 @@ def test_a_store_that_raises_stalls_or_ends_costs_time_only(tiny, open_llm, refe
         )
         outputs = llm.generate(asked, GREEDY)
         assert (tokens(outputs), loaded(outputs)) == (expected, [0, 0])
-        check_idle(llm)
+        check_rest(llm)
         llm.close()
 
 
@@ -333,7 +339,7 @@ def test_an_aborted_load_frees_its_state(tiny, open_llm, reference, prompts):
     outputs = llm.generate([prompts[0]], GREEDY)
     assert tokens(outputs) == reference(tiny("qwen3_next"), [prompts[0]], 12)
     assert loaded(outputs) == [64]
-    check_idle(llm)
+    check_rest(llm)
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
@@ -366,8 +372,7 @@ def test_random_trees_in_a_small_cache_with_a_store(count, save_on, tiny, open_l
         if rng.integers(2):
             restarted(cached)
     assert total > count
-    restarted(cached)
-    check_idle(cached)
+    check_rest(cached)
 
 
 # ---------------------------------------------------------------- why tokens are computed

@@ -264,6 +264,49 @@ def test_a_snapshot_that_was_not_saved_is_not_saved_later():
         scheduler.shutdown()
 
 
+def two_state_groups() -> tuple[KvCacheLayout, ...]:
+    attention, states = layouts()
+    other = KvCacheLayout.of_states([StateTensor(2, "s", (64,), torch.uint8)], T)
+    return attention, states, other
+
+
+def test_every_snapshot_of_an_answer_is_saved_in_its_step():
+    """The engine does not keep it to the end, so none is left for then."""
+    args = LlmArgs(
+        model="m",
+        kv_cache_config=KvCacheConfig(),
+        kv_connector_config=KvCacheConnectorConfig(url="memory:", save_partial_tails=False),
+        layouts=two_state_groups(),
+        model_digest=b"d" * 32,
+    )
+    request = request_of(T + 1)
+    request.append_tokens(as_token_array(list(range(2 * T))))
+    scheduler = EngineScheduler(args)
+    try:
+        scheduler.on_new_request(request)
+        scheduler._finding._prompts[1].lookup.result(30)
+        found = []
+        for number in range(3):
+            data = RequestData(
+                request_id=1,
+                new_tokens=[],
+                new_block_ids=[5 + number],
+                computed_position=number * T,
+                num_scheduled_tokens=T,
+                new_block_ids_by_group=([5 + number], [15 + number], [25 + number]),
+                priorities=[35],
+            )
+            step = SchedulerOutput()
+            (step.cached_requests if number else step.new_requests).append(data)
+            (order,) = scheduler.build_connector_meta(step).saves
+            found.append({(block.group, block.number, block.block_id) for block in order.blocks})
+        assert found == [{(0, n, 5 + n), (1, n, 15 + n), (2, n, 25 + n)} for n in range(3)]
+        request.num_computed_tokens = 3 * T
+        assert not scheduler.request_finished(request, [5, 6, 7])
+    finally:
+        scheduler.shutdown()
+
+
 # ------------------------------------------------------------------ settings
 
 

@@ -34,8 +34,10 @@ class HeldSaves:
         Returns the part that cannot be held; ``None`` if there is none.
         """
         now = self._part(order, of_states=True) if self._states else ()
-        kept = replace(order, blocks=self._part(order, of_states=False)) if now else order
-        self._orders.setdefault(order.request_id, []).append(kept)
+        kept = self._part(order, of_states=False) if now else order.blocks
+        if kept:  # else the request may end without an order that takes it
+            held = replace(order, blocks=kept) if now else order
+            self._orders.setdefault(order.request_id, []).append(held)
         return replace(order, blocks=now) if now else None
 
     def _part(self, order: SaveOrder, *, of_states: bool) -> tuple[BlockSave, ...]:

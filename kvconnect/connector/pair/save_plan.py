@@ -181,6 +181,13 @@ class SavePlan:
         end = stop * self.request.key_chain.tokens_per_block
         return ends or end <= self.request.prompt_len or end % self._state_interval == 0
 
+    def _is_found(self, stop: int) -> bool:
+        """Returns whether the store finds the end of `stop` blocks, as far as is known."""
+        return all(
+            group.is_state or group.num_done is None or group.num_done >= stop
+            for group in self._groups
+        )
+
     def order(
         self,
         num_full: int,
@@ -208,8 +215,10 @@ class SavePlan:
                 continue
             first = group.num_done or 0
             known = min(len(group.block_ids), len(self._priorities), num_full)
-            if group.is_state and not self._is_due(group, known, ends=ends):
-                continue
+            if group.is_state:
+                if not (self._is_due(group, known, ends=ends) and self._is_found(known)):
+                    continue
+                first = known - 1  # it holds none before
             stop = self._first_unwanted(first, known)
             runs += [
                 self._full_blocks(held, number)

@@ -358,7 +358,13 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         if order is not None:
             saves.append(order)
             if self._config.save_on == "finish":
-                plan.num_held += sum(one.group not in self._states for one in order.blocks)
+                plan.num_held += self._num_held(order)
+
+    def _num_held(self, order: SaveOrder) -> int:
+        """Returns how many blocks of `order` the workers hold: all but snapshots of states."""
+        if not self._states:
+            return len(order.blocks)
+        return sum(block.group not in self._states for block in order.blocks)
 
     def _raise_floor(self, data: RequestData, floors: dict[int, int]) -> None:
         """Adds the end of the step's tokens to `floors`, so that no load writes before it."""

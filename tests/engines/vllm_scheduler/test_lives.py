@@ -138,7 +138,7 @@ def test_prefill_and_decode_over_a_shared_store(start, store):
     [
         ("fcfs", (None, 40, 40)),
         ("priority", (None, None, None)),
-        ("fcfs", (STATE, None, STATE)),
+        ("fcfs", (STATE, 40, None, STATE)),
     ],
 )
 def test_requests_aborts_preemptions_faults_and_resets_in_any_order(start, policy, windows):
