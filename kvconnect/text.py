@@ -7,7 +7,7 @@ from urllib.parse import unquote
 from kvconnect.errors import ConfigurationError
 from kvconnect.redaction import text_without_passwords
 
-__all__ = ["check_text", "shown"]
+__all__ = ["check_text", "printable", "shown"]
 
 _LONGEST = 80
 _LOOKED_AT = 4096
@@ -42,3 +42,8 @@ def shown(value: object) -> str:
     if "@" in decoded or "://" in decoded or text_without_passwords(text) != text:
         return "what was given"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def printable(text: str) -> str:
+    """Returns `text`, written by another program, without characters that steer a terminal."""
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)

@@ -55,6 +55,8 @@ class Outcome(enum.Enum):
     ABSENT = enum.auto()
     THERE = enum.auto()
     """A value exists already; it was not replaced."""
+    TAKEN = enum.auto()
+    """The same, and it was not seen when it was looked for: it came meanwhile, or is empty."""
     UNFIT = enum.auto()
     """The value is longer than the buffer."""
     BROKEN = enum.auto()

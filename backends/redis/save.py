@@ -126,7 +126,9 @@ class RedisWriter:
             names.block(block.key),
             (head.pack() + metadata, view[head.part(0)]),
             ttl_ms,
-            replace=not parts,
+            # Another process may have stored it since it was looked for, and pinned it since then:
+            # its expiry stays as it is.
+            replace=False,
             look_first=not parts,
             checksum=checksum,
         )
@@ -144,10 +146,17 @@ class RedisWriter:
             results = await self._send([one.first for one in writings])
             pairs = list(zip(writings, results, strict=True))
             stored |= {one.key for one, r in pairs if r in {Outcome.DONE, Outcome.THERE}}
-            writings = [one for one, result in pairs if result is Outcome.BROKEN]
+            broken = [one for one, result in pairs if result is Outcome.BROKEN]
+            taken = [one for one, result in pairs if result is Outcome.TAKEN]
+            states = await self._finder.states([one.key for one in taken])
+            there = [isinstance(state, Head) for state in states]
+            stored |= {one.key for one, is_block in zip(taken, there, strict=True) if is_block}
+            junk = [one for one, is_block in zip(taken, there, strict=True) if not is_block]
+            writings = broken + junk
             if not writings:
                 break
-            await self._finder.delete([one.key for one in writings])
+            await self._finder.delete([one.key for one in broken])
+            await self._finder.unlink([one.first.name for one in junk])
         return stored
 
     async def _save_parted(self, writings: Sequence[_Writing]) -> set[BlockKey]:
@@ -269,7 +278,9 @@ def put(wire: Wire, puts: Sequence[Put], *, asking: bool = False) -> list[Stored
     def settle() -> None:
         nonlocal under_way, refused
         number = waiting.popleft()
-        found[number] = _stored(wire, asking=asking)
+        result = _stored(wire, asking=asking)
+        taken = result is Outcome.THERE and puts[number].look_first
+        found[number] = Outcome.TAKEN if taken else result
         under_way -= puts[number].nbytes
         refused = refused or isinstance(found[number], Refused)
 

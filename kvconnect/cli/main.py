@@ -28,6 +28,7 @@ from kvconnect.errors import (
     MissingExtra,
 )
 from kvconnect.redaction import text_without_passwords, without_passwords
+from kvconnect.text import printable
 
 __all__ = ["COMMANDS", "main"]
 
@@ -207,7 +208,7 @@ def _fail(error: Exception, *, as_json: bool) -> int:
 
 
 def _print_error(name: str, code: int, message: str, *, as_json: bool) -> None:
-    line = f"kvconnect: error: {message}"
+    line = f"kvconnect: error: {printable(message)}"
     if as_json:
         line = json.dumps({"error": {"type": name, "exit_code": code, "message": message}})
     print(line, file=sys.stderr)

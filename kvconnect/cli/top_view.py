@@ -14,6 +14,7 @@ from rich.text import Text
 from kvconnect.backends.url import format_size
 from kvconnect.explain.outcome import LOST
 from kvconnect.prometheus.overview import Overview, StoreNumbers
+from kvconnect.text import printable
 
 __all__ = ["view"]
 
@@ -41,12 +42,12 @@ def view(
 def _title(name: str, now: Overview, problem: str | None) -> RenderableType:
     title = Text.assemble(
         ("kvconnect top  ", "bold"),
-        plain(name),
-        (f"   {plain(now.engine)}" if now.engine else "", "dim"),
+        printable(name),
+        (f"   {printable(now.engine)}" if now.engine else "", "dim"),
         (time.strftime("   %H:%M:%S", time.localtime(now.at)), "dim"),
     )
     if problem is not None:
-        title.append(f"\n{plain(problem)}", "red")
+        title.append(f"\n{printable(problem)}", "red")
     return title
 
 
@@ -57,7 +58,7 @@ def _prompts(now: Overview, earlier: Overview | None) -> Table:
         seconds = now.at - earlier.at
         table.add_row(f"last {seconds:.0f} s", *_counts(now, earlier))
     live = ", ".join(f"{count} {state}" for state, count in now.live_requests.items() if count)
-    table.caption = Text(f"running: {plain(live) or 'none'}", "dim")
+    table.caption = Text(f"running: {printable(live) or 'none'}", "dim")
     return table
 
 
@@ -84,7 +85,7 @@ def _outcomes(now: Overview) -> Table:
             style = "yellow" if outcome in LOST else "green" if outcome == "reused" else "dim"
             share = tokens / now.prompt_tokens
             bar = ProgressBar(1.0, share, width=_BAR, complete_style=style, finished_style=style)
-            table.add_row(Text(plain(outcome)), f"{tokens:,}", f"{100 * share:.1f} %", bar)
+            table.add_row(Text(printable(outcome)), f"{tokens:,}", f"{100 * share:.1f} %", bar)
     return table
 
 
@@ -141,7 +142,9 @@ def _table(first: str, *others: str) -> Table:
 
 
 def _name(one: StoreNumbers) -> Text:
-    return Text.assemble(plain(one.store).removesuffix("Backend"), ("  " + plain(one.place), "dim"))
+    return Text.assemble(
+        printable(one.store).removesuffix("Backend"), ("  " + printable(one.place), "dim")
+    )
 
 
 def _rate(now: int | None, earlier: int | None, seconds: float) -> str:
@@ -156,8 +159,3 @@ def _size(value: float | None) -> str:
 
 def _whole(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
-
-
-def plain(text: str) -> str:
-    """Returns `text`, which a server sent, without characters that steer a terminal."""
-    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)

@@ -99,7 +99,7 @@ class BesideLoads:
         return overtaken
 
     def _begin(self, request: LlmRequest) -> None:
-        request.load_times.clear()  # of an earlier load, which was cancelled
+        request.load_times.clear()  # those of an earlier load, which was cancelled
         start = request.num_computed_tokens
         load = RunningLoad(self._loads, request.load_end - start)
         self._running[request.request_id] = _Running(load, time.monotonic(), start)

@@ -40,6 +40,7 @@ __all__ = [
     "ArchiveWriter",
     "archive_id",
     "file_key",
+    "part_of",
 ]
 
 _MAGIC = b"KVCEXPRT"
@@ -81,6 +82,17 @@ def archive_id(path: Path) -> str:
         raise BadFrame(f"{path}: is no file of 'kvconnect export'")
     number: bytes = _HEADER.unpack(header)[-1]
     return number.hex()
+
+
+def part_of(path: Path) -> Path:
+    """Returns the path that the file `path` has until it is complete.
+
+    Raises:
+        ConfigurationError: `path` is a directory.
+    """
+    if not path.name or path.is_dir():
+        raise ConfigurationError(f"{path}: is a directory; give the path of a file")
+    return path.with_name(f"{path.name}.part")
 
 
 class ArchiveStream:

@@ -11,7 +11,7 @@ from typing import BinaryIO
 from kvconnect.backend import Backend, StoredEntry
 from kvconnect.errors import BadFrame, RetryLater
 from kvconnect.keys import BlockKey
-from kvconnect.operations.archive import ArchiveStream, ArchiveWriter, file_key
+from kvconnect.operations.archive import ArchiveStream, ArchiveWriter, file_key, part_of
 from kvconnect.operations.choice import choose, token_reader
 from kvconnect.operations.frame_reader import ReadFrame, read_frames
 from kvconnect.operations.progress import Progress
@@ -70,12 +70,15 @@ async def export(
     no file is made.
 
     Raises:
-        ConfigurationError: the store cannot list its blocks, or another process writes the file.
+        ConfigurationError: the store cannot list its blocks, another process writes the file, or
+            `path` is a directory.
         BackendUnavailable: the store fails.
         BadFrame: damaged blocks were left out; the file is complete otherwise.
         OSError: the file cannot be written.
     """
     key = file_key(key_file)
+    if not isinstance(path, Sink):
+        part = part_of(path)
     async with visiting(url, "read") as store:
         stores = listed(url, store)
         done.opened = True
@@ -87,7 +90,6 @@ async def export(
         if not chosen.keys:
             done.complete = True
             return
-        part = path.with_name(path.name + ".part")
         await _write(store, chosen.keys, part, path, key, done)
     done.complete = True
     if done.bad:

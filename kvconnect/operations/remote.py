@@ -20,7 +20,7 @@ from kvconnect.errors import (
     MissingExtra,
     RetryLater,
 )
-from kvconnect.operations.archive import ArchiveReader, ArchiveWriter, archive_id, file_key
+from kvconnect.operations.archive import ArchiveReader, ArchiveWriter, archive_id, file_key, part_of
 from kvconnect.operations.export import SHORT_KEY_NBYTES, Exported
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.saving import Saved
@@ -36,6 +36,8 @@ _TURN_S = 600.0
 _PIECE_NBYTES = 1 << 20
 _COUNTS_HEADER = "kvconnect-counts"
 _BINARY = "application/octet-stream"
+_LONGEST_TEXT = 1 << 20
+"""The bytes of an answer, or of an event, that are read."""
 
 _METRICS_TIMEOUT_S = 10.0
 _MOST_METRICS = 64 << 20
@@ -97,7 +99,7 @@ def export_by_server(
         BackendUnavailable: the server cannot be reached, or fails; repeat it.
         BadFrame: the file is complete but for blocks that were left out.
     """
-    part = path.with_name(path.name + ".part")
+    part = part_of(path)
     writer = ArchiveWriter(part, file_key(key_file))
     try:
         before = len(writer.keys)
@@ -133,16 +135,19 @@ def _export_more(
     asked = {**body, "skip": base64.b64encode(skip).decode()}
     with _Server(server, admin_key) as one:
         answer = one.ask("POST", "export", json.dumps(asked).encode(), timeout_s=_TURN_S)
-        counts = json.loads(answer.headers[_COUNTS_HEADER])
-        if counts.pop("resumed") != had:
+        counts = _object(answer.headers.get(_COUNTS_HEADER, ""))
+        if _number(counts, "resumed") != had:
             return False
-        wanted = counts.pop("blocks")
-        for name, count in counts.items():
-            setattr(done, name, count)
+        wanted = _number(counts, "blocks")
+        done.missing, done.missing_keys, done.unknown = (
+            _number(counts, name) for name in ("missing", "missing_keys", "unknown")
+        )
         done.opened = True
         with Progress("export", wanted, "blocks") as progress:
             try:
                 for block in ArchiveReader(server, b"", io.BufferedReader(answer)).blocks():
+                    if len(writer.keys) == had + wanted:
+                        raise BackendUnavailable(f"{one.url}: sends more blocks than it said")
                     writer.add(block)
                     done.blocks += 1
                     done.bytes += block.data.numel()
@@ -177,9 +182,10 @@ def import_by_server(server: str, path: Path, done: Saved, *, admin_key: str | N
         nbytes = file.seek(0, io.SEEK_END)
         at = at if at <= nbytes else 0
         with Progress("send", nbytes - at, "bytes") as progress:
-            while at < nbytes or not at:
+            while at < nbytes:
                 file.seek(at)
-                piece = file.read(_PIECE_NBYTES)
+                if not (piece := file.read(_PIECE_NBYTES)):
+                    raise ConfigurationError(f"{path}: became shorter while it was sent")
                 target = f"import/{name}?offset={at}"
                 answer = one.ask("POST", target, piece, kind=_BINARY)
                 progress.advance(one.number("received", answer) - at)
@@ -203,7 +209,7 @@ class _Server:
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         self._connection.close()
         known = isinstance(error, KvConnectError)
-        if not known and isinstance(error, (HTTPException, OSError, ValueError, KeyError)):
+        if not known and isinstance(error, (HTTPException, OSError, ValueError)):
             raise BackendUnavailable(f"{self.url}: {error}") from error
 
     def ask(
@@ -228,24 +234,27 @@ class _Server:
         )
         answer = self._connection.getresponse()
         if answer.status != 200:
-            raise _error(self.url, json.loads(answer.read())["error"])
+            raise _error(self.url, answer.status, answer.read(_LONGEST_TEXT))
         return answer
 
     def number(self, name: str, answer: HTTPResponse) -> int:
         """Returns the number `name` in the body of `answer`."""
-        return int(json.loads(answer.read())[name])
+        return _number(_object(answer.read(_LONGEST_TEXT)), name)
 
     def perform(
         self, verb: str, body: Mapping[str, object], done: Saved, progress: Progress
     ) -> None:
         """Makes the server perform `verb`, and copies its counts to `done` meanwhile."""
         answer = self.ask("POST", verb, json.dumps({**body, "stream": True}).encode())
-        for event in _events(answer):
+        for text in _events(answer):
+            event = _object(text)
             if "error" in event:
-                raise _error(self.url, event["error"])
-            progress.advance(event["tokens"] - done.tokens)
+                raise _error(self.url, answer.status, text)
+            progress.advance(_number(event, "tokens") - done.tokens)
             for field in fields(done):
-                setattr(done, field.name, event.get(field.name, True))
+                if field.name in event:
+                    setattr(done, field.name, _number(event, field.name))
+            done.opened = True
 
 
 def server_overview(server: str, *, api_key: str | None) -> Overview:
@@ -288,7 +297,12 @@ def server_overview(server: str, *, api_key: str | None) -> Overview:
         connection.close()
     if "kvconnect_requests_total" not in samples:
         raise ConfigurationError(f"{server}: answers without metrics of kvconnect")
-    return Overview.of(samples, samples["kvconnect_requests_total"][0][0].get("engine", ""))
+    try:
+        return Overview.of(samples, samples["kvconnect_requests_total"][0][0].get("engine", ""))
+    except (LookupError, OverflowError, ValueError) as error:
+        raise BackendUnavailable(
+            f"{server}: metrics that kvconnect does not have: {error!r}"
+        ) from error
 
 
 def _connection(server: str) -> tuple[HTTPConnection, str]:
@@ -307,6 +321,9 @@ def _connection(server: str) -> tuple[HTTPConnection, str]:
 
 
 def _bearer(key: str | None) -> dict[str, str]:
+    if key is not None and not (key.isascii() and key.isprintable()):
+        # Errors of http.client would show it.
+        raise ConfigurationError("key: only printable ASCII characters can be sent")
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
@@ -322,18 +339,58 @@ def _refusal(server: str, status: int) -> ConfigurationError | BackendUnavailabl
     return BackendUnavailable(f"{server}: answers with status {status}")
 
 
-def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:
-    for line in answer:
-        text = line.decode().strip()
-        if text == "data: [DONE]":
+def _events(answer: HTTPResponse) -> Iterator[bytes]:
+    while line := answer.readline(_LONGEST_TEXT):
+        text = line.strip().removeprefix(b"data: ")
+        if text == b"[DONE]":
             return
         if text:
-            yield json.loads(text.removeprefix("data: "))
+            yield text
     raise BackendUnavailable("the server's answer ended too early")
 
 
-def _error(server: str, error: Mapping[str, Any]) -> KvConnectError:
+def _object(text: bytes | str) -> dict[str, Any]:
+    """Returns the JSON object `text`.
+
+    Raises:
+        HTTPException: it is none.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise HTTPException("does not answer as a server of kvconnect")
+    return found
+
+
+def _number(content: Mapping[str, Any], name: str) -> int:
+    """Returns a whole number, or true or false, of an answer.
+
+    Raises:
+        HTTPException: it has none of that name.
+    """
+    value = content.get(name)
+    if not isinstance(value, int):
+        raise HTTPException(f"does not answer as a server of kvconnect: no '{name}'")
+    return value
+
+
+def _error(server: str, status: int, text: bytes) -> KvConnectError:
+    """Returns the error that `server` answered with, or that `text` is none of kvconnect's."""
+    try:
+        error = _object(text).get("error")
+    except HTTPException:
+        error = None
+    message = error.get("message") if isinstance(error, dict) else None
+    if not isinstance(error, dict) or not isinstance(message, str):
+        if 300 <= status < 500:
+            return ConfigurationError(
+                f"{server}: answers with status {status}, and not as a server of kvconnect; give "
+                "the URL of 'kvconnect serve', as http://host:8000"
+            )
+        return BackendUnavailable(f"{server}: answers with status {status}")
     if error.get("code") == "bad_file":
-        return BadFrame(f"{server}: {error['message']}")
-    kind = ConfigurationError if error["type"] in _OURS else BackendUnavailable
-    return kind(f"{server}: {error['message']}")
+        return BadFrame(f"{server}: {message}")
+    ours = str(error.get("type")) in _OURS
+    return (ConfigurationError if ours else BackendUnavailable)(f"{server}: {message}")

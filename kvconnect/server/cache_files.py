@@ -20,6 +20,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
 from kvconnect.engine.llm import LLM
 from kvconnect.errors import BadFrame, ConfigurationError
@@ -112,7 +113,7 @@ async def _upload(
     if not (offset.isascii() and offset.isdecimal() and len(offset) < 16):
         raise RequestRefused(400, "offset: a number of bytes is needed")
     if request.method != "POST":
-        return JSONResponse({"received": uploads.received(name)})
+        return JSONResponse({"received": await asyncio.to_thread(uploads.received, name)})
     if request.headers.get("content-type") != "application/octet-stream":
         raise RequestRefused(415, "Content-Type: must be application/octet-stream")
     with admission.enter() as ticket:
@@ -144,7 +145,8 @@ class _Pipe:
     """
 
     def __init__(self) -> None:
-        self._descriptor, write = os.pipe()
+        read, write = os.pipe()
+        self._end = os.fdopen(read, "rb")
         self.file = os.fdopen(write, "wb", buffering=_PIECE_NBYTES)
         self._transport: asyncio.BaseTransport | None = None
 
@@ -152,19 +154,32 @@ class _Pipe:
         """Yields the bytes; raises the error of `work`, which cuts the connection."""
         reader = asyncio.StreamReader(limit=_PIECE_NBYTES)
         self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._descriptor, "rb")
+            lambda: asyncio.StreamReaderProtocol(reader), self._end
         )
-        try:
-            while piece := await reader.read(_PIECE_NBYTES):
-                yield piece
-            await work
-        finally:
-            self._transport.close()
+        while piece := await reader.read(_PIECE_NBYTES):
+            yield piece
+        await work
 
     def close(self) -> None:
-        """Closes the loop's end, if `pieces` has not begun."""
+        """Closes the loop's end; the second time does nothing."""
         if self._transport is None:
-            os.close(self._descriptor)
+            self._end.close()
+        else:
+            self._transport.close()
+
+
+class _Piped(StreamingResponse):
+    """An answer with the bytes of a pipe, whose end it closes, even if it was never begun."""
+
+    def __init__(self, pipe: _Pipe, work: asyncio.Future[None], headers: dict[str, str]) -> None:
+        super().__init__(pipe.pieces(work), headers=headers, media_type="application/octet-stream")
+        self._pipe = pipe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._pipe.close()
 
 
 class _ExportEndpoint(StoreEndpoint):
@@ -193,11 +208,8 @@ class _ExportEndpoint(StoreEndpoint):
             raise
         known = {"blocks": begun.result(), "resumed": done.resumed, "missing": done.missing}
         more = {"missing_keys": done.missing_keys, "unknown": done.unknown}
-        return StreamingResponse(
-            pipe.pieces(work),
-            media_type="application/octet-stream",
-            headers={COUNTS_HEADER: json.dumps(known | more), "X-Accel-Buffering": "no"},
-        )
+        headers = {COUNTS_HEADER: json.dumps(known | more), "X-Accel-Buffering": "no"}
+        return _Piped(pipe, work, headers)
 
     def _export(self, wanted: _Export, run: AbortableRun, done: Exported, sink: Sink) -> None:
         try:

@@ -81,8 +81,9 @@ class ServerSettings(HttpSettings):
             `ROUTER_SECRET_HEADER`; ``None``: only what all requests need.
         admin_key: required for the verbs on stored prompts, ``/v1/cache/…``, in the place of the
             `api_key`; ``None``: they are refused.
-        metrics_key: required for ``/metrics`` in the place of the `api_key`; the `admin_key` serves
-            there, too. If both are ``None``, the `api_key` is required.
+        metrics_key: required for ``/metrics`` and the numbers of the page, in the place of the
+            `api_key`; the `admin_key` serves there, too. If both are ``None``, the `api_key` is
+            required.
         max_import_bytes: of a file that a client sends to be imported; it lies in the directory for
             temporary files until it was.
         peers: ``host`` or ``host:port`` of prefill servers that prompts may be fetched from; none:

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from kvconnect.errors import BadFrame
 from kvconnect.server.errors import RequestRefused
@@ -27,7 +27,7 @@ class _Upload:
     """
 
     name: str
-    file: BinaryIO
+    file: FileIO
     nbytes: int = 0
 
 
@@ -44,7 +44,7 @@ class Uploads:
         self._current: _Upload | None = None
 
     def received(self, name: str) -> int:
-        """Returns how many bytes of the file `name` are here."""
+        """Returns how many bytes of the file `name` are here; blocks while a piece is written."""
         with self._lock:
             one = self._current
             return one.nbytes if one is not None and one.name == name else 0
@@ -68,19 +68,18 @@ class Uploads:
                 if offset:
                     raise _missing(0)
                 self._drop()
-                one = self._current = _Upload(name, tempfile.TemporaryFile())  # noqa: SIM115
+                one = self._current = _Upload(name, _nameless())
             if offset > one.nbytes:
                 raise _missing(one.nbytes)
             try:
                 one.file.seek(offset)
-                one.file.write(piece)
+                left = memoryview(piece)
+                while left:
+                    left = left[one.file.write(left) :]
                 one.file.truncate()
-                one.file.flush()
             except OSError as error:
                 self._drop()
-                raise RequestRefused(
-                    507, f"this machine has no room for the file: {error.strerror}", "no_room"
-                ) from error
+                raise _no_room(error) from error
             one.nbytes = end
             return end
 
@@ -122,6 +121,20 @@ class Uploads:
         if self._current is not None:
             self._current.file.close()
             self._current = None
+
+
+def _nameless() -> FileIO:
+    """Returns a file without a buffer: after a failed write `close` has nothing left to write."""
+    try:
+        return tempfile.TemporaryFile(buffering=0)
+    except OSError as error:
+        raise _no_room(error) from error
+
+
+def _no_room(error: OSError) -> RequestRefused:
+    return RequestRefused(
+        507, f"this machine has no room for the file: {error.strerror}", "no_room"
+    )
 
 
 def _missing(nbytes: int) -> RequestRefused:

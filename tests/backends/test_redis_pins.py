@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from math import inf
 
 import pytest
 
 from kvconnect.backends import open_backend
+from kvconnect.backends.redis import save
 from kvconnect.errors import ConfigurationError
 from kvconnect.testing.faults.clock import ShiftedClock
 
@@ -149,6 +151,31 @@ async def test_pins_take_their_share_only_also_of_two_at_once(own_redis, make_re
         again = await one.pin(keys_of(mine + yours), inf)
         assert limit - NBYTES * 1.1 < (await one.stats())["pinned_bytes"] <= limit
         assert 0 < sum(again) < 60
+
+
+async def test_a_save_that_is_second_leaves_a_pinned_block_without_expiry(
+    own_redis, make_redis, kit, monkeypatch
+):
+    """It looked for the block, found none, and sends its value when that is stored and pinned."""
+    mine = a_chain(kit, "mine", 1)
+    one, two = await make_redis(own_redis), await make_redis(own_redis)
+    loop, plain = asyncio.get_running_loop(), save._found_there
+
+    async def save_and_pin():
+        assert await two.save(mine) == 1
+        assert await two.pin(keys_of(mine), inf) == [True]
+
+    def found_there(reply):
+        monkeypatch.undo()
+        asyncio.run_coroutine_threadsafe(save_and_pin(), loop).result(30)
+        return plain(reply)
+
+    monkeypatch.setattr(save, "_found_there", found_there)
+    assert await one.save([replace(mine[0], ttl_s=60.0)]) == 1
+    (name,) = (name for name in own_redis.names("") if ":b:" in name)
+    assert own_redis.admin.ttl(name) == -1
+    assert await two.pin(keys_of(mine), None) == [True]
+    assert own_redis.admin.ttl(name) == -1
 
 
 async def test_a_deleted_block_is_not_pinned_when_it_is_saved_again(own_redis, make_redis, kit):

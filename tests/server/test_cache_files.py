@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import resource
 import tempfile
+from contextlib import contextmanager
 
 import pytest
 from server_process import ServerProcess, running
@@ -276,6 +278,33 @@ def test_one_file_is_kept_and_none_has_a_name(tmp_path, monkeypatch):
         assert path.read_bytes() == b"y" * 10
         assert uploads.append(one, 0, b"z") == 1, "another one may come meanwhile"
     assert uploads.received(two) == 0
+    uploads.close()
+
+
+@contextmanager
+def files_of_at_most(nbytes):
+    """A disk that takes no more of a file: the system refuses it as it does on a full one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_refuses_the_file_and_takes_one_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    uploads, name = Uploads(1 << 20), "1" * 32
+    with files_of_at_most(4096):
+        for _ in range(2):
+            assert uploads.append(name, 0, b"x" * 2000) == 2000
+            with pytest.raises(RequestRefused, match="no room for the file: File too large"):
+                uploads.append(name, 2000, b"x" * 3000)
+            assert uploads.received(name) == 0
+    assert uploads.append(name, 0, b"x" * 5000) == 5000
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(RequestRefused, match="no room for the file: No such file"):
+        uploads.append("2" * 32, 0, b"x")
     uploads.close()
 
 

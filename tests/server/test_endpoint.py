@@ -7,7 +7,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import pytest
+
 from kvconnect.server.admission import Admission
+from kvconnect.server.cache_files import _Export, _ExportEndpoint
 from kvconnect.server.endpoint import GenerationEndpoint
 from kvconnect.server.settings import ServerSettings
 
@@ -66,3 +69,51 @@ def test_a_client_that_leaves_keeps_its_place_until_its_prompt_is_let_go():
     assert admission.idle
     assert submitted == [llm], "the second one was not begun any more"
     assert aborted == [1]
+
+
+@pytest.mark.timeout(20)
+def test_a_client_that_leaves_before_its_export_is_sent_frees_the_thread_of_the_verbs():
+    """The thread waits for a reader of the pipe, and no verb would ever run again."""
+    left, written = threading.Event(), []
+
+    class Endpoint(_ExportEndpoint):
+        def _perform(self, wanted, run, work):
+            work(SimpleNamespace(export=self.export))
+
+        def export(self, sink, **_):
+            sink.begun(1)
+            left.wait(10)
+            with pytest.raises(BrokenPipeError):
+                sink.file.write(bytes(1 << 20))
+            written.append(1)
+
+    async def run():
+        messages = [{"type": "http.request", "body": b'{"everything": true, "all_models": true}'}]
+        leaving = asyncio.Event()
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            await leaving.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            await asyncio.Event().wait()  # the client reads nothing
+
+        class Leaving(Endpoint):
+            async def _response(self, *arguments):
+                answer = await super()._response(*arguments)
+                leaving.set()
+                return answer
+
+        endpoint = Leaving(_Export, None, settings, admission, threads)
+        await endpoint({**SCOPE, "asgi": {"spec_version": "2.3"}}, receive, send)
+        left.set()
+
+    admission = Admission(2, 1 << 20)
+    with ThreadPoolExecutor(1) as thread:
+        threads = SimpleNamespace(parsing=thread, verbs=thread)
+        settings = ServerSettings(model_names=("tiny",))
+        asyncio.run(run())
+        assert thread.submit(lambda: 1).result(30) == 1
+    assert written == [1]

@@ -39,12 +39,30 @@ def gate_with(**keys: str) -> Gate:
         ({"admin_key": ADMIN, "metrics_key": METRICS}, {ADMIN, METRICS}),
     ],
 )
-async def test_metrics_are_for_their_own_key_or_the_admin_s(keys, taken):
+@pytest.mark.parametrize("path", ["/metrics", "/page/overview", "/page/listing", "/page/branches"])
+async def test_metrics_and_the_page_are_for_their_own_key_or_the_admin_s(keys, taken, path):
     """They count exact tokens of all tenants, which no client may learn."""
     gate = gate_with(**keys)
     for key in (None, CLIENT, METRICS, ADMIN, "", "of-nobody"):
         expected = 200 if key in taken or not keys else 401
-        assert await status_of(gate, "/metrics", key) == expected, key
+        assert await status_of(gate, path, key) == expected, key
+
+
+@pytest.mark.parametrize(
+    ("keys", "taken"),
+    [
+        ({"admin_key": ADMIN}, {None, CLIENT, ADMIN}),
+        ({"api_key": CLIENT}, {CLIENT}),
+        ({"api_key": CLIENT, "admin_key": ADMIN}, {CLIENT, ADMIN}),
+    ],
+)
+async def test_a_page_without_an_engine_has_readers_and_no_clients(keys, taken):
+    settings = ServerSettings(model_names=("tiny",), **keys)
+    gate = Gate(Response(), settings, settings.admin_key, has_prompts=False)
+    for key in (None, CLIENT, ADMIN, "of-nobody"):
+        expected = 200 if key in taken or "api_key" not in keys else 401
+        assert await status_of(gate, "/page/overview", key) == expected, key
+    assert await status_of(gate, "/v1/cache/listing", CLIENT) != 200
 
 
 async def test_the_metrics_key_opens_nothing_else():

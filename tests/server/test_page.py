@@ -55,7 +55,8 @@ async def asked(url=None, *, host="127.0.0.1", texts=None, of_server=False, **fi
     settings = PageSettings(admin_key="of-the-admin", **fields)
     reader = None if url is None else StoreReader(url, NAMES, texts)
     with CachePage("title", settings, reader, of_server=of_server) as page:
-        app = Gate(Router(page.routes(), redirect_slashes=False), settings, settings.admin_key)
+        router = Router(page.routes(), redirect_slashes=False)
+        app = Gate(router, settings, settings.admin_key, has_prompts=False)
         transport = httpx2.ASGITransport(app)
         async with httpx2.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
             yield client
@@ -310,6 +311,20 @@ async def test_several_who_ask_at_once_share_one_listing(url, monkeypatch):
         found = await asyncio.gather(*(listing(client) for _ in range(5)))
     assert {one["listing"] for one in found} == {1}
     assert len(calls) == 1
+
+
+async def test_several_who_want_the_numbers_at_once_ask_the_store_once(tmp_path, url, monkeypatch):
+    """Those of a slow store would wait for each other's questions, one after the other."""
+    plain, asked_for = store_reader.store_overview, []
+    monkeypatch.setattr(
+        store_reader, "store_overview", lambda url: asked_for.append(url) or plain(url)
+    )
+    for one, status in ((url, 200), (f"disk:{tmp_path}/nowhere", 400)):
+        asked_for.clear()
+        async with asked(one) as client:
+            found = await asyncio.gather(*(client.get("/page/overview") for _ in range(8)))
+            assert {answer.status_code for answer in found} == {status}
+            assert asked_for == [one]
 
 
 async def test_a_listing_that_fails_says_why_and_is_no_end(tmp_path, url):

@@ -41,8 +41,8 @@ def url(folder) -> str:
 @pytest.fixture(scope="module")
 def shown(model, folder, url) -> Iterator[ServerProcess]:
     """A server with a page, which answered a few prompts."""
-    loads = ("--lookup-timeout", "60s", "--no-overlap-loads")
-    arguments = ("--store", url, "--page", "--admin-key", "of-the-admin", *loads)
+    keys = ("--admin-key", "of-the-admin", "--metrics-key", "of-prometheus")
+    arguments = ("--store", url, "--page", "--lookup-timeout", "60s", "--no-overlap-loads", *keys)
     with running(model, folder / "output", *arguments) as one:
         for text, salt in ((HOSTILE * 2, None), (HOSTILE * 2, SALT), (HOSTILE * 2 + " More", None)):
             for _ in range(2):
@@ -62,16 +62,19 @@ def chromium(folder) -> Iterator[Page]:
 
 @pytest.fixture
 def page(chromium, shown) -> Page:
-    """The page of that server, opened anew."""
+    """The page of that server, opened anew by an operator, who has entered the metrics key."""
     chromium.open(f"{shown.url}/page")
+    assert "the server's metrics key are needed" in chromium.text()
+    chromium.fill("api-key", "of-prometheus")
+    chromium.wait("byId('figure-prompt')")
     chromium.requests.clear()
     return chromium
 
 
 def metrics(server) -> dict[tuple[str, ...], float]:
     """All samples of a scrape, by their name and the values of labels in the order of these."""
-    headers = {"Authorization": "Bearer of-the-admin"}
-    _, text, _ = server.raw(b"", "/metrics", headers=headers, method="GET")
+    headers = {"Authorization": "Bearer of-prometheus"}
+    _, text, _ = server.raw(b"", "/metrics", method="GET", headers=headers)
     return {
         (
             one.name,
@@ -218,7 +221,7 @@ def test_a_server_that_wants_its_api_key_gets_it(model, folder, chromium):
     arguments = ("--page", "--api-key", "of-clients")
     with running(model, folder / "with-key", *arguments) as one:
         chromium.open(f"{one.url}/page")
-        assert "enter the API key" in chromium.text()
+        assert "enter a key of this server" in chromium.text()
         assert chromium.run("byId('keys').open")
         chromium.fill("api-key", "of-clients")
         chromium.wait("byId('figure-prompt')")

@@ -84,8 +84,9 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--metrics-key",
         metavar="KEY",
-        help="what /metrics needs in the place of the API key; the admin key serves there, too "
-        f"(default: the admin key alone, or else the API key); in the environment: {METRICS_KEY}",
+        help="what /metrics and the page's numbers need in the place of the API key; the admin key "
+        "serves there, too (default: the admin key alone, or else the API key); in the "
+        f"environment: {METRICS_KEY}",
     )
     group.add_argument(
         "--max-import",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl
 from kvconnect.cli.command import add_duration, add_json
 from kvconnect.cli.options.http_options import API_KEY, add_api_key
-from kvconnect.errors import BackendUnavailable, MissingExtra, RetryLater
+from kvconnect.errors import BackendUnavailable, ConfigurationError, MissingExtra, RetryLater
 from kvconnect.operations.overview import store_overview
 from kvconnect.operations.remote import server_overview
 from kvconnect.prometheus.overview import Overview
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["add_options", "run"]
 
 _SERVER = "http://127.0.0.1:8000"
+_HOST_AND_PORT = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}")
 _EPILOG = """\
 examples:
   kvconnect top                              # of the server on this machine's port 8000
@@ -69,6 +71,10 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigurationError: a bad URL or key, or a server without kvconnect's metrics.
         BackendUnavailable: the first look does not reach the server or the store.
     """
+    if _HOST_AND_PORT.fullmatch(arguments.url):
+        raise ConfigurationError(
+            f"'{arguments.url}' is no URL; of a server give http://{arguments.url}"
+        )
     key = os.environ.get(API_KEY) if arguments.api_key is None else arguments.api_key
     if arguments.json:
         _print_json(arguments, key)

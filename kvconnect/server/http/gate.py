@@ -39,8 +39,10 @@ class Gate:
         app: the application that answers accepted requests.
         settings: the settings with the required `api_key`; with `access_log` each answer is logged.
         admin_key: required for `ADMIN_PATHS`; ``None``: they are refused.
-        metrics_key: required for the metrics, in the place of the API key; the admin key serves,
-            too. If both are ``None``, the metrics need the API key.
+        metrics_key: required for the metrics and the numbers of the page, in the place of the API
+            key; the admin key serves, too. If both are ``None``, they need the API key.
+        has_prompts: holders of the API key send prompts. Otherwise they only read the page, and
+            that key opens its numbers, as the admin key does.
     """
 
     def __init__(
@@ -49,12 +51,17 @@ class Gate:
         settings: HttpSettings,
         admin_key: str | None = None,
         metrics_key: str | None = None,
+        *,
+        has_prompts: bool = True,
     ) -> None:
         self._app = app
         key = settings.api_key
         self._expected = None if key is None else key.encode()
         self._admin = None if admin_key is None else admin_key.encode()
-        self._metrics = [key.encode() for key in (metrics_key, admin_key) if key is not None]
+        opening = [metrics_key, admin_key]
+        if not has_prompts:
+            opening = [] if key is None else [key, admin_key]
+        self._metrics = [one.encode() for one in opening if one is not None]
         self._logs = settings.access_log
         if self._logs:
             _access.setLevel(logging.INFO)  # the root's is higher
@@ -103,16 +110,18 @@ class Gate:
             )
 
     def _check_key(self, scope: Scope) -> None:
-        if scope["path"].startswith(ADMIN_PATHS):
+        path = scope["path"]
+        if path.startswith(ADMIN_PATHS):
             if self._admin is None:
                 raise RequestRefused(
                     403, "this server was started without an admin key", "no_admin_key"
                 )
             _check_bearer(scope, [self._admin], "admin key")
-        elif scope["path"] == _METRICS_PATH and self._metrics:
-            # Exact counts of all tenants: a client could read others' prompts by them.
+        elif self._metrics and (path == _METRICS_PATH or path.startswith(f"{PAGE}/")):
+            # Exact counts of all tenants: a client could read others' prompts by them. The page
+            # has the same counts, and the hits of each stored prompt.
             _check_bearer(scope, self._metrics, "metrics key")
-        elif self._expected is not None and scope["path"] not in OPEN_PATHS:
+        elif self._expected is not None and path not in OPEN_PATHS:
             _check_bearer(scope, [self._expected], "API key")
 
 

@@ -33,7 +33,8 @@ def serve_page(
         ConfigurationError: the port was taken meanwhile.
     """
     with CachePage(title, settings, reader, of_server=False) as page:
-        app = Gate(Router(page.routes(), redirect_slashes=False), settings, settings.admin_key)
+        router = Router(page.routes(), redirect_slashes=False)
+        app = Gate(router, settings, settings.admin_key, has_prompts=False)
         admission = Admission(1, settings.max_bodies_bytes)
         server = HttpServer(app, settings, admission, ready)
         listener.listen()

@@ -112,6 +112,7 @@ class StoreReader:
         self._listing: asyncio.Task[None] | None = None
         self._next_at = 0.0
         self._overview: Overview | None = None
+        self._asking: asyncio.Task[Overview] | None = None
 
     @property
     def is_listing(self) -> bool:
@@ -136,7 +137,10 @@ class StoreReader:
             BackendUnavailable: it cannot be reached.
         """
         if self._overview is None or time.time() - self._overview.at > _OVERVIEW_S:
-            self._overview = await self._run(partial(store_overview, self._url))
+            if self._asking is None:
+                self._asking = asyncio.create_task(self._run(partial(store_overview, self._url)))
+                self._asking.add_done_callback(self._told)
+            self._overview = await asyncio.shield(self._asking)
         return self._overview
 
     async def texts(
@@ -162,6 +166,11 @@ class StoreReader:
         for run in list(self._runs):
             run.abort()
         self._threads.shutdown(cancel_futures=True)
+
+    def _told(self, asked: asyncio.Task[Overview]) -> None:
+        self._asking = None
+        if not asked.cancelled():
+            asked.exception()  # raised where it is waited for, if it still is
 
     def _advance(self, blocks: int) -> None:
         self.num_listed += blocks
