@@ -14,6 +14,7 @@ import torch
 PAGE = 4
 PAGES = 12
 LAYERS, HEADS, DIM, LATENT = 3, 2, 8, 24
+SLOTS, STATE_LAYERS = 6, 5
 
 MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
@@ -66,6 +67,91 @@ class StandInPool:
                     pointers.append(part.data_ptr() + at * part.element_size())
                     sizes.append(block * part.element_size())
         return pointers, sizes
+
+
+class StandInStates:
+    """A ``MambaPoolHost``: slots of recurrent states, with a buffer for each of their tensors."""
+
+    def __init__(self, *, slots=SLOTS, shape=(2, 8, 8), dtype=torch.float32, conv=((24, 3),)):
+        self.layout, self.page_size, self.page_num = "page_first", 1, slots
+        self.num_mamba_layers = STATE_LAYERS
+        self.mtp_draft_buffer_infos, self.slot_state_buffers = (), []
+        self.temporal_buffer = torch.zeros((slots, STATE_LAYERS, 1, *shape), dtype=dtype)
+        self.conv_buffer = [
+            torch.zeros((slots, STATE_LAYERS, 1, *one), dtype=torch.bfloat16) for one in conv
+        ]
+
+    def get_page_buffer_meta(self, indices):
+        found = [
+            (buffer[slot].data_ptr(), buffer[slot].nbytes)
+            for slot in indices.tolist()
+            for buffer in (self.temporal_buffer, *self.conv_buffer)
+            if buffer.numel()
+        ]
+        return [at for at, _ in found], [size for _, size in found]
+
+
+def fill_states(pool, seed=0):
+    """Random content in all slots."""
+    generator = torch.Generator().manual_seed(seed)
+    for buffer in (pool.temporal_buffer, *pool.conv_buffer):
+        buffer.copy_(torch.randn(buffer.shape, generator=generator).to(buffer.dtype))
+
+
+def state_content(pool, slot):
+    """A copy of all bytes that SGLang would move for a state."""
+    buffers = (pool.temporal_buffer, *pool.conv_buffer)
+    return torch.cat([one[slot].contiguous().view(torch.uint8).flatten() for one in buffers])
+
+
+def transfer(keys, slots=None, *, name="mamba", hit_policy="trailing_pages", make=SimpleNamespace):
+    """SGLang's ``PoolTransfer`` of states: for a lookup without slots."""
+    slots = None if slots is None else torch.tensor(slots)
+    return make(name=name, keys=keys, host_indices=slots, hit_policy=hit_policy)
+
+
+def state_round_trip(open_storage, source, target, **made):
+    """Pages and the states at two ends are saved, and come into other places, byte for byte.
+
+    Args:
+        open_storage: returns a storage with a pool of pages, filled by a seed, and this of states.
+        source: the pool of the states that are saved.
+        target: the pool that they come into.
+        made: how transfers are made.
+    """
+    names = hashes(7)
+    fill_states(source, 1)
+    fill_states(target, 2)
+    storage, pool = open_storage(source, 3)
+    ask = [transfer(["__placeholder__"], **made)]
+    assert storage.batch_exists_v2(names, ask).kv_hit_pages == 0
+    saved = {end: state_content(source, slot) for end, slot in ((2, 0), (4, 3))}
+    pages = [page_content(pool, page) for page in range(5)]
+    assert storage.batch_set_v2([transfer([names[1]], [0], **made)]) == {"mamba": [True]}
+    prefix = SimpleNamespace(prefix_keys=names[:3])
+    assert storage.batch_set_v2([transfer([names[3]], [3], **made)], prefix) == {"mamba": [True]}
+    fill_states(source, 4)  # others' from now on
+    assert storage.batch_set_v1(names[:5], indices(range(5))) == [True] * 5
+    storage.close()
+
+    storage, pool = open_storage(target, 5)
+    found = storage.batch_exists_v2(names, ask)
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [4])
+    assert found.extra_pool_hit_pages == {"kv": 5, "mamba": 4}
+    assert storage.batch_exists_v2(names[:3], ask).kv_hit_pages == 2
+    assert storage.batch_exists_v2(names[:1], ask).kv_hit_pages == 0
+    before = {slot: state_content(target, slot) for slot in range(SLOTS)}
+    assert storage.batch_get_v1(names[:4], indices(range(6, 10))) == [True] * 4
+    for end, slot in ((2, 1), (4, 4)):
+        got = storage.batch_get_v2([transfer([names[end - 1]], [slot], **made)])
+        assert got == {"mamba": [True]}
+        assert torch.equal(state_content(target, slot), saved[end])
+    assert storage.batch_get_v2([transfer([names[2]], [2], **made)]) == {"mamba": [False]}
+    for slot in (0, 2, 3):
+        assert torch.equal(state_content(target, slot), before[slot])
+    for page, content in enumerate(pages[:4], 6):
+        assert torch.equal(page_content(pool, page), content)
+    storage.close()
 
 
 def page_content(pool, page):

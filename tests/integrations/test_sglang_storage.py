@@ -209,8 +209,8 @@ def test_pools_of_another_form_are_refused(tiny, url, tmp_path):
         KvConnectStorage(config, {})
     with pytest.raises(ConfigurationError, match="model"):
         KvConnectStorage(storage_config(tmp_path / "none", url), {})
-    for name, says in (("mamba", "batch_get_v2"), ("swa", "swa")):
-        with pytest.raises(UnsupportedModel, match=says):
+    for name in ("swa", "indexer", "draft"):
+        with pytest.raises(UnsupportedModel, match=name):
             KvConnectStorage(storage_config(tiny, url), {}).register_mem_host_pool_v2(None, name)
 
 

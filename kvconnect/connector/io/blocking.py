@@ -23,6 +23,7 @@ from kvconnect.connector.io.reply import Reply
 from kvconnect.connector.io.runs import RunLoads
 from kvconnect.connector.io.save import SaveQueue
 from kvconnect.connector.io.strided import StridedPlanes
+from kvconnect.connector.io.window_search import WindowSearch
 from kvconnect.errors import KvConnectError, UsageError
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.keys import BlockKey
@@ -130,19 +131,53 @@ class StoreAccess:
         if not keys or not self.usable:
             return 0
         store = self._access.store
-        heads = self._access.heads[group]
-        wanted = [
-            one
-            for key in keys
-            for one in (
-                heads.store_keys(key, group, heads.size)
-                if self.shared
-                else (self._access.store_key(key, group),)
-            )
-        ]
-        asked = store.io.submit(self._budget.timed(lambda: store.backend.lookup(wanted)))
+        asked = store.io.submit(self._budget.timed(lambda: self._leading(group, keys)))
         self._wait([asked])
-        return self._answer(asked, 0) // (len(wanted) // len(keys))
+        return self._answer(asked, 0)
+
+    def lookup_with_states(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
+        """Returns how many leading blocks of group 0 are stored, and the last end with all states.
+
+        The end is the number of the blocks before it, at most as many as are stored. All other
+        groups are states, or parts of them. Blocks for at most ``lookup_timeout_ms``. An answer
+        that is late or failed counts as 0.
+        """
+        if not keys or not self.usable:
+            return 0, 0
+        store = self._access.store
+        asked = store.io.submit(self._budget.timed(lambda: self._find_states(keys)))
+        self._wait([asked])
+        return self._answer(asked, (0, 0))
+
+    async def _find_states(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
+        stored = await self._leading(0, keys)
+        layouts = [one.layout for one in self._access.heads]
+        search = WindowSearch(
+            self._leading,
+            keys[:stored],
+            windows=[layout.window for layout in layouts],
+            states=frozenset(n for n, layout in enumerate(layouts) if layout.kind == "state"),
+            has_states=self._has_states,
+            tokens_per_block=layouts[0].tokens_per_block,
+        )
+        end = await search.step_back(stored * layouts[0].tokens_per_block, 1)
+        return stored, end // layouts[0].tokens_per_block
+
+    async def _has_states(self, key: BlockKey) -> bool:
+        groups = range(1, len(self._access.heads))
+        wanted = [one for group in groups for one in self._store_keys(key, group)]
+        return await self._access.store.backend.lookup(wanted) == len(wanted)
+
+    async def _leading(self, group: int, keys: Sequence[BlockKey], _first: int = 0) -> int:
+        wanted = [one for key in keys for one in self._store_keys(key, group)]
+        found = await self._access.store.backend.lookup(wanted)
+        return found // (len(wanted) // len(keys))
+
+    def _store_keys(self, key: BlockKey, group: int) -> tuple[BlockKey, ...]:
+        if not self.shared:
+            return (self._access.store_key(key, group),)
+        heads = self._access.heads[group]
+        return heads.store_keys(key, group, heads.size)
 
     def _wait(self, asked: Sequence[Reply[Any]]) -> None:
         with self._asking:

@@ -15,7 +15,7 @@ from kvconnect.integrations.core.long_rope import config_of_directory, original_
 from kvconnect.integrations.sglang.server import NOTHING, OTHER_FILES, Server
 from kvconnect.text import shown
 
-__all__ = ["refuse_unserved"]
+__all__ = ["refuse_unserved", "refuse_unserved_states"]
 
 # Ways to load the safetensors files of the model's directory. With every way that is neither here
 # nor among the other files, weights come from elsewhere.
@@ -64,6 +64,28 @@ def refuse_unserved(server: Server, directory: Path, *, is_named: bool) -> None:
             f"context-length={longest}: beyond {original} tokens SGLang turns all of a batch "
             "by the long factors of this model's longrope, so a prompt's pages would depend on "
             f"others in its batch; start SGLang with --context-length {original} or less"
+        )
+
+
+def refuse_unserved_states(server: Server, *, num_stages: int) -> None:
+    """Refuses settings with which recurrent states would be read wrongly.
+
+    Args:
+        server: whose settings count.
+        num_stages: the stages of the pipeline.
+
+    Raises:
+        UnsupportedModel: states are quantised, or the layers of states are not known.
+    """
+    if num_stages > 1:
+        raise UnsupportedModel(
+            f"pp-size={num_stages}: SGLang does not say of which layers a stage's recurrent states "
+            "are; use one stage for models with recurrent layers"
+        )
+    if server.is_set("enable_int8_mamba_checkpoint"):
+        raise UnsupportedModel(
+            "enable-int8-mamba-checkpoint: the scales of recurrent states do not lie with them; "
+            "leave it out"
         )
 
 

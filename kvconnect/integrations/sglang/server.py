@@ -11,8 +11,11 @@ import inspect
 import json
 import sys
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.core.models import directory_of
@@ -38,6 +41,13 @@ _SETTINGS = (
 _KT_SETTINGS = ("kt_method", "kt_num_gpu_experts", "kt_max_deferred_experts_per_token")
 # Settings that name files, whose content changes keys and values.
 _FILES = ("quantization_param_path", "rl_quant_profile", "decrypted_config_file")
+# Settings that change recurrent states, or the order of their elements.
+_STATE_SETTINGS = (
+    *("mamba_backend", "mamba_ssm_dtype", "enable_mamba_cache_stochastic_rounding"),
+    *("mamba_cache_philox_rounds", "linear_attn_backend", "linear_attn_decode_backend"),
+    *("linear_attn_prefill_backend", "linear_attn_verify_backend", "enable_linear_replayssm"),
+    *("linear_replayssm_cache_len", "enable_linear_replayssm_spec"),
+)
 _WEIGHTS = ("model_path", "load_format", "weight_version")
 
 
@@ -130,6 +140,35 @@ class Server:
             if not self.is_set("dtype"):
                 given["compute_dtype"] = pool_independent(config, kv_dtype)
         return {name: _as_text(value) for name, value in given.items() if value not in NOTHING}
+
+    def kv_dtype(self, dtype: torch.dtype) -> str:
+        """Returns the dtype of a host pool's elements: SGLang holds several 8-bit ones as bytes.
+
+        Raises:
+            ConfigurationError: they are bytes, and SGLang does not say of what.
+        """
+        if dtype.is_floating_point:
+            return str(dtype).removeprefix("torch.")
+        given = self.setting("kv_cache_dtype")
+        if given in (None, "auto"):
+            raise ConfigurationError(
+                f"kv-cache-dtype: the host pool holds {dtype}, and SGLang does not say what that "
+                "stands for; use auto or bfloat16"
+            )
+        return str(given)
+
+    def state_kernels(self) -> str:
+        """Returns what the values of recurrent states, and the order of their elements, depend on.
+
+        Kernels of one shape have orders of their own, which SGLang does not describe.
+        """
+        try:
+            release = version("sglang")
+        except PackageNotFoundError:
+            release = "unknown"
+        device = torch.cuda.get_device_capability() if torch.cuda.is_available() else ()
+        build = [release, str(torch.version.cuda), str(torch.version.hip), *device]
+        return _as_text([*build, [self.setting(name) for name in _STATE_SETTINGS]])
 
     def weights(self) -> tuple[str, ...]:
         """Returns the settings that SGLang changes when it replaces the weights."""

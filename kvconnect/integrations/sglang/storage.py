@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from kvconnect.backend import DEFAULT_RETENTION_PRIORITY
@@ -18,15 +17,16 @@ from kvconnect.connector.io.blocking import StoreAccess
 from kvconnect.connector.io.orders import BlockSave
 from kvconnect.digest.doubts import Doubt, note_doubt
 from kvconnect.engine.at_exit import close_at_exit
-from kvconnect.errors import ConfigurationError, UnsupportedModel
+from kvconnect.errors import UnsupportedModel
 from kvconnect.integrations.core.arguments import make_arguments
 from kvconnect.integrations.core.load_choice import LoadChoice, PlannedLoad
 from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.core.models import digest_of_model
 from kvconnect.integrations.core.requests import extra_key_of
 from kvconnect.integrations.sglang.host_pool import HostPool
+from kvconnect.integrations.sglang.host_states import HostStates, has_slots, is_last_state
 from kvconnect.integrations.sglang.page_stats import PageStats
-from kvconnect.integrations.sglang.served import refuse_unserved
+from kvconnect.integrations.sglang.served import refuse_unserved, refuse_unserved_states
 from kvconnect.integrations.sglang.server import Server
 from kvconnect.integrations.sglang.settings import ENGINE, rank_of, storage_settings
 from kvconnect.integrations.sglang.steps import steps
@@ -74,6 +74,7 @@ class KvConnectStorage(_Base):
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         self._settings = storage_settings(storage_config)
         self._rank = rank_of(storage_config)
+        self._num_stages = int(storage_config.pp_size)
         self._is_mla = bool(storage_config.is_mla_model)
         revision = self._settings.own.model_revision
         self._server = Server()
@@ -82,6 +83,7 @@ class KvConnectStorage(_Base):
         self._weights = WeightGuard(self._server, is_named=revision is not None)
         self._digest = digest_of_model(self._directory, revision=revision)
         self._access: StoreAccess | None = None
+        self._states: HostStates | None = None
 
     # ------------------------------------------------------------------ start and end
 
@@ -98,29 +100,41 @@ class KvConnectStorage(_Base):
         self._pool = HostPool.of(mem_pool_host, is_mla=self._is_mla)
         layout = self._pool.layout
         self._stats = PageStats(layout.block_nbytes)
-        heads = 1 if self._is_mla else layout.num_kv_heads * self._rank.tp_size
-        args = make_arguments(
-            self._settings,
-            self._directory,
-            self._digest,
-            [layout],
-            shard=self._rank,
-            num_kv_heads=[heads],
-        )
-        kv_dtype = _kv_dtype(layout.dtype, self._server)
-        variant = {"kv_dtype": kv_dtype, **self._server.variant(self._directory, kv_dtype)}
-        namespace = Namespace(extra_key=extra_key_of(self._settings, variant))
-        whole = whole_layouts([layout], self._rank, [heads])
-        self._root = root_key(args.model_digest, whole, namespace)
-        self._namespace = namespace.encode()
         with ExitStack() as undo:
             undo.callback(tell_metrics(ENGINE, self._settings.own))
-            self._access = StoreAccess(args, [self._pool.planes])
+            self._open()
             self._attached = undo.pop_all()
         self._explored: tuple[str, PlannedLoad] | None = None
         self._choice = steps.choice = self._make_choice(layout.tokens_per_block)
         steps.hook()
         close_at_exit(self)
+
+    def _open(self) -> None:
+        """Opens the store for the registered pools."""
+        layout, states = self._pool.layout, self._states
+        parts = () if states is None else states.parts
+        layouts = [layout, *parts]
+        heads = [1 if self._is_mla else layout.num_kv_heads * self._rank.tp_size]
+        heads += [self._rank.tp_size] * len(parts)
+        args = make_arguments(
+            self._settings,
+            self._directory,
+            self._digest,
+            layouts,
+            shard=self._rank,
+            num_kv_heads=heads,
+        )
+        kv_dtype = self._server.kv_dtype(layout.dtype)
+        variant = {"kv_dtype": kv_dtype, **self._server.variant(self._directory, kv_dtype)}
+        if states is not None:
+            variant["states"] = self._server.state_kernels()
+        namespace = Namespace(extra_key=extra_key_of(self._settings, variant))
+        self._root = root_key(
+            args.model_digest, whole_layouts(layouts, self._rank, heads), namespace
+        )
+        self._namespace = namespace.encode()
+        planes = () if states is None else states.planes
+        self._access = StoreAccess(args, [self._pool.planes, *planes])
 
     def _make_choice(self, tokens_per_page: int) -> LoadChoice:
         server = self._server
@@ -134,22 +148,30 @@ class KvConnectStorage(_Base):
         )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Accepts the pool of keys and values, which is known already; refuses other pools.
+        """Adds the pool of recurrent states to that of keys and values; refuses other pools.
+
+        SGLang calls this after `register_mem_pool_host`, and before the first page is looked up.
+        The store is opened again, since keys of a model with states name their shapes, too.
 
         Raises:
-            UnsupportedModel: the model keeps something else beside keys and values.
+            ConfigurationError: the store cannot be opened.
+            UnsupportedModel: the model keeps something else beside keys and values, or its states
+                are of another form.
         """
-        if str(host_pool_name) == "mamba":
+        name = str(host_pool_name)
+        if name == "kv":
+            return
+        if name != "mamba":
             raise UnsupportedModel(
-                "host pool 'mamba': SGLang moves recurrent states by batch_get_v2 and batch_set_v2 "
-                "alone, which this storage does not have, and without them a page of keys and "
-                "values is of no use; hybrid models are not served"
+                f"host pool '{name}': models that keep more than keys and values of all tokens and "
+                "recurrent states (windows, sparse attention, draft models) are not served"
             )
-        if str(host_pool_name) != "kv":
-            raise UnsupportedModel(
-                f"host pool '{host_pool_name}': models that keep more than keys and values of all "
-                "tokens (hybrid, sparse, draft models) are not served"
-            )
+        refuse_unserved_states(self._server, num_stages=self._num_stages)
+        self._states = HostStates.of(host_pool, self._pool.layout.tokens_per_block)
+        if self._access is not None:
+            self._access.close()
+            self._access = None
+        self._open()
 
     def close(self) -> None:
         """Writes what is staged within ``save_timeout_s``, and closes the store. Idempotent."""
@@ -168,16 +190,20 @@ class KvConnectStorage(_Base):
         A late answer counts as 0.
         """
         found = self._num_stored(keys)
+        return found if self._loads(keys, found, extra_info) else 0
+
+    def _loads(self, keys: Sequence[str], found: int, extra_info: Any) -> bool:
+        """Returns whether `found` leading pages of `keys` are to be loaded."""
         if not found:
-            return 0
+            return False
         size = self._choice.tokens_per_block
         start = len(getattr(extra_info, "prefix_keys", None) or ()) * size
         planned = self._choice.choose(start, start + found * size, start + len(keys) * size + 1)
         if planned is None:
-            return 0
+            return False
         if planned.explores:
             self._explored = (keys[0], planned)
-        return found
+        return True
 
     def _num_stored(self, keys: Sequence[str]) -> int:
         access = self._usable()
@@ -245,6 +271,65 @@ class KvConnectStorage(_Base):
         self._stats.add_save(staged)
         return [number < staged for number in range(len(keys))]
 
+    # ------------------------------------------------------------------ recurrent states
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[Any] | None = None,
+        extra_info: Any = None,
+    ) -> Any:
+        """Returns how many leading pages are to be loaded, with the states at their end.
+
+        Pools that are not registered count as empty. A late answer counts as 0.
+
+        Returns:
+            SGLang's ``PoolTransferResult``. The only prefix that it names as restorable is the
+            longest one at whose end all ranks have stored their states.
+        """
+        made = import_module("sglang.srt.mem_cache.hicache_storage").PoolTransferResult
+        access, transfers = self._usable(), pool_transfers or ()
+        if access is None or self._states is None or not all(map(is_last_state, transfers)):
+            return made(0, {}, [])
+        stored, end = access.lookup_with_states(self._keys(keys))
+        if not self._loads(keys, end, extra_info):
+            return made(0, {}, [])
+        return made(end, {"kv": stored, **{one.name: end for one in transfers}}, [end])
+
+    def batch_get_v2(
+        self, transfers: Sequence[Any], extra_info: Any = None
+    ) -> dict[Any, list[bool]]:
+        """Loads states into their host pool; returns which are there, by the name of the pool.
+
+        The slots of the other states are unchanged.
+        """
+        access, states = self._usable(), self._states
+        found = {one.name: [False] * len(one.keys or ()) for one in transfers}
+        if access is not None and states is not None:
+            for one in filter(has_slots, transfers):
+                found[one.name] = states.load(access, self._keys(one.keys), one.host_indices)
+        return found
+
+    def batch_set_v2(
+        self, transfers: Sequence[Any], extra_info: Any = None
+    ) -> dict[Any, list[bool]]:
+        """Copies states out of their host pool, to be written in the background.
+
+        Blocks for room up to ``save_timeout_s``. Returns which are being saved, by the name of the
+        pool. Every rank saves its part, also of a model whose latent only the first rank saves.
+        """
+        access, states = self._usable(), self._states
+        found = {one.name: [False] * len(one.keys or ()) for one in transfers}
+        if access is not None and states is not None:
+            prefix = getattr(extra_info, "prefix_keys", None) or ()
+            parent = [*self._keys(prefix[-1:]), self._root][0]
+            for one in filter(has_slots, transfers):
+                keys = [parent, *self._keys(one.keys)]
+                found[one.name] = states.save(
+                    access, keys, one.host_indices, namespace=self._namespace
+                )
+        return found
+
     def exists(self, key: str) -> bool:
         """Returns True if the page is stored."""
         return self._num_stored([key]) == 1
@@ -300,20 +385,3 @@ class KvConnectStorage(_Base):
             )
             for one in hashes
         ]
-
-
-def _kv_dtype(dtype: torch.dtype, server: Server) -> str:
-    """Returns the dtype of the pool's elements: SGLang holds several 8-bit ones as bytes.
-
-    Raises:
-        ConfigurationError: they are bytes, and SGLang does not say of what.
-    """
-    if dtype.is_floating_point:
-        return str(dtype).removeprefix("torch.")
-    given = server.setting("kv_cache_dtype")
-    if given in (None, "auto"):
-        raise ConfigurationError(
-            f"kv-cache-dtype: the host pool holds {dtype}, and SGLang does not say what that "
-            "stands for; use auto or bfloat16"
-        )
-    return str(given)

@@ -10,15 +10,17 @@ import torch
 from sglang.srt.mem_cache.device_pool_info import (
     KVBufferLayout,
     KVBuffers,
+    MambaStateBufferInfo,
     MHABufferInfo,
     MLABufferInfo,
 )
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
 
-from sglang_pools import DIM, HEADS, LATENT, LAYERS, PAGE, PAGES
+from sglang_pools import DIM, HEADS, LATENT, LAYERS, PAGE, PAGES, SLOTS, STATE_LAYERS
 
 CPU = torch.device("cpu")
 
@@ -74,4 +76,29 @@ def host_pool(layout: str, *, is_mla: bool = False, heads: int = HEADS, pages: i
         pool = MHATokenToKVPoolHost(info, **sizes)
     pool.is_mla = is_mla
     assert pool.page_num == pages
+    return pool
+
+
+def state_pool(
+    layout: str = "page_first",
+    *,
+    temporal: tuple[int, ...] = (2, 8, 8),
+    conv: tuple[tuple[int, ...], ...] = ((24, 3),),
+    side: tuple[int, ...] | None = None,
+) -> Any:
+    """One of `SLOTS` states; `side` is the shape of what a slot has beside its layers."""
+    slots = SLOTS - 1  # one more is added
+
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(STATE_LAYERS, slots, *shape, dtype=dtype)
+
+    info = MambaStateBufferInfo(
+        temporal=zeros(temporal, torch.float32),
+        conv=tuple(zeros(one, torch.bfloat16) for one in conv),
+        extra_checkpoint_buffers=() if side is None else (torch.zeros(slots, *side),),
+    )
+    pool = MambaPoolHost(
+        info, 1.0, 0, device_capacity=slots, pin_memory=False, device="cpu", layout=layout
+    )
+    assert pool.page_num == SLOTS
     return pool

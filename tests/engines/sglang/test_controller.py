@@ -14,13 +14,13 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is not installed here: make test-engines")
 
+from device_pools import Allocator, MhaDevicePool, MlaDevicePool
 from faulty_store import STORES
 from real_pools import host_pool
 from sglang.srt.managers.cache_controller import HiCacheController, PrefetchOperation
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
-from sglang_pools import LAYERS, PAGE, page_content
+from sglang_pools import PAGE, page_content
 
 from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS
@@ -31,30 +31,6 @@ PROMPT = list(range(1, 10 * PAGE + 1))
 LIMITS = {"lookup_timeout_ms": 500, "load_timeout_s": 0.5, "save_timeout_s": 0.5}
 POOLS = [(False, "page_head"), (True, "layer_first")]
 """Whether a pool holds latents, and its layout."""
-
-
-class MhaDevicePool:
-    """What the controller reads of the pool on the device, which nothing is moved from here."""
-
-    device, layer_num = "cpu", LAYERS
-
-    def register_layer_transfer_counter(self, counter: Any) -> None:
-        """Nothing waits for layers."""
-
-
-class MlaDevicePool(MhaDevicePool, MLATokenToKVPool):
-    """SGLang asks whether it is one of its own class."""
-
-    def __init__(self) -> None:
-        """Without memory."""
-
-
-class Allocator:
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-
-    def get_kvcache(self) -> Any:
-        return self._pool
 
 
 class Server:
