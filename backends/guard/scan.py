@@ -12,7 +12,9 @@ from kvconnect.errors import RetryLater
 
 __all__ = ["scanned"]
 
-# A call of its own for each entry costs more than the entry.
+# A call of its own for each entry costs more than the entry. A reader of a few entries does not
+# wait for many: each step has twice as many as the one before.
+_FIRST_ENTRIES = 4
 _MOST_ENTRIES = 256
 _STEP_S = 0.02
 
@@ -31,12 +33,13 @@ async def scanned(
     loop = asyncio.get_running_loop()
     taken: list[StoredEntry] = []
     failure: RetryLater | None = None
+    most = _FIRST_ENTRIES
 
     async def step(_: Call) -> bool:
         end = loop.time() + _STEP_S
         while (entry := await anext(listing, None)) is not None:
             taken.append(checked_entry(entry, name))
-            if len(taken) == _MOST_ENTRIES or loop.time() >= end:
+            if len(taken) == most or loop.time() >= end:
                 return True
         return False
 
@@ -47,6 +50,7 @@ async def scanned(
         except RetryLater as error:
             more, failure = False, error
         found, taken = taken, []
+        most = min(2 * most, _MOST_ENTRIES)
         for entry in found:
             yield entry
     if failure is not None:

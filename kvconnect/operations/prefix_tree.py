@@ -153,7 +153,9 @@ class PrefixTree:
         self._space_of = np.concatenate([np.arange(num_spaces), space]).astype(np.int32)
         self._children = np.lexsort((-self._columns["bytes"][num_spaces:], above)) + num_spaces
         self._child_starts = np.searchsorted(np.sort(above), np.arange(num_spaces + len(heads) + 1))
-        self._first = np.argsort(-self._columns["bytes"][:num_spaces], kind="stable")
+        first = np.argsort(-self._columns["bytes"][:num_spaces], kind="stable")
+        # A space has no block if each of its keys was added in another one before.
+        self._first = first[self._columns["blocks"][first] > 0]
 
     def __len__(self) -> int:
         """The number of nodes."""

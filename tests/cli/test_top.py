@@ -285,7 +285,7 @@ def test_in_a_terminal_it_looks_again_and_again_until_ctrl_c(server):
 
         read_until(b"since its start")
         seen = b""
-        read_until(b"last 0 s")
+        read_until(b"last ")
         count("engine.request", prompt_tokens=123_456_789)
         read_until(b"123,45")
         process.send_signal(2)

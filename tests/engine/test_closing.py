@@ -67,7 +67,10 @@ def check_close(open_llm, llama, method: str) -> None:
     """Close an engine whose store blocks in `method`: what runs has ended, soon."""
     backend = Blocking(method)
     config = KvCacheConnectorConfig(
-        backend=backend, save_timeout_s=SAVE_TIMEOUT_S, lookup_timeout_ms=60_000
+        backend=backend,
+        save_timeout_s=SAVE_TIMEOUT_S,
+        lookup_timeout_ms=60_000,
+        overlap_loads=False,
     )
     prompt = list(range(1, 60))
     llm = open_llm(llama, connector=config, max_tokens=80)

@@ -114,10 +114,10 @@ def test_what_waits_holds_no_blocks(open_llm, llama):
     at_once(llm, 2)
     forward = llm._engine._forward
 
-    def look(plan):
+    def look(*step):
         holds = llm._engine._kv.blocks.holds
         held.extend((one.state, holds(one.request_id)) for one in llm._engine._scheduler.waiting)
-        return forward(plan)
+        return forward(*step)
 
     llm._engine._forward = look
     llm.generate([FIRST, SECOND], THREE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvconnect.backend import StoredEntry
@@ -247,6 +247,7 @@ def as_numbers(tree, node):
 
 
 @given(stores())
+@example([entry(1, namespace=b"a"), entry(1, namespace=b"b")])
 def test_any_store_has_the_rows_that_following_parents_finds(entries):
     tree = tree_of(*entries)
     assert as_numbers(tree, None) == naive(entries)

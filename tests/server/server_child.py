@@ -104,10 +104,10 @@ def serve_until_it_fails(output: Path, arguments: list[str]) -> None:
 
     forward = Engine._forward
 
-    def failing(engine, plan):
+    def failing(engine, plan, *more):
         if any(one.is_prompt and one.end == 77 for one in plan):
             raise RuntimeError("a secret of this machine")
-        return forward(engine, plan)
+        return forward(engine, plan, *more)
 
     Engine._forward = failing
     serve(output, arguments)

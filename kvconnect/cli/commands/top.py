@@ -16,7 +16,6 @@ from kvconnect.cli.command import add_duration, add_json
 from kvconnect.cli.options.http_options import API_KEY, add_api_key
 from kvconnect.errors import BackendUnavailable, ConfigurationError, MissingExtra, RetryLater
 from kvconnect.operations.overview import store_overview
-from kvconnect.operations.remote import server_overview
 from kvconnect.prometheus.overview import Overview
 from kvconnect.redaction import without_passwords
 
@@ -116,6 +115,8 @@ def _print_json(arguments: argparse.Namespace, key: str | None) -> None:
 
 def _look(url: str, api_key: str | None) -> Overview:
     if _is_server(url):
+        from kvconnect.operations.remote import server_overview  # imports torch
+
         return server_overview(url, api_key=api_key)
     return run_to_end(store_overview(url))
 
