@@ -77,12 +77,17 @@ class S3Children:
         await _ended([self._add(parent, children) for parent, children in listed.items()])
 
     async def unlist(self, members: Iterable[Member]) -> None:
-        """Removes `members` from the lists; logs a warning on failure."""
+        """Removes `members` from the lists.
+
+        Raises:
+            BackendUnavailable: a list could not be changed; others may be.
+        """
         listed: defaultdict[BlockKey | None, set[BlockKey]] = defaultdict(set)
         for one in members:
             if one.metadata.tokens is not None:
                 listed[one.metadata.parent].add(one.key)
-        await _ended([self._discard(parent, keys) for parent, keys in listed.items()])
+        changes = [self._discard(parent, keys) for parent, keys in listed.items()]
+        results_of(await settled([asyncio.ensure_future(change) for change in changes]))
 
     async def _add(self, parent: BlockKey | None, new: Sequence[Child]) -> None:
         keys = {child.key for child in new}
@@ -129,7 +134,7 @@ class S3Children:
         for attempt in range(_TRIES):
             old, etag = self._read(parent)
             new = reduce(lambda children, change: change(children), changes, old)
-            if new is old:
+            if new is old and (old or not etag):  # a damaged list is removed: it may have tokens
                 return
             if not new:
                 # The object's name has the parent's key. A block that is listed meanwhile is lost
@@ -141,7 +146,7 @@ class S3Children:
                 return
             except Conflict:
                 time.sleep(random.uniform(0, _PAUSE_S * 2**attempt))
-        warn_once("s3.children", f"{self._bucket.settings}: too many writers of one list of tails")
+        raise BackendUnavailable(f"{self._bucket.settings}: others keep changing a list of tails")
 
     def _read(self, parent: BlockKey | None) -> tuple[list[Child], str]:
         fetched = self._bucket.fetch(self._name(parent), _MOST_NBYTES)

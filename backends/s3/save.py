@@ -170,12 +170,14 @@ class S3Writer:
                 for key, entry in zip(unique, entries, strict=True)
                 if isinstance(entry, Found) or entry.etag
             ]
+            found = [entry for entry in entries if isinstance(entry, Found)]
+            # Before the blocks: the tokens in the lists are found by the records of the blocks.
+            await self._children.unlist(one.member for one in found)
             removals = [
                 partial(self._bucket.remove, self._bucket.settings.name("k", key.hex()))
                 for key in there
             ]
             results_of(await self._lane.run_all(removals))
-            found = [entry for entry in entries if isinstance(entry, Found)]
             records = {one.record.payload: one.record for one in found}
             await self._shrink(
                 {payload: record for payload, record in records.items() if payload is not None},
@@ -183,7 +185,6 @@ class S3Writer:
             )
         finally:
             self._finder.gone(unique)
-        await self._children.unlist(one.member for one in found)
 
     async def _shrink(self, records: Mapping[str, Record], gone: Collection[BlockKey]) -> None:
         """Removes `gone` from the records of each payload; removes payloads that no block needs."""

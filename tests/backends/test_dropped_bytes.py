@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 import boto3
 import pytest
@@ -12,6 +13,8 @@ from s3_server import BUCKET, moto_server
 from stored_blocks import entries, fill, prompt_chain
 
 from kvconnect import PromptStore
+from kvconnect.backends.s3.children import S3Children
+from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import Namespace
 
 Contents = Callable[[], bytes]
@@ -24,11 +27,11 @@ def in_redis(server) -> bytes:
         return b"".join(name + (client.dump(name) or b"") for name in client.scan_iter())
 
 
-def in_bucket(endpoint: str) -> bytes:
-    """All that the bucket holds: each object's name and body."""
+def in_bucket(endpoint: str, prefix: str) -> bytes:
+    """All below `prefix`: each object's name and body. All of moto's servers share one bucket."""
     client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
     found = b""
-    for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET):
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix):
         for one in page.get("Contents", ()):
             body = client.get_object(Bucket=BUCKET, Key=one["Key"])["Body"].read()
             found += one["Key"].encode() + body
@@ -47,7 +50,9 @@ def store(request, tmp_path) -> tuple[str, list[Contents]]:
     if request.param == "s3":
         request.getfixturevalue("s3_credentials")
         endpoint = request.getfixturevalue("endpoint")
-        return f"s3://{BUCKET}/kv?endpoint_url={endpoint}", [lambda: in_bucket(endpoint)]
+        prefix = uuid4().hex
+        url = f"s3://{BUCKET}/{prefix}?endpoint_url={endpoint}"
+        return url, [lambda: in_bucket(endpoint, prefix)]
     server = request.getfixturevalue("own_redis")
     if request.param == "redis":
         return server.url, [lambda: in_redis(server)]
@@ -86,3 +91,30 @@ def test_drop_of_a_tenant_leaves_no_byte_of_it_on_any_medium(store):
         assert not any(one.key in contents for one in mine)
         assert left_of(yours, contents) == len(yours)
     assert entries(url).keys() == {one.key for one in yours}
+
+
+@pytest.mark.parametrize("fault", ["fails", "damaged"])
+def test_lists_on_s3_that_cannot_be_changed_keep_no_token(endpoint, monkeypatch, fault):
+    """A drop that fails at a list of continuations can be repeated, and damage does not hide it."""
+    prefix = uuid4().hex
+    url = f"s3://{BUCKET}/{prefix}?endpoint_url={endpoint}"
+    mine = prompt_chain(range(1000, 1022), namespace=Namespace("mine"))
+    fill(url, mine)
+    if fault == "fails":
+        with monkeypatch.context() as patch:
+            patch.setattr(S3Children, "_rewrite", unavailable)
+            with pytest.raises(BackendUnavailable):
+                PromptStore(url).drop(salt="mine")
+    else:
+        client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix):
+            for name in (one["Key"] for one in page["Contents"] if "/c/" in one["Key"]):
+                body = client.get_object(Bucket=BUCKET, Key=name)["Body"].read()
+                client.put_object(Bucket=BUCKET, Key=name, Body=b"\0" + body[1:])
+        client.close()
+    PromptStore(url).drop(salt="mine")
+    assert b"/c/" not in in_bucket(endpoint, prefix)  # the lists, which have tokens
+
+
+def unavailable(*_given) -> None:
+    raise BackendUnavailable("planted")
