@@ -93,7 +93,9 @@ def by_own_engine(
         str(model),
         dtype="float32",
         kv_cache=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=4096),
-        connector=KvCacheConnectorConfig(url=url, namespace=namespace, lookup_timeout_ms=60_000),
+        connector=KvCacheConnectorConfig(
+            url=url, namespace=namespace, lookup_timeout_ms=60_000, overlap_loads=False
+        ),
         model_revision=revision,
     ) as llm:
         params = SamplingParams(
