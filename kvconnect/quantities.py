@@ -18,6 +18,7 @@ _SIZE_UNITS = {
     **{f"{letter}b": 1000 ** (index + 1) for index, letter in enumerate("kmgtp")},
 }
 _TIME_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_TOO_LARGE = float(1 << 63)
 _LONGEST_S = 36500 * 86400.0
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
@@ -26,14 +27,17 @@ def parse_size(text: str, *, field: str = "size") -> int:
     """Returns the bytes of ``200GiB``, ``1.5TB``, ``64M`` (binary, like ``64MiB``) or ``4096``.
 
     Raises:
-        ConfigurationError: names `field`, the text and what is right; also for less than 1 byte.
+        ConfigurationError: names `field`, the text and what is right; also for less than 1 byte
+            and for 2^63 bytes or more.
     """
-    value = int(_quantity(text, _SIZE_UNITS, field, "a size such as 512MiB or 200GiB"))
+    value = _quantity(text, _SIZE_UNITS, field, "a size such as 512MiB or 200GiB")
     if value < 1:
         raise ConfigurationError(
             f"{field}={text_without_passwords(text)}: must be at least one byte"
         )
-    return value
+    if value >= _TOO_LARGE:  # infinite for hundreds of digits
+        raise ConfigurationError(f"{field}={text_without_passwords(text)}: must be below 8192PiB")
+    return int(value)
 
 
 def parse_duration(text: str, *, field: str = "duration", zero: bool = False) -> float:

@@ -35,7 +35,10 @@ class TierSize:
             return cls(text, num_bytes=0)
         match = _TOKENS.fullmatch(text)
         if match is not None:
-            return cls(text, num_tokens=int(float(match[1]) * _DECIMAL[match[2].lower()]))
+            tokens = float(match[1]) * _DECIMAL[match[2].lower()]
+            if tokens >= 1 << 63:  # infinite for hundreds of digits
+                raise ConfigurationError(f"{field}={text[:64]}: must be below 2^63 tokens")
+            return cls(text, num_tokens=int(tokens))
         if text.isdigit():
             raise ConfigurationError(
                 f"{field}={text}: of what? Write {text}tokens, or bytes as in 16GiB"

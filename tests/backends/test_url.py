@@ -34,9 +34,14 @@ def test_size(text, nbytes):
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "0", "0.1B", "5 apples", "1GiB2"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "GiB", "-1", "1e9", "0", "0.1B", "5 apples", "1GiB2"] + ["8192PiB", "9" * 400],
+)
 def test_bad_size_names_field_value_and_remedy(text):
-    with pytest.raises(ConfigurationError, match=r"^capacity=.*(a size such as|at least one byte)"):
+    with pytest.raises(
+        ConfigurationError, match=r"^capacity=.*(a size such as|at least one byte|below 8192PiB)"
+    ):
         parse_size(text, field="capacity")
 
 

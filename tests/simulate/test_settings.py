@@ -35,6 +35,7 @@ def test_sizes_are_whole_blocks(text, blocks):
     ("text", "complaint"),
     [
         ("500", "--host=500: of what"),
+        ("9" * 400 + "tokens", r"must be below 2\^63 tokens"),
         ("5 apples", "--host=5 apples: a size such as"),
         ("-1GiB", "--host=-1GiB: a size such as"),
         ("", "--host=: a size such as"),
