@@ -59,7 +59,7 @@ def wait_for_saves(llm: LLM) -> None:
 def test_a_request_is_a_span_with_its_phases(
     open_llm: Callable[..., LLM], llama: Path, store: LateStore, memory: InMemorySpanExporter
 ):
-    config = KvCacheConnectorConfig(backend=store, lookup_timeout_ms=60_000)
+    config = KvCacheConnectorConfig(backend=store, lookup_timeout_ms=60_000, overlap_loads=False)
     llm = open_llm(llama, connector=config)
     llm.generate([PROMPT], FOUR, cache_salt="secret salt")
     wait_for_saves(llm)
