@@ -3,7 +3,7 @@
 A block is stored once for every share of the KV heads, and its store key says which share of how
 many. With tensor parallelism up to the number of KV heads each rank has a share of its own. Several
 ranks hold the same heads beyond that, for a latent (MLA), and in models whose attention is not
-divided; these heads are stored once.
+divided; these heads are stored once. So are recurrent states that every rank has whole.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class StoredHeads:
     Attributes:
         layout: the layout of the rank's own blocks.
         shard: the rank.
-        num_kv_heads: of each layer of the whole model. Of recurrent states, the number of ranks:
-            each rank stores its part, as it has it, for the same number of ranks.
+        num_kv_heads: of each layer of the whole model. Of recurrent states it is 1 if every rank
+            has all of them, which are stored once. Otherwise it is the number of ranks: each stores
+            its part, as it has it, for the same number of ranks.
     """
 
     layout: KvCacheLayout
@@ -56,10 +57,11 @@ class StoredHeads:
     num_kv_heads: int
 
     def __post_init__(self) -> None:
-        if self.layout.kind == "state" and self.num_kv_heads != self.shard.tp_size:
+        if self.layout.kind == "state" and self.num_kv_heads not in {1, self.shard.tp_size}:
             raise ConfigurationError(
                 f"num_kv_heads: {self.num_kv_heads} of recurrent states; with tensor_parallel_size="
-                f"{self.shard.tp_size} they have one part for each rank"
+                f"{self.shard.tp_size} they are whole on every rank (1), or have one part for each "
+                "rank"
             )
         heads, tp, size = self.num_kv_heads, self.shard.tp_size, self.size
         if heads < 1 or heads % size or tp % size:
@@ -246,5 +248,9 @@ def dividing_rank(heads: Sequence[StoredHeads]) -> tuple[int, int]:
 
 
 def _total(layout: KvCacheLayout, shard: Shard) -> int:
-    # That ranks have parts of recurrent states has to be said.
+    if layout.kind == "state" and shard.tp_size > 1:
+        raise ConfigurationError(
+            f"num_kv_heads: missing; with tensor_parallel_size={shard.tp_size} it says whether "
+            "recurrent states are whole on every rank (1), or have one part for each rank"
+        )
     return layout.num_kv_heads * shard.tp_size if layout.kind == "kv" else 1

@@ -246,7 +246,13 @@ class KVCacheManager(BaseKVCacheManager):
         return self.blocks.state_restore(request.request_id, computed)
 
     def state_snapshot(self, request: LlmRequest, position: int) -> int | None:
-        """Returns the block for the states at `position`; see `BaseKVCacheManager`."""
+        """Returns the block for the states at `position`; see `BaseKVCacheManager`.
+
+        A request that generates nothing ends before its last token is committed. There is no
+        snapshot behind that token then, and the request keeps the one before.
+        """
+        if request.sampling_params.max_tokens == 0 and position >= request.prompt_len:
+            return None
         with self._copier.together():
             return self.blocks.state_snapshot(request.request_id, position)
 
@@ -261,7 +267,7 @@ class KVCacheManager(BaseKVCacheManager):
 
         If pools exchange memory, each of them is a view of the whole arena.
         """
-        return self._memory.pools[group]
+        return self._memory.pool_tensor(group)
 
     def detach(self, request: LlmRequest, first_block: int) -> PinnedBlocks:
         """Detaches the blocks from `first_block` on from `request`, which gets fresh ones.

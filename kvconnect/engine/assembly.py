@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.config import KvCacheConfig
 from kvconnect.connector.data import LlmArgs
@@ -20,8 +18,8 @@ from kvconnect.engine.engine import Engine
 from kvconnect.engine.explainer import Explainer
 from kvconnect.engine.inbox import Inbox
 from kvconnect.engine.model.model import Model, check_sharing
-from kvconnect.engine.model.pool_groups import CacheGeometry, state_layers
-from kvconnect.engine.model.states import StateKey, StateSlots
+from kvconnect.engine.model.pool_groups import CacheGeometry
+from kvconnect.engine.model.state_memory import StateMemory
 from kvconnect.engine.options import EngineOptions
 from kvconnect.engine.ranks.leader import Leader, start_followers
 from kvconnect.engine.ranks.settings import RankSettings, rank_device
@@ -90,8 +88,8 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
     model, config, manager = loaded.model, options.cache_config, options.cache_factory
     _check_dtype(config, model)
     window_pools = getattr(manager, "supports_window_pools", False)
-    states = getattr(manager, "supports_states", False)
-    geometry = CacheGeometry.of(model, config, window_pools=window_pools, states=states)
+    keeps_states = getattr(manager, "supports_states", False)
+    geometry = CacheGeometry.of(model, config, window_pools=window_pools, states=keeps_states)
     if leader is not None:
         config, manager = leader.meet(loaded), leader.cache_factory
     kv = manager(config, geometry.layouts, model.device)
@@ -118,9 +116,13 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
     )
     inbox: Inbox[Any] = Inbox()
     args = _connector_args(options, config, geometry, digest)
-    attachment = _attached(args, kv, inbox.ring, leader)
+    attachment = _attached(args, kv, inbox.ring, leader, options.max_batch_size)
     explainer = Explainer(kv, options.connector_config, reuses=config.enable_block_reuse)
-    states = _states(model, kv, options)
+    memory = StateMemory.of(
+        model, options.max_batch_size, kv.get_states if kv.supports_states else None
+    )
+    log = None if leader is None else leader.log_restore
+    states = None if memory is None else StateSnapshots(memory, kv, log)
     engine = Engine(
         model, kv, attachment, scheduler, layers, leader, states=states, explainer=explainer
     )
@@ -145,19 +147,6 @@ def _with_states(options: EngineOptions) -> EngineOptions:
         _log.warning("No recurrent states are kept: the connector is not attached")
     config = options.cache_config.model_copy(update={"enable_block_reuse": False})
     return replace(options, kv_cache=config, connector=None)
-
-
-def _states(model: Model, kv: BaseKVCacheManager, options: EngineOptions) -> StateSnapshots | None:
-    """Returns the states of running sequences; ``None``: the model has no recurrent layers."""
-    if not model.states:
-        return None
-    blocks: dict[StateKey, Tensor] = {}
-    if kv.supports_states:
-        numbers = state_layers(model)
-        keys = [one.key for one in model.states]
-        blocks = {key: kv.get_states(numbers[key.layer_idx])[key.name] for key in keys}
-    slots = StateSlots(model.states, options.max_batch_size, model.device)
-    return StateSnapshots(slots, kv, blocks)
 
 
 def _leader(options: EngineOptions) -> Leader | None:
@@ -201,11 +190,12 @@ def _attached(
     kv: BaseKVCacheManager,
     wakeup: Callable[[], None],
     leader: Leader | None,
+    max_batch_size: int,
 ) -> Attachment:
     """Attaches the connector of `args`, on every rank."""
     if leader is None:
         return NoConnector() if args is None else KvCacheConnectorManager(args, kv, wakeup=wakeup)
-    leader.set_up(kv)
+    leader.set_up(kv, max_batch_size)
     ranks = leader.group.communicator
     connector: Attachment = (
         NoConnector(ranks)

@@ -22,7 +22,7 @@ from kvconnect.engine.model.sequence_step import (
     planned,
     sampled_rows,
 )
-from kvconnect.engine.model.states import StateSlots
+from kvconnect.engine.model.state_memory import StateWork
 from kvconnect.engine.ranks.leader import Leader, NoFollowers
 from kvconnect.engine.request.live_request import LiveRequest, TokenRun
 from kvconnect.engine.request.logprobs import top_tokens
@@ -99,11 +99,11 @@ class Engine:
         self._explainer.admitted(batch)
         failed = self._live.end_failed(batch)
         plan = self._plan(batch.requests)
-        slots = self._begin_states(plan)
+        states = self._begin_states(plan)
         # connect: send the step to the other ranks and the connector, start its loads
         scheduled = bool(batch.requests or batch.loading_requests)
         if scheduled:
-            self._connector.begin_step(batch, self._followers.work(plan))
+            self._connector.begin_step(batch, self._followers.work(plan, states))
         elif self._connector.expects_news():
             self._connector.begin_idle_step(self._followers.work(()))
         else:
@@ -112,7 +112,7 @@ class Engine:
             return failed or self._unblock()
         # forward: each layer waits for its loads, writes K/V, attends, and is saved
         started = time.perf_counter()
-        logits = self._forward(plan, slots)
+        logits = self._forward(plan)
         # agree: a request whose load failed gets no token from this step
         failed_loads = self._connector.agree() if scheduled else {}
         self._score_prompts(plan, logits)
@@ -218,18 +218,19 @@ class Engine:
 
     # ------------------------------------------------------------------ forward
 
-    def _begin_states(self, plan: tuple[SequenceStep, ...]) -> StateSlots | None:
-        """Returns the slots with the recurrent states before `plan`; ``None``: there are none."""
+    def _begin_states(self, plan: tuple[SequenceStep, ...]) -> StateWork | None:
+        """Prepares the recurrent states before `plan`; returns the work of other ranks, if any."""
         if self._states is None or not plan:
             return None
         requests = [self._live[one.request_id].request for one in plan]
         return self._states.begin(plan, requests, self._scheduler.running)
 
-    def _forward(self, plan: tuple[SequenceStep, ...], slots: StateSlots | None) -> Tensor | None:
+    def _forward(self, plan: tuple[SequenceStep, ...]) -> Tensor | None:
         """Returns logits after each sequence's last ``num_wanted`` tokens, ``[rows, vocab]``."""
         if not plan:
             return None
         device = self._model.device
+        slots = None if self._states is None else self._states.slots
         step = ForwardStep(plan, self._layers, self._connector, device=device, slots=slots)
         logits = self._model.forward(step)
         if self._states is not None:

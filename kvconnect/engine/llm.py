@@ -124,8 +124,8 @@ class LLM(Generation):
         """Returns the store keys of a prompt's blocks, and how many tokens each has; never blocks.
 
         They are those of pool group 0 and of the first rank, in order. The last block may hold
-        fewer tokens than ``tokens_per_block``. The prompt's last token is in no block, because it
-        is always computed.
+        fewer tokens than ``tokens_per_block``, unless the model has recurrent layers. The prompt's
+        last token is in no block, because it is always computed.
 
         Raises:
             ConfigurationError: the prompt is wrong, or longer than model or cache allow.
@@ -137,7 +137,8 @@ class LLM(Generation):
         chain, size = request.key_chain, self.layout.tokens_per_block
         keys = dict.fromkeys(chain.keys(), size)
         start, end = len(keys) * size, len(chain.tokens) - 1
-        if start < end:
+        has_tail = start < end and all(one.kind != "state" for one in self.layouts)
+        if has_tail:
             parent = next(reversed(keys), chain.root)
             keys[chain_key(parent, as_token_array(chain.tokens[start:end]))] = end - start
         return {store_key(key, 0, self._own): num for key, num in keys.items()}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from torch import Tensor
+from collections.abc import Callable, Sequence
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.engine.model.sequence_step import SequenceStep
-from kvconnect.engine.model.states import StateKey, StateSlots
+from kvconnect.engine.model.state_memory import Snapshot, StateMemory, StateRestore, StateWork
 from kvconnect.request import LlmRequest
 
 __all__ = ["StateSnapshots", "snapshot_end"]
@@ -38,35 +36,40 @@ def snapshot_end(
 
 
 class StateSnapshots:
-    """The states of running sequences, and their snapshots at the ends of blocks.
+    """Decides which states are restored and which snapshots are taken, at the ends of blocks.
 
     A request that reuses a prefix starts from the snapshot at its end. A cache manager without
     snapshots reuses no prefix.
 
     Args:
-        slots: the slots of the running sequences.
+        memory: the states of running sequences, and the memory of snapshots.
         kv: the cache manager, which allocates the blocks of the snapshots.
-        blocks: the memory of all snapshots by state, ``[blocks, *shape]``; empty without them.
+        restored: receives each copy of a snapshot to a slot right after it was made, in order with
+            the copies of `kv`; other ranks make the same copies.
 
     Attributes:
         slots: the slots of the running sequences.
     """
 
     def __init__(
-        self, slots: StateSlots, kv: BaseKVCacheManager, blocks: Mapping[StateKey, Tensor]
+        self,
+        memory: StateMemory,
+        kv: BaseKVCacheManager,
+        restored: Callable[[StateRestore], object] | None = None,
     ) -> None:
-        self.slots = slots
+        self.slots = memory.slots
+        self._memory = memory
         self._kv = kv
-        self._blocks = blocks
-        self._due: list[tuple[int, int]] = []  # requests and the blocks of their snapshots
+        self._restored = restored
+        self._snapshots: tuple[Snapshot, ...] = ()
 
     def begin(
         self,
         plan: Sequence[SequenceStep],
         requests: Sequence[LlmRequest],
         running: Sequence[LlmRequest],
-    ) -> StateSlots:
-        """Returns the slots with the states before the tokens of `plan`.
+    ) -> StateWork:
+        """Fills the slots with the states before the tokens of `plan`.
 
         Allocates the blocks of the snapshots that are due after these tokens, so that a connector
         can order their saves in this step.
@@ -75,26 +78,32 @@ class StateSnapshots:
             plan: the tokens that are computed next.
             requests: the requests of `plan`, in its order.
             running: all running requests; the slots of others are freed.
+
+        Returns:
+            The work that other ranks have beside the copies that `restored` received.
         """
-        self.slots.keep({one.request_id for one in running})
+        ids = tuple(one.request_id for one in running)
+        self.slots.keep(ids)
         for one, request in zip(plan, requests, strict=True):
             if not one.start or self.slots.holds(one.request_id, one.start):
                 continue
             if (block := self._kv.state_restore(request, one.start)) is not None:
-                self.slots.restore(one.request_id, one.start, self._snapshot(block))
+                self._restore(StateRestore(one.request_id, one.start, block))
         # All states were copied from their blocks, which these calls may reclaim.
-        self._due = []
+        due = []
         for one, request in zip(plan, requests, strict=True):
             if self._kv.next_state_end(request, one.end - 1) != one.end:
                 continue
             if (block := self._kv.state_snapshot(request, one.end)) is not None:
-                self._due.append((one.request_id, block))
-        return self.slots
+                due.append(Snapshot(one.request_id, block))
+        self._snapshots = tuple(due)
+        return StateWork(ids, self._snapshots)
 
     def end(self) -> None:
         """Takes the snapshots that are due after the tokens of the last plan."""
-        for request_id, block in self._due:
-            self.slots.copy_to(request_id, self._snapshot(block))
+        self._memory.take(self._snapshots)
 
-    def _snapshot(self, block: int) -> dict[StateKey, Tensor]:
-        return {key: states[block] for key, states in self._blocks.items()}
+    def _restore(self, one: StateRestore) -> None:
+        self._memory.restore(one)
+        if self._restored is not None:
+            self._restored(one)

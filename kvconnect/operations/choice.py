@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TypeAlias
 
 import numpy as np
@@ -69,7 +70,8 @@ async def choose(stores: Mapping[str, Backend], wanted: Wanted, read: ReadTokens
     """Lists all blocks of `stores`, the parts of one store, and returns the wanted ones.
 
     A prompt's blocks are found by their tokens, so under every cache geometry and on every rank.
-    Takes some 100 bytes of memory per block, and some 300 bytes per block that may be wanted.
+    Takes some 100 bytes of memory per block (200 if `wanted.continued`), and some 300 bytes per
+    block that may be wanted.
 
     Raises:
         BackendUnavailable: a store fails.
@@ -101,12 +103,19 @@ class _Finder:
         for key in self._named:
             self._digits.setdefault(key[:FEWEST_DIGITS], []).append(key)
         self._unknown: set[int] = set()
+        self._read = read
+        self._contents: dict[BlockKey, bytes] = {}  # and the next only if `wanted.continued`
+        self._apart: list[BlockKey] = []
 
     def add(self, entry: StoredEntry) -> None:
         short = _short(entry.key)
         selection = self._wanted.selection
         if self._related or (self._all and selection.fits(entry)):
             self._parents[entry.key] = entry.parent
+        if self._wanted.continued and (tokens := self._read(entry)) is not None:
+            self._contents[entry.key] = _content(entry, tokens)
+            if entry.group:
+                self._apart.append(entry.key)
         for digits in self._digits.get(entry.key.hex()[:FEWEST_DIGITS], ()):
             if entry.key.hex().startswith(digits):
                 self._named[digits].add(entry.key)
@@ -142,6 +151,8 @@ class _Finder:
             found |= self._before(found)
         if self._wanted.continued:
             found |= self._after(found)
+            alike = self._alike(found)
+            found |= alike | self._after(alike)
         chosen.keys = _parents_first(found)
         return chosen
 
@@ -164,6 +175,19 @@ class _Finder:
                 after[child] = self._parents[child]
                 frontier.append(child)
         return after
+
+    def _alike(self, found: Iterable[BlockKey]) -> dict[BlockKey, BlockKey | None]:
+        """Returns the blocks of `_apart` with the tokens of a block in `found`.
+
+        They are blocks of windows and states: the block before them is often not stored, so that
+        they cannot be found by their parents.
+        """
+        contents = {self._contents.get(key) for key in found}
+        return {
+            key: self._parents[key]
+            for key in self._apart
+            if self._parents[key] not in self._parents and self._contents[key] in contents
+        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,6 +271,14 @@ def _pairs(tokens: TokenArray) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Returns each pair of neighbouring tokens as one integer."""
     wide = tokens.astype(np.int64)
     return (wide[:-1] << 32) | wide[1:]
+
+
+def _content(entry: StoredEntry, tokens: TokenArray) -> bytes:
+    """Returns a digest of the tokens of a block and of the model and tenant that they belong to."""
+    digest = blake2b(digest_size=16, key=entry.model[:32])
+    digest.update(len(entry.namespace).to_bytes(4) + entry.namespace)
+    digest.update(tokens.astype(np.int32, copy=False).tobytes())
+    return digest.digest()
 
 
 def _short(key: BlockKey) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,7 +45,8 @@ class StoredPrefix:
     """The part of a prompt that is stored under one identity.
 
     Attributes:
-        tokens: the leading tokens of the prompt, in whole blocks and tails.
+        tokens: the leading tokens of the prompt, in whole blocks and tails, that all pool groups
+            have.
         tokens_per_block: the tokens per block of its blocks.
         bytes_per_token: the bytes per token of the stored frames, all layers of pool group 0.
         model, layout: hexadecimal digits of the model's tag, as ``kvconnect ls`` shows them.
@@ -66,8 +67,9 @@ class StoredPrompt:
 
     Attributes:
         prompt_tokens: its length.
-        spans: its tokens by outcome: ``reused`` are stored for it, ``new`` are not stored. A store
-            does not know whether it had them before.
+        spans: its tokens by outcome: ``reused`` are stored for it, ``new`` are not stored, of
+            ``no_state`` another pool group has no block at the end: a window's, or a snapshot of
+            recurrent states. A store does not know whether it had them before.
         stored: the stored prefixes: first those that a request can use, then the longest.
         divergence: where the prompt differs from the blocks that are stored; ``None``: no other
             block continues it.
@@ -96,8 +98,8 @@ async def explain(url: str, tokens: TokenArray, identity: Identity) -> StoredPro
                 async for entry in each_block(part, progress):
                     index.add(entry)
         found = sorted(
-            (_Found(space, *space.match(index.whole, index.stored)) for space in index.spaces()),
-            key=lambda one: -one.end,
+            (space.match(index.whole, index.stored) for space in index.spaces()),
+            key=lambda one: (-one.end, -one.reach),
         )
         own = next((one for one in found if not _differs(one.space, identity)), None)
         divergence = None if own is None else await _divergence(own, parts, index)
@@ -106,26 +108,34 @@ async def explain(url: str, tokens: TokenArray, identity: Identity) -> StoredPro
 
 @dataclass(slots=True, eq=False)
 class _Space:
-    """The blocks of pool group 0 under one model's tag, namespace and size, by their parents."""
+    """The blocks of pool group 0 under one model's tag, namespace and size, by their parents.
+
+    `others` are the tokens of the blocks of each other pool group. These are not chained in a
+    store, as a window keeps only the ends of prompts, and states are at few of their blocks.
+    """
 
     model: bytes
     namespace: bytes
+    others: tuple[Collection[bytes], ...] = ()
     size: int = 0
     nbytes: float = 0.0
     after: dict[BlockKey, dict[BlockKey, bytes]] = field(default_factory=dict)
 
-    def match(self, whole: bytes, stored: set[BlockKey]) -> tuple[int, BlockKey | None]:
-        """Returns the bytes of `whole` that are stored from its beginning on, and the last key."""
+    def match(self, whole: bytes, stored: set[BlockKey]) -> _Found:
+        """Returns the part of `whole` that is stored from its beginning on."""
         best: tuple[int, BlockKey | None] = (0, None)
+        end = 0
         frontier = [(0, parent) for parent in self.after if parent not in stored]
         while frontier:
             at, parent = frontier.pop()
             for key, tokens in self.after.get(parent, {}).items():
                 if whole.startswith(tokens, at):
-                    end = at + len(tokens)
-                    best = max(best, (end, key), key=lambda one: one[0])
-                    frontier.append((end, key))
-        return best
+                    reach = at + len(tokens)
+                    best = max(best, (reach, key), key=lambda one: one[0])
+                    if all(tokens in other for other in self.others):
+                        end = max(end, reach)
+                    frontier.append((reach, key))
+        return _Found(self, end, *best)
 
     def roots(self, stored: set[BlockKey]) -> Iterator[bytes]:
         """Yields the tokens of blocks that begin a prompt."""
@@ -136,8 +146,18 @@ class _Space:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
+    """The stored part of a prompt, in bytes.
+
+    Attributes:
+        space: its blocks.
+        end: the bytes that all pool groups have.
+        reach: the bytes that group 0 has.
+        last: the last block of these.
+    """
+
     space: _Space
-    end: int  # in bytes
+    end: int
+    reach: int
     last: BlockKey | None
 
 
@@ -150,24 +170,34 @@ class _Index:
         self.stored: set[BlockKey] = set()
         self._firsts = set(tokens.tolist())
         self._spaces: dict[tuple[bytes, bytes], dict[BlockKey, tuple[BlockKey, bytes, int]]] = {}
+        self._groups: dict[bytes, set[int]] = {}  # other groups of each model
+        self._others: dict[tuple[bytes, bytes, int], set[bytes]] = {}
 
     def add(self, entry: StoredEntry) -> None:
-        """Adds a block of pool group 0, if its first token occurs in the prompt."""
+        """Adds a block, if its first token occurs in the prompt."""
         if entry.group:
-            return
-        self.stored.add(entry.key)
+            self._groups.setdefault(entry.model, set()).add(entry.group)
+        else:
+            self.stored.add(entry.key)
         if entry.parent is None or entry.tokens is None:
             return
         tokens = self.read(entry)
-        if tokens is not None and len(tokens) and int(tokens[0]) in self._firsts:
-            text = tokens.astype(np.int32, copy=False).tobytes()
+        if tokens is None or not len(tokens) or int(tokens[0]) not in self._firsts:
+            return
+        text = tokens.astype(np.int32, copy=False).tobytes()
+        if entry.group:
+            group = (entry.model, entry.namespace, entry.group)
+            self._others.setdefault(group, set()).add(text)
+        else:
             space = self._spaces.setdefault((entry.model, entry.namespace), {})
             space[entry.key] = (entry.parent, text, entry.nbytes)
 
     def spaces(self) -> Iterator[_Space]:
         """Yields the identities under which there are blocks."""
         for (model, namespace), blocks in self._spaces.items():
-            space = _Space(model, namespace)
+            groups = sorted(self._groups.get(model, ()))
+            others = (self._others.get((model, namespace, group), ()) for group in groups)
+            space = _Space(model, namespace, tuple(others))
             for key, (parent, tokens, nbytes) in blocks.items():
                 space.after.setdefault(parent, {})[key] = tokens
                 if len(tokens) // 4 > space.size:
@@ -200,7 +230,7 @@ async def _divergence(
     own: _Found, parts: Mapping[str, Backend], index: _Index
 ) -> tuple[int, TokenArray] | None:
     """Returns the first token that differs from the stored continuation, and that continuation."""
-    rest = np.frombuffer(index.whole, np.int32)[own.end // 4 :]
+    rest = np.frombuffer(index.whole, np.int32)[own.reach // 4 :]
     following = list(own.space.roots(index.stored)) if own.last is None else []
     if own.last is not None:
         for part in parts.values():
@@ -214,9 +244,9 @@ async def _divergence(
         shared = common_length(tokens, rest)
         if shared < min(len(tokens), len(rest)) and (best is None or shared > best[0]):
             best = (shared, tokens[shared:])
-    if best is None or own.end + 4 * best[0] == 0:
+    if best is None or own.reach + 4 * best[0] == 0:
         return None
-    return own.end // 4 + best[0], best[1]
+    return own.reach // 4 + best[0], best[1]
 
 
 def _described(
@@ -240,8 +270,9 @@ def _described(
     ]
     stored.sort(key=lambda one: (bool(one.differs), -one.tokens))
     last = len(tokens) - 1
-    at = min(last, max(own.end // 4 if own else 0, divergence[0] if divergence else 0))
-    spans = [Span(0, at, Outcome.REUSED)]
+    at = min(last, max(own.reach // 4 if own else 0, divergence[0] if divergence else 0))
+    usable = at if own is None or own.end == own.reach else min(at, own.end // 4)
+    spans = [Span(0, usable, Outcome.REUSED), Span(usable, at, Outcome.NO_STATE)]
     others = [one for one in stored if one.differs and one.tokens > at]
     if others:
         end = min(last, others[0].tokens)

@@ -57,7 +57,7 @@ def follow(model_of, loaded, monkeypatch):
     script = recording.fresh_script()
     cache = KvCacheConfig(tokens_per_block=8, max_tokens=64)
     layouts = CacheGeometry.of(loaded.model, cache, window_pools=True).layouts
-    setup = Setup(KVCacheManager(cache, layouts, torch.device("cpu")).sizes)
+    setup = Setup(KVCacheManager(cache, layouts, torch.device("cpu")).sizes, 4)
     monkeypatch.setattr(TensorCopier, "move", lambda _, *args: script.note("copied", *args))
     for name in ("request_reset", "cancel"):
         monkeypatch.setattr(
@@ -112,4 +112,4 @@ def test_a_step_of_another_number_is_refused(follow):
 
 def test_what_the_leader_does_not_send_amid_steps_is_refused(follow):
     with pytest.raises(UsageError, match="the leader sent Setup amid its steps"):
-        follow(Setup(None))
+        follow(Setup(None, 4))

@@ -13,10 +13,7 @@ import pytest
 import torch
 from bench_engine import T
 from test_window_lookup import ask, query, store_of
-from window_engine import llm_args
 
-from kvconnect.config import KvCacheConnectorConfig, TransferConfig
-from kvconnect.connector.disagg.node import TransferNode as DisaggNode
 from kvconnect.connector.io.lookup import Query
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Shard
@@ -87,6 +84,26 @@ def test_a_state_at_the_end_is_one_lookup() -> None:
     assert [len(keys) for keys in store.lookups] == [20, 1]
 
 
+@pytest.mark.parametrize(
+    ("present", "end"),
+    [
+        ({79, 1000, 4080, 4088}, 4089),
+        ({79, 1000, 4080}, 4081),
+        ({79, 1000, 3959, 3990}, 3960),  # 3990 is no multiple, and too far away
+        ({79, 1000}, 80),
+        ({1000}, 0),
+        (set(), 0),
+    ],
+)
+def test_far_behind_the_end_states_are_searched_at_multiples_of_the_interval(present, end) -> None:
+    made = replace(asked(4096 * T + 3, None), state_interval=40 * T)
+    there = {(0, number) for number in range(4096)} | {(1, number) for number in present}
+    store = store_of(made, there)
+    assert ask(store, made).end == end * T
+    assert len(store.lookups) <= 1 + 1 + 32 + 4096 // 40
+    assert max(len(keys) for keys in store.lookups[1:]) == 1
+
+
 def test_the_last_block_of_a_prompt_is_not_used_in_part() -> None:
     made = asked(4 * T, None)
     present = {(group, number) for group in (0, 1) for number in range(4)}
@@ -96,10 +113,3 @@ def test_the_last_block_of_a_prompt_is_not_used_in_part() -> None:
 def test_states_of_several_ranks_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="tensor_parallel_size=2"):
         stored_heads([STATES], Shard(tp_rank=0, tp_size=2))
-
-
-def test_states_are_not_sent_from_engine_to_engine() -> None:
-    transfer = TransferConfig(role="prefill", listen="127.0.0.1:0")
-    args = llm_args(KvCacheConnectorConfig(transfer=transfer), (STATES,))
-    with pytest.raises(ConfigurationError, match="recurrent layers"):
-        DisaggNode(args)

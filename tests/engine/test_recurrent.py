@@ -141,7 +141,6 @@ def test_a_manager_without_snapshots_reuses_nothing(
     ("options", "message"),
     [
         ({"speculative": "ngram"}, "speculative: .* states before a rejected draft are not kept"),
-        ({"tensor_parallel_size": 2, "device": "cpu"}, "tensor_parallel_size: ranks do not divide"),
     ],
 )
 def test_what_states_cannot_do_is_refused(tiny, options, message):

@@ -5,21 +5,42 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.engine.model import model as model_module
 from kvconnect.engine.model.model import Model, check_sharing
 from kvconnect.engine.model.scores import AttentionInput
+from kvconnect.engine.model.sharding import Division
 from kvconnect.errors import UnsupportedModel
 
 LESS_OFTEN = ["qwen2", "qwen3", "mistral", "phi", "gemma", "olmo"]
 ARCHITECTURES = [
     *("llama", "gemma3", "mixtral", "gpt_neox", "deepseek_v3"),
     *(pytest.param(arch, marks=pytest.mark.slow) for arch in LESS_OFTEN),
+]
+RECURRENT = [
+    *("qwen3_next", "falcon_h1", "lfm2", "nemotron_h"),
+    *(
+        pytest.param(family, marks=pytest.mark.slow)
+        for family in (
+            *(
+                "bailing_hybrid",
+                "bamba",
+                "granitemoehybrid",
+                "jamba",
+                "kimi_linear",
+                "lfm2_moe",
+                "lfm3",
+            ),
+            *("minimax", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text"),
+        )
+    ),
 ]
 
 
@@ -85,15 +106,47 @@ def _whole_queries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_logits_are_those_of_one_rank(arch, size, model_of):
-    whole = Model(model_of(arch), dtype="float64", device="cpu")
+    check_equal(model_of(arch), size)
+
+
+def check_equal(directory: Path, size: int, *, within: float = 1e-12) -> list[Model]:
+    whole = Model(directory, dtype="float64", device="cpu")
     expected = whole.forward(Uncached(PROMPT))
-    models, _ = parts(model_of(arch), size)
+    models, _ = parts(directory, size)
     with ThreadPoolExecutor(size) as pool:
         logits = list(pool.map(lambda one: one.forward(Uncached(PROMPT)), models))
-    torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(logits[0], expected, rtol=0, atol=within)
     assert [len(one) for one in logits] == [1] + [0] * (size - 1)  # the leader samples
     assert all(one.layers == models[0].layers for one in models)
     assert all(one.whole_layers == whole.layers for one in models)
+    assert all(one.states == whole.states for one in models)
+    return models
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_every_rank_computes_recurrent_layers_whole(family, tiny):
+    """The states of all ranks are those of one; attention, MLPs and experts are divided."""
+    models = check_equal(tiny(family), 2, within=1e-5)  # some round states to float32
+    sizes = [sum(one.numel() for one in model._model.parameters()) for model in models]
+    assert (
+        sizes[0] == sizes[1] < AutoModelForCausalLM.from_pretrained(tiny(family)).num_parameters()
+    )
+
+
+def test_a_plan_that_divides_a_recurrent_layer_is_refused():
+    mixer = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    other = torch.nn.Linear(2, 2)
+    for inside in (mixer[0], mixer[0].weight):
+        Division(parts={"mlp": inside}).check_whole([other])
+        with pytest.raises(UnsupportedModel, match=r"divides conv\.in_proj, a part of a recurrent"):
+            Division(parts={"mlp": torch.nn.Linear(2, 2), "conv.in_proj": inside}).check_whole(
+                [other, mixer]
+            )
+
+
+def test_a_model_of_recurrent_layers_alone_has_nothing_to_divide(tiny):
+    with pytest.raises(UnsupportedModel, match="Mamba2ForCausalLM has no tensor-parallel plan"):
+        check_sharing(tiny("mamba2"), 2)
 
 
 @pytest.mark.parametrize(("arch", "size", "heads"), [("gpt_neox", 4, 1), ("llama", 2, 1)])

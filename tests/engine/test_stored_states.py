@@ -13,7 +13,7 @@ import pytest
 import torch
 from observed import check_idle, preempt, tokens, watch_batches
 
-from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, PromptStore, SamplingParams
 from kvconnect.backend import Backend, StoredBlock
 from kvconnect.cache.pool.slabs import Slabs
 from kvconnect.engine.model.states import StateSlots
@@ -375,6 +375,39 @@ def test_random_trees_in_a_small_cache_with_a_store(count, save_on, tiny, open_l
     check_rest(cached)
 
 
+# ---------------------------------------------------------------- verbs on stored prompts
+
+
+def test_stored_prompts_are_warmed_moved_and_dropped_with_their_states(
+    tiny, open_llm, prompts, tmp_path
+):
+    first, second = (f"disk://{tmp_path}/{name}?capacity=64MiB" for name in ("first", "second"))
+    model, asked = tiny("qwen3_next"), [prompts[0], prompts[4]]
+    options = {"kv_cache": cache()}
+    llm = open_llm(model, connector=connector(first), **options)
+    store = PromptStore(first, model)
+    warmed = store.warm(llm, prompts=asked)
+    assert (warmed.complete, warmed.tokens, warmed.missing) == (True, 64 + 96, 6 + 4)
+    assert store.warm(llm, prompts=asked).present == 4 + 6
+    llm.close()
+
+    (reused, *_) = store.explain([*asked[1], 1, 2, 3]).spans
+    assert (reused.end, str(reused.outcome)) == (96, "reused")
+    (reused, missing, *_) = store.explain([*asked[1][:90], 1, 2, 3]).spans
+    assert (reused.end, str(missing.outcome)) == (64, "no_state")  # a state is every 32 tokens
+    assert store.pin(prompts=asked).blocks == (4 + 2) + (6 + 3)  # with a snapshot every 32 tokens
+    store.export(tmp_path / "prompts", prompts=[asked[1]])
+    PromptStore(second, model).import_(tmp_path / "prompts")
+    llm = open_llm(model, connector=connector(second), **options)
+    assert loaded(llm.generate(asked, GREEDY)) == [0, 96]
+    llm.close()
+
+    store.drop(prompts=[asked[0][:20]], continued=True)
+    left = store.drop(prompts=[asked[1]])
+    assert left.blocks == 6 + 3
+    assert store.drop(everything=True).blocks == 0
+
+
 # ---------------------------------------------------------------- why tokens are computed
 
 
@@ -411,12 +444,6 @@ def test_tokens_without_a_state_in_the_store_are_counted(tiny, open_llm, prompts
 
 
 # ---------------------------------------------------------------- refused
-
-
-def test_prompts_of_recurrent_models_are_not_sent_to_another_engine(tiny):
-    transfer = {"transfer": {"role": "prefill", "listen": "127.0.0.1:0"}}
-    with pytest.raises(ConfigurationError, match="recurrent layers"):
-        LLM(tiny("qwen3_next"), kv_cache=cache(), connector=transfer)
 
 
 def test_without_reuse_a_connector_is_refused(tiny):

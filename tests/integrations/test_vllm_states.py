@@ -133,7 +133,9 @@ def test_each_rank_stores_its_part_of_the_states():
         assert {one[1].own for one in ranks} == {Shard(rank, size) for rank in range(size)}
         assert all(one[1].is_first and one[1].sizes == (size,) for one in ranks)
     with pytest.raises(ConfigurationError, match="one part for each rank"):
-        StoredHeads(layouts[1], Shard(0, 2), 1)
+        StoredHeads(layouts[1], Shard(0, 4), 2)
+    with pytest.raises(ConfigurationError, match="whether recurrent states are whole"):
+        stored_heads(layouts, Shard(0, 2))
 
 
 def test_states_are_read_and_written_where_the_engine_has_them():

@@ -112,6 +112,23 @@ def test_continued_takes_what_follows_and_nothing_else_does(url):
     assert gone == keys_of(whole[3:])
 
 
+@pytest.mark.parametrize("by", ["prompt", "key"])
+def test_continued_takes_windows_and_states_that_nothing_stored_leads_to(by, url):
+    """They are those of the ends of prompts, far behind the wanted beginning."""
+    long = [*range(500, 532), *range(900, 932)]
+    keys, end = prompt_chain(long, size=8), prompt_chain(long, size=8, group=1)[5:7]
+    others = [
+        *prompt_chain(long, size=8, group=1, namespace=Namespace("a"))[5:],
+        *prompt_chain(long, size=8, group=1, model=b"o" * 32)[5:],
+        *prompt_chain([*long[:32], *range(700, 732)], size=8, group=1, namespace=Namespace("a")),
+    ]
+    fill(url, [*keys, *end, *others])
+    which = {"prompts": [long[:16]]} if by == "prompt" else {"keys": [keys[0].key.hex()[:16]]}
+    more = {"model": (b"m" * 4).hex()} if by == "prompt" else {}
+    gone, _ = dropped(url, continued=True, **which, **more)
+    assert gone == keys_of([*keys, *end])
+
+
 def test_keys_are_hexadecimal_digits_of_one_block(url):
     blocks = prompt_chain(PROMPT)
     fill(url, blocks)

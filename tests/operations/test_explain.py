@@ -108,6 +108,26 @@ def test_blocks_of_other_pool_groups_and_of_holes_do_not_count(url):
     assert explained(url).stored[0].tokens == 8
 
 
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ({1, 3}, [(16, "reused", ""), (5, "no_state", ""), (1, "last", "")]),
+        ({1, 5}, [(21, "reused", ""), (1, "last", "")]),
+        (set(), [(21, "no_state", ""), (1, "last", "")]),
+    ],
+)
+def test_a_prompt_is_used_as_far_as_each_pool_group_has_a_block_at_the_end(url, numbers, expected):
+    """Other groups are windows, which keep the ends of prompts, and states, at some of the ends."""
+    states = [one for number, one in enumerate(chain(group=1)) if number in numbers]
+    fill(url, [*chain(), *states, *chain(range(500, 520), group=1)])
+    assert spans(explained(url)) == expected
+
+
+def test_states_of_another_tenant_are_of_no_use(url):
+    fill(url, [*chain(), *chain(group=1, namespace=Namespace("theirs"))])
+    assert spans(explained(url)) == [(21, "no_state", ""), (1, "last", "")]
+
+
 def test_a_model_is_needed(url):
     fill(url, chain())
     with pytest.raises(ConfigurationError, match="model"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey, Shard, store_key
-from kvconnect.layout import KvCacheLayout
+from kvconnect.layout import KvCacheLayout, StateTensor
 from kvconnect.shards import (
     RankShard,
     StoredHeads,
@@ -19,6 +19,7 @@ from kvconnect.shards import (
 )
 
 KEY = BlockKey(bytes(range(32)))
+STATES = KvCacheLayout.of_states([StateTensor(1, "recurrent", (4,), torch.float32)], 16)
 LATENT = KvCacheLayout(2, 1, 576, 0, 16, torch.bfloat16)
 
 
@@ -50,6 +51,20 @@ def test_more_ranks_than_heads_share_keys_and_the_first_of_them_saves() -> None:
     found = ranks(2, 8)
     assert [one.own for one in found] == [Shard(rank // 4, 2) for rank in range(8)]
     assert [one.is_first for one in found] == [True, False, False, False] * 2
+
+
+def test_states_that_every_rank_has_whole_are_stored_once() -> None:
+    found = [stored_heads([STATES], Shard(rank, 4), [1])[0] for rank in range(4)]
+    assert {one.own for one in found} == {Shard()}
+    assert [one.is_first for one in found] == [True, False, False, False]
+    assert found[0].sizes == (1,)
+    assert whole_layouts([STATES], Shard(3, 4), [1]) == (STATES,)
+
+
+def test_that_ranks_have_all_states_or_parts_of_them_has_to_be_said() -> None:
+    assert stored_heads([STATES], Shard())[0].own == Shard()
+    with pytest.raises(ConfigurationError, match="num_kv_heads: missing"):
+        stored_heads([STATES], Shard(0, 2))
 
 
 def test_a_latent_is_stored_once() -> None:

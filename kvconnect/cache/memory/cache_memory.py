@@ -53,6 +53,10 @@ class CacheMemory:
             for index, number in enumerate(layout.layer_numbers)
         }
 
+    def pool_tensor(self, group: int = 0) -> Tensor:
+        """Returns a group's pool, contiguous ``[num_blocks, num_layers, kv_factor, elements]``."""
+        return self.pools[group]
+
     def buffers(self, layer_idx: int) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the KV memory of a layer, as `BaseKVCacheManager.get_buffers` describes.
 

@@ -10,6 +10,7 @@ from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.names import transfer_name
 from kvconnect.connector.disagg.node import TransferNode
 from kvconnect.connector.disagg.params import FetchParams, transfer_params
+from kvconnect.connector.disagg.pools import end_of_transfer, peer_layouts
 from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.errors import ConnectorContractError
 from kvconnect.request import LlmRequest
@@ -60,8 +61,11 @@ class DecodeBook:
         params = transfer_params(request.kv_transfer_params, self.node.config.role)
         if not isinstance(params, FetchParams):
             return
-        num_tokens = request.num_tokens - 1 if params.num_tokens is None else params.num_tokens
-        if not 0 < num_tokens < request.num_tokens:
+        layouts = peer_layouts(self.llm_args.layouts)
+        num_tokens = params.num_tokens or end_of_transfer(request.num_tokens, layouts)
+        # A peer of other tokens_per_block may end where there is no snapshot of states here.
+        at_end = num_tokens == end_of_transfer(num_tokens + 1, layouts)
+        if not 0 < num_tokens < request.num_tokens or not at_end:
             count("transfer.computed_instead", tokens=request.num_tokens)
             return
         model = self.llm_args.model_digest
@@ -106,7 +110,8 @@ class DecodeBook:
         start = data.computed_position - data.computed_position % size
         by_group = data.new_block_ids_by_group or (data.new_block_ids,)
         firsts, blocks = [], []
-        for layout, ids in zip(self.llm_args.layouts, by_group, strict=True):
+        layouts = peer_layouts(self.llm_args.layouts)
+        for layout, ids in zip(layouts, by_group[: len(layouts)], strict=True):
             needed = blocks_needed(layout.window, end, size)
             first = max(start // size, needed.start)
             own = ids[first : needed.stop]

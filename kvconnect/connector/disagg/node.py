@@ -17,7 +17,12 @@ from kvconnect.connector.disagg.fetch.fetcher import Fetcher
 from kvconnect.connector.disagg.fetch.sources import address_of_rank
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.offers import Offers
-from kvconnect.connector.disagg.pools import check_pools
+from kvconnect.connector.disagg.pools import (
+    check_pools,
+    peer_heads,
+    peer_layouts,
+    peer_pools,
+)
 from kvconnect.errors import BadMessage, ConfigurationError, UsageError
 from kvconnect.shards import dividing_rank
 from kvconnect.trace import metrics
@@ -59,18 +64,14 @@ class TransferNode(PeerNode):
             raise ConfigurationError(
                 "transfer: pipeline stages are not served; use pipeline_parallel_size=1"
             )
-        if any(layout.kind == "state" for layout in llm_args.layouts):
-            raise ConfigurationError(
-                "transfer: models with recurrent layers are not served, as a prompt may end "
-                "between two snapshots of their states"
-            )
         _, port = host_and_port(config.listen)
         if llm_args.tensor_parallel_size > 1 and config.role != "decode" and not port:
             raise ConfigurationError(
                 f"transfer.listen='{config.listen}': with several ranks each listens one port "
                 "after the other; give the first one"
             )
-        layouts, heads, secret = llm_args.layouts, llm_args.stored_heads, config.secret
+        layouts, heads = peer_layouts(llm_args.layouts), peer_heads(llm_args)
+        secret = config.secret
         rank, tp_size = dividing_rank(heads)
         super().__init__(
             Compat(
@@ -93,6 +94,7 @@ class TransferNode(PeerNode):
         )
         self.config: TransferConfig = config
         self._llm_args = llm_args
+        self._layouts = layouts
         self._heads = heads
         self._users = 0
         self._wakeup: Callable[[], None] = lambda: None
@@ -112,6 +114,7 @@ class TransferNode(PeerNode):
             ConfigurationError: the transport cannot be used, or the port cannot be had. Nothing is
                 left open once `close` was called.
         """
+        pools = peer_pools(pools)
         role, verify = self.config.role, self.config.verify
         self._device = DeviceOrder(pools[0].tensor.device)
         self.transport.open()
@@ -152,7 +155,7 @@ class TransferNode(PeerNode):
         self._fetcher = Fetcher(
             self.transport,
             ClaimBook(self.client, self.peers, self._heads),
-            layouts=self._llm_args.layouts,
+            layouts=self._layouts,
             regions=list(self._regions),
             load_s=_OWN_SHARE * connector.load_timeout_s,
             idle_s=config.claim_timeout_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,9 @@ from kvconnect.connector.disagg.messages import EndOrder, PublishOrder
 from kvconnect.connector.disagg.names import transfer_name
 from kvconnect.connector.disagg.node import TransferNode
 from kvconnect.connector.disagg.params import PrefillParams, transfer_params
+from kvconnect.connector.disagg.pools import end_of_transfer, peer_layouts
 from kvconnect.connector.io.lookup import blocks_needed
+from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest
 from kvconnect.shards import dividing_rank
 
@@ -25,10 +27,12 @@ class _Prompt:
     Attributes:
         request: the runtime's request.
         transfer_id: the id in its parameters, or one made here.
-        num_tokens: the number of tokens that are published; the reader computes the last one.
+        num_tokens: the number of tokens that are published; the reader computes the others.
         name: the transfer's name on the control channel.
         num_blocks: the number of block ids of each pool group that were sent to the workers;
             ``None``: no order was sent.
+        has_states: true if the request has the recurrent states at the end of these tokens, or the
+            model has none.
     """
 
     request: LlmRequest
@@ -36,6 +40,7 @@ class _Prompt:
     num_tokens: int
     name: str
     num_blocks: list[int] | None = None
+    has_states: bool = False
 
 
 @dataclass(slots=True)
@@ -44,9 +49,13 @@ class PrefillBook:
 
     node: TransferNode
     llm_args: LlmArgs
+    _layouts: tuple[KvCacheLayout, ...] = ()
     _prompts: dict[int, _Prompt] = field(default_factory=dict)
     _results: dict[int, dict[str, Any]] = field(default_factory=dict)
     _aborted: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._layouts = peer_layouts(self.llm_args.layouts)
 
     def begin(self, request: LlmRequest) -> None:
         """Adds `request` if its parameters ask for its prompt to be published.
@@ -59,7 +68,7 @@ class PrefillBook:
             return
         # Returned if the prompt is not published after all: the reader computes it.
         self._results[request.request_id] = {"engine": self.node.engine_id, "tokens": 0}
-        num_tokens = request.prompt_len - 1
+        num_tokens = end_of_transfer(request.prompt_len, self._layouts)
         if num_tokens == 0:
             return
         transfer_id = params.transfer_id or self.node.new_transfer_id()
@@ -104,9 +113,10 @@ class PrefillBook:
                 yield self._order(prompt, data)
 
     def _order(self, prompt: _Prompt, data: RequestData) -> PublishOrder:
-        by_group = data.new_block_ids_by_group or (data.new_block_ids,)
+        by_group = (data.new_block_ids_by_group or (data.new_block_ids,))[: len(self._layouts)]
         begins = prompt.num_blocks is None
         told = prompt.num_blocks or [0] * len(by_group)
+        self._look_for_states(prompt, told, by_group)
         prompt.num_blocks = [known + len(ids) for known, ids in zip(told, by_group, strict=True)]
         # KV computed after a load of the same step is right only if the load succeeds; a later step
         # confirms that.
@@ -123,6 +133,17 @@ class PrefillBook:
             computed=min(computed, prompt.num_tokens),
         )
 
+    def _look_for_states(
+        self, prompt: _Prompt, told: Sequence[int], by_group: Sequence[list[int]]
+    ) -> None:
+        """Records whether the step's blocks have the snapshot of states at the prompt's end."""
+        if prompt.num_blocks is None:
+            prompt.has_states = self._layouts[-1].kind != "state"
+        if self._layouts[-1].kind == "state":
+            at = prompt.num_tokens // self.llm_args.tokens_per_block - 1 - told[-1]
+            if 0 <= at < len(by_group[-1]):
+                prompt.has_states = by_group[-1][at] >= 0
+
     def finished(self, request: LlmRequest) -> EndOrder | None:
         """Returns the order that ends the publication of `request` on the workers.
 
@@ -133,7 +154,7 @@ class PrefillBook:
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None or prompt.num_blocks is None:
             return None
-        whole = request.is_finished_normal and self._holds(request, prompt.num_tokens)
+        whole = request.is_finished_normal and self._holds(request, prompt)
         if whole:
             self._results[request.request_id] = {
                 "transfer_id": prompt.transfer_id,
@@ -146,17 +167,19 @@ class PrefillBook:
                 self._results[request.request_id]["tp_size"] = ranks
         return EndOrder(request.request_id, prompt.num_tokens if whole else 0)
 
-    def _holds(self, request: LlmRequest, num_tokens: int) -> bool:
-        """Returns whether `request` holds every block that decoding from token `num_tokens` needs.
+    def _holds(self, request: LlmRequest, prompt: _Prompt) -> bool:
+        """Returns whether `request` holds every block that a reader of `prompt` needs.
 
-        Windows free the blocks behind them as a request generates. With ``max_tokens=0`` every
-        block is there.
+        Windows free the blocks behind them as a request generates, and the next snapshot of states
+        frees the one before. With ``max_tokens=0`` every block is there.
         """
         computed, size = request.num_computed_tokens, self.llm_args.tokens_per_block
-        return computed >= num_tokens and all(
-            blocks_needed(layout.window, computed, size).start
-            <= blocks_needed(layout.window, num_tokens, size).start
-            for layout in self.llm_args.layouts
+        return computed >= prompt.num_tokens and all(
+            prompt.has_states and computed // size == prompt.num_tokens // size
+            if layout.kind == "state"
+            else blocks_needed(layout.window, computed, size).start
+            <= blocks_needed(layout.window, prompt.num_tokens, size).start
+            for layout in self._layouts
         )
 
     def take_params(self, request: LlmRequest) -> dict[str, Any] | None:

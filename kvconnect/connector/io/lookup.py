@@ -69,6 +69,8 @@ class Query:
         shared: true if ranks share the store: a block counts only if it is stored for all of them.
         whole_blocks: true if a hit must end with a block, because the engine cannot use part of
             one.
+        state_interval: the tokens between two snapshots that engines take in any prompt; ``None``:
+            not known.
     """
 
     keys: tuple[BlockKey, ...]
@@ -78,6 +80,7 @@ class Query:
     heads: tuple[StoredHeads, ...]
     shared: bool = False
     whole_blocks: bool = False
+    state_interval: int | None = None
 
     @classmethod
     def of(
@@ -87,6 +90,7 @@ class Query:
         heads: tuple[StoredHeads, ...],
         shared: bool,
         whole_blocks: bool = False,
+        state_interval: int | None = None,
     ) -> Query:
         """Returns the query of `chain`; hashes missing keys, and does not copy the tokens."""
         return cls(
@@ -97,6 +101,7 @@ class Query:
             heads,
             shared,
             whole_blocks,
+            state_interval,
         )
 
     @property
@@ -187,6 +192,7 @@ async def look_up(backend: Backend, query: Query, *, most_steps: int = _MOST_STE
             states=query.states,
             has_states=found.has_states,
             tokens_per_block=size,
+            state_interval=query.state_interval,
         )
         end = await search.step_back(end, most_steps)
         reach = search.reach

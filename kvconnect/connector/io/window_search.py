@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from kvconnect.keys import BlockKey
 
 __all__ = ["WindowSearch", "blocks_needed"]
 
 _STATES_AT_ONCE = 32
-"""The number of blocks that one lookup searches for a snapshot of states."""
+"""The number of blocks that are searched for a snapshot of states at one time."""
 
 
 class WindowSearch:
@@ -23,6 +23,8 @@ class WindowSearch:
         states: the groups whose blocks are snapshots of states, or parts of them.
         has_states: returns whether all of these groups have the block of a key.
         tokens_per_block: tokens of a full block.
+        state_interval: the tokens between two snapshots that are searched far before the end;
+            ``None``: every block is searched.
 
     Attributes:
         reach: where the hit would end if the states were at every end; 0 without states.
@@ -37,7 +39,9 @@ class WindowSearch:
         states: frozenset[int],
         has_states: Callable[[BlockKey], Awaitable[bool]],
         tokens_per_block: int,
+        state_interval: int | None = None,
     ) -> None:
+        self._interval = tokens_per_block if state_interval is None else state_interval
         self._leading = leading
         self._has_states = has_states
         self._path = path
@@ -90,20 +94,31 @@ class WindowSearch:
         """Returns the last position up to `end` with a snapshot of the states, or 0.
 
         Most prompts have a snapshot at `end`. Otherwise each block is looked up by itself, since
-        only few blocks have snapshots.
+        only few blocks have snapshots: the blocks right before `end`, and then those at whose ends
+        an engine takes snapshots in any case. So other snapshots far before `end` are not found.
         """
-        size = self._size
-        stop, count = end // size, 1
-        while stop:
-            numbers = range(max(0, stop - count), stop)
+        for numbers in self._searched(end // self._size):
             present = await asyncio.gather(
                 *(self._has_states(self._path[number]) for number in numbers)
             )
             found = [number for number, there in zip(numbers, present, strict=True) if there]
             if found:
-                return (found[-1] + 1) * size
-            stop, count = numbers.start, _STATES_AT_ONCE
+                return (found[-1] + 1) * self._size
         return 0
+
+    def _searched(self, stop: int) -> Iterator[range]:
+        """Yields the blocks before `stop` to search for a snapshot, in ascending runs, last first.
+
+        Snapshots are at the ends of the blocks.
+        """
+        if stop:
+            yield range(stop - 1, stop)
+        near = max(0, stop - 1 - _STATES_AT_ONCE)
+        yield range(near, max(0, stop - 1))
+        step = max(1, self._interval // self._size)
+        far = range(step - 1, near, step)
+        for last in range(len(far), 0, -_STATES_AT_ONCE):
+            yield far[max(0, last - _STATES_AT_ONCE) : last]
 
     async def _from_the_first(self, end: int) -> int:
         """Returns an end at which every group has what it needs.

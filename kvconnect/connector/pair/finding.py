@@ -65,6 +65,9 @@ class StoreFinding:
         config = llm_args.kv_connector_config
         self._whole_blocks = whole_blocks
         self._hashes_at_once = hashes_at_once
+        # Engines that use whole blocks only, vLLM, choose the ends of snapshots in their own way.
+        interval = llm_args.kv_cache_config.state_interval
+        self._state_interval = None if whole_blocks else interval
         self._tokens_per_block = llm_args.tokens_per_block
         self._min_tokens = max(1, config.min_load_tokens)
         self._windows = tuple(layout.window for layout in llm_args.layouts)
@@ -94,6 +97,7 @@ class StoreFinding:
             heads=self.store.heads,
             shared=backend.capabilities.shared,
             whole_blocks=self._whole_blocks,
+            state_interval=self._state_interval,
         )
         return await look_up(backend, query)
 

@@ -86,13 +86,15 @@ class OffloadWorker(KvCacheConnectorWorker):
 
     def _open_transfer(self, undo: ExitStack) -> None:
         from kvconnect.connector.disagg.node import TransferNode
+        from kvconnect.connector.disagg.pools import peer_layouts
         from kvconnect.connector.disagg.publisher import Publisher
 
         self._node = TransferNode.acquire(self._llm_args)
         undo.callback(self._node.release)
         # An earlier rank with the same heads publishes those.
         is_read = any(one.is_first for one in self._llm_args.stored_heads)
-        self._publisher = Publisher(self._node, self._llm_args.layouts, is_read=is_read)
+        layouts = peer_layouts(self._llm_args.layouts)
+        self._publisher = Publisher(self._node, layouts, is_read=is_read)
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
         """Registers the only pool; see `register_kv_cache_layout`."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
+from typing import Protocol
+
+from torch import Tensor
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.connector.data import KvCachePool, KvCachePools, LlmArgs
@@ -40,7 +43,14 @@ def pool_groups(layouts: Sequence[KvCacheLayout]) -> tuple[int, ...]:
     return tuple(min(number, last) for number in range(len(layouts)))
 
 
-def checked_pools(kv: BaseKVCacheManager, layouts: Sequence[KvCacheLayout]) -> KvCachePools:
+class PoolOwner(Protocol):
+    """A cache manager, or the memory of a rank that has none."""
+
+    def pool_tensor(self, group: int = 0) -> Tensor:
+        """Returns the whole pool of a group."""
+
+
+def checked_pools(kv: PoolOwner, layouts: Sequence[KvCacheLayout]) -> KvCachePools:
     """Returns the pool of each group; the tensors are those of `kv`, not copies.
 
     Raises:
@@ -53,7 +63,7 @@ def checked_pools(kv: BaseKVCacheManager, layouts: Sequence[KvCacheLayout]) -> K
 
 
 def _checked_pool(
-    kv: BaseKVCacheManager, group: int, parts: Sequence[KvCacheLayout]
+    kv: PoolOwner, group: int, parts: Sequence[KvCacheLayout]
 ) -> Iterator[KvCachePool]:
     """Yields the `parts` of a pool, which have its layers in order."""
     tensor = kv.pool_tensor(group) if group else kv.pool_tensor()

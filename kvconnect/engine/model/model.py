@@ -27,9 +27,9 @@ from kvconnect.engine.model.latents import keep_latents
 from kvconnect.engine.model.lean_layers import make_lean
 from kvconnect.engine.model.mixer_probe import PROBED_TOKENS, MixerProbe, split_mixers
 from kvconnect.engine.model.mixers import ModelCache
-from kvconnect.engine.model.rank_sizes import check_size
-from kvconnect.engine.model.seam import ATTENTION, AttentionProbe, KvStep, LayerShape
-from kvconnect.engine.model.sharding import ModelRanks, shard
+from kvconnect.engine.model.rank_sizes import check_size, tp_plan
+from kvconnect.engine.model.seam import ATTENTION, AttentionProbe, KvStep
+from kvconnect.engine.model.sharding import Division, ModelRanks, shard
 from kvconnect.engine.model.unmapping import unmap
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 
@@ -92,9 +92,10 @@ class Model:
         _refuse(config)
         self.device = _device(device)
         self._model = _load(directory, config, dtype)
-        heads: dict[int, int] = {}
+        divided = Division()
         if ranks is not None:
-            heads = shard(self._model, _plan(self._model), ranks, num_heads=_num_heads(self._model))
+            plan, num_heads = tp_plan(self._model), _num_heads(self._model)
+            divided = shard(self._model, plan, ranks, num_heads=num_heads)
         self._model.to(self.device).eval()
         self.config = config
         self.dtype: torch.dtype = self._model.dtype
@@ -102,17 +103,19 @@ class Model:
         self.position_limit = limit = position_limit(config)
         self.eos_token_ids = _eos_token_ids(self._model)
         self._cache_name = _cache_name(self._model)
-        self.layers, mixers = self._probe()
+        probe, mixers = self._probe()
         checked_windows(self._model, longest=None if limit is None else limit.num_tokens)
         if keep_latents(self._model):
-            self.layers, mixers = self._probe()
+            probe, mixers = self._probe()
+        divided.check_whole(call.module for call in mixers.calls)
+        self.layers = probe.layers
         self.states = tuple(mixers.shapes.values())
         self.stepped = split_mixers(mixers)
         self.whole_layers = [
-            replace(layer, num_kv_heads=heads.get(index, layer.num_kv_heads))
+            replace(layer, num_kv_heads=divided.heads.get(number, layer.num_kv_heads))
             if not layer.is_latent
             else layer  # whole on every rank
-            for index, layer in enumerate(self.layers)
+            for number, layer in zip(probe.numbers, probe.layers, strict=True)
         ]
         self._leads = ranks is None or ranks.rank == 0
         if self.device.type == "cpu" and ranks is None and not self.states:
@@ -156,7 +159,7 @@ class Model:
     def _takes_positions(self) -> bool:
         return "position_ids" in inspect.signature(self._model.forward).parameters
 
-    def _probe(self) -> tuple[list[LayerShape], MixerProbe]:
+    def _probe(self) -> tuple[AttentionProbe, MixerProbe]:
         name = type(self._model).__name__
         mixers = MixerProbe()
         recurrent = _is_recurrent(self._model)
@@ -175,7 +178,7 @@ class Model:
         if probe.layers and not self._takes_positions:
             raise UnsupportedModel(f"{name} takes no position_ids or no logits_to_keep")
         self._check_layers(probe, mixers)
-        return probe.layers, mixers
+        return probe, mixers
 
     def _check_layers(self, probe: AttentionProbe, mixers: MixerProbe) -> None:
         """Refuses a model with a layer that neither attends nor keeps a state where we see it."""
@@ -299,20 +302,12 @@ def check_sharing(directory: Path, size: int) -> None:
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, attn_implementation=ATTENTION
         )
-    if _is_recurrent(model):
-        raise UnsupportedModel(
-            "tensor_parallel_size: ranks do not divide the states of recurrent layers; use 1"
-        )
-    check_size(model, _plan(model), size, num_heads=_num_heads(model))
-
-
-def _plan(model: Any) -> Mapping[str, str]:
-    plan: Mapping[str, str] | None = model.config.get_text_config().base_model_tp_plan
-    return {} if plan is None else model.tp_plan
+    check_size(model, tp_plan(model), size, num_heads=_num_heads(model))
 
 
 def _num_heads(model: Any) -> int:
-    return int(model.config.get_text_config().num_attention_heads)
+    """Returns the query heads of a layer; 0: no layer attends."""
+    return int(getattr(model.config.get_text_config(), "num_attention_heads", 0))
 
 
 def _device(name: str) -> torch.device:

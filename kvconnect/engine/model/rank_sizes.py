@@ -11,7 +11,14 @@ from torch import nn
 
 from kvconnect.errors import UnsupportedModel
 
-__all__ = ["FUSED_KEYS", "KEYS_AND_VALUES", "check_size", "divided_parts", "unknown_style"]
+__all__ = [
+    "FUSED_KEYS",
+    "KEYS_AND_VALUES",
+    "check_size",
+    "divided_parts",
+    "tp_plan",
+    "unknown_style",
+]
 
 _WHOLE = frozenset(
     (
@@ -26,6 +33,28 @@ KEYS_AND_VALUES = frozenset({"k_proj", "v_proj"})
 FUSED_KEYS = frozenset({"query_key_value", "kv_b_proj"})
 _QUERIES = frozenset({"q_proj", "q_b_proj"})
 _NUMBER = re.compile(r"\.\d+\.")
+_ATTENTION = {f"self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")}
+_GATED = {
+    **_ATTENTION,
+    "self_attn.o_proj": "rowwise",
+    "feed_forward.gate_proj": "colwise",
+    "feed_forward.up_proj": "colwise",
+    "feed_forward.down_proj": "rowwise",
+}
+_LFM = {
+    **_ATTENTION,
+    "feed_forward.w1": "colwise",
+    "feed_forward.w3": "colwise",
+    "feed_forward.w2": "rowwise",
+}
+_WITHOUT_PLAN: Mapping[str, Mapping[str, str]] = {
+    "bamba": _GATED,
+    "falcon_h1": _GATED,
+    "lfm2": {**_LFM, "self_attn.out_proj": "rowwise"},
+    "lfm3": {**_LFM, "self_attn.g_proj": "colwise", "self_attn.o_proj": "rowwise"},
+}
+"""The divided modules of a layer, by model type, of families that transformers has no plan for."""
+
 _MOST_RANKS = 128
 _SHOWN = 12
 
@@ -46,6 +75,20 @@ class _Limit:
 
     def allows(self, size: int) -> bool:
         return self.count % size == 0 or (self.repeats and size % self.count == 0)
+
+
+def tp_plan(model: Any) -> Mapping[str, str]:
+    """Returns the style of each divided module and parameter of `model`, by name.
+
+    Layer numbers are ``*``. The plan is that of transformers, if there is one. Empty: there is no
+    plan. Recurrent mixers are in no plan: every rank computes them whole.
+    """
+    config = model.config.get_text_config()
+    if config.base_model_tp_plan is not None:
+        plan: Mapping[str, str] = model.tp_plan
+        return plan
+    own = _WITHOUT_PLAN.get(config.model_type, {})
+    return {f"{model.base_model_prefix}.layers.*.{name}": style for name, style in own.items()}
 
 
 def divided_parts(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
@@ -130,6 +173,8 @@ def _expert_limits(name: str, style: str, parameter: Any) -> Iterator[_Limit]:
         )
     if style == "packed_colwise":
         yield _Limit(parameter.shape[1] // 2, "outputs of experts")
+    elif style == "colwise":
+        yield _Limit(parameter.shape[1], "outputs of experts")
     elif style == "rowwise":
         yield _Limit(parameter.shape[2], "inputs of experts")
     else:

@@ -12,8 +12,8 @@ ranks: the plan's ``colwise`` of ``k_proj`` and ``v_proj`` then cuts by whole he
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -62,9 +62,37 @@ class _Cut:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Division:
+    """The division of a model among ranks.
+
+    Attributes:
+        heads: KV heads of the whole model by the number of a layer, for those layers of which this
+            rank holds a part of the heads.
+        parts: the divided modules and parameters by name.
+    """
+
+    heads: Mapping[int, int] = field(default_factory=dict)
+    parts: Mapping[str, object] = field(default_factory=dict)
+
+    def check_whole(self, mixers: Iterable[nn.Module]) -> None:
+        """Checks that every rank computes `mixers` whole, and so has all of their states.
+
+        Raises:
+            UnsupportedModel: a part of a mixer is divided.
+        """
+        inside = {id(one) for mixer in mixers for one in (*mixer.modules(), *mixer.parameters())}
+        for name, part in self.parts.items():
+            if id(part) in inside:
+                raise UnsupportedModel(
+                    f"tensor_parallel_size: the plan divides {name}, a part of a recurrent layer, "
+                    "whose states every rank keeps whole; use 1"
+                )
+
+
 def shard(
     model: nn.Module, plan: Mapping[str, str], ranks: ModelRanks, *, num_heads: int
-) -> dict[int, int]:
+) -> Division:
     """Leaves in `model` this rank's part; its modules exchange sums with the others'.
 
     Weights are cut in place, and copied; the rest is freed.
@@ -75,10 +103,6 @@ def shard(
         ranks: all of them call this with the same model.
         num_heads: query heads of each layer.
 
-    Returns:
-        KV heads of the whole model by the number of a layer, for those layers of which this rank
-        holds a part of the heads.
-
     Raises:
         UnsupportedModel: the plan is empty or has an unknown style, or a dimension cannot be shared
             by so many ranks; names the sizes that work. Nothing changed.
@@ -86,14 +110,15 @@ def shard(
     check_size(model, plan, ranks.size, num_heads=num_heads)
     heads: dict[int, int] = {}
     modules = dict(model.named_modules())
-    for name, style, _ in list(divided_parts(model, plan)):
+    parts = list(divided_parts(model, plan))
+    for name, style, _ in parts:
         if name in modules:
             whole = _shard_module(name, modules, style, ranks)
             if whole or name.endswith(tuple(FUSED_KEYS)):
                 heads[_layer(name)] = whole or num_heads
         else:
             _shard_parameter(name, modules, style, ranks)
-    return heads
+    return Division(heads, {name: part for name, _, part in parts})
 
 
 def _shard_module(name: str, modules: Mapping[str, Any], style: str, ranks: ModelRanks) -> int:
@@ -130,7 +155,7 @@ def _shard_parameter(name: str, modules: Mapping[str, Any], style: str, ranks: M
         halves = parameter.data.chunk(2, 1)
         parameter.data = torch.cat([cut.of(half, 1) for half in halves], 1)
     else:
-        parameter.data = cut.of(parameter.data, 2)
+        parameter.data = cut.of(parameter.data, 1 if style == "colwise" else 2)
 
 
 def _head_cut(heads: int, ranks: ModelRanks) -> _Cut:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import groupby
 
 from torch import Tensor
 
 from kvconnect.cache.memory.copier import BlockCopier, TensorCopier
+from kvconnect.engine.model.state_memory import StateMemory, StateRestore
 from kvconnect.engine.ranks.messages import BlockCopy
+from kvconnect.errors import UsageError
 from kvconnect.layout import KvCacheLayout
 
 __all__ = ["LoggedCopier", "make_copies"]
@@ -25,7 +29,7 @@ class LoggedCopier(TensorCopier):
 
     def __init__(
         self,
-        log: list[BlockCopy],
+        log: list[BlockCopy | StateRestore],
         pools: Sequence[Tensor],
         host_pools: Sequence[Tensor | None],
         layouts: Sequence[KvCacheLayout],
@@ -57,19 +61,44 @@ class LoggedCopier(TensorCopier):
         self._log.append(BlockCopy("move", group, _ints(sources), _ints(targets)))
 
 
-def make_copies(copier: BlockCopier, copies: Sequence[BlockCopy]) -> None:
-    """Makes `copies`, in order."""
-    for one in copies:
-        match one.order:
-            case "onboard":
-                copier.onboard(one.group, one.sources, one.targets)
-            case "offload":
-                copier.offload(one.group, one.sources, one.targets)
-            case "move":
-                copier.move(one.group, one.sources, one.targets)
-            case "copy_tokens":
-                ids = one.sources[0], one.targets[0]
-                copier.copy_tokens(one.group, *ids, one.num_tokens, from_host=one.from_host)
+def make_copies(
+    copier: TensorCopier,
+    copies: Sequence[BlockCopy | StateRestore],
+    states: StateMemory | None = None,
+) -> None:
+    """Makes `copies`, in order.
+
+    Args:
+        copier: the copier of the pools.
+        copies: the copies.
+        states: the memory of recurrent states; ``None``: no snapshot is copied to a slot.
+
+    Raises:
+        UsageError: a snapshot is to be copied, and there are no `states`.
+    """
+    for is_restore, run in groupby(copies, key=lambda one: isinstance(one, StateRestore)):
+        # Copies between blocks that follow each other are one batch.
+        with nullcontext() if is_restore else copier.together():
+            for one in run:
+                _make(copier, one, states)
+
+
+def _make(copier: BlockCopier, one: BlockCopy | StateRestore, states: StateMemory | None) -> None:
+    if isinstance(one, StateRestore):
+        if states is None:
+            raise UsageError(f"the leader sent {one}, and this rank's model has no states")
+        states.restore(one)
+        return
+    match one.order:
+        case "onboard":
+            copier.onboard(one.group, one.sources, one.targets)
+        case "offload":
+            copier.offload(one.group, one.sources, one.targets)
+        case "move":
+            copier.move(one.group, one.sources, one.targets)
+        case "copy_tokens":
+            ids = one.sources[0], one.targets[0]
+            copier.copy_tokens(one.group, *ids, one.num_tokens, from_host=one.from_host)
 
 
 def _ints(ids: Sequence[int]) -> tuple[int, ...]:

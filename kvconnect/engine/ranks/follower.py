@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from kvconnect.cache.memory.cache_memory import CacheMemory
 from kvconnect.cache.memory.copier import TensorCopier
-from kvconnect.cache.memory.sizing import PoolSizes
 from kvconnect.config import KvCacheConnectorConfig
-from kvconnect.connector.data import KvCachePool, KvCachePools, LlmArgs
+from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.io.identity import stored_as
 from kvconnect.connector.ranks.communicator import Instructions
 from kvconnect.connector.runtime.loading import build_worker, connector_classes
+from kvconnect.connector.runtime.pools import checked_pools
 from kvconnect.connector.runtime.rank import RankDriver
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.engine.attachment import NoConnector
 from kvconnect.engine.checkpoint.loading import LoadedModel, load_model
 from kvconnect.engine.model.forward_step import ForwardStep, LayerHooks
 from kvconnect.engine.model.pool_groups import CacheGeometry
+from kvconnect.engine.model.state_memory import StateMemory
 from kvconnect.engine.ranks.copies import make_copies
 from kvconnect.engine.ranks.group import RankGroup
 from kvconnect.engine.ranks.meeting import Loaded, Meeting
 from kvconnect.engine.ranks.messages import (
-    BlockCopy,
     Close,
     LifeSign,
     Message,
     PlanReader,
-    SequenceMessage,
     Setup,
     StepWork,
 )
@@ -96,7 +93,9 @@ class Follower:
         self._model = loaded.model
         self._group = group
         self._plans = PlanReader()
-        self._geometry = CacheGeometry.of(loaded.model, settings.kv_cache, window_pools=True)
+        self._geometry = CacheGeometry.of(
+            loaded.model, settings.kv_cache, window_pools=True, states=True
+        )
         self._digest = loaded.digest
         self._worker: KvCacheConnectorWorker | None = None
 
@@ -107,14 +106,14 @@ class Follower:
             match message:
                 case Instructions(work=StepWork() as work):
                     self._driver.accept(message)
-                    self._make_copies(work.copies)
+                    self._make_copies(work)
                     self._driver.start()
-                    if self._forward(work.sequences, self._driver):
+                    if self._forward(work, self._driver):
                         self._driver.end_forward()
                     self._driver.end()
                 case StepWork():
-                    self._make_copies(message.copies)
-                    self._forward(message.sequences, NoConnector())
+                    self._make_copies(message)
+                    self._forward(message, NoConnector())
                 case LifeSign():
                     pass
                 case _:
@@ -131,7 +130,7 @@ class Follower:
             raise UsageError(f"the leader began with {type(setup).__name__}, not with Setup")
         error: BaseException | None = None
         try:
-            self._allocate(setup.sizes)
+            self._allocate(setup)
             if self._settings.connector is not None:
                 self._attach(self._settings.connector)
         except BaseException as caught:  # noqa: BLE001  the leader raises it
@@ -143,8 +142,8 @@ class Follower:
             self._shut_down()
             raise error
 
-    def _allocate(self, sizes: PoolSizes) -> None:
-        layouts = self._geometry.layouts
+    def _allocate(self, setup: Setup) -> None:
+        layouts, sizes = self._geometry.layouts, setup.sizes
         if sizes.layouts != layouts:
             raise UsageError(f"the leader's pools are {sizes.layouts}, this rank's {layouts}")
         self._memory = memory = CacheMemory(sizes, self._model.device)
@@ -152,6 +151,7 @@ class Follower:
         self._layers = self._geometry.cached_layers(
             memory.buffers, sizes.num_blocks[0], self._model.dtype
         )
+        self._states = StateMemory.of(self._model, setup.max_batch_size, memory.states)
 
     def _attach(self, connector: KvCacheConnectorConfig) -> None:
         geometry, settings = self._geometry, self._settings
@@ -159,27 +159,31 @@ class Follower:
             str(settings.directory),
             settings.kv_cache,
             connector,
-            layouts=geometry.layouts,
+            layouts=geometry.stored_layouts,
             model_digest=stored_as(geometry.digest(self._digest), connector),
             place=Shard(self._group.rank, self._group.size),
-            num_kv_heads=geometry.num_kv_heads,
+            num_kv_heads=geometry.stored_kv_heads,
         )
-        pools = map(KvCachePool, geometry.layouts, self._memory.pools)
+        pools = checked_pools(self._memory, args.layouts)
         self._worker = build_worker(args, connector_classes(args)[1])
-        self._driver = RankDriver(
-            self._worker, KvCachePools(pools), self._group.communicator, wakeup=_nothing
-        )
+        self._driver = RankDriver(self._worker, pools, self._group.communicator, wakeup=_nothing)
 
-    def _make_copies(self, copies: Sequence[BlockCopy]) -> None:
+    def _make_copies(self, work: StepWork) -> None:
         """Makes the copies that the leader's block manager ordered."""
-        with self._copier.together():
-            make_copies(self._copier, copies)
+        if self._states is not None and work.states is not None:
+            self._states.slots.keep(work.states.running)
+        make_copies(self._copier, work.copies, self._states)
 
-    def _forward(self, sequences: Sequence[SequenceMessage], hooks: LayerHooks) -> bool:
-        """Computes this rank's part of `sequences`; False if there are none."""
-        plan = self._plans.plan(sequences)
+    def _forward(self, work: StepWork, hooks: LayerHooks) -> bool:
+        """Computes this rank's part of a step; False if there is nothing to compute."""
+        plan = self._plans.plan(work.sequences)
         if plan:
-            self._model.forward(ForwardStep(plan, self._layers, hooks, device=self._model.device))
+            states = self._states
+            slots = None if states is None else states.slots
+            step = ForwardStep(plan, self._layers, hooks, device=self._model.device, slots=slots)
+            self._model.forward(step)
+            if states is not None and work.states is not None:
+                states.take(work.states.snapshots)
         return bool(plan)
 
     def _shut_down(self) -> None:

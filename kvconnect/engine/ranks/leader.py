@@ -16,6 +16,7 @@ from kvconnect.cache.resource_manager import BaseKVCacheManager, KVCacheManagerF
 from kvconnect.config import KvCacheConfig
 from kvconnect.engine.checkpoint.loading import LoadedModel
 from kvconnect.engine.model.sequence_step import SequenceStep
+from kvconnect.engine.model.state_memory import StateRestore, StateWork
 from kvconnect.engine.ranks.copies import LoggedCopier
 from kvconnect.engine.ranks.follower import follow
 from kvconnect.engine.ranks.group import CONNECT_S, RankGroup
@@ -47,7 +48,7 @@ class NoFollowers:
     longest_wait_s = None
     process_ids = ()
 
-    def work(self, plan: Sequence[SequenceStep]) -> object:
+    def work(self, plan: Sequence[SequenceStep], states: StateWork | None = None) -> object:
         """Returns None."""
         return None
 
@@ -83,7 +84,7 @@ class Leader:
         self._settings = settings
         self._meeting = meeting
         self._processes = processes
-        self._copies: list[BlockCopy] = []
+        self._copies: list[BlockCopy | StateRestore] = []
         self._plans = PlanWriter()
         self.process_ids: tuple[int, ...] = ()
         self.group = RankGroup(0, settings.size, load_timeout_s=settings.load_timeout_s)
@@ -130,10 +131,15 @@ class Leader:
         """Returns a factory of the leader's cache manager, whose copies all ranks make."""
         return partial(KVCacheManager, make_copier=partial(LoggedCopier, self._copies))
 
-    def set_up(self, kv: BaseKVCacheManager) -> None:
-        """Sends the sizes of the pools to the others, which then attach their connectors."""
+    def set_up(self, kv: BaseKVCacheManager, max_batch_size: int) -> None:
+        """Sends the sizes of the cache to the others, which then attach their connectors.
+
+        Args:
+            kv: the leader's cache.
+            max_batch_size: the most sequences that run at once.
+        """
         assert isinstance(kv, KVCacheManager)  # noqa: S101  of `cache_factory`
-        self.group.communicator.broadcast(Setup(kv.sizes))
+        self.group.communicator.broadcast(Setup(kv.sizes, max_batch_size))
 
     def wait_until_attached(self) -> None:
         """Blocks until the others' connectors are attached; the leader's is.
@@ -152,13 +158,18 @@ class Leader:
 
     # ------------------------------------------------------------------ steps
 
-    def work(self, plan: Sequence[SequenceStep]) -> StepWork:
+    def log_restore(self, restore: StateRestore) -> None:
+        """Makes the others copy a snapshot of states, in order with the copies of the cache."""
+        self._copies.append(restore)
+
+    def work(self, plan: Sequence[SequenceStep], states: StateWork | None = None) -> StepWork:
         """Returns the others' work in a step; the connector sends it when the step begins.
 
         Call it once for each step.
 
         Args:
             plan: the computation; empty in an idle step.
+            states: the work on recurrent states; ``None``: there is none.
 
         Raises:
             RankLost: a rank is lost; names it.
@@ -166,7 +177,7 @@ class Leader:
         self._check()
         copies = tuple(self._copies)
         self._copies.clear()
-        return StepWork(copies, self._plans.message(plan))
+        return StepWork(copies, self._plans.message(plan), states)
 
     def wait(self) -> None:
         """Sends the others a sign of life without work.

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvconnect.cache.memory.sizing import PoolSizes
 from kvconnect.connector.ranks.communicator import Instructions
 from kvconnect.engine.model.sequence_step import SequenceStep
+from kvconnect.engine.model.state_memory import StateRestore, StateWork
 from kvconnect.errors import RankDivergence
 from kvconnect.tokens import TokenArray
 
@@ -75,19 +76,29 @@ class StepWork:
 
     Attributes:
         copies: the copies since the last step, in order; made before the step computes or loads.
+            Copies of snapshots to running slots are among them, because later copies may write to
+            the snapshots' blocks.
         sequences: the sequences to compute; none if every request of the step is loading, or if it
             is idle.
+        states: the work on recurrent states; ``None``: there is none.
     """
 
-    copies: tuple[BlockCopy, ...]
+    copies: tuple[BlockCopy | StateRestore, ...]
     sequences: tuple[SequenceMessage, ...]
+    states: StateWork | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The sizes of the leader's pools: every rank has as many blocks."""
+    """The sizes of the leader's cache, which every rank's has.
+
+    Attributes:
+        sizes: the sizes of its pools.
+        max_batch_size: the most sequences that run at once, each with a slot of recurrent states.
+    """
 
     sizes: PoolSizes
+    max_batch_size: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Self
 from pydantic import Field
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.layout import KvCacheLayout
+from kvconnect.layout import KvCacheLayout, StateTensor
 from kvconnect.transfer.control.fields import MAX_ENTRIES, Name, Number32, Record
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PROTOCOL", "Compat", "PoolInfo"]
+__all__ = ["PROTOCOL", "Compat", "PoolInfo", "StateInfo"]
 
 PROTOCOL = 3
 """The version of the protocol; peers of another version are refused."""
@@ -40,14 +40,23 @@ class Compat(Record):
     transport: Name
 
 
+class StateInfo(Record):
+    """A tensor of a recurrent layer's state; the fields are those of `StateTensor`."""
+
+    layer: Number32
+    name: Name
+    shape: Annotated[tuple[Number32, ...], Field(max_length=16)]
+    dtype: Name
+
+
 class PoolInfo(Record):
     """The memory of a pool group of the sender, which the receiver may read.
 
     Attributes:
         region: the number of the memory at the sender's transport.
         num_blocks: the number of blocks; block ids are below it.
-        num_layers, num_kv_heads, key_dim, value_dim, tokens_per_block, dtype, window, layers: the
-            layout of this rank's blocks, as in `KvCacheLayout`.
+        num_layers, num_kv_heads, key_dim, value_dim, tokens_per_block, dtype, window, layers,
+            states: the layout of this rank's blocks, as in `KvCacheLayout`.
     """
 
     region: Number32
@@ -60,6 +69,7 @@ class PoolInfo(Record):
     dtype: Name
     window: Number32 | None = None
     layers: Annotated[tuple[Number32, ...], Field(max_length=MAX_ENTRIES)] = ()
+    states: Annotated[tuple[StateInfo, ...], Field(max_length=MAX_ENTRIES)] = ()
 
     @classmethod
     def of(cls, region: int, num_blocks: int, layout: KvCacheLayout) -> Self:
@@ -72,9 +82,13 @@ class PoolInfo(Record):
             key_dim=layout.key_dim,
             value_dim=layout.value_dim,
             tokens_per_block=layout.tokens_per_block,
-            dtype=str(layout.dtype).removeprefix("torch."),
+            dtype=_name(layout.dtype),
             window=layout.window,
             layers=layout.layers,
+            states=tuple(
+                StateInfo(layer=one.layer, name=one.name, shape=one.shape, dtype=_name(one.dtype))
+                for one in layout.states
+            ),
         )
 
     def layout(self) -> KvCacheLayout:
@@ -83,18 +97,35 @@ class PoolInfo(Record):
         Raises:
             ConfigurationError: a field has a value that no layout can have; the message names it.
         """
-        import torch
-
-        dtype: torch.dtype | None = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ConfigurationError(f"dtype: '{self.dtype}' of a peer's pool is unknown here")
         return KvCacheLayout(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             key_dim=self.key_dim,
             value_dim=self.value_dim,
             tokens_per_block=self.tokens_per_block,
-            dtype=dtype,
+            dtype=_dtype(self.dtype),
             window=self.window,
             layers=self.layers,
+            states=tuple(
+                StateTensor(one.layer, one.name, one.shape, _dtype(one.dtype))
+                for one in self.states
+            ),
         )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    """Returns the dtype that `_name` returned `name` of.
+
+    Raises:
+        ConfigurationError: there is no such dtype here.
+    """
+    import torch
+
+    dtype: torch.dtype | None = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"dtype: '{name}' of a peer's pool is unknown here")
+    return dtype
