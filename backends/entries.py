@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,11 @@ __all__ = [
     "tokens_to_bytes",
 ]
 
-# priority, group, has a parent, bytes of namespace and model, tokens + 1 (0: not known)
+# priority, group, flags, bytes of namespace and model, tokens + 1 (0: not known)
 _FIELDS = struct.Struct("<BiBHHI")
+_HAS_PARENT, _HAS_END = 1, 2
+_END = struct.Struct("<d")  # Unix seconds
+_LATEST_END = 1e12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,13 +46,25 @@ class BlockMetadata:
     namespace: bytes
     model: bytes
     group: int
+    expires_at: float | None = None
 
     @classmethod
     def of(cls, block: StoredBlock) -> BlockMetadata:
         """Returns the metadata of `block`."""
         return cls(
-            block.parent, block.tokens, block.priority, block.namespace, block.model, block.group
+            block.parent,
+            block.tokens,
+            block.priority,
+            block.namespace,
+            block.model,
+            block.group,
+            block.expires_at,
         )
+
+    @property
+    def has_expired(self) -> bool:
+        """Returns whether the block's own time is over."""
+        return self.expires_at is not None and self.expires_at <= time.time()
 
     def entry(
         self, key: BlockKey, nbytes: int, *, created_at: float, used_at: float
@@ -65,6 +81,7 @@ class BlockMetadata:
             self.namespace,
             self.model,
             self.group,
+            expires_at=self.expires_at,
         )
 
     def block(self, key: BlockKey, data: Tensor) -> StoredBlock:
@@ -78,40 +95,47 @@ class BlockMetadata:
             namespace=self.namespace,
             model=self.model,
             group=self.group,
+            expires_at=self.expires_at,
         )
 
     def to_bytes(self) -> bytes:
-        """Returns ``fields | parent | namespace | model | tokens``."""
+        """Returns ``fields | parent | namespace | model | tokens | end``."""
         fields = _FIELDS.pack(
             self.priority,
             self.group,
-            self.parent is not None,
+            _HAS_PARENT * (self.parent is not None) | _HAS_END * (self.expires_at is not None),
             len(self.namespace),
             len(self.model),
             0 if self.tokens is None else len(self.tokens) + 1,
         )
         tokens = b"" if self.tokens is None else tokens_to_bytes(self.tokens)
-        return b"".join((fields, self.parent or b"", self.namespace, self.model, tokens))
+        end = b"" if self.expires_at is None else _END.pack(self.expires_at)
+        return b"".join((fields, self.parent or b"", self.namespace, self.model, tokens, end))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> BlockMetadata | None:
         """Returns the metadata that `to_bytes` encoded; ``None`` if `data` is damaged."""
         if len(data) < _FIELDS.size:
             return None
-        priority, group, has_parent, namespace, model, count = _FIELDS.unpack_from(data)
+        priority, group, flags, namespace, model, count = _FIELDS.unpack_from(data)
         at, pieces = _FIELDS.size, []
-        for nbytes in (KEY_NBYTES if has_parent else 0, namespace, model, 4 * max(0, count - 1)):
+        parent_nbytes = KEY_NBYTES if flags & _HAS_PARENT else 0
+        end_nbytes = _END.size if flags & _HAS_END else 0
+        for nbytes in (parent_nbytes, namespace, model, 4 * max(0, count - 1), end_nbytes):
             pieces.append(data[at : at + nbytes])
             at += nbytes
-        if at != len(data):
+        if at != len(data) or flags > _HAS_PARENT | _HAS_END:
             return None
-        parent = BlockKey(pieces[0]) if has_parent else None
+        parent = BlockKey(pieces[0]) if parent_nbytes else None
         tokens = tokens_from_bytes(pieces[3]) if count else None
-        return cls(parent, tokens, priority, pieces[1], pieces[2], group)
+        (expires_at,) = _END.unpack(pieces[4]) if end_nbytes else (None,)
+        if expires_at is not None and not 0 <= expires_at <= _LATEST_END:
+            return None
+        return cls(parent, tokens, priority, pieces[1], pieces[2], group, expires_at)
 
-    def to_json(self) -> dict[str, str | int]:
+    def to_json(self) -> dict[str, str | int | float]:
         """Returns the metadata by field; bytes in hexadecimal, tokens in base64."""
-        content: dict[str, str | int] = {"priority": self.priority}
+        content: dict[str, str | int | float] = {"priority": self.priority}
         if self.parent is not None:
             content["parent"] = self.parent.hex()
         if self.tokens is not None:
@@ -122,6 +146,8 @@ class BlockMetadata:
             content["model"] = self.model.hex()
         if self.group:
             content["group"] = self.group
+        if self.expires_at is not None:
+            content["expires"] = self.expires_at
         return content
 
     @classmethod
@@ -131,7 +157,9 @@ class BlockMetadata:
         Raises:
             KeyError, TypeError, ValueError, OverflowError: `content` is damaged.
         """
-        tokens = content.get("tokens")
+        tokens, end = content.get("tokens"), content.get("expires")
+        if end is not None and not 0 <= end <= _LATEST_END:
+            raise ValueError(f"expires: {end} is no time")
         return cls(
             key_from_text(content["parent"]) if "parent" in content else None,
             None if tokens is None else _tokens_from_text(tokens),
@@ -139,6 +167,7 @@ class BlockMetadata:
             bytes.fromhex(content.get("namespace", "")),
             bytes.fromhex(content.get("model", "")),
             int(content.get("group", 0)),
+            None if end is None else float(end),
         )
 
 

@@ -65,8 +65,8 @@ class StoredBlock:
             `kvconnect.keys.Namespace.tag`.
         model: of the model and its cache geometry, for pruning; see `kvconnect.keys.model_tag`.
         group: pool group.
-        ttl_s: seconds after which the block is not wanted any more; ``None``: no such time. Only a
-            store with the capability ``expires_each`` has to obey it.
+        expires_at: Unix seconds from which on the block is not wanted any more; ``None``: no such
+            time. Only a store with the capability ``expires_each`` has to obey it.
     """
 
     key: BlockKey
@@ -77,7 +77,7 @@ class StoredBlock:
     namespace: bytes = b""
     model: bytes = b""
     group: int = 0
-    ttl_s: float | None = None
+    expires_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,6 +100,7 @@ class StoredEntry:
         pinned_until: Unix seconds at which the pin ends; 0: not pinned, ``inf``: pinned until
             `unpin`.
         hits: loads of the block since it was saved; ``None``: the store does not count them.
+        expires_at: of the saved `StoredBlock`. The store's own time to live does not count.
     """
 
     key: BlockKey
@@ -114,6 +115,7 @@ class StoredEntry:
     group: int = 0
     pinned_until: float = 0.0
     hits: int | None = None
+    expires_at: float | None = None
 
     def block(self, data: Tensor) -> StoredBlock:
         """Makes a `StoredBlock` of this entry and `data`, for saving it to another store."""
@@ -126,6 +128,7 @@ class StoredEntry:
             namespace=self.namespace,
             model=self.model,
             group=self.group,
+            expires_at=self.expires_at,
         )
 
 
@@ -140,7 +143,7 @@ class Capabilities:
         shared: several processes may open the store at once and see each other's blocks.
         pins: `pin` keeps blocks from being dropped.
         expires: blocks older than a configured time are not found (``ttl=`` in its URL).
-        expires_each: a block is not found longer than its own ``ttl_s`` after it was saved. One
+        expires_each: a block is not found from its own ``expires_at`` on, unless it is pinned. One
             that is there already keeps its time.
         max_value_bytes: longest value it takes, in bytes; ``None``: any that fits its capacity.
         variable_length: `load` takes buffers longer than the value and fills their beginning, so

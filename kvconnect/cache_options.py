@@ -49,10 +49,11 @@ class CacheOptions(Settings):
             device, in host memory and, where it is a store's order, there. ``None``: 35, as of any
             request. Blocks below the connector's ``min_priority`` are not saved.
         ttl: how long they are wanted: ``1h``, or seconds, or a ``timedelta``. On the device
-            `priority` lasts so long from when a block is first released; after that it is 35. A
-            store that expires single blocks (``redis:``) deletes those that this request saved
-            after this time, or its own ``ttl=`` if that is less. All other stores keep to their own
-            ``ttl=``, and a warning is logged. ``None``: no limit of the request's own.
+            `priority` lasts so long from when a block is first released; after that it is 35. In a
+            store, the blocks that this request saved are not found after this time, or after the
+            store's own ``ttl=`` if that is less. A store of your own without the capability
+            ``expires_each`` keeps to its ``ttl=``, and a warning is logged. ``None``: no limit of
+            the request's own.
     """
 
     load: StrictBool = True

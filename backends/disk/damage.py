@@ -38,10 +38,11 @@ _COLUMNS = {
         "model": _BYTES,
         "pinned": _NUMBER,
         "hits": _NUMBER,
+        "expires": _NUMBER,
     },
 }
 # An older version's blocks have none of these.
-_OPTIONAL = {("blocks", column) for column in ("model", "pinned", "hits")}
+_OPTIONAL = {("blocks", column) for column in ("model", "pinned", "hits", "expires")}
 _WRONG = {
     _NUMBER: "typeof({0}) <> 'integer'",
     _TEXT: "typeof({0}) <> 'text'",

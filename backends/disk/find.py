@@ -14,13 +14,12 @@ from kvconnect.backend import MAX_CHILDREN, Child, StoredEntry
 from kvconnect.backends.disk.damage import whole_numbers
 from kvconnect.backends.disk.errors import IndexDamaged, index_errors
 from kvconnect.backends.disk.files.direct_io import Location
-from kvconnect.backends.disk.format import has_column
+from kvconnect.backends.disk.format import FOREVER, has_column
 from kvconnect.backends.entries import tokens_from_bytes
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.tokens import TokenArray
 
 __all__ = [
-    "FOREVER",
     "READABLE",
     "IndexReader",
     "Located",
@@ -36,7 +35,7 @@ T = TypeVar("T")
 _VALUES_PER_QUERY = 512
 _ROWS_PER_PAGE = 1024
 # The blocks `b` that have not expired; its values are those of `valid`.
-_VALID = "(b.created >= ? OR b.pinned > ?)"
+_VALID = "(b.created >= ? AND b.expires > ? OR b.pinned > ?)"
 # The blocks `b` that can be read: a damaged row must not lead outside of its segment `s`.
 READABLE = (
     " FROM blocks AS b JOIN segments AS s ON s.id = b.segment WHERE b.slot >= 0"
@@ -48,10 +47,6 @@ _FIND = (
     "SELECT group_concat(hex(b.key) || ' ' || quote(b.id) || ' ' || quote(b.segment) || ' ' ||"
     " quote(b.slot) || ' ' || quote(s.size) || ' ' || quote(b.length))" + READABLE
 )
-
-
-FOREVER = 1 << 62
-"""The end of a pin that lasts until the block is unpinned, in the unit of the index."""
 
 
 def microseconds() -> int:
@@ -73,9 +68,10 @@ def oldest_valid(ttl: float | None) -> int:
     return -(1 << 62) if ttl is None else microseconds() - int(ttl * 1e6)
 
 
-def valid(ttl: float | None) -> tuple[int, int]:
+def valid(ttl: float | None) -> tuple[int, int, int]:
     """Returns the values of a query for blocks that have not expired: pinned ones never do."""
-    return oldest_valid(ttl), microseconds()
+    now = microseconds()
+    return oldest_valid(ttl), now, now
 
 
 def in_parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -106,14 +102,15 @@ class IndexReader:
         try:
             with index_errors():
                 model = "b.model" if has_column(db, "model") else "x''"
-                self._has_pins = has_column(db, "pinned")
                 hits = "b.hits" if has_column(db, "hits") else "NULL"
+                defaults = {"pinned": "0", "expires": str(FOREVER)}
+                self._lacks = {f"b.{n}": v for n, v in defaults.items() if not has_column(db, n)}
         except BaseException:
             db.close()
             raise
         self._entry_columns = (
             "b.id, b.key, b.length, b.priority, b.created, b.used, b.parent, b.tokens, b.namespace,"
-            f" b.pool_group, {model}, b.pinned, {hits}"
+            f" b.pool_group, {model}, b.expires, b.pinned, {hits}"
         )
 
     def find(self, keys: Sequence[BlockKey]) -> list[Located]:
@@ -202,8 +199,8 @@ class IndexReader:
             self._db.close()
 
     def _rows(self, query: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
-        if not self._has_pins:
-            query = query.replace("b.pinned", "0")
+        for column, default in self._lacks.items():
+            query = query.replace(column, default)
         with self._lock, index_errors():
             return self._db.execute(query, values).fetchall()
 
@@ -225,8 +222,8 @@ def _located(shown: str) -> tuple[bytes, Located]:
 def _entry(key: Any, *columns: Any) -> StoredEntry | None:
     """Returns the entry of a row; ``None`` if the row is damaged, which must not end a listing."""
     length, priority, created, used, parent, tokens, namespace, group, model, *counts = columns
-    pinned, hits = counts
-    numbers = (length, priority, created, used, group, pinned)
+    expires, pinned, hits = counts
+    numbers = (length, priority, created, used, group, pinned, expires)
     if not _is_key(key) or not all(isinstance(number, int) for number in numbers):
         return None
     return StoredEntry(
@@ -242,6 +239,7 @@ def _entry(key: Any, *columns: Any) -> StoredEntry | None:
         group=group,
         pinned_until=inf if pinned >= FOREVER else pinned / 1e6 if pinned > microseconds() else 0.0,
         hits=hits if isinstance(hits, int) else None,
+        expires_at=None if expires >= FOREVER else expires / 1e6,
     )
 
 

@@ -25,6 +25,7 @@ from kvconnect.backends.disk.settings import Durability
 from kvconnect.errors import BackendUnavailable
 
 __all__ = [
+    "FOREVER",
     "INDEX_NAME",
     "IndexLog",
     "connect",
@@ -40,8 +41,11 @@ __all__ = [
 logger = logging.getLogger("kvconnect")
 
 INDEX_NAME = "index.sqlite3"
+FOREVER = 1 << 62
+"""The end of what has none, in the unit of the index: microseconds of Unix time."""
+
 _SCHEMA_VERSION = 1
-_SCHEMA = """
+_SCHEMA = f"""
 CREATE TABLE segments(          -- data files
     id INTEGER PRIMARY KEY AUTOINCREMENT,   -- never used again, so a stale handle is only stale
     size INTEGER NOT NULL,      -- bytes of each slot
@@ -71,23 +75,26 @@ CREATE TABLE blocks(
     pool_group INTEGER NOT NULL,
     model BLOB NOT NULL DEFAULT x'',
     pinned INTEGER NOT NULL DEFAULT 0,      -- until then it is not dropped; Unix time likewise
-    hits INTEGER NOT NULL DEFAULT 0         -- loads of it
+    hits INTEGER NOT NULL DEFAULT 0,        -- loads of it
+    expires INTEGER NOT NULL DEFAULT {FOREVER}  -- its own end; Unix time likewise
 ) STRICT;
 CREATE INDEX blocks_by_segment ON blocks(segment, used);
 CREATE INDEX blocks_by_parent ON blocks(parent);
 """
-# The database indexes of pins. In older versions the first one lacks `pinned`: then it is made
-# anew. Eviction iterates over it, which excludes pinned blocks.
-_PIN_INDEXES = (
+# The database indexes of pins and ends. In older versions the first one lacks `pinned`: then it is
+# made anew. Eviction iterates over it, which excludes pinned blocks.
+_LATER_INDEXES = (
     "DROP INDEX IF EXISTS blocks_by_use",
     "CREATE INDEX blocks_by_use ON blocks(size, pinned, priority, used)",
     "CREATE INDEX IF NOT EXISTS blocks_pinned ON blocks(pinned, segment, size) WHERE pinned > 0",
+    f"CREATE INDEX IF NOT EXISTS blocks_ending ON blocks(expires) WHERE expires < {FOREVER}",
 )
 # The columns that indexes of older versions lack.
 _LATER_COLUMNS = {
     "model": "BLOB NOT NULL DEFAULT x''",
     "pinned": "INTEGER NOT NULL DEFAULT 0",
     "hits": "INTEGER NOT NULL DEFAULT 0",
+    "expires": f"INTEGER NOT NULL DEFAULT {FOREVER}",
 }
 # Tables that refuse values of another type. An index made by an older SQLite is used without them.
 _HAS_STRICT = (3, 37, 0)
@@ -224,7 +231,7 @@ def _make_schema(db: sqlite3.Connection) -> None:
         schema = schema.replace("ROWID, STRICT", "ROWID").replace(") STRICT", ")")
     for statement in schema.rstrip().split(";\n"):
         db.execute(statement)
-    for statement in _PIN_INDEXES:
+    for statement in _LATER_INDEXES:
         db.execute(statement)
     db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
 
@@ -253,7 +260,7 @@ def _add_columns(db: sqlite3.Connection) -> None:
     for column, definition in _LATER_COLUMNS.items():
         if not has_column(db, column):
             db.execute(f"ALTER TABLE blocks ADD COLUMN {column} {definition}")
-    for statement in _PIN_INDEXES:
+    for statement in _LATER_INDEXES:
         db.execute(statement)
     db.execute("COMMIT")
 

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.disk.files.direct_io import Location
+from kvconnect.backends.disk.format import FOREVER
 from kvconnect.backends.entries import tokens_to_bytes
 
 __all__ = ["INSERT", "Reservation", "row_of"]
 
 INSERT = (
     "INSERT OR IGNORE INTO blocks(key, segment, slot, size, length, priority, created, used,"
-    " parent, tokens, namespace, pool_group, model)"
-    " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " parent, tokens, namespace, pool_group, model, expires)"
+    " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 """The statement that inserts a row of `row_of`, unless its key exists."""
 
@@ -56,4 +57,5 @@ def row_of(
         block.namespace,
         block.group,
         block.model,
+        FOREVER if block.expires_at is None else min(FOREVER, round(block.expires_at * 1e6)),
     )

@@ -17,7 +17,7 @@ from kvconnect.backends.disk.eviction import TENANT, Eviction
 from kvconnect.backends.disk.files.direct_io import Location, aligned_size
 from kvconnect.backends.disk.files.owner import owners
 from kvconnect.backends.disk.files.segments import SegmentFiles
-from kvconnect.backends.disk.format import index_nbytes, log_nbytes
+from kvconnect.backends.disk.format import FOREVER, index_nbytes, log_nbytes
 from kvconnect.backends.quotas import Quotas
 from kvconnect.backends.url import format_size
 from kvconnect.frame import ALIGNMENT
@@ -172,6 +172,16 @@ class SlotAllocator:
             " (SELECT id FROM blocks WHERE pinned=0 ORDER BY id LIMIT ?)"
             " AND created < ? RETURNING segment, slot",
             (limit, before),
+        ).fetchall()
+        self.free(rows)
+
+    def drop_ended(self, now: int, limit: int) -> None:
+        """Drops up to `limit` blocks whose own time is over at `now`."""
+        rows = self._db.execute(
+            "DELETE FROM blocks WHERE id IN"  # noqa: S608 - a constant
+            f" (SELECT id FROM blocks WHERE expires < {FOREVER} AND expires <= ? AND pinned=0"
+            " ORDER BY expires LIMIT ?) RETURNING segment, slot",
+            (now, limit),
         ).fetchall()
         self.free(rows)
 

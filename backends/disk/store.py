@@ -85,6 +85,7 @@ class DiskBackend(Backend):
         durable=True,
         shared=True,
         expires=True,
+        expires_each=True,
         pins=True,
         variable_length=True,
         hashes_loads=True,

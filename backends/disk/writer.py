@@ -15,7 +15,6 @@ from kvconnect.backends.disk.files.direct_io import Location
 from kvconnect.backends.disk.files.owner import Owner, owners
 from kvconnect.backends.disk.files.segments import SegmentFiles
 from kvconnect.backends.disk.find import (
-    FOREVER,
     READABLE,
     in_parts,
     marks,
@@ -23,7 +22,7 @@ from kvconnect.backends.disk.find import (
     oldest_valid,
     valid,
 )
-from kvconnect.backends.disk.format import IndexLog, connect, log_nbytes, make_index
+from kvconnect.backends.disk.format import FOREVER, IndexLog, connect, log_nbytes, make_index
 from kvconnect.backends.disk.leftovers import Leftovers
 from kvconnect.backends.disk.path import identity, log_identity
 from kvconnect.backends.disk.rows import INSERT, Reservation, row_of
@@ -324,6 +323,7 @@ class IndexWriter:
 
     def _drop_expired(self, limit: int) -> None:
         # Lookups skip expired blocks; this frees their slots.
+        self._slots.drop_ended(microseconds(), limit)
         if self._settings.ttl is not None:
             self._slots.drop_expired(oldest_valid(self._settings.ttl), limit)
 

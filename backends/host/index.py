@@ -51,6 +51,11 @@ class MemoryBlock:
         """Returns whether it is pinned now."""
         return self.pinned_until > time.time()
 
+    @property
+    def has_expired(self) -> bool:
+        """Returns whether its own time is over, and no pin keeps it."""
+        return self.metadata.has_expired and not self.pinned
+
 
 class MemoryIndex:
     """The blocks by key, by parent and by order of eviction. Not thread-safe.
@@ -83,7 +88,7 @@ class MemoryIndex:
         return len(self._blocks)
 
     def __iter__(self) -> Iterator[MemoryBlock]:
-        return iter(tuple(self._blocks.values()))
+        return iter([block for block in self._blocks.values() if not block.has_expired])
 
     @property
     def units_used(self) -> int:
@@ -100,7 +105,7 @@ class MemoryIndex:
         now, wall = self.tick(), time.time()
         found = []
         for key in keys:
-            block = self._blocks.get(key)
+            block = self.get(key)
             if block is None:
                 break
             block.used, block.used_at = now, wall
@@ -108,12 +113,16 @@ class MemoryIndex:
         return found
 
     def get(self, key: BlockKey) -> MemoryBlock | None:
-        """Returns the block of `key`, which does not count as used."""
-        return self._blocks.get(key)
+        """Returns the block of `key`, which does not count as used; drops it if it has expired."""
+        block = self._blocks.get(key)
+        if block is not None and block.metadata.expires_at is not None and block.has_expired:
+            self._drop(block)
+            return None
+        return block
 
     def use_one(self, key: BlockKey, now: int) -> bool:
         """Returns whether `key` is present; it counts as used by operation `now`."""
-        block = self._blocks.get(key)
+        block = self.get(key)
         if block is not None:
             block.used, block.used_at = now, time.time()
         return block is not None
@@ -191,7 +200,7 @@ class MemoryIndex:
         left = most_units - sum(len(block.units) for block in self.pinned())
         answers = []
         for key in keys:
-            block = self._blocks.get(key)
+            block = self.get(key)
             was = key in self._pinned
             if block is None or (until is not None and not was and len(block.units) > left):
                 answers.append(False)
@@ -224,7 +233,8 @@ class MemoryIndex:
     def children(self, key: BlockKey | None) -> list[Child]:
         """Returns those with tokens of the last `MAX_CHILDREN` blocks after `key`, last first."""
         newest = islice(reversed(self._children.get(key, {})), MAX_CHILDREN)
-        known = ((child, self._blocks[child].metadata.tokens) for child in newest)
+        blocks = (self._blocks[child] for child in newest)
+        known = [(one.key, one.metadata.tokens) for one in blocks if not one.has_expired]
         return [Child(child, tokens) for child, tokens in known if tokens is not None]
 
     def _queue(self, block: MemoryBlock) -> None:

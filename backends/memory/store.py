@@ -61,6 +61,7 @@ class MemoryBackend(Backend):
     capabilities = Capabilities(
         enumerable=True,
         inline=True,
+        expires_each=True,
         pins=True,
         variable_length=True,
         hashes_loads=True,

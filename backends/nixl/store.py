@@ -55,7 +55,7 @@ class NixlBackend(Backend):
         short_values: see `MemoryBackend`.
     """
 
-    capabilities = Capabilities(enumerable=True, variable_length=True)
+    capabilities = Capabilities(enumerable=True, expires_each=True, variable_length=True)
 
     def __init__(self, settings: NixlSettings, *, short_values: bool = False) -> None:
         self.settings = settings

@@ -54,8 +54,20 @@ class RedisFinder:
         self._names = router.names
 
     async def states(self, keys: Sequence[BlockKey]) -> list[State]:
-        """Returns the state of every one of `keys`; those found count as used."""
-        heads, parts = await self.heads(keys)
+        """Returns the state of every one of `keys`; those found count as used.
+
+        A block that was pinned beyond its expiry is ``ABSENT`` from the end of its pin on.
+        """
+        if not keys:
+            return []
+        pins = about(b"HMGET", self._names.pins, *keys)
+        *replies, pinned = await self._router.ask([*self._head_commands(keys), pins])
+        heads, parts = self._heads(keys, replies)
+        if isinstance(pinned, list):  # else the user has no right to pins
+            for number, pin in enumerate(map(Pin.parse, pinned[: len(keys)])):
+                if pin is not None and pin.has_outlived:
+                    heads[number] = Outcome.ABSENT
+            parts = [one for one in parts if heads[one[0]] is not Outcome.ABSENT]
         touched = await self._router.ask([about(b"TOUCH", name) for _, name in parts])
         for (number, _), reply in zip(parts, touched, strict=True):
             if sound(reply) != 1:
@@ -100,7 +112,7 @@ class RedisFinder:
             [*idle, *(_start(name, _HEAD_AND_METADATA) for name in stored), *pinned]
         )
         idles, starts = replies[: len(keys)], replies[len(keys) : 2 * len(keys)]
-        ends = _ends(replies[-1], len(keys)) if keys else []
+        pins = _pins(replies[-1], len(keys)) if keys else []
         heads = [Head.parse(start) if isinstance(start, bytes) else None for start in starts]
         long = {
             at: HEAD_NBYTES + head.metadata_nbytes
@@ -110,7 +122,7 @@ class RedisFinder:
         whole = await self._router.look([_start(stored[at], nbytes) for at, nbytes in long.items()])
         for at, start in zip(long, whole, strict=True):
             starts[at] = start
-        return [_entry(*one) for one in zip(keys, heads, starts, idles, ends, strict=True)]
+        return [_entry(*one) for one in zip(keys, heads, starts, idles, pins, strict=True)]
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
         """Lists all blocks; see `RedisBackend.scan`."""
@@ -149,8 +161,15 @@ class RedisFinder:
 
         Each name comes with the index of its key.
         """
-        asks = [head_command(self._names.block(key)) for key in keys]
-        heads = [state_of(reply) for reply in await self._router.ask(asks)]
+        return self._heads(keys, await self._router.ask(self._head_commands(keys)))
+
+    def _head_commands(self, keys: Sequence[BlockKey]) -> list[Ask]:
+        return [head_command(self._names.block(key)) for key in keys]
+
+    def _heads(
+        self, keys: Sequence[BlockKey], replies: Sequence[Reply]
+    ) -> tuple[list[State], list[tuple[int, bytes]]]:
+        heads = [state_of(reply) for reply in replies]
         parts = [
             (number, name)
             for number, head in enumerate(heads)
@@ -174,19 +193,18 @@ def _start(name: bytes, nbytes: int) -> Ask:
     return about(b"GETRANGE", name, 0, nbytes - 1)
 
 
-def _ends(reply: Reply, count: int) -> list[float]:
-    """Returns until when each of `count` blocks is pinned, 0 if it is not; `reply` is to HMGET."""
+def _pins(reply: Reply, count: int) -> list[Pin | None]:
+    """Returns the pin of each of `count` blocks; `reply` is to HMGET."""
     found = sound(reply)
     if not isinstance(found, list) or len(found) != count:
         raise BackendUnavailable(f"Redis: {str(found)[:100]} where {count} values were due")
-    pins = map(Pin.parse, found)
-    return [0.0 if pin is None or pin.until <= time.time() else pin.until for pin in pins]
+    return list(map(Pin.parse, found))
 
 
 def _entry(
-    key: BlockKey, head: Head | None, start: Reply, idle: Reply, pinned_until: float
+    key: BlockKey, head: Head | None, start: Reply, idle: Reply, pin: Pin | None
 ) -> StoredEntry | None:
-    if head is None or not isinstance(start, bytes):
+    if head is None or not isinstance(start, bytes) or (pin is not None and pin.has_outlived):
         return None
     end = HEAD_NBYTES + head.metadata_nbytes
     metadata = BlockMetadata.from_bytes(start[HEAD_NBYTES:end])
@@ -195,7 +213,9 @@ def _entry(
     # With an LFU policy servers do not report it.
     used_at = time.time() - idle if isinstance(idle, int) else head.created_at
     entry = metadata.entry(key, head.frame_nbytes, created_at=head.created_at, used_at=used_at)
-    return replace(entry, pinned_until=pinned_until) if pinned_until else entry
+    if pin is None or pin.until <= time.time():
+        return entry
+    return replace(entry, pinned_until=pin.until)
 
 
 class RedisChildren:

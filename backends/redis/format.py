@@ -152,6 +152,12 @@ class Pin(NamedTuple):
         """Returns the bytes that `parse` reads."""
         return _PIN.pack(*self)
 
+    @property
+    def has_outlived(self) -> bool:
+        """Returns whether both the pin and the block's own time are over."""
+        now = time.time()
+        return self.until <= now and 0 < self.expires_at_ms <= 1e3 * now
+
 
 @dataclass(frozen=True, slots=True)
 class Names:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 
 from kvconnect.backends.redis.commands import Ask, about, sound
@@ -32,8 +33,9 @@ _PART_SLACK_MS = 60_000
 class RedisPins:
     """Pins and unpins blocks. Belongs to the event loop.
 
-    The pins are in the server, for all processes. Those whose time is over end when any process
-    that may write calls `sweep`.
+    The pins are in the server, for all processes. A block that was pinned beyond its expiry is not
+    found from the end of its pin on. Its bytes are freed when any process that may write calls
+    `sweep`.
     """
 
     def __init__(self, router: RedisRouter, finder: RedisFinder) -> None:
@@ -72,6 +74,15 @@ class RedisPins:
         await self._release(over)
         left = [key for key in pins if key not in over]
         await self._forget(set(left) - await self._there(left))
+
+    async def end_outlived(self, keys: Sequence[BlockKey]) -> None:
+        """Deletes those of `keys` that were pinned beyond their expiry, and whose pins are over.
+
+        Without it, a save would find them stored. A failure has no effect.
+        """
+        with suppress(BackendUnavailable):
+            pins = await self._of(keys)
+            await self._finder.delete([key for key, pin in pins.items() if pin.has_outlived])
 
     async def sweep_when_due(self) -> None:
         """Sweeps if this process has not for a minute; a failure is only logged."""
@@ -148,6 +159,14 @@ class RedisPins:
         return pins
 
     async def _unpin(self, keys: Sequence[BlockKey]) -> list[bool]:
+        pins = await self._of(keys)
+        there = await self._there(list(pins))
+        now = time.time()
+        await self._release(pins)
+        return [key in there and pins[key].until > now for key in keys]
+
+    async def _of(self, keys: Sequence[BlockKey]) -> dict[BlockKey, Pin]:
+        """Returns the pins of `keys`, also those whose time is over."""
         pins: dict[BlockKey, Pin] = {}
         for start in range(0, len(keys), _PAGE):
             piece = keys[start : start + _PAGE]
@@ -155,10 +174,7 @@ class RedisPins:
             values = found if isinstance(found, list) else []
             pairs = zip(piece, map(Pin.parse, values), strict=False)
             pins |= {key: pin for key, pin in pairs if pin is not None}
-        there = await self._there(list(pins))
-        now = time.time()
-        await self._release(pins)
-        return [key in there and pins[key].until > now for key in keys]
+        return pins
 
     async def _release(self, pins: Mapping[BlockKey, Pin]) -> None:
         """Lets the blocks of `pins` expire again, and forgets the pins after that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -136,7 +137,8 @@ class RedisWriter:
 
     def _ttl_ms(self, block: StoredBlock) -> int | None:
         """Returns the time that `block` is kept for: the store's, or its own if that is less."""
-        times = [one for one in (self._router.settings.ttl, block.ttl_s) if one is not None]
+        own_s = None if block.expires_at is None else block.expires_at - time.time()
+        times = [one for one in (self._router.settings.ttl, own_s) if one is not None]
         return max(1, round(min(times) * 1e3)) if times else None
 
     async def _save_single(self, writings: Sequence[_Writing]) -> set[BlockKey]:

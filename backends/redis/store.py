@@ -154,9 +154,10 @@ class RedisBackend(Backend):
     async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
         """Pins or unpins `keys`, for all processes; see `Backend.pin`.
 
-        A pinned block has no expiry in the server. After the time of a pin it has again, within a
-        minute if any process saves. The share of pinned blocks is one of all ``maxmemory``; without
-        that there is no limit. Pins last as long as the server's data.
+        A pinned block has no expiry in the server. If its own expiry has passed, it is not found
+        from the end of its pin on; its bytes are freed within a minute if any process saves. The
+        share of pinned blocks is one of all ``maxmemory``; without that there is no limit. Pins
+        last as long as the server's data.
 
         Raises:
             ConfigurationError: a server may drop pinned blocks: it has ``maxmemory`` and a policy
@@ -183,6 +184,7 @@ class RedisBackend(Backend):
 
     async def _save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
         opened = self._opened()
+        await opened.pins.end_outlived([block.key for block in blocks])
         saved = await opened.writer.save(blocks, checksums)
         await opened.pins.sweep_when_due()
         return saved

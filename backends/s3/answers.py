@@ -12,7 +12,7 @@ from kvconnect.backends.s3.bucket import Fetched, S3Bucket
 from kvconnect.backends.s3.format import BadRecord, Member, Record, record_nbytes
 from kvconnect.keys import BlockKey
 
-__all__ = ["Absent", "AnswerCache", "Found", "fetch_entry", "has_bytes"]
+__all__ = ["Absent", "AnswerCache", "Found", "fetch_entry", "has_bytes", "member_until"]
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -81,10 +81,16 @@ def _entry(fetched: Fetched, nbytes: int, ttl_s: float, key: BlockKey) -> Found 
     start = 0 if record.payload is not None else nbytes
     if member is None or (start and start + member.nbytes != fetched.nbytes):
         return Absent(fetched.etag, damaged=True)
-    left = ttl_s - fetched.age_s
-    if left <= 0:
+    until = member_until(member, time.monotonic() + ttl_s - fetched.age_s)
+    if until <= time.monotonic():
         return Absent(fetched.etag)
-    return Found(record, member, start, fetched.etag, time.monotonic() + left)
+    return Found(record, member, start, fetched.etag, until)
+
+
+def member_until(member: Member, until: float) -> float:
+    """Returns `until`, or the end of the block's own time if that is earlier: monotonic seconds."""
+    end = member.metadata.expires_at
+    return until if end is None else min(until, time.monotonic() + end - time.time())
 
 
 def has_bytes(bucket: S3Bucket, found: Found) -> bool:

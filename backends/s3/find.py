@@ -16,7 +16,7 @@ from functools import partial
 
 from kvconnect.backend import Child, StoredEntry
 from kvconnect.backends.lanes import Lanes, results_of, settled
-from kvconnect.backends.s3.answers import Absent, AnswerCache, Found, fetch_entry
+from kvconnect.backends.s3.answers import Absent, AnswerCache, Found, fetch_entry, member_until
 from kvconnect.backends.s3.bucket import Listed, S3Bucket
 from kvconnect.backends.s3.format import Record
 from kvconnect.keys import BlockKey
@@ -210,8 +210,11 @@ def _neighbours(found: Found) -> list[Found]:
     return [
         found
         if member is found.member
-        else Found(found.record, member, found.data_start, None, found.expires_at)
+        else Found(
+            found.record, member, found.data_start, None, member_until(member, found.expires_at)
+        )
         for member in found.record.members
+        if not member.metadata.has_expired
     ]
 
 
@@ -262,7 +265,7 @@ class S3Listing:
         for key, one in listed.items():
             record = records.pop(key, None)
             member = None if record is None else record.find(key)
-            if record is None or member is None:
+            if record is None or member is None or member.metadata.has_expired:
                 continue  # damaged, or deleted since
             entries.append(member.entry(one.modified_at))
         while len(records) > _MOST_RECORDS:

@@ -107,7 +107,9 @@ class Record:
         return [
             Child(member.key, member.metadata.tokens)
             for member in self.members
-            if member.metadata.parent == key and member.metadata.tokens is not None
+            if member.metadata.parent == key
+            and member.metadata.tokens is not None
+            and not member.metadata.has_expired
         ]
 
     def encode(self) -> bytes:

@@ -18,7 +18,7 @@ from functools import partial
 
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.lanes import Lanes, results_of, settled
-from kvconnect.backends.s3.answers import Absent, Found, fetch_entry, has_bytes
+from kvconnect.backends.s3.answers import Absent, Found, fetch_entry, has_bytes, member_until
 from kvconnect.backends.s3.bucket import Conflict, S3Bucket
 from kvconnect.backends.s3.children import S3Children
 from kvconnect.backends.s3.find import S3Finder
@@ -150,6 +150,7 @@ class S3Writer:
             else:
                 start = 0 if record.payload is not None else len(views[0])
                 until = time.monotonic() + self._bucket.settings.ttl_s
+                until = member_until(member, until)
                 return Found(record, member, start, written, until)
         raise BackendUnavailable(f"{self._bucket.settings}: others keep changing {name}")
 

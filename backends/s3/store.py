@@ -46,7 +46,12 @@ class S3Backend(Backend):
     """
 
     capabilities = Capabilities(
-        enumerable=True, durable=True, shared=True, expires=True, variable_length=True
+        enumerable=True,
+        durable=True,
+        shared=True,
+        expires=True,
+        expires_each=True,
+        variable_length=True,
     )
 
     def __init__(self, settings: S3Settings) -> None:

@@ -283,6 +283,7 @@ def _capabilities_of(own: Capabilities, tiers: Sequence[Tier]) -> Capabilities:
         enumerable=all(one.enumerable for one in every),
         inline=all(one.inline for one in every),
         expires=all(one.expires for one in every),
+        expires_each=all(one.expires_each for one in every),
         pins=any(one.pins for one in every),
         variable_length=all(one.variable_length for one in every),
         durable=all(one.durable for one in deciding),

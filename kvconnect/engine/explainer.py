@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import ceil
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ __all__ = ["Explainer"]
 _STATES = ("", *NotSaved)
 """Why a block was not saved; the first one: it was, or there is no store."""
 _STATE_BITS = 4
+_LATEST = (1 << 32 - _STATE_BITS) - 1
 _MOST_NAMESPACES = 4096
 
 
@@ -55,7 +57,7 @@ class Explainer:
         self._clock = clock
         self._started = clock()
         self._fingerprints: Fingerprinter | None = None
-        self._own = KeyMemory()  # blocks in their namespaces: state, and the time of computing
+        self._own = KeyMemory()  # blocks in their namespaces: state, and the end of their time
         self._anywhere = KeyMemory()  # the same tokens in any namespace: the last namespace
         self._distinct = DistinctKeys()
         self._namespaces: list[tuple[bytes, int | str | None, str | int | None]] = []
@@ -109,8 +111,8 @@ class Explainer:
         base = max(request.num_computed_tokens, request.num_external_tokens, request.load_end)
         last = account.num_tokens - 1
         known = base // size
-        account.prints = anywhere, has_tail = self._prefixes(request, account.num_tokens)
-        own = self._in_namespace(anywhere, request.namespace)
+        account.prints = self._prints(request, account.num_tokens)
+        anywhere, own, has_tail = account.prints
         num_full = len(own) - has_tail
         new = self._distinct.add(own[:num_full])
         account.num_known = size * (num_full - new) - (0 if has_tail else new < num_full)
@@ -148,7 +150,7 @@ class Explainer:
                 yield Span(start, end, Outcome.NOT_SAVED, _STATES[state])
             elif end == last and number * size > last + 1 and self._has_store:
                 yield Span(start, end, Outcome.TAIL)
-            elif self._ttl_s is not None and now - (value >> _STATE_BITS) >= self._ttl_s:
+            elif 0 < value >> _STATE_BITS <= now:
                 yield Span(start, end, Outcome.EXPIRED)
             else:
                 yield Span(start, end, Outcome.EVICTED)
@@ -196,40 +198,52 @@ class Explainer:
         num_valid = min(request.num_computed_tokens, request.num_tokens)
         if not num_valid or not self._remembers:
             return
-        anywhere, has_tail = account.prints or self._prefixes(request, account.num_tokens)
-        prompt_end, num_full = len(anywhere) - has_tail, num_valid // size
-        tail = anywhere[prompt_end:] if num_valid >= account.num_tokens else anywhere[:0]
+        anywhere, own, has_tail = account.prints or self._prints(request, account.num_tokens)
+        prompt_end, num_full = len(own) - has_tail, num_valid // size
+        saved = own if num_valid >= account.num_tokens else own[:num_full]
         if num_full > prompt_end:
-            anywhere, _ = self._prefixes(request, num_full * size)
-        anywhere = anywhere[:num_full]
-        own = self._in_namespace(anywhere, request.namespace)
-        self._distinct.add(own[prompt_end:])
-        self._anywhere.add(anywhere, self._number(request.namespace))
-        # A reused block keeps the time when it was computed.
-        first = account.reused_from_start() // size
-        kept = own[:first][self._own.find(own[:first]) < 0] if first else own[:0]
-        tail = self._in_namespace(tail, request.namespace)
-        self._own.add(np.concatenate((own[first:], tail, kept)), self._value(0))
-        if self._has_store:
+            tail = saved[prompt_end:]
+            anywhere, own, _ = self._prints(request, num_full * size)
+            self._distinct.add(own[prompt_end:])
             saved = np.concatenate((own, tail))
+        self._anywhere.add(anywhere[:num_full], self._number(request.namespace))
+        # A reused block keeps its time.
+        first = account.reused_from_start() // size
+        computed = saved[first:]
+        if first and len(kept := own[:first][self._own.find(own[:first]) < 0]):
+            computed = np.concatenate((computed, kept))
+        self._own.add(computed, self._end(request))
+        if self._has_store:
             account.when_unsaved = partial(self._not_saved, saved, size)
             if account.unsaved is not None:
                 self._not_saved(saved, size, *account.unsaved)
 
     def _not_saved(self, own: Fingerprints, size: int, position: int, why: NotSaved) -> None:
-        self._own.add(own[position // size :], self._value(_STATES.index(why)))
+        self._own.add(own[position // size :], _STATES.index(why))
 
-    def _value(self, state: int) -> int:
-        return int(self._clock() - self._started) << _STATE_BITS | state
+    def _end(self, request: LlmRequest) -> int:
+        """Returns the second at which new blocks of `request` expire in the store; 0: never.
 
-    def _prefixes(self, request: LlmRequest, num_tokens: int) -> tuple[Fingerprints, bool]:
+        It is shifted by `_STATE_BITS`.
+        """
+        times = [one for one in (self._ttl_s, request.account.ttl_s) if one is not None]
+        if not times:
+            return 0
+        end = ceil(self._clock() - self._started + min(times))
+        return min(end, _LATEST) << _STATE_BITS
+
+    def _prints(
+        self, request: LlmRequest, num_tokens: int
+    ) -> tuple[Fingerprints, Fingerprints, bool]:
+        """Returns the fingerprints of prefixes, in any namespace and in that of `request`.
+
+        The flag is that of `Fingerprinter.prefixes`.
+        """
         if self._fingerprints is None:
             self._fingerprints = Fingerprinter(request.key_chain.tokens_per_block)
-        return self._fingerprints.prefixes(request.tokens.view[:num_tokens])
-
-    @staticmethod
-    def _in_namespace(anywhere: Fingerprints, namespace: Namespace) -> Fingerprints:
-        return mixed(anywhere ^ np.frombuffer(namespace.encode(), np.uint64, 1)[0])
+        anywhere, has_tail = self._fingerprints.prefixes(request.tokens.view[:num_tokens])
+        of_namespace = np.frombuffer(request.namespace.encode(), np.uint64, 1)[0]
+        return anywhere, mixed(anywhere ^ of_namespace), has_tail
 
     def _number(self, namespace: Namespace) -> int:
         digest = namespace.encode()

@@ -31,8 +31,11 @@ class PromptAccount:
         is_explained: true once `explain` was called.
         divergence: the first token that differs from cached blocks, and the cached tokens from
             there on; ``None``: none is known.
-        prints: the fingerprints of its blocks, and a flag: the last one is a part of a block.
+        prints: the fingerprints of its blocks, in any namespace and in its own, and a flag: the
+            last one is a part of a block.
         num_known: the estimated tokens that a cache without limits would have reused.
+        ttl_s: the seconds that the store keeps its new blocks, as the request asked; ``None``: as
+            long as all blocks.
         unsaved: the token from which on no block was saved, and the reason; ``None``: all were
             saved.
         when_unsaved: called with `unsaved` if it changes after the request's end.
@@ -40,15 +43,17 @@ class PromptAccount:
 
     __slots__ = (
         *("_base", "_losses", "_reached", "_refused", "_runs", "_why", "divergence"),
-        *("is_explained", "num_known", "num_tokens", "prints", "unsaved", "when_unsaved"),
+        *("is_explained", "num_known", "num_tokens", "prints", "ttl_s", "unsaved"),
+        "when_unsaved",
     )
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.is_explained = False
         self.num_known = 0.0
-        self.prints: tuple[Fingerprints, bool] | None = None
+        self.prints: tuple[Fingerprints, Fingerprints, bool] | None = None
         self.divergence: tuple[int, tuple[int, ...]] | None = None
+        self.ttl_s: float | None = None
         self.unsaved: tuple[int, NotSaved] | None = None
         self.when_unsaved: Callable[[int, NotSaved], None] | None = None
         self._runs: list[tuple[int, bool]] = []  # the ends of runs of tokens, and if reused

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -50,12 +50,12 @@ class Sink:
 
     Attributes:
         file: takes them, on another thread; it need not be seekable.
-        skip: beginnings of keys, `SHORT_KEY_NBYTES` each: blocks that are not written.
+        skip: yields beginnings of keys, `SHORT_KEY_NBYTES` each: blocks that are not written.
         begun: called once the blocks are known, before the first byte, with their number.
     """
 
     file: BinaryIO
-    skip: Collection[bytes]
+    skip: Iterable[bytes]
     begun: Callable[[int], None]
 
 
@@ -123,7 +123,10 @@ async def _write(
 async def _send(
     store: Backend, keys: Sequence[BlockKey], sink: Sink, key: bytes, done: Exported
 ) -> None:
-    left = [one for one in keys if one[:SHORT_KEY_NBYTES] not in sink.skip]
+    skipped = await asyncio.to_thread(
+        {one[:SHORT_KEY_NBYTES] for one in keys}.intersection, sink.skip
+    )
+    left = [one for one in keys if one[:SHORT_KEY_NBYTES] not in skipped]
     done.resumed = len(keys) - len(left)
     sink.begun(len(left))
     writer = await asyncio.to_thread(ArchiveStream, sink.file, key)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import base64
+import hashlib
 import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 from urllib.parse import urlsplit
 
 from kvconnect.errors import (
@@ -41,7 +41,6 @@ _LONGEST_TEXT = 1 << 20
 
 _METRICS_TIMEOUT_S = 10.0
 _MOST_METRICS = 64 << 20
-"""The bytes of an answer that are read."""
 
 _OURS = {
     *("invalid_request_error", "authentication_error", "permission_denied_error"),
@@ -130,10 +129,12 @@ def _export_more(
     admin_key: str | None,
 ) -> bool:
     """Adds what `writer` lacks; returns False if it has blocks that are not wanted."""
-    had = len(writer.keys)
-    skip = b"".join(key[:SHORT_KEY_NBYTES] for key in writer.keys)
-    asked = {**body, "skip": base64.b64encode(skip).decode()}
+    had, asked = len(writer.keys), dict(body)
     with _Server(server, admin_key) as one:
+        if had:
+            skip = b"".join(sorted(key[:SHORT_KEY_NBYTES] for key in writer.keys))
+            asked["skip"] = name = hashlib.blake2b(skip, digest_size=16).hexdigest()
+            one.send(name, io.BytesIO(skip))
         answer = one.ask("POST", "export", json.dumps(asked).encode(), timeout_s=_TURN_S)
         counts = _object(answer.headers.get(_COUNTS_HEADER, ""))
         if _number(counts, "resumed") != had:
@@ -178,18 +179,7 @@ def import_by_server(server: str, path: Path, done: Saved, *, admin_key: str | N
     """
     name = archive_id(path)
     with _Server(server, admin_key) as one, path.open("rb") as file:
-        at = one.number("received", one.ask("GET", f"import/{name}"))
-        nbytes = file.seek(0, io.SEEK_END)
-        at = at if at <= nbytes else 0
-        with Progress("send", nbytes - at, "bytes") as progress:
-            while at < nbytes:
-                file.seek(at)
-                if not (piece := file.read(_PIECE_NBYTES)):
-                    raise ConfigurationError(f"{path}: became shorter while it was sent")
-                target = f"import/{name}?offset={at}"
-                answer = one.ask("POST", target, piece, kind=_BINARY)
-                progress.advance(one.number("received", answer) - at)
-                at += len(piece)
+        one.send(name, file)
         with Progress("import", 0, "blocks") as progress:
             one.perform("import", {"file": name}, done, progress)
 
@@ -240,6 +230,20 @@ class _Server:
     def number(self, name: str, answer: HTTPResponse) -> int:
         """Returns the number `name` in the body of `answer`."""
         return _number(_object(answer.read(_LONGEST_TEXT)), name)
+
+    def send(self, name: str, file: BinaryIO) -> None:
+        """Sends what the server lacks of `file`, a piece at a time, under `name`."""
+        at = self.number("received", self.ask("GET", f"import/{name}"))
+        nbytes = file.seek(0, io.SEEK_END)
+        at = at if at <= nbytes else 0
+        with Progress("send", nbytes - at, "bytes") as progress:
+            while at < nbytes:
+                file.seek(at)
+                if not (piece := file.read(_PIECE_NBYTES)):
+                    raise ConfigurationError("the file became shorter while it was sent")
+                answer = self.ask("POST", f"import/{name}?offset={at}", piece, kind=_BINARY)
+                progress.advance(self.number("received", answer) - at)
+                at += len(piece)
 
     def perform(
         self, verb: str, body: Mapping[str, object], done: Saved, progress: Progress

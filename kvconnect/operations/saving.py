@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,10 +21,12 @@ class Saved(Result):
     Attributes:
         present: blocks that were there already.
         bad: blocks left out because they are damaged in the source.
+        expired: blocks left out because their own time is over.
     """
 
     present: int = 0
     bad: int = 0
+    expired: int = 0
 
 
 async def save_missing(store: Backend, batch: Sequence[StoredBlock], done: Saved) -> None:
@@ -46,6 +49,9 @@ async def save_missing(store: Backend, batch: Sequence[StoredBlock], done: Saved
     known = await store.describe([block.key for block in batch])
     left = [block for block, entry in zip(batch, known, strict=True) if entry is None]
     done.present += len(batch) - len(left)
+    now, absent = time.time(), len(left)
+    left = [one for one in left if one.expires_at is None or one.expires_at > now]
+    done.expired += absent - len(left)
     while left:
         saving = asyncio.ensure_future(store.save(left))
         try:

@@ -2,16 +2,16 @@
 
 An export is answered with the bytes of its file as they are made. A file to import is sent in
 pieces, each a request of its own, so that a large one needs no long request and continues after an
-interruption; then a verb checks all of it and stores its blocks.
+interruption; then a verb checks all of it and stores its blocks. The list of the blocks that a
+client has from an interrupted export is sent in the same way.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, cast
@@ -44,6 +44,7 @@ COUNTS_HEADER = "kvconnect-counts"
 """The header of an export with the counts that are known at its beginning, as JSON."""
 
 _PIECE_NBYTES = 1 << 16
+_LEAST_NBYTES_PER_S = 1 << 16
 _FILE = r"^[0-9a-f]{32}$"
 
 
@@ -51,27 +52,11 @@ class _Export(BlocksRequest):
     """The blocks that a file is to hold.
 
     Attributes:
-        skip: base64 of the first 8 bytes of keys, one after the other: of blocks that the client
-            has.
+        skip: the name of a file that was sent: the first 8 bytes of the keys of blocks that the
+            client has, one after the other. ``None``: it has none.
     """
 
-    skip: str = ""
-
-    @property
-    def skipped(self) -> set[bytes]:
-        """Returns the beginnings of keys in `skip`.
-
-        Raises:
-            ConfigurationError: it is no such text.
-        """
-        try:
-            whole = base64.b64decode(self.skip, validate=True)
-        except ValueError:
-            whole = b"?"
-        if len(whole) % SHORT_KEY_NBYTES:
-            raise ConfigurationError("skip: give the base64 of 8 bytes of each key")
-        step = SHORT_KEY_NBYTES
-        return {whole[start : start + step] for start in range(0, len(whole), step)}
+    skip: Annotated[str, Field(pattern=_FILE)] | None = None
 
 
 class _Import(StoreRequest):
@@ -86,14 +71,11 @@ def file_routes(
     """Returns the paths of export and import; arguments as of `Endpoint`."""
     uploads = Uploads(settings.max_import_bytes)
     threads.at_end(uploads.close)
+    exporting = _ExportEndpoint(_Export, llm, settings, admission, threads)
     importing = _ImportEndpoint(_Import, llm, settings, admission, threads)
-    importing.uploads = uploads
+    exporting.uploads = importing.uploads = uploads
     return [
-        Route(
-            f"{ADMIN_PATHS}export",
-            _ExportEndpoint(_Export, llm, settings, admission, threads),
-            methods=["POST"],
-        ),
+        Route(f"{ADMIN_PATHS}export", exporting, methods=["POST"]),
         Route(f"{ADMIN_PATHS}import", importing, methods=["POST"]),
         Route(
             f"{ADMIN_PATHS}import/{{name}}",
@@ -142,22 +124,37 @@ class _Pipe:
     """Carries the bytes of an export from the thread that makes them to the event loop.
 
     The thread waits while the client reads slowly. Once the loop's end is closed, it fails.
+
+    Args:
+        grace_s: the seconds that a client may take beyond those of a slow one, which reads 64 KiB
+            a second.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
         read, write = os.pipe()
         self._end = os.fdopen(read, "rb")
         self.file = os.fdopen(write, "wb", buffering=_PIECE_NBYTES)
         self._transport: asyncio.BaseTransport | None = None
 
     async def pieces(self, work: asyncio.Future[None]) -> AsyncGenerator[bytes]:
-        """Yields the bytes; raises the error of `work`, which cuts the connection."""
+        """Yields the bytes; raises the error of `work`, which cuts the connection.
+
+        Raises:
+            RequestRefused: the client reads too slowly.
+        """
         reader = asyncio.StreamReader(limit=_PIECE_NBYTES)
         self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), self._end
         )
+        clock, left_s = asyncio.get_running_loop().time, self._grace_s
         while piece := await reader.read(_PIECE_NBYTES):
+            taken_at = clock()
             yield piece
+            left_s += len(piece) / _LEAST_NBYTES_PER_S - (clock() - taken_at)
+            left_s = min(left_s, self._grace_s)
+            if left_s < 0:
+                raise RequestRefused(408, "the client reads too slowly", closes=True)
         await work
 
     def close(self) -> None:
@@ -185,9 +182,11 @@ class _Piped(StreamingResponse):
 class _ExportEndpoint(StoreEndpoint):
     """Answers with the file of an export."""
 
+    uploads: Uploads
+
     async def _response(self, wanted: StoreRequest, request: Request, ticket: Ticket) -> Response:
         asked = cast("_Export", wanted)
-        run, done, skip = AbortableRun(), Exported(), asked.skipped
+        run, done = AbortableRun(), Exported()
         self._admission.submitted(ticket, [run])
         loop = asyncio.get_running_loop()
         begun: asyncio.Future[int] = loop.create_future()
@@ -195,9 +194,9 @@ class _ExportEndpoint(StoreEndpoint):
         def begin(blocks: int) -> None:
             loop.call_soon_threadsafe(begun.set_result, blocks)
 
-        pipe = _Pipe()
-        sink = Sink(pipe.file, skip, begin)
-        work = loop.run_in_executor(self._threads.verbs, self._export, asked, run, done, sink)
+        pipe = _Pipe(self._settings.client_timeout_s)
+        sink = Sink(pipe.file, self._skipped(asked), begin)
+        work = loop.run_in_executor(self._threads.sending, self._export, asked, run, done, sink)
         work.add_done_callback(_retrieved)
         try:
             await while_connected(request.receive, _first([begun, work]))
@@ -210,6 +209,14 @@ class _ExportEndpoint(StoreEndpoint):
         more = {"missing_keys": done.missing_keys, "unknown": done.unknown}
         headers = {COUNTS_HEADER: json.dumps(known | more), "X-Accel-Buffering": "no"}
         return _Piped(pipe, work, headers)
+
+    def _skipped(self, wanted: _Export) -> Iterator[bytes]:
+        """Yields the beginnings of keys that the client sent; reads its file meanwhile."""
+        if wanted.skip is None:
+            return
+        with self.uploads.taken(wanted.skip) as path, path.open("rb") as file:
+            while len(one := file.read(SHORT_KEY_NBYTES)) == SHORT_KEY_NBYTES:
+                yield one
 
     def _export(self, wanted: _Export, run: AbortableRun, done: Exported, sink: Sink) -> None:
         try:

@@ -195,8 +195,9 @@ def cache_routes(
 
 
 class StoreEndpoint(Endpoint[StoreRequest]):
-    """Works on the engine's store for clients, one after the other; each counts as a completion.
+    """Works on the engine's store for clients; each counts as a completion.
 
+    Verbs run one after the other. Exports run beside them, since clients may read slowly.
     Work whose client leaves ends after the call to the store that it makes.
     """
 

@@ -84,8 +84,8 @@ class ServerSettings(HttpSettings):
         metrics_key: required for ``/metrics`` and the numbers of the page, in the place of the
             `api_key`; the `admin_key` serves there, too. If both are ``None``, the `api_key` is
             required.
-        max_import_bytes: of a file that a client sends to be imported; it lies in the directory for
-            temporary files until it was.
+        max_import_bytes: of all files together that clients send to be imported; they lie in the
+            directory for temporary files until they were.
         peers: ``host`` or ``host:port`` of prefill servers that prompts may be fetched from; none:
             those of this machine.
     """

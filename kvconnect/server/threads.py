@@ -11,6 +11,7 @@ __all__ = ["ServerThreads"]
 
 _TOKENIZING = 4
 _TELLING = 2
+_SENDING = 4
 
 
 class ServerThreads:
@@ -23,6 +24,7 @@ class ServerThreads:
             time.
         tokenizing: the threads that tokenize text and start requests.
         verbs: the thread that performs the verbs on stored prompts, one after the other.
+        sending: the threads that make exports, each as fast as its client reads.
         telling: the thread that collects metrics; each slow store may take half a second to report.
     """
 
@@ -31,6 +33,7 @@ class ServerThreads:
         self.parsing = self._pool("parsing", 1)
         self.tokenizing = self._pool("tokenizing", _TOKENIZING)
         self.telling = self._pool("telling", _TELLING)
+        self.sending = self._pool("sending", _SENDING)
         self.verbs = self._pool("verbs", 1)
 
     def at_end(self, callback: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Runs export and import in processes that kill themselves in the middle."""
+"""Runs verbs in processes that kill themselves in the middle."""
 
 from __future__ import annotations
 
@@ -39,20 +39,26 @@ def _run(
     os.environ.update(environment)
     from kvconnect import PromptStore
     from kvconnect.backends.guard.store import GuardedBackend
-    from kvconnect.operations import archive, import_
+    from kvconnect.operations import archive, drop, frame_reader, import_, pin
 
-    import_._BATCH_BLOCKS = 1
+    import_._BATCH_BLOCKS = frame_reader._BATCH_NBYTES = 1
+    drop._KEYS_PER_DELETE = pin._KEYS_PER_PIN = 2
     owner, name = {
         "add": (archive.ArchiveWriter, "add"),
         "finish": (archive.ArchiveWriter, "finish"),
         "save": (GuardedBackend, "save"),
+        "delete": (GuardedBackend, "delete"),
+        "pin": (GuardedBackend, "pin"),
     }[point]
     setattr(owner, name, _counted(getattr(owner, name), count))
     store = PromptStore(url)
-    if verb == "export":
-        store.export(path, everything=True)
-    else:
-        store.import_(path)
+    match verb:
+        case "export":
+            store.export(path, everything=True)
+        case "import":
+            store.import_(path)
+        case _:
+            getattr(store, verb)(salt="mine")
 
 
 def _counted(plain: Callable[..., Any], count: int) -> Callable[..., Any]:

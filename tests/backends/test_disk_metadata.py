@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from contextlib import closing
 from dataclasses import replace
 
@@ -71,14 +72,16 @@ async def test_describing_is_no_use(kit, make_disk, tmp_path):
 
 @pytest.fixture
 async def old_store(make_disk, kit):
-    """A store whose index an older version has made, without the column ``model``."""
+    """A store whose index an older version has made, without ``model`` and ``expires``."""
     store = make_disk()
     keys = kit.keys("old", count=4)
     async with kit.opened(store):
         await store.save(kit.chain(keys))
     path = store._settings.path
     with closing(sqlite3.connect(path / "index.sqlite3")) as db:
-        db.execute("ALTER TABLE blocks DROP COLUMN model")
+        db.execute("DROP INDEX blocks_ending")
+        for column in ("model", "expires"):
+            db.execute(f"ALTER TABLE blocks DROP COLUMN {column}")
         db.commit()
     return path, keys
 
@@ -88,9 +91,11 @@ async def test_store_of_an_older_version_goes_on(make_disk, kit, old_store):
     new = kit.key("new")
     async with kit.opened(make_disk()) as store:
         assert await kit.stored(store, keys) == [True] * 4
-        await store.save([full(kit.block(new))])
+        await store.save([replace(full(kit.block(new)), expires_at=4e9)])
+        ends = [one.expires_at for one in await store.describe([keys[0], new])]
         models = {entry.key: entry.model async for entry in store.scan()}
     assert models == {**dict.fromkeys(keys, b""), new: b"m" * 32}
+    assert ends == [None, 4e9]
 
 
 async def test_store_of_an_older_version_can_be_looked_at(make_disk, old_store):
@@ -101,7 +106,17 @@ async def test_store_of_an_older_version_can_be_looked_at(make_disk, old_store):
     await store.close()
     with closing(sqlite3.connect(path / "index.sqlite3")) as db:
         columns = {name for _, name, *_ in db.execute("PRAGMA table_info(blocks)")}
-    assert "model" not in columns
+    assert not columns & {"model", "expires"}
+
+
+async def test_blocks_whose_own_time_is_over_leave_their_slots_at_the_next_save(make_disk, kit):
+    mine, kept, new = kit.keys("own", count=3)
+    async with kit.opened(make_disk()) as store:
+        await store.save([replace(kit.block(mine), expires_at=time.time() - 1), kit.block(kept)])
+        assert [entry.key async for entry in store.scan()] == [kept]
+        assert (await store.stats())["blocks"] == 2
+        await store.save([kit.block(new)])
+        assert (await store.stats())["blocks"] == 2
 
 
 async def test_damaged_rows_do_not_end_a_listing(make_disk, kit):

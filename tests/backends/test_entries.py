@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,8 +51,12 @@ tokens = st.none() | st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40).map
             WHOLE,
             f"4703000000010500060006000000{PARENT_HEX}{b'space'.hex()}{b'model!'.hex()}{TOKENS}",
         ),
+        (
+            replace(BARE, parent=PARENT, expires_at=1.5),
+            f"2300000000030000000000000000{PARENT_HEX}000000000000f83f",
+        ),
     ],
-    ids=["bare", "whole"],
+    ids=["bare", "whole", "ending"],
 )
 def test_redis_writes_these_bytes(block, metadata):
     assert BlockMetadata.of(block).to_bytes().hex() == metadata
@@ -77,8 +82,9 @@ def test_children_are_these_bytes():
                 "group": 3,
             },
         ),
+        (replace(BARE, expires_at=1.5), {"priority": 35, "expires": 1.5}),
     ],
-    ids=["bare", "whole"],
+    ids=["bare", "whole", "ending"],
 )
 def test_s3_writes_these_bytes(block, fields):
     listed = {"key": KEY_HEX, "offset": 0, "nbytes": 9, **fields}
@@ -95,18 +101,27 @@ def test_s3_writes_these_bytes(block, fields):
     st.integers(0, 5),
     st.sampled_from([b"", b"n" * 32]),
     st.sampled_from([b"", b"m" * 16]),
+    st.none() | st.floats(0, 1e12),
 )
-def test_metadata_comes_back(parent, tokens, priority, group, namespace, model):
-    known = BlockMetadata(parent, tokens, priority, namespace, model, group)
+def test_metadata_comes_back(parent, tokens, priority, group, namespace, model, end):
+    known = BlockMetadata(parent, tokens, priority, namespace, model, group, end)
     data = known.to_bytes()
     for back in (BlockMetadata.from_bytes(data), BlockMetadata.from_json(known.to_json())):
         entry = back.entry(KEY, 9, created_at=3.0, used_at=7.0)
         assert (entry.key, entry.nbytes, entry.created_at, entry.used_at) == (KEY, 9, 3.0, 7.0)
         assert (entry.parent, entry.priority, entry.group) == (parent, priority, group)
-        assert (entry.namespace, entry.model) == (namespace, model)
+        assert (entry.namespace, entry.model, entry.expires_at) == (namespace, model, end)
         assert (entry.tokens is None) == (tokens is None)
         assert tokens is None or entry.tokens.tolist() == tokens.tolist()
     assert all(BlockMetadata.from_bytes(data[:end]) is None for end in range(len(data)))
+
+
+@pytest.mark.parametrize("end", [-1.0, 1e13, float("nan"), float("inf")])
+def test_an_end_that_is_no_time_is_damage(end):
+    wrong = BlockMetadata.of(replace(BARE, expires_at=end))
+    assert BlockMetadata.from_bytes(wrong.to_bytes()) is None
+    with pytest.raises(ValueError, match="is no time"):
+        BlockMetadata.from_json(wrong.to_json())
 
 
 @given(st.binary(max_size=200))

@@ -1,4 +1,4 @@
-"""Export and import between stores of every kind: killed, repeated, and on another host."""
+"""Verbs on stores of every kind: killed, repeated, and carried to another host."""
 
 from __future__ import annotations
 
@@ -76,6 +76,44 @@ def test_killed_exports_and_imports_are_repeated_on_every_store(make_url, tmp_pa
     assert frames(target, keys) == frames(source, keys)
     assert None not in frames(target, keys)
     assert PromptStore(target).import_(file).blocks == 0
+
+
+def test_killed_drops_and_pins_are_repeated_on_every_store(make_url, tmp_path):
+    url = make_url("verbs")
+    mine = prompt_chain(PROMPT, namespace=Namespace("mine"))
+    yours = prompt_chain(PROMPT[::-1], namespace=Namespace("yours"))
+    fill(url, [*mine, *yours])
+    if not url.startswith("s3:"):
+        killed("pin", url, tmp_path, "pin", 4)  # the first call of each tier asks if it has pins
+        assert 0 < len(pinned(url)) < 6
+        assert PromptStore(url).pin(salt="mine").complete
+        assert pinned(url) == {one.key for one in mine}
+    killed("drop", url, tmp_path, "delete", 3)
+    have = [one.key in entries(url) for one in mine]
+    assert have == sorted(have, reverse=True), "beginnings of prompts"
+    assert 0 < sum(have) < 6
+    assert PromptStore(url).drop(salt="mine").complete
+    assert entries(url).keys() == {one.key for one in yours}
+    assert PromptStore(url).drop(salt="mine").blocks == 0
+    if not url.startswith("s3:"):
+        assert not pinned(url)
+
+
+def test_a_killed_prefetch_is_repeated(own_redis, tmp_path):
+    near, far = f"disk:{tmp_path}/near?capacity=64MiB", own_redis.url
+    url = f"tiered:?tiers={near.replace('?', '%3F')},{far}"
+    mine = prompt_chain(PROMPT, namespace=Namespace("mine"))
+    fill(far, mine)
+    killed("prefetch", url, tmp_path, "save", 3)
+    have = [one.key in entries(near) for one in mine]
+    assert (sum(have), have) == (2, sorted(have, reverse=True))
+    done = PromptStore(url).prefetch(salt="mine")
+    assert (done.blocks, done.present) == (4, 2)
+    assert frames(near, [one.key for one in mine]) == frames(far, [one.key for one in mine])
+
+
+def pinned(url: str) -> set[bytes]:
+    return {key for key, one in entries(url).items() if one.pinned_until}
 
 
 FILLED = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from kvconnect.backends.nixl.pieces import portions
 from kvconnect.backends.nixl.settings import NixlSettings
 from kvconnect.errors import ConfigurationError
 from kvconnect.testing import BlockMaker
+from kvconnect.testing.faults.clock import ShiftedClock
 from kvconnect.transfer import peers
 from kvconnect.transfer.control.endpoint import Timing
 from kvconnect.transfer.control.keyed import MAX_TOKENS, GrantKeys
@@ -95,6 +97,22 @@ async def test_a_peer_that_is_known_by_two_names_stays_connected(kit, opened):
     assert channel.is_open
     assert [link.address for link in taken.ready()] == [first.address]
     assert await holds(kit, near, keys)
+
+
+async def test_a_block_is_not_found_at_its_peer_from_its_own_end_on(kit, opened):
+    far = await opened(instance())
+    near = await opened(instance(far.address))
+    assert near.capabilities.expires_each
+    keys = kit.keys("own end", count=6)
+    with ShiftedClock() as clock:
+        end = time.time() + 60
+        blocks = [replace(one, expires_at=end) for one in kit.chain(keys)[4:]]
+        assert await far.save([*kit.chain(keys)[:4], *blocks]) == 6
+        clock.forward(59)
+        assert await holds(kit, near, keys)
+        clock.forward(2)
+        assert await near.lookup(keys) == await far.lookup(keys) == 4
+        assert await near.load(keys, kit.buffers(6)) == 4
 
 
 async def test_a_peer_that_has_dropped_a_block_since_it_was_found_is_not_believed(kit, opened):

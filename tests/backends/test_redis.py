@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from functools import partial
 from urllib.parse import quote
@@ -129,7 +130,7 @@ async def test_a_block_has_a_time_of_its_own(
     store = await make_store(**({} if stores is None else {"ttl": stores}))
     mine, plain = kit.key("own", nbytes, stores), kit.key("plain", nbytes, stores)
     blocks = [kit.block(key, nbytes=nbytes) for key in (mine, plain)]
-    assert await store.save([replace(blocks[0], ttl_s=own), blocks[1]]) == 2
+    assert await store.save([replace(blocks[0], expires_at=time.time() + own), blocks[1]]) == 2
     ttls = {name: redis_server.admin.pttl(name) for name in redis_server.names(prefix)}
     of_mine = [ttl for name, ttl in ttls.items() if mine.hex() in name]
     assert ttls[f"{prefix}b:{mine.hex()}"] <= 1000 * kept

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from math import inf
 
+import numpy as np
 import pytest
 
 from kvconnect.backends import open_backend
@@ -122,6 +123,35 @@ async def test_a_pin_ends_at_its_time_and_the_block_expires_as_if_it_had_none(
         assert all(await there(store, short + long))
 
 
+@pytest.mark.parametrize("nbytes", [NBYTES, 5 << 20])
+async def test_a_pin_that_outlived_the_expiry_ends_on_time_before_any_process_writes(
+    own_redis, make_redis, kit, nbytes
+):
+    before, mine, after = (a_chain(kit, name, 1, nbytes)[0] for name in ("before", "mine", "after"))
+    with ShiftedClock() as clock:
+        store = await make_redis(own_redis, ttl="2h")
+        mine = replace(mine, tokens=np.arange(4, dtype=np.int32))
+        assert await store.save([before, mine, after]) == 3
+        keys = [before.key, mine.key, after.key]
+        assert await store.pin(keys[1:2], time.time() + 3 * HOUR_S) == [True]
+        reader = await make_redis(own_redis)
+        clock.forward(2.5 * HOUR_S)  # the server's own clock goes on as before
+        assert await reader.lookup(keys) == 3
+        clock.forward(0.6 * HOUR_S)
+        assert await reader.lookup(keys) == await store.lookup(keys) == 1
+        assert await reader.lookup(keys[2:]) == 1
+        assert [one is None for one in await reader.describe(keys)] == [False, True, False]
+        assert [entry.key async for entry in reader.scan()].count(mine.key) == 0
+        assert await reader.children(None) == []
+        (name,) = (one for one in own_redis.names("") if f":b:{mine.key.hex()}" in one)
+        assert own_redis.admin.ttl(name) == -1, "nothing was written"
+        assert await store.save([mine]) == 1
+        (anew,) = await reader.describe([mine.key])
+        assert time.time() - anew.created_at < HOUR_S / 2
+        assert 7000 < own_redis.admin.ttl(name) <= 7200
+        assert await reader.lookup(keys) == 3
+
+
 async def test_an_expiry_that_passed_meanwhile_ends_with_the_pin(own_redis, make_redis, kit):
     mine = a_chain(kit, "mine", 2)
     store = await make_redis(own_redis, ttl="500ms")
@@ -171,7 +201,7 @@ async def test_a_save_that_is_second_leaves_a_pinned_block_without_expiry(
         return plain(reply)
 
     monkeypatch.setattr(save, "_found_there", found_there)
-    assert await one.save([replace(mine[0], ttl_s=60.0)]) == 1
+    assert await one.save([replace(mine[0], expires_at=time.time() + 60.0)]) == 1
     (name,) = (name for name in own_redis.names("") if ":b:" in name)
     assert own_redis.admin.ttl(name) == -1
     assert await two.pin(keys_of(mine), None) == [True]

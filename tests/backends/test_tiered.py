@@ -18,6 +18,8 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.redaction import without_passwords
 from kvconnect.trace import metrics
 
+END = 4e9  # Unix seconds
+
 
 async def written(store, number=0):
     """Until nothing waits to be written to a tier."""
@@ -34,6 +36,7 @@ def frames(kit, keys, parent=None):
             namespace=b"n" * 32,
             model=b"m" * 32,
             group=0,
+            expires_at=END,
         )
         for block in kit.chain(keys)
     ]
@@ -93,7 +96,7 @@ async def test_what_a_slower_tier_had_is_copied_to_the_faster_ones_with_all_that
             for key, block in zip(keys, frames(kit, keys), strict=True):
                 copy = tier.blocks[key]
                 assert torch.equal(copy.data, block.data)
-                assert (copy.parent, copy.priority) == (block.parent, 70)
+                assert (copy.parent, copy.priority, copy.expires_at) == (block.parent, 70, END)
                 assert (copy.namespace, copy.model) == (b"n" * 32, b"m" * 32)
                 assert copy.tokens.tolist() == list(range(16))
         two.calls.clear()
@@ -215,12 +218,22 @@ async def test_save_counts_what_the_capabilities_promise(kit, tiers, stored):
         ([{"durable": True}, {"shared": True}], ("through",), {"durable"}),
         ([{}, {"durable": True, "shared": True}], ("through",), {"durable", "shared"}),
         ([{"expires": True}, {}], ("through",), set()),
+        ([{"expires_each": True}, {}], ("through",), set()),
+        ([{"expires_each": True}] * 2, ("through",), {"expires_each"}),
         ([{"variable_length": True}] * 2, ("through",), {"variable_length"}),
     ],
 )
 def test_capabilities_are_those_that_hold_whichever_tier_has_a_block(tiers, write, true):
     store = TieredBackend([DictTier(**tier) for tier in tiers], TieredSettings(write=write))
-    names = ("inline", "enumerable", "durable", "shared", "expires", "variable_length")
+    names = (
+        "inline",
+        "enumerable",
+        "durable",
+        "shared",
+        "expires",
+        "expires_each",
+        "variable_length",
+    )
     assert {name for name in names if getattr(store.capabilities, name)} == true
 
 

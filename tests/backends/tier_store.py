@@ -141,6 +141,7 @@ def _entry(block):
         block.namespace,
         block.model,
         block.group,
+        expires_at=block.expires_at,
     )
 
 

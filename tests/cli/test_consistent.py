@@ -412,11 +412,11 @@ def test_a_password_is_in_no_error_of_json(kvconnect):
 
 KINDS: dict[type, str] = {
     int: "bytes priority num_tokens group blocks sound bad gone deleted deleted_bytes kept "
-    "kept_bytes unknown copied skipped tokens missing missing_keys refused resumed present "
+    "kept_bytes unknown copied skipped tokens missing missing_keys refused resumed present expired "
     "pinned_blocks requests prompt_tokens reused_tokens lost_tokens used_bytes capacity_bytes "
     "pinned_bytes loaded_bytes saved_bytes loads saves lookups misses failures breaker_state",
-    float: "created_at used_at pinned_until elapsed_s bytes_per_s oldest last_used at load_s "
-    "save_s ceiling_tokens",
+    float: "created_at used_at pinned_until expires_at elapsed_s bytes_per_s oldest last_used at "
+    "load_s save_s ceiling_tokens",
     str: "key parent model namespace salt url problem store engine place",
     bool: "complete dry_run pinned",
 }

@@ -34,7 +34,7 @@ def small_batches(monkeypatch):
 
 
 def test_copy_brings_blocks_with_all_that_is_known_of_them(kvconnect, source, target):
-    blocks = [*chain("a", 5, priority=77), *chain("b", 5, model=b"x" * 32, group=0)]
+    blocks = [*chain("a", 5, priority=77), *chain("b", 5, model=b"x" * 32, group=0, expires_at=4e9)]
     fill(source, blocks)
     code, out, err = kvconnect("copy", source, target)
     assert (code, err) == (0, "")
@@ -44,9 +44,10 @@ def test_copy_brings_blocks_with_all_that_is_known_of_them(kvconnect, source, ta
     assert before.keys() == after.keys()
     for key, entry in before.items():
         copied = after[key]
-        for name in ("nbytes", "parent", "priority", "namespace", "model", "group"):
+        for name in ("nbytes", "parent", "priority", "namespace", "model", "group", "expires_at"):
             assert getattr(copied, name) == getattr(entry, name)
         assert copied.tokens.tolist() == entry.tokens.tolist()
+    assert {one.expires_at for one in after.values()} == {None, 4e9}
     keys = [one.key for one in blocks]
     assert frames(target, keys) == [bytes(one.data.numpy()) for one in blocks]
 

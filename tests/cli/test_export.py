@@ -6,6 +6,8 @@ import json
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 
 import pytest
 from stored_blocks import NBYTES, chain, damage, entries, fill, frames, prompt_chain
@@ -15,6 +17,7 @@ from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.errors import BadFrame, ConfigurationError, RetryLater
 from kvconnect.keys import Namespace
 from kvconnect.operations import archive, import_
+from kvconnect.testing.faults.clock import ShiftedClock
 
 PROMPT = list(range(100, 122))
 
@@ -57,6 +60,7 @@ def known(url):
             one.namespace,
             one.model,
             one.group,
+            one.expires_at,
         )
         for key, one in entries(url).items()
     }
@@ -66,6 +70,7 @@ def test_export_brings_prompts_to_another_store_with_all_that_is_known_of_them(
     kvconnect, source, target, file
 ):
     mine = prompt_chain(PROMPT, namespace=Namespace("mine"))
+    mine = [replace(one, expires_at=4e9) for one in mine]
     fill(source, [*mine, *prompt_chain(PROMPT), *chain("other", 3)])
     code, out, _ = kvconnect("export", source, "--salt", "mine", "-o", file, "--json")
     assert code == 0
@@ -80,7 +85,19 @@ def test_export_brings_prompts_to_another_store_with_all_that_is_known_of_them(
     keys = [one.key for one in mine]
     assert known(target) == {key: known(source)[key] for key in keys}
     assert frames(target, keys) == frames(source, keys)
+    assert {one.expires_at for one in entries(target).values()} == {4e9}
     assert json.loads(kvconnect("import", target, file, "--json")[1])["present"] == 6
+
+
+def test_blocks_whose_time_is_over_are_left_out_of_an_import(kvconnect, source, target, file):
+    mine = [replace(one, expires_at=time.time() + 3600) for one in prompt_chain(PROMPT)]
+    fill(source, [*mine, *chain("other", 3)])
+    assert kvconnect("export", source, "--all", "-o", file)[0] == 0
+    with ShiftedClock() as clock:
+        clock.forward(3601)
+        code, out, _ = kvconnect("import", target, file)
+        assert (code, out.endswith("; 0 were there already; 6 had expired\n")) == (0, True)
+        assert entries(target).keys() == {one.key for one in chain("other", 3)}
 
 
 def read(file, key):

@@ -83,7 +83,7 @@ def test_ls_shows_what_is_known_of_each_block(kvconnect, url, directory):
 
 
 def test_ls_as_json_is_a_line_for_each_block_without_its_tokens(kvconnect, url):
-    fill(url, chain("a", 3))
+    fill(url, chain("a", 3, expires_at=4e9))
     code, out, _ = kvconnect("ls", url, "--json")
     assert code == 0
     listed = {line["key"]: line for line in map(json.loads, out.splitlines())}
@@ -91,6 +91,7 @@ def test_ls_as_json_is_a_line_for_each_block_without_its_tokens(kvconnect, url):
     assert second["parent"] == key_of(("a", 0)).hex()
     assert (second["bytes"], second["num_tokens"], second["group"]) == (NBYTES, 4, 1)
     assert (second["model"], second["namespace"]) == ("6d" * 32, "6e" * 32)
+    assert second["expires_at"] == 4e9
     assert "tokens" not in second
     assert len(listed) == 3
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -105,6 +107,35 @@ def test_interrupted_warm_says_how_far_it_came_and_goes_on(
     found = json.loads(kvconnect("warm", url, model, "--jsonl", lines, "--json")[1])
     assert (found["blocks"], found["present"]) == (12 - stored, stored)
     assert found["complete"]
+
+
+KILLED = """
+import os, signal, sys
+from kvconnect import PromptStore
+from kvconnect.backends.disk.store import DiskBackend
+from kvconnect.operations import warm
+plain = DiskBackend.save_sealed
+async def save_sealed(self, *given):
+    stored = await plain(self, *given)
+    if (await self.stats())["blocks"] >= 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return stored
+DiskBackend.save_sealed = save_sealed
+warm._AT_ONCE = 1
+PromptStore(sys.argv[1], sys.argv[2]).warm(prompts=eval(sys.argv[3]))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_warm_is_repeated(url, model):
+    prompts = [[one, *PROMPT] for one in range(6)]
+    done = subprocess.run([sys.executable, "-c", KILLED, url, model, repr(prompts)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    stored = len(entries(url))
+    assert 3 <= stored < 12
+    found = PromptStore(url, model).warm(prompts=prompts)
+    assert (found.blocks, found.present, found.complete) == (12 - stored, stored, True)
+    assert PromptStore(url, model).warm(prompts=prompts).present == 12
 
 
 def test_what_the_store_does_not_take_is_said(kvconnect, url, model, monkeypatch):

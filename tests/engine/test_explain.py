@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -239,8 +240,37 @@ def test_expired(open_llm: Open, llama: Path, store: LateStore):
     assert spans(ask(llm, PROMPT))[0] == (0, 64, "expired", "")
 
 
+@pytest.mark.parametrize(("can", "outcome"), [(True, "expired"), (False, "evicted")])
+def test_expired_by_the_time_that_its_request_asked_for(
+    open_llm: Open, llama: Path, store: LateStore, caplog, can: bool, outcome: str
+):
+    store.capabilities = replace(store.capabilities, expires_each=can)
+    llm = open_llm(llama, connector=stored(store))
+    explainer = llm._engine._explainer
+    for prompt in (PROMPT, [*OTHER[:32], 1]):
+        refill(llm, prompt, cache={"ttl": 60})
+    now = explainer._clock()
+    store.frames.clear()
+    store.after.clear()
+    assert ("cannot expire single blocks" in caplog.text) == (not can)
+    explainer._clock = lambda: now + 50.0
+    assert spans(ask(llm, [*OTHER[:32], 1]))[0] == (0, 32, "evicted", "")
+    explainer._clock = lambda: now + 61.0
+    assert spans(ask(llm, PROMPT))[0] == (0, 64, outcome, "")
+
+
+TIERS = "tiered:?tiers=memory:%3Fttl=2m,disk:/kv"
+
+
 @pytest.mark.parametrize(
-    ("url", "seconds"), [("memory:?ttl=2m", 120.0), ("memory:", None), ("mine:?ttl=often", None)]
+    ("url", "seconds"),
+    [
+        ("memory:?ttl=2m", 120.0),
+        ("memory:", None),
+        ("mine:?ttl=often", None),
+        (TIERS, None),
+        (f"{TIERS}%3Fttl=1h", 3600.0),
+    ],
 )
 def test_the_time_of_blocks_is_that_of_the_url(url: str, seconds: float | None):
     assert store_ttl_s(KvCacheConnectorConfig(url=url)) == seconds

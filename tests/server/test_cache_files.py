@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import resource
@@ -9,7 +10,7 @@ import tempfile
 from contextlib import contextmanager
 
 import pytest
-from server_process import ServerProcess, running
+from server_process import ServerProcess, running, wait_until
 from stored_blocks import damage, entries, fill, frames, prompt_chain
 
 from kvconnect import PromptStore
@@ -17,9 +18,10 @@ from kvconnect.cli.main import main
 from kvconnect.errors import BackendUnavailable, BadFrame, ConfigurationError
 from kvconnect.keys import Namespace
 from kvconnect.operations import remote
-from kvconnect.operations.archive import ArchiveReader, ArchiveWriter, archive_id
+from kvconnect.operations.archive import ArchiveReader, ArchiveWriter, archive_id, part_of
 from kvconnect.operations.export import Exported
 from kvconnect.operations.saving import Saved
+from kvconnect.server import cache_files
 from kvconnect.server.errors import RequestRefused
 from kvconnect.server.uploads import Uploads
 
@@ -27,6 +29,11 @@ KEY = "of-the-admin"
 ADMIN = {"Authorization": f"Bearer {KEY}"}
 PROMPT = list(range(100, 122))
 ALL = {"everything": True, "all_models": True}
+
+
+@pytest.fixture(autouse=True)
+def pieces_fit(monkeypatch):
+    monkeypatch.setattr(remote, "_PIECE_NBYTES", 4096)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +48,9 @@ def url(folder) -> str:
 
 @pytest.fixture(scope="module")
 def server(model, folder, url) -> ServerProcess:
-    keys = ("--admin-key", KEY, "--api-key", "of-clients", "--max-import", "1MiB")
-    with running(model, folder / "output", "--store", url, *keys) as one:
+    keys = ("--admin-key", KEY, "--api-key", "of-clients")
+    limits = ("--max-import", "1MiB", "--max-body", "8KiB")
+    with running(model, folder / "output", "--store", url, *keys, *limits) as one:
         yield one
 
 
@@ -184,11 +192,83 @@ def test_bad_blocks_are_left_out_and_said(server, blocks, folder, file):
     assert len(read(file)) == 11
 
 
-@pytest.mark.parametrize("skip", ["x", "AAAA", "AAAAAAAAAAA"])
-def test_a_wrong_list_of_keys_is_refused(server, skip):
+@pytest.mark.parametrize(("skip", "expected"), [("x", 400), ("0" * 32, 404)])
+def test_a_list_of_keys_that_was_not_sent_is_refused(server, skip, expected):
     body = {**ALL, "skip": skip}
-    status, answer, _ = server.post(body, "/v1/cache/export", headers=ADMIN)
-    assert (status, "skip: give the base64" in answer["error"]["message"]) == (400, True)
+    assert server.post(body, "/v1/cache/export", headers=ADMIN)[0] == expected
+
+
+def test_a_list_of_keys_may_be_longer_than_a_body(server, blocks, url, file):
+    writer = ArchiveWriter(part_of(file), b"")
+    for one in [*blocks[:5], *prompt_chain(range(5000, 9400))]:  # 8.8 KiB of keys
+        writer.add(one)
+    writer.close()
+    done = export(server, file)
+    assert (done.resumed, done.blocks) == (0, 12), "others than wanted: it is begun anew"
+    assert read(file) == values(url, blocks)
+
+
+def slow_exports(server, number):
+    """Clients that ask for an export and read nothing of it."""
+    head = f"POST /v1/cache/export HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    body = json.dumps(ALL)
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    for _ in range(number):
+        one = server.connect(receive_buffer=4096)
+        one.sendall((head + body).encode())
+        assert one.recv(12) == b"HTTP/1.1 200"
+        yield one
+
+
+def test_clients_that_read_nothing_hold_up_no_verb_and_no_export(server, blocks, url, file):
+    fill(url, prompt_chain(range(20_000, 20_400), namespace=Namespace("long")))  # 1.2 MiB
+    slow = list(slow_exports(server, 3))  # one fewer than there are threads for exports
+    body = {"salt": "mine", "dry_run": True}
+    status, answer, _ = server.post(body, "/v1/cache/drop", headers=ADMIN)
+    assert (status, answer["blocks"]) == (200, 6)
+    assert export(server, file).blocks == 112
+    for one in slow:
+        one.close()
+
+
+def test_clients_that_send_slowly_hold_up_no_verb(server, blocks):
+    slow = []
+    for path in ("drop", "export", f"import/{'0' * 32}?offset=0"):
+        kind = "application/octet-stream" if "offset" in path else "application/json"
+        head = f"POST /v1/cache/{path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        head += f"Content-Type: {kind}\r\nContent-Length: 1000\r\n\r\n"
+        for _ in range(3):
+            slow.append(server.connect())
+            slow[-1].sendall(f'{head}{{"salt": '.encode())
+    body = {"salt": "mine", "dry_run": True}
+    assert server.post(body, "/v1/cache/drop", headers=ADMIN)[1]["blocks"] == 6
+    for one in slow:
+        one.close()
+
+
+async def pieces_of(pipe, content):
+    loop = asyncio.get_running_loop()
+
+    def write():
+        with pipe.file as file:
+            file.write(content)
+
+    found = b""
+    try:
+        async for piece in pipe.pieces(loop.run_in_executor(None, write)):
+            found += piece
+    finally:
+        pipe.close()
+    return found
+
+
+def test_a_client_that_reads_less_than_the_least_is_cut(monkeypatch):
+    content = bytes(300_000)
+    assert asyncio.run(pieces_of(cache_files._Pipe(60.0), content)) == content
+    monkeypatch.setattr(cache_files, "_LEAST_NBYTES_PER_S", 1 << 60)
+    assert asyncio.run(pieces_of(cache_files._Pipe(60.0), content)) == content
+    with pytest.raises(RequestRefused, match="reads too slowly"):
+        asyncio.run(pieces_of(cache_files._Pipe(0.0), content[:60_000]))
 
 
 def test_a_client_that_leaves_ends_its_export(server, blocks, file):
@@ -222,7 +302,7 @@ def test_a_changed_file_is_refused_and_nothing_is_saved(server, blocks, url, fil
 def test_an_interrupted_import_goes_on(server, blocks, url, file, monkeypatch):
     export(server, file)
     PromptStore(url).drop(everything=True)
-    monkeypatch.setattr(remote, "_PIECE_NBYTES", 10_000)
+    monkeypatch.setattr(remote, "_PIECE_NBYTES", 5_000)
     plain, sent = remote._Server.ask, []
 
     def ask(self, method, target, body=None, **options):
@@ -238,7 +318,7 @@ def test_an_interrupted_import_goes_on(server, blocks, url, file, monkeypatch):
     assert not entries(url)
     assert send(server, file).blocks == 12
     assert sent[3] == sent[4], "it goes on where it was"
-    assert len(sent) == 1 + -(-file.stat().st_size // 10_000)
+    assert len(sent) == 1 + -(-file.stat().st_size // 5_000)
 
 
 def test_pieces_are_refused_that_do_not_follow(server, blocks, file):
@@ -270,14 +350,66 @@ def test_one_file_is_kept_and_none_has_a_name(tmp_path, monkeypatch):
     with pytest.raises(RequestRefused, match="larger than 100"):
         uploads.append(one, 60, b"x" * 41)
     assert uploads.append(two, 0, b"y" * 10) == 10
-    assert uploads.received(one) == 0
+    assert uploads.append(two, 10, b"y" * 30) == uploads.append(two, 0, b"y" * 40) == 40
+    assert uploads.received(one) == 60
+    assert uploads.append(two, 40, b"y") == 41
+    assert uploads.received(one) == 0, "the other one took its room"
+    assert uploads.append(two, 0, b"y" * 10) == 10
     with pytest.raises(BackendUnavailable), uploads.taken(two):
         raise BackendUnavailable("the store fails")
     assert uploads.received(two) == 10, "it need not be sent again"
     with uploads.taken(two) as path:
         assert path.read_bytes() == b"y" * 10
         assert uploads.append(one, 0, b"z") == 1, "another one may come meanwhile"
+        for refused in (one, two):
+            with pytest.raises(RequestRefused, match="being used"):
+                uploads.append(refused, 0, b"z" * 91)
     assert uploads.received(two) == 0
+    uploads.close()
+
+
+def test_abandoned_files_end_by_age_and_the_oldest_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    now = [100.0]
+    uploads = Uploads(100, idle_s=10.0, clock=lambda: now[0])
+    one, two, three = (digit * 32 for digit in "123")
+    uploads.append(one, 0, b"x" * 40)
+    now[0] = 105.0
+    uploads.append(two, 0, b"x" * 40)
+    now[0] = 106.0
+    uploads.append(one, 40, b"x" * 10)  # its last piece counts
+    uploads.append(three, 0, b"x" * 50)
+    assert [uploads.received(name) for name in (one, two, three)] == [50, 0, 50]
+    now[0] = 115.9
+    uploads._end_idle()
+    assert [uploads.received(name) for name in (one, three)] == [50, 50]
+    now[0] = 116.0
+    with uploads.taken(three):
+        uploads._end_idle()
+        assert uploads.received(one) == 0
+    for number in range(20):
+        uploads.append(f"{number:032x}", 0, b"x")
+    assert sum(uploads.received(f"{number:032x}") for number in range(20)) == 16
+    uploads.close()
+
+
+def test_the_age_is_kept_without_another_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    uploads = Uploads(100, idle_s=0.05)
+    for name in ("1" * 32, "2" * 32):
+        uploads.append(name, 0, b"x" * 10)
+    wait_until(lambda: not uploads._files, "both are dropped")
+    assert uploads._timer is None
+    uploads.append("1" * 32, 0, b"x" * 10)
+
+    def fail() -> None:
+        with uploads.taken("1" * 32):
+            wait_until(lambda: uploads._timer is None, "its time is over while it is used")
+            raise BackendUnavailable("the store fails")
+
+    with pytest.raises(BackendUnavailable):
+        fail()
+    wait_until(lambda: not uploads._files, "it is dropped after that")
     uploads.close()
 
 

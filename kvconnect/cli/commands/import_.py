@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         (_by_server if is_http_url(arguments.url) else _import)(arguments, done)
     finally:
-        report(arguments, done, "imported", f"{done.present} were there already")
+        expired = f"; {done.expired} had expired" if done.expired else ""
+        report(arguments, done, "imported", f"{done.present} were there already{expired}")
 
 
 def _import(arguments: argparse.Namespace, done: Saved) -> None:

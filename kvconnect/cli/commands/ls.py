@@ -130,7 +130,7 @@ def _print_json(entry: StoredEntry) -> None:
 def as_json(entry: StoredEntry) -> dict[str, object]:
     """Returns `entry` as JSON, without its tokens, which are a prompt; ``salt`` is the `salt_tag`.
 
-    An unlimited pin has no ``pinned_until``.
+    An unlimited pin has no ``pinned_until``. ``expires_at`` is the block's own end, if it has one.
     """
     salt = salt_of(entry.namespace)
     return {
@@ -141,6 +141,7 @@ def as_json(entry: StoredEntry) -> dict[str, object]:
         "priority": entry.priority,
         "pinned": entry.pinned_until > 0,
         "pinned_until": entry.pinned_until if 0 < entry.pinned_until < inf else None,
+        "expires_at": entry.expires_at,
         "parent": None if entry.parent is None else entry.parent.hex(),
         "num_tokens": None if entry.tokens is None else len(entry.tokens),
         "group": entry.group,

@@ -92,8 +92,8 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         "--max-import",
         default="16GiB",
         metavar="SIZE",
-        help="of a file of prompts that is sent to /v1/cache/import; it lies in the directory for "
-        "temporary files (TMPDIR) until its blocks are stored (default: 16GiB)",
+        help="of all files together that are sent to /v1/cache/import; they lie in the directory "
+        "for temporary files (TMPDIR) until their blocks are stored (default: 16GiB)",
     )
     group.add_argument(
         "--require-salt",

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from kvconnect.backend import Backend
 from kvconnect.backends.lanes import Lane
 from kvconnect.backends.registry import open_backend
+from kvconnect.backends.tiered.settings import parse_tiered
 from kvconnect.backends.url import StoreUrl
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
@@ -69,14 +70,19 @@ class OffloadStore:
         wanted = self.llm_args.kv_connector_config.save_partial_tails
         return wanted and self.backend.capabilities.enumerable
 
-    def check_ttl(self) -> None:
-        """Warns once if the store cannot expire the blocks of one request before others."""
-        if not self.backend.capabilities.expires_each:
+    def check_ttl(self) -> bool:
+        """Returns whether the store can expire the blocks of one request before others.
+
+        If it cannot, a warning is logged once.
+        """
+        expires_each = self.backend.capabilities.expires_each
+        if not expires_each:
             warn_once(
                 f"connector.ttl {self.backend.name}",
                 f"{self.backend.name}: cannot expire single blocks; the ttl of requests has no "
                 "effect there, only the store's own ttl= has",
             )
+        return expires_each
 
     def begin_close(self) -> float:
         """Starts the drain: `close` has ``save_timeout_s`` and a second from the first call on.
@@ -170,11 +176,15 @@ _lock = threading.Lock()
 def store_ttl_s(config: KvCacheConnectorConfig) -> float | None:
     """Returns the seconds after which a block expires in the store of `config`, from its URL.
 
-    ``None``: never, or the URL does not say.
+    That is the longest time of all tiers. ``None``: never, or the URL does not say.
     """
     if config.url is None:
         return None
     try:
-        return StoreUrl.parse(config.url).duration("ttl")
+        url = StoreUrl.parse(config.url)
+        tiers = parse_tiered(url)[0] if url.scheme == "tiered" else [config.url]
+        times = [StoreUrl.parse(tier).duration("ttl") for tier in tiers]
+        known = [one for one in times if one is not None]
+        return max(known) if len(known) == len(times) else None
     except ConfigurationError:  # a scheme of others may mean something else by that name
         return None

@@ -150,10 +150,10 @@ class SaveOrder:
         request_id: whose.
         blocks: what to store, by number and then by group: parents come before children.
         namespace: digest of salt and adapter, then one of the salt; see `Namespace.tag`.
-        ttl_s: seconds after which they are not wanted any more; ``None``: no such time.
+        expires_at: Unix seconds from which on they are not wanted any more; ``None``: no such time.
     """
 
     request_id: int
     blocks: Sequence[BlockSave]
     namespace: bytes = b""
-    ttl_s: float | None = None
+    expires_at: float | None = None

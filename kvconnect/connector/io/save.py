@@ -147,7 +147,7 @@ class SaveQueue:
             namespace=order.namespace,
             model=self._model,
             group=block.group,
-            ttl_s=order.ttl_s,
+            expires_at=order.expires_at,
         )
 
     # ------------------------------------------------------------------ on the store's loop

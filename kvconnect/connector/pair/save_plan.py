@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 
 from kvconnect.connector.io.lookup import blocks_needed
@@ -12,6 +13,8 @@ from kvconnect.keys import BlockKey
 from kvconnect.request import LlmRequest
 
 __all__ = ["SavePlan"]
+
+_LONGEST_TTL_S = 1e11  # three thousand years
 
 
 class _Group:
@@ -239,8 +242,9 @@ class SavePlan:
             block.key == self._stored_tail for block in blocks
         ):
             return None
-        request = self.request
-        return SaveOrder(request.request_id, blocks, request.namespace.tag(), request.cache.ttl)
+        request, ttl_s = self.request, self.request.cache.ttl
+        expires_at = None if ttl_s is None else time.time() + min(ttl_s, _LONGEST_TTL_S)
+        return SaveOrder(request.request_id, blocks, request.namespace.tag(), expires_at)
 
     def _held(self, group: _Group, first: int, stop: int, num_committed: int) -> list[range]:
         """Returns the ranges in ``first..stop`` of blocks that are still the request's."""

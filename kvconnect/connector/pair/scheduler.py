@@ -135,8 +135,8 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         )
         self._plans[request.request_id] = plan
         if self._finding is not None:
-            if request.cache.ttl is not None:
-                self._finding.store.check_ttl()
+            if request.cache.ttl is not None and self._finding.store.check_ttl():
+                request.account.ttl_s = request.cache.ttl
             may_load = request.cache.load and self._hooks.may_load(request)
             self._finding.begin(request, may_load=may_load)
 

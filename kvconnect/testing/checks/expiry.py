@@ -59,15 +59,16 @@ async def ttl_of_a_block(subject: Subject) -> None:
     chain = blocks.chain(keys)
     with ShiftedClock() as clock:
         async with subject.opened() as store:
-            own = [replace(one, ttl_s=_OWN_TTL_S) for one in chain[2:]]
+            end = time.time() + _OWN_TTL_S
+            own = [replace(one, expires_at=end) for one in chain[2:]]
             saved = await store.save([*chain[:2], *own])
             demand(saved == 4, f"save stored {saved} of 4 blocks")
             clock.forward(2 * _OWN_TTL_S)
             await asyncio.sleep(2 * _OWN_TTL_S)  # a server may keep the time, by its own clock
             found = await store.lookup(keys)
-            demand(found == 2, f"lookup finds {found} of 2 blocks without and 2 with a ttl_s")
+            demand(found == 2, f"lookup finds {found} of 2 blocks without and 2 with expires_at")
             loaded = await store.load(keys[2:3], blocks.buffers(1))
-            demand(loaded == 0, "a block whose ttl_s is over is loaded")
+            demand(loaded == 0, "a block whose own time is over is loaded")
             await expect_stored(store, blocks, keys[:2])
 
 
