@@ -175,8 +175,9 @@ class BaseKVCacheManager(BaseResourceManager):
     #
     # The copy of 1 is launched before the next call of this manager, and that of 3 before the next
     # `update_resources`, on the stream of the forward pass; the block may have another owner
-    # afterwards. For a draft that may be rejected the engine
-    # keeps a second running slot, since the manager has states at the ends of blocks only.
+    # afterwards. For drafts that may be rejected the engine keeps a second copy of the states for
+    # the step, since the manager has states at the ends of blocks only; a step with drafts ends
+    # before the next snapshot.
 
     def get_states(self, layer_idx: int) -> Mapping[str, Tensor]:
         """Returns the state tensors of a recurrent layer by name, ``[num_state_blocks, *shape]``.

@@ -130,16 +130,7 @@ def _assembled(options: EngineOptions, leader: Leader | None) -> Assembly:
 
 
 def _with_states(options: EngineOptions) -> EngineOptions:
-    """Returns `options` for a model with recurrent layers.
-
-    Raises:
-        ConfigurationError: the options enable drafts.
-    """
-    if options.speculation is not None:
-        raise ConfigurationError(
-            "speculative: the model has recurrent layers, and the states before a rejected draft "
-            "are not kept; leave it out"
-        )
+    """Returns `options` for a model with recurrent layers."""
     if getattr(options.cache_factory, "supports_states", False):
         return options
     _log.warning("The cache manager keeps no recurrent states: no prefix is reused")

@@ -220,7 +220,7 @@ class Engine:
 
     def _begin_states(self, plan: tuple[SequenceStep, ...]) -> StateWork | None:
         """Prepares the recurrent states before `plan`; returns the work of other ranks, if any."""
-        if self._states is None or not plan:
+        if self._states is None:
             return None
         requests = [self._live[one.request_id].request for one in plan]
         return self._states.begin(plan, requests, self._scheduler.running)

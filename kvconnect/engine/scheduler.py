@@ -114,7 +114,7 @@ class Scheduler:
         context = [r for r in self.running if r.state is not RequestState.GENERATION]
         if self._drafter is not None:
             spare = self._max_num_tokens - len(generation) - len(context)
-            set_drafts(self._drafter, generation, spare)
+            set_drafts(self._drafter, generation, spare, self._kv.next_state_end)
         batch = ScheduledBatch(generation_requests=generation)
         batch.context_requests += self._fitting(context, batch)
         if batch.requests:

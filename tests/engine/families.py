@@ -39,6 +39,7 @@ _SIZES: Mapping[str, Any] = {
     "max_position_embeddings": 512,
     "sliding_window": 24,
     "initializer_range": 0.25,
+    "init_std": 0.25,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -133,6 +134,35 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "xlm-roberta-xl": {"is_decoder": True},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
     "big_bird": {"is_decoder": True, "attention_type": "original_full"},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+            for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "dots1": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "n_shared_experts": 1,
+    },
+    "llama4_text": {"attention_chunk_size": 24},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 24},
+    "qwen4_exp_text": {
+        "ngram_vocab_size_base": 64,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 4,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_shape": [16, 32],
+        "axial_pos_embds_dim": [32, 32],
+    },
+    "xlnet": {"d_head": 16},
     # Recurrent layers between the others. transformers' Zamba2 and Nemotron-H apply the least time
     # step to the tokens of a prompt, and not to generated ones: it is too small to matter here.
     "bamba": {"attn_layer_indices": [1, 3]},

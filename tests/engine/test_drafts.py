@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from observed import check_idle, tokens, watch_batches
+from parrot import EAGER, Parrot, draft_with
 
 from kvconnect import SamplingParams
 from kvconnect.engine.sampling.drafts import NgramDrafter, NgramSpeculation, accepted_run
@@ -18,7 +19,6 @@ ARCHITECTURES = [
     *("llama", "gemma3", "gpt2", "deepseek_v3"),
     *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("qwen3", "mistral")),
 ]
-EAGER = NgramSpeculation(num_draft_tokens=5, max_ngram_size=3, min_ngram_size=1)
 
 
 def ints(*values):
@@ -27,34 +27,6 @@ def ints(*values):
 
 def propose(tokens, limit=99, **settings):
     return NgramDrafter(NgramSpeculation(**settings)).propose(ints(*tokens), limit).tolist()
-
-
-class Parrot:
-    """A drafter that knows the answers, and now and then is wrong, or silent for a while."""
-
-    def __init__(self, answers, wrong_every: int = 0, count: int = 5, pause: int = 0) -> None:
-        self.answers, self.wrong_every, self.count, self.pause = answers, wrong_every, count, pause
-        self.asked = 0
-
-    def propose(self, tokens, limit):
-        known = tokens.tolist()
-        self.asked += 1
-        if self.asked % 40 < self.pause:
-            return np.empty(0, np.int32)
-        for answer in self.answers:
-            if answer[: len(known)] == known:
-                drafts = answer[len(known) : len(known) + min(self.count, limit)]
-                if self.wrong_every:
-                    drafts = [
-                        (token + (not (len(known) + i) % self.wrong_every)) % 256
-                        for i, token in enumerate(drafts)
-                    ]
-                return np.array(drafts, np.int32)
-        return np.empty(0, np.int32)
-
-
-def draft_with(llm, drafter):
-    llm._engine._scheduler._drafter = drafter
 
 
 # ---------------------------------------------------------------- what is proposed

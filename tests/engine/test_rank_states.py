@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from observed import check_idle, preempt, tokens
+from parrot import EAGER, Parrot, draft_with
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.engine.model.state_memory import Snapshot, StateMemory, StateRestore
@@ -109,6 +110,17 @@ def test_cold_preempted_and_restored(family, size, restarts, tiny, open_ranks, r
         assert (tokens(outputs), loaded(outputs)) == (expected, counts)
         check_rest(llm)
         llm.close()
+
+
+def test_ranks_go_back_from_rejected_drafts(tiny, open_ranks, reference, prompts):
+    """Each rank computes the accepted tokens again when the next step begins."""
+    expected = reference(tiny("qwen3_next"), prompts[:4], 12)
+    llm = open_ranks(tiny("qwen3_next"), 2, speculative=EAGER)
+    draft_with(llm, Parrot([p + a for p, a in zip(prompts, expected, strict=False)], 3))
+    for _ in range(2):
+        assert tokens(llm.generate(prompts[:4], GREEDY)) == expected
+    stats = llm.stats()
+    assert stats.drafted_tokens - 1 > stats.accepted_tokens > 0
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from kvconnect.engine.model.mixer_probe import PROBED_TOKENS, MixerProbe, split_
 from kvconnect.engine.model.mixers import ModelCache, PackedStates, Part, SequenceStates
 from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.engine.model.states import StateKey, StateShape, StateSlots
-from kvconnect.errors import ConfigurationError, UnsupportedModel, UsageError
+from kvconnect.errors import UnsupportedModel, UsageError
 
 GREEDY = SamplingParams(max_tokens=12)
 FAMILIES = ["qwen3_next", "lfm2", "mamba", "minimax"]
@@ -135,17 +135,6 @@ def test_a_manager_without_snapshots_reuses_nothing(
         "No recurrent states are kept: the connector is not attached",
     ]
     assert not (tmp_path / "kv").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"speculative": "ngram"}, "speculative: .* states before a rejected draft are not kept"),
-    ],
-)
-def test_what_states_cannot_do_is_refused(tiny, options, message):
-    with pytest.raises(ConfigurationError, match=message):
-        LLM(tiny("qwen3_next"), kv_cache=KvCacheConfig(max_tokens=256), **options)
 
 
 def test_a_single_token_that_is_computed_otherwise_than_several_is_refused(tiny, tmp_path):

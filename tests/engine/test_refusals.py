@@ -30,7 +30,7 @@ SIZES = {
 @pytest.mark.parametrize(
     ("model_type", "settings", "message"),
     [
-        ("bloom", {"n_layer": 2, "n_head": 2}, "BloomForCausalLM has no attention interface"),
+        ("big_bird", {"is_decoder": True}, "BigBirdForCausalLM has no attention interface"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional|mask of its own"),
         ("t5", {}, "model_type: 't5' is no causal LM"),
     ],

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvconnect.engine.model.drafted import DraftedStates
 from kvconnect.engine.model.group_step import GroupStep, RequestSlice
-from kvconnect.engine.model.mixers import PackedStates
 from kvconnect.engine.model.pages import LayerPages
 from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.sequence_step import SequenceStep
@@ -30,6 +30,23 @@ class LayerHooks(Protocol):
 
     def save_kv_layer(self, layer_idx: int) -> None:
         """Announces that the layer's KV of this step is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SomeHooks:
+    """The hooks of a part of a step: those of the layers are called once a step."""
+
+    hooks: LayerHooks
+    waits: bool
+    saves: bool
+
+    def wait_for_layer_load(self, layer_idx: int) -> None:
+        if self.waits:
+            self.hooks.wait_for_layer_load(layer_idx)
+
+    def save_kv_layer(self, layer_idx: int) -> None:
+        if self.saves:
+            self.hooks.save_kv_layer(layer_idx)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +77,7 @@ class ForwardStep:
         slots: the slots of recurrent states; ``None``: the model has none.
 
     Attributes:
+        start: the position of the first sequence's first token.
         states: the cache that the model is called with; ``None``: it has no recurrent layers.
         input_ids, position_ids: ``[1, tokens]`` int64.
         last_tokens: ``[rows]`` int64, the rows whose logits are computed: the last ``num_wanted``
@@ -78,7 +96,9 @@ class ForwardStep:
         device: torch.device,
         slots: StateSlots | None = None,
     ) -> None:
-        self.states = None if slots is None else PackedStates(plan, slots, device)
+        self.states = None if slots is None else DraftedStates(plan, slots, device)
+        self._plan = plan
+        self.start = plan[0].start
         self._layers = layers
         self._hooks = hooks
         self._device = device
@@ -109,11 +129,8 @@ class ForwardStep:
         """
         if self.states is not None:
             layer_idx = self._layers_done
-        if layer_idx != self._layers_done:
-            raise UsageError(f"layer {layer_idx} ran when layer {self._layers_done} was due")
-        self._hooks.wait_for_layer_load(layer_idx)
-        layer = self._layers[layer_idx]
-        pages, group = layer.pages, self._groups[layer.group]
+        layer, group = self._begin(layer_idx)
+        pages = layer.pages
         # Attention uses the values that a later request would read, also for tokens that are not
         # read back.
         key, value = pages.as_stored(given.key), pages.as_stored(given.value)
@@ -133,6 +150,43 @@ class ForwardStep:
         self._layers_done += 1
         return out[None]
 
+    def append(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes one layer's keys and values of the only sequence; see `own_attention`.
+
+        Args:
+            layer_idx: layers come in ascending order.
+            key: the keys of the tokens of this step, ``[1, kv_heads, tokens, dim]``.
+            value: their values, alike.
+
+        Returns:
+            Copies of all keys and values of the sequence, ``[1, kv_heads, n, dim]`` each.
+
+        Raises:
+            UsageError: layers came out of order, or a page of the sequence is not held.
+        """
+        layer, group = self._begin(layer_idx)
+        group.write(layer.pages, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        keys, values = group.gather(layer.pages)
+        self._hooks.save_kv_layer(layer_idx)
+        self._layers_done += 1
+        return keys[None], values[None]
+
+    def apart(self) -> list[ForwardStep]:
+        """Returns a step for each sequence. They are computed one after the other, in this order.
+
+        Loads of a layer are waited for in the first one, and its KV is announced in the last one.
+        """
+        last = len(self._plan) - 1
+        return [
+            ForwardStep(
+                [one],
+                self._layers,
+                _SomeHooks(self._hooks, waits=number == 0, saves=number == last),
+                device=self._device,
+            )
+            for number, one in enumerate(self._plan)
+        ]
+
     def check_complete(self) -> None:
         """Checks that every layer used `attend` exactly once; recurrent states count from then on.
 
@@ -145,6 +199,14 @@ class ForwardStep:
             )
         if self.states is not None:
             self.states.end()
+
+    def _begin(self, layer_idx: int) -> tuple[CachedLayer, GroupStep]:
+        """Checks that the layer is due, and waits until its loaded KV may be read."""
+        if layer_idx != self._layers_done:
+            raise UsageError(f"layer {layer_idx} ran when layer {self._layers_done} was due")
+        self._hooks.wait_for_layer_load(layer_idx)
+        layer = self._layers[layer_idx]
+        return layer, self._groups[layer.group]
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)

@@ -16,7 +16,7 @@ from kvconnect.engine.model.attention import (
     DecodeGroup,
     held_blocks,
 )
-from kvconnect.engine.model.pages import LayerPages, SlotNumbers
+from kvconnect.engine.model.pages import LayerPages, PageNumbers, SlotNumbers
 from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.sequence_step import SequenceStep
 
@@ -83,12 +83,22 @@ class GroupStep:
         self._slices, self._held = slices, held
         self._parts = self._parts_of(slices)
         self._last_parts: list[Chunk | DecodeGroup] | None = None
+        self._pages: PageNumbers | None = None
 
     def write(self, pages: LayerPages, key: Tensor, value: Tensor) -> None:
         """Writes each token's key and value (``[tokens, kv_heads, dim]``) at its slot."""
         pages.write(self._slots, key, value)
         if self._blank is not None:
             pages.blank(*self._blank)
+
+    def gather(self, pages: LayerPages) -> tuple[Tensor, Tensor]:
+        """Returns copies of all keys and values of the only sequence, ``[kv_heads, n, dim]``."""
+        ((part, table),) = zip(self._slices, self._held, strict=True)
+        if self._pages is None:
+            blocks = held_blocks(table, 0, -(-part.end // self._size))
+            self._pages = PageNumbers(self._tensor(blocks))
+        keys, values = pages.gather(self._pages)
+        return keys[: part.end].transpose(0, 1), values[: part.end].transpose(0, 1)
 
     def attend(self, given: AttentionInput, pages: LayerPages) -> Tensor:
         """Attends over the cached tokens; see `ForwardStep.attend`."""

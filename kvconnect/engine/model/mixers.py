@@ -1,15 +1,16 @@
 """Runs recurrent mixers, unmodified, on the packed row: once for each sequence.
 
 A mixer is the module of a layer that keeps a state in transformers' cache: a gated delta net,
-Mamba, lightning attention, a short convolution. It takes a batch of sequences, not several in one
-row. So its `forward` is called once for each chunk of a prompt, and once for all single tokens.
+Mamba, lightning attention, a short convolution. It takes a batch of sequences of one length, not
+several in one row. So its `forward` is called once for each sequence that begins, and once for all
+others of one length: single tokens, and tokens with as many drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,36 @@ from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.engine.model.states import StateKey, StateSlots
 from kvconnect.errors import UsageError
 
-__all__ = ["Forward", "ModelCache", "PackedStates", "Part", "SequenceStates", "called", "is_rows"]
+__all__ = [
+    "Forward",
+    "ModelCache",
+    "PackedStates",
+    "Part",
+    "SequenceRows",
+    "SequenceStates",
+    "called",
+    "is_rows",
+    "mapped",
+    "parts",
+]
 
 Forward: TypeAlias = Callable[..., Any]
+
+
+class SequenceRows(NamedTuple):
+    """The tokens of one sequence in a packed row.
+
+    Attributes:
+        first: the row of the first token.
+        num_tokens: their number.
+        slot: the slot of the states.
+        begun: true if the sequence has states before these tokens.
+    """
+
+    first: int
+    num_tokens: int
+    slot: int
+    begun: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +56,7 @@ class Part:
     """Sequences whose tokens a mixer computes in one call.
 
     Attributes:
-        rows: the part of the packed row: a slice of one sequence, or ``[sequences]`` int64, a token
-            of each.
+        rows: the part of the packed row: a slice of one sequence, or ``[sequences, tokens]`` int64.
         slots: the slots of their states.
         begun: true if the sequences have states; otherwise their first token is in this call.
         index: the `slots` as a tensor.
@@ -72,6 +99,9 @@ class PackedStates(ModelCache):
         slots: the slots of the states.
         device: the device of the model.
 
+    Attributes:
+        chunks: the tokens of each sequence of `plan` in the packed row.
+
     Raises:
         UsageError: see `StateSlots.begin`.
     """
@@ -83,9 +113,9 @@ class PackedStates(ModelCache):
         self._plan = plan
         self._slots = slots
         self._num_tokens = sum(len(one.tokens) for one in plan)
-        held = slots.begin(plan)
-        self._parts = _parts(plan, held, device)
-        self._stepped = _parts(plan, held, device, stepped=True)
+        self.chunks = _chunks(plan, slots.begin(plan))
+        self._parts = parts(self.chunks, device)
+        self._stepped = parts(self.chunks, device, stepped=True)
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -111,12 +141,12 @@ class PackedStates(ModelCache):
             stepped: true to compute a sequence that has states one token at a time.
         """
         whole: Any = None
-        parts = self._stepped if stepped else self._parts
-        for part in parts:
+        calls = self._stepped if stepped else self._parts
+        for part in calls:
             states = SequenceStates(self._slots, part)
             result = called(mixer, args, named, states)
             states.store()
-            if len(parts) == 1 and isinstance(part.rows, slice):
+            if len(calls) == 1 and isinstance(part.rows, slice):
                 return result
             whole = self._placed(whole, result, part)
         return whole
@@ -139,7 +169,7 @@ class PackedStates(ModelCache):
         if isinstance(part.rows, slice):
             whole[:, part.rows] = result
         else:
-            whole[0].index_copy_(0, part.rows, result[:, 0])
+            whole[0].index_copy_(0, part.rows.flatten(), result.flatten(0, 1))
         return whole
 
 
@@ -207,7 +237,7 @@ class SequenceStates:
         return self.part.begun
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Returns False: states of rejected drafts are not kept."""
+        """Returns False: the states before drafts are kept in `drafted`."""
         return False
 
     def store(self) -> None:
@@ -234,59 +264,81 @@ class SequenceStates:
         return state
 
 
-def _parts(
-    plan: Sequence[SequenceStep],
-    slots: Sequence[int],
-    device: torch.device,
-    *,
-    stepped: bool = False,
+def _chunks(plan: Sequence[SequenceStep], slots: Sequence[int]) -> list[SequenceRows]:
+    chunks = []
+    first = 0
+    for one, slot in zip(plan, slots, strict=True):
+        chunks.append(SequenceRows(first, len(one.tokens), slot, begun=one.start > 0))
+        first += len(one.tokens)
+    return chunks
+
+
+def parts(
+    chunks: Sequence[SequenceRows], device: torch.device, *, stepped: bool = False
 ) -> list[Part]:
-    """Returns the calls of a mixer: one for each chunk, and one for all single tokens together.
+    """Returns the calls of a mixer: one for each first chunk, and one for all others of one length.
 
     If `stepped`, chunks of sequences that have states are single tokens, one call after the other.
     """
-    parts = []
-    singles: list[list[tuple[int, int]]] = []  # for each call: rows and slots
-    first = 0
-    for one, slot in zip(plan, slots, strict=True):
-        count = len(one.tokens)
-        if one.start and (stepped or count == 1):
-            singles += [[] for _ in range(count - len(singles))]
-            for offset in range(count):
-                singles[offset].append((first + offset, slot))
+    found = []
+    calls: dict[tuple[int, int], list[SequenceRows]] = {}  # by offset and length
+    for chunk in chunks:
+        if not chunk.begun:
+            found.append(_part([chunk], device))
+        elif stepped:
+            for offset in range(chunk.num_tokens):
+                single = chunk._replace(first=chunk.first + offset, num_tokens=1)
+                calls.setdefault((offset, 1), []).append(single)
         else:
-            index = torch.tensor([slot], device=device)
-            parts.append(Part(slice(first, first + count), [slot], one.start > 0, index))
-        first += count
-    for call in singles:
-        rows, held = torch.tensor(call, device=device).unbind(1)
-        parts.append(Part(rows, [slot for _, slot in call], begun=True, index=held))
-    return parts
+            calls.setdefault((0, chunk.num_tokens), []).append(chunk)
+    return found + [_part(alike, device) for _, alike in sorted(calls.items())]
+
+
+def _part(chunks: Sequence[SequenceRows], device: torch.device) -> Part:
+    """Returns the call for `chunks` of one length."""
+    first, count, _, begun = chunks[0]
+    slots = [chunk.slot for chunk in chunks]
+    index = torch.tensor(slots, device=device)
+    if len(chunks) == 1:
+        return Part(slice(first, first + count), slots, begun, index)
+    starts = torch.tensor([[chunk.first] for chunk in chunks], device=device)
+    return Part(starts + torch.arange(count, device=device), slots, begun, index)
 
 
 def is_rows(result: Any, part: Part) -> bool:
     """Returns whether `result` has a row for each token of `part`."""
     rows = part.rows
-    count = rows.stop - rows.start if isinstance(rows, slice) else 1
-    return isinstance(result, Tensor) and result.shape[:2] == (len(part.slots), count)
+    shape = (1, rows.stop - rows.start) if isinstance(rows, slice) else tuple(rows.shape)
+    return isinstance(result, Tensor) and result.shape[:2] == shape
 
 
 def called(
     mixer: Forward, args: Sequence[Any], named: Mapping[str, Any], states: SequenceStates
 ) -> Any:
     """Returns the output of `mixer` for the sequences of `states`, with their rows of `args`."""
-    picked = [_picked(one, states) for one in args]
-    by_name = {name: _picked(one, states) for name, one in named.items()}
-    by_name.pop("kv", None)  # arguments of attention; kernels of mixers refuse unknown ones
+    rows = states.part.rows
+
+    def pick(value: Tensor) -> Tensor:
+        return value[:, rows] if isinstance(rows, slice) else value[0, rows]
+
+    picked, by_name = mapped(args, named, pick, states)
     return mixer(*picked, **by_name)
 
 
-def _picked(value: Any, states: SequenceStates) -> Any:
-    if isinstance(value, ModelCache):
-        return states
-    if isinstance(value, (tuple, list)):
-        return type(value)(_picked(one, states) for one in value)
-    if not isinstance(value, Tensor):
-        return value
-    rows = states.part.rows
-    return value[:, rows] if isinstance(rows, slice) else value[0, rows, None]
+def mapped(
+    args: Sequence[Any], named: Mapping[str, Any], pick: Callable[[Tensor], Tensor], cache: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    """Returns a mixer's arguments with `pick` applied to the tensors, and another `cache`.
+
+    ``kv``, an argument of attention, is left out: kernels of mixers refuse unknown ones.
+    """
+
+    def change(value: Any) -> Any:
+        if isinstance(value, ModelCache):
+            return cache
+        if isinstance(value, (tuple, list)):
+            return type(value)(change(one) for one in value)
+        return pick(value) if isinstance(value, Tensor) else value
+
+    by_name = {name: change(value) for name, value in named.items() if name != "kv"}
+    return [change(value) for value in args], by_name

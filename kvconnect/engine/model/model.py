@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,20 @@ from kvconnect.engine.model.latents import keep_latents
 from kvconnect.engine.model.lean_layers import make_lean
 from kvconnect.engine.model.mixer_probe import PROBED_TOKENS, MixerProbe, split_mixers
 from kvconnect.engine.model.mixers import ModelCache
+from kvconnect.engine.model.own_attention import (
+    OWN_ATTENTION,
+    num_layers,
+    paged_cache,
+    stored_layers,
+)
+from kvconnect.engine.model.positions import position_limit
 from kvconnect.engine.model.rank_sizes import check_size, tp_plan
-from kvconnect.engine.model.seam import ATTENTION, AttentionProbe, KvStep
+from kvconnect.engine.model.seam import ATTENTION, AttentionProbe, KvStep, running
 from kvconnect.engine.model.sharding import Division, ModelRanks, shard
 from kvconnect.engine.model.unmapping import unmap
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 
-__all__ = ["Model", "PositionLimit", "check_sharing", "position_limit"]
+__all__ = ["Model", "check_sharing"]
 
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _STATELESS_LAYERS = {"moe", "mlp"}
@@ -45,14 +53,8 @@ _UNSERVED_LAYERS = {
     "chunked_attention": "a token sees its own chunk only",
 }
 """The reason why layers of a type are not served."""
-
-
-@dataclass(frozen=True, slots=True)
-class PositionLimit:
-    """The longest sequence, and the reason for the limit."""
-
-    num_tokens: int
-    reason: str
+_UNDECLARED = {"biogpt", "stablelm"}
+"""Families that have the attention interface, and do not declare it."""
 
 
 class Model:
@@ -91,6 +93,7 @@ class Model:
         config = _load_config(directory)
         _refuse(config)
         self.device = _device(device)
+        self._owns_attention = config.model_type in OWN_ATTENTION
         self._model = _load(directory, config, dtype)
         divided = Division()
         if ranks is not None:
@@ -104,7 +107,8 @@ class Model:
         self.eos_token_ids = _eos_token_ids(self._model)
         self._cache_name = _cache_name(self._model)
         probe, mixers = self._probe()
-        checked_windows(self._model, longest=None if limit is None else limit.num_tokens)
+        if not self._owns_attention:
+            checked_windows(self._model, longest=None if limit is None else limit.num_tokens)
         if keep_latents(self._model):
             probe, mixers = self._probe()
         divided.check_whole(call.module for call in mixers.calls)
@@ -129,6 +133,8 @@ class Model:
             Logits after each sequence's last token and its drafts, ``[rows, vocab]``; on ranks
             that follow none, ``[0, vocab]``.
         """
+        if self._owns_attention:
+            return torch.cat([self._computed_alone(one) for one in step.apart()])
         wanted = step.last_tokens if self._leads else step.last_tokens[:0]
         logits = self._computed(step, step.input_ids, step.position_ids, step.states, wanted)
         step.check_complete()
@@ -142,16 +148,35 @@ class Model:
         states: ModelCache | None,
         wanted: Tensor,
     ) -> Tensor:
-        """Runs the model, with positions and states if it has arguments for them."""
-        more: dict[str, Any] = {}
+        """Runs the model, with states if it has some."""
+        more: dict[str, Any] = {} if states is None else {self._cache_name: states}
+        before = running.set(kv)
+        try:
+            return self._called(input_ids, position_ids, wanted, use_cache=False, kv=kv, **more)
+        finally:
+            running.reset(before)
+
+    def _computed_alone(self, step: ForwardStep) -> Tensor:
+        """Returns the logits of a step of one sequence, ``[rows, vocab]``; see `own_attention`."""
+        cache = paged_cache(step, len(self.layers), step.start)
+        logits = self._called(
+            step.input_ids,
+            step.position_ids,
+            step.last_tokens,
+            use_cache=True,
+            past_key_values=cache,
+        )
+        step.check_complete()
+        return logits[0]
+
+    def _called(
+        self, input_ids: Tensor, position_ids: Tensor, wanted: Tensor, **more: Any
+    ) -> Tensor:
+        """Calls the model, with positions if it has an argument for them."""
         if self._takes_positions:
             more["position_ids"] = position_ids
-        if states is not None:
-            more[self._cache_name] = states
         with torch.inference_mode():
-            output = self._model(
-                input_ids=input_ids, use_cache=False, kv=kv, logits_to_keep=wanted, **more
-            )
+            output = self._model(input_ids=input_ids, logits_to_keep=wanted, **more)
         logits: Tensor = output.logits
         return logits
 
@@ -167,6 +192,11 @@ class Model:
         if "logits_to_keep" not in inspect.signature(self._model.forward).parameters:
             raise UnsupportedModel(f"{name} takes no position_ids or no logits_to_keep")
         tokens = torch.arange(PROBED_TOKENS if recurrent else 1, device=self.device)[None]
+        if self._owns_attention:
+            call = partial(self._called, tokens, tokens, tokens[0, :1], use_cache=True)
+            probe.layers = stored_layers(call, num_layers(self.config), name)
+            probe.numbers = list(range(len(probe.layers)))
+            return probe, mixers
         states = mixers if recurrent else None
         try:
             with mixers.watching(self._model) if recurrent else nullcontext():
@@ -224,7 +254,10 @@ def _refuse(config: PreTrainedConfig) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel("encoder-decoder models are not served")
     recurrent = getattr(model_class, "_is_stateful", False)  # its layers are probed instead
-    if not recurrent and not getattr(model_class, "_supports_attention_backend", False):
+    if config.model_type in OWN_ATTENTION:
+        return
+    served = recurrent or config.model_type in _UNDECLARED
+    if not served and not getattr(model_class, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{model_class.__name__} has no attention interface")
     unknown = set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS
     if unknown:
@@ -257,7 +290,7 @@ def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:  # a Pr
                 directory,
                 config=config,
                 dtype=wanted,
-                attn_implementation=ATTENTION,
+                attn_implementation=None if config.model_type in OWN_ATTENTION else ATTENTION,
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -298,6 +331,11 @@ def check_sharing(directory: Path, size: int) -> None:
     """
     config = _load_config(directory)
     _refuse(config)
+    if config.model_type in OWN_ATTENTION:
+        raise UnsupportedModel(
+            "tensor_parallel_size: ranks do not divide models that compute attention themselves; "
+            "use 1"
+        )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, attn_implementation=ATTENTION
@@ -320,35 +358,6 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(f"device: '{name}' is not available; give cpu or auto")
     return device
-
-
-def _rope_parameters(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
-    yield from nested or [parameters]
-
-
-def position_limit(config: PreTrainedConfig) -> PositionLimit | None:
-    """Returns the limit of a sequence's length; ``None``: no limit is known.
-
-    Raises:
-        UnsupportedModel: its RoPE changes with the length of a sequence, at an unknown length.
-    """
-    limits = []
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest:
-        limits.append(PositionLimit(longest, "the model's max_position_embeddings"))
-    for rope in _rope_parameters(config):
-        kind = rope.get("rope_type")
-        if kind in {"longrope", "dynamic"}:
-            # Their frequencies change with the longest sequence of a batch: cached keys turn wrong.
-            original = rope.get("original_max_position_embeddings") or longest
-            if original is None:
-                raise UnsupportedModel(f"{kind} RoPE without an original length is not served")
-            reason = f"the original length of the model's {kind} RoPE, beyond which keys change"
-            # At just that length, dynamic frequencies are those of the longest sequence before.
-            limits.append(PositionLimit(original - (kind == "dynamic"), reason))
-    return min(limits, key=lambda limit: limit.num_tokens, default=None)
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -1,12 +1,14 @@
 """The seam between transformers' models and the paged KV cache: one attention function.
 
-Models pass it the ``kv=`` that they are called with. No mask function is registered under its name,
-so transformers builds no masks; the step knows what each token may see.
+Models pass it the ``kv=`` that they are called with; of models that do not, it takes `running`. No
+mask function is registered under its name, so transformers builds no masks; the step knows what
+each token may see.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,7 +19,7 @@ from transformers import AttentionInterface
 from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.errors import UnsupportedModel
 
-__all__ = ["ATTENTION", "AttentionProbe", "KvStep", "LayerCounter", "LayerShape"]
+__all__ = ["ATTENTION", "AttentionProbe", "KvStep", "LayerCounter", "LayerShape", "running"]
 
 ATTENTION = "kvconnect"
 """The ``attn_implementation`` that models are loaded with."""
@@ -41,6 +43,10 @@ class KvStep(Protocol):
         """Computes the attention of one layer; see `ForwardStep.attend`."""
 
 
+running: ContextVar[KvStep] = ContextVar("kvconnect_step")
+"""The step that the model of this thread computes. Some models pass their attention no ``kv=``."""
+
+
 class LayerCounter(Protocol):
     """The cache that models with recurrent layers are called with.
 
@@ -59,12 +65,13 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    kv: KvStep,
+    kv: KvStep | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
     layer_idx: Any = module.layer_idx
+    kv = running.get() if kv is None else kv
     if isinstance(kv, AttentionProbe):
         kv.check(module, attention_mask, extra)
     given = AttentionInput(query, key, value, scaling, sliding_window)

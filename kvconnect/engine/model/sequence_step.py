@@ -40,6 +40,11 @@ class SequenceStep:
         """The position after the last token."""
         return self.start + len(self.tokens)
 
+    @property
+    def num_drafts(self) -> int:
+        """The drafts among the tokens. Only sequences that generate have some."""
+        return 0 if self.is_prompt else len(self.tokens) - 1
+
 
 def first_scheduled_token(request: LlmRequest) -> int:
     """Returns the first token of `request` to compute, after a load of this step."""

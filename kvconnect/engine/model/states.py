@@ -6,7 +6,7 @@ of each. `mixers` gives models these states through the interface of transformer
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -68,7 +68,13 @@ class StateSlots:
         shapes: the shapes of the model.
         num_slots: the most sequences that run at once.
         device: the device of the model.
+
+    Attributes:
+        accept: computes the states of sequences whose last drafts were rejected, for the tokens
+            that are computed next; ``None``: no sequence had drafts. `drafted` sets it.
     """
+
+    accept: Callable[[Sequence[SequenceStep]], None] | None = None
 
     def __init__(self, shapes: Sequence[StateShape], num_slots: int, device: torch.device) -> None:
         self._states = {
@@ -90,16 +96,16 @@ class StateSlots:
         """Frees the slots of all requests but `request_ids`, which are those that run."""
         for request_id in self._slots.keys() - request_ids:
             self._held[self._slots.pop(request_id)] = None
+        if not self._slots:
+            self.accept = None  # holds memory
 
     def holds(self, request_id: int, num_tokens: int) -> bool:
         """Returns whether a slot holds the states after `num_tokens` of a request."""
         slot = self._slots.get(request_id)
         return slot is not None and self._held[slot] == (request_id, num_tokens)
 
-    def restore(
-        self, request_id: int, num_tokens: int, snapshot: Mapping[StateKey, Tensor]
-    ) -> None:
-        """Copies the states after `num_tokens` of a request into its slot.
+    def restore(self, request_id: int, num_tokens: int, snapshot: Mapping[StateKey, Tensor]) -> int:
+        """Copies the states after `num_tokens` of a request into its slot, and returns the slot.
 
         Raises:
             UsageError: all slots are in use.
@@ -108,12 +114,18 @@ class StateSlots:
         for key, state in snapshot.items():
             self._states[key][slot].copy_(state)
         self._held[slot] = _Held(request_id, num_tokens)
+        return slot
 
     def copy_to(self, request_id: int, snapshot: Mapping[StateKey, Tensor]) -> None:
         """Copies the states of a request into `snapshot`."""
         slot = self._slots[request_id]
         for key, state in snapshot.items():
             state.copy_(self._states[key][slot])
+
+    def copies(self, request_ids: Sequence[int]) -> dict[StateKey, Tensor]:
+        """Returns copies of the states of running requests, ``[requests, *shape]``."""
+        slots = [self._slots[one] for one in request_ids]
+        return {key: states[slots] for key, states in self._states.items()}
 
     def begin(self, plan: Sequence[SequenceStep]) -> list[int]:
         """Returns the slot of each sequence of `plan`, whose tokens are computed next.

@@ -6,7 +6,7 @@ yields one more token. The output is that of plain greedy decoding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Literal, Self, TypeAlias
 
 import numpy as np
@@ -104,13 +104,20 @@ class NgramDrafter:
         return np.resize(tokens[found[-1] + 1 :], count)
 
 
-def set_drafts(drafter: NgramDrafter, requests: Iterable[LlmRequest], spare: int) -> None:
+def set_drafts(
+    drafter: NgramDrafter,
+    requests: Iterable[LlmRequest],
+    spare: int,
+    next_state_end: Callable[[LlmRequest, int], int | None],
+) -> None:
     """Sets the drafts of plain greedy `requests`, within ``max_tokens``; the others have none.
 
     Args:
         drafter: proposes them.
         requests: the requests that generate in the next step.
         spare: the tokens of the step's budget that are left for drafts.
+        next_state_end: the cache manager's method, which returns where the next snapshot of
+            recurrent states is due. Drafts end before, so that no snapshot contains one.
     """
     for request in requests:
         request.draft_tokens = NO_DRAFTS
@@ -119,6 +126,8 @@ def set_drafts(drafter: NgramDrafter, requests: Iterable[LlmRequest], spare: int
             continue
         # One token comes with every step anyway.
         useful = params.max_tokens - request.num_generated_tokens - 1
+        if (due := next_state_end(request, request.num_computed_tokens)) is not None:
+            useful = min(useful, due - request.num_tokens - 1)
         request.draft_tokens = drafter.propose(request.tokens.view, min(spare, useful))
         spare -= len(request.draft_tokens)
 

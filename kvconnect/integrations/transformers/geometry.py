@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvconnect.engine.model.declared import checked_windows
-from kvconnect.engine.model.model import PositionLimit, position_limit
 from kvconnect.engine.model.pool_groups import effective_windows, group_layouts
+from kvconnect.engine.model.positions import PositionLimit, position_limit
 from kvconnect.engine.model.seam import LayerShape
 from kvconnect.errors import UnsupportedModel
 from kvconnect.integrations.transformers.states import (

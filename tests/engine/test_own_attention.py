@@ -1,0 +1,124 @@
+"""Models that compute attention themselves: called once a sequence, with a cache over the pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from observed import check_idle, preempt, tokens
+from parrot import EAGER, Parrot, draft_with
+
+from kvconnect import LLM, KvCacheConfig, SamplingParams
+from kvconnect.engine.model.group_step import GroupStep
+from kvconnect.engine.model.own_attention import stored_layers
+from kvconnect.errors import UnsupportedModel
+
+GREEDY = SamplingParams(max_tokens=12)
+# Scores by the model's own code; chunks that a token does not see beyond, as masks.
+FAMILIES = ["falcon", "llama4_text"]
+LESS_OFTEN = ["bloom", "codegen", "diffllama", "doge", "gpt_neo", "gptj", "hrm_text", "mbart"]
+ALL = [*FAMILIES, *(pytest.param(one, marks=pytest.mark.slow) for one in LESS_OFTEN)]
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_cold_reused_drafted_and_preempted(family, tiny, open_llm, reference, prompts):
+    expected = reference(tiny(family), prompts, 12)
+    llm = open_llm(tiny(family), max_num_tokens=25, speculative=EAGER)
+    draft_with(llm, Parrot([p + a for p, a in zip(prompts, expected, strict=True)], 3))
+    for _ in range(2):
+        outputs = llm.generate(prompts, GREEDY)
+        assert tokens(outputs) == expected
+    assert [one.computed_tokens for one in outputs] == [1] * len(prompts)
+    assert llm.stats().accepted_tokens > 0
+    sent = preempt(llm, lambda request: request.num_generated_tokens in {3, 8})
+    assert tokens(llm.generate(prompts, GREEDY)) == expected
+    assert sent
+    check_idle(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [{"alibi": True}, {"new_decoder_architecture": True}, {"multi_query": False}], ids=str
+)
+def test_kinds_of_falcon(more, tiny, open_llm, reference, prompts):
+    model = tiny("falcon", **more)
+    llm = open_llm(model, max_num_tokens=25)
+    for _ in range(2):
+        assert tokens(llm.generate(prompts, GREEDY)) == reference(model, prompts, 12)
+
+
+def test_with_a_store_and_a_restart(tiny, open_llm, reference, prompts, tmp_path):
+    for _ in range(2):
+        with open_llm(tiny("falcon"), connector=f"disk://{tmp_path}/kv?capacity=32MiB") as llm:
+            outputs = llm.generate(prompts[:4], GREEDY)
+            assert tokens(outputs) == reference(tiny("falcon"), prompts[:4], 12)
+    assert [one.reused_store_tokens for one in outputs] == [69, 32, 4, 15]
+
+
+def test_other_keys_change_the_answers(tiny, open_llm, reference, prompts, monkeypatch):
+    """Or none of these tests would see wrong ones."""
+    gather = GroupStep.gather
+
+    def last_are_first(self, pages):
+        keys, values = gather(self, pages)
+        return keys.flip(1), values
+
+    monkeypatch.setattr(GroupStep, "gather", last_are_first)
+    llm = open_llm(tiny("falcon"))
+    assert tokens(llm.generate(prompts, GREEDY)) != reference(tiny("falcon"), prompts, 12)
+
+
+def test_a_connector_hears_of_each_layer_once_a_step(tiny, open_llm, prompts):
+    llm = open_llm(tiny("falcon"))
+    heard: list[tuple[str, int]] = []
+    connector, computed = llm._engine._connector, []
+    connector.wait_for_layer_load = lambda layer: heard.append(("load", layer))
+    connector.save_kv_layer = lambda layer: heard.append(("save", layer))
+    alone = llm._engine._model._computed_alone
+
+    def counted(step):
+        computed.append(len(heard))
+        return alone(step)
+
+    llm._engine._model._computed_alone = counted
+    llm.generate(prompts[:3], SamplingParams(max_tokens=1))
+    layers = range(4)
+    assert heard == [("load", one) for one in layers] + [("save", one) for one in layers]
+    assert computed == [0, 4, 4]  # three sequences in one step
+
+
+def test_an_attention_that_is_not_given_the_step_finds_it(tiny, open_llm, reference, prompts):
+    """Nemotron passes no `kv=` to its attention."""
+    llm = open_llm(tiny("nemotron"), max_num_tokens=25)
+    for _ in range(2):
+        outputs = llm.generate(prompts[:4], GREEDY)
+        assert tokens(outputs) == reference(tiny("nemotron"), prompts[:4], 12)
+
+
+# ---------------------------------------------------------------- refused
+
+
+def test_ranks_do_not_divide_them(tiny):
+    with pytest.raises(UnsupportedModel, match="ranks do not divide models that compute attention"):
+        LLM(
+            tiny("falcon"),
+            tensor_parallel_size=2,
+            device="cpu",
+            kv_cache=KvCacheConfig(max_tokens=256),
+        )
+
+
+def test_layers_that_store_no_keys_or_others_again_are_refused():
+    state = torch.zeros(1, 2, 1, 4)
+
+    def storing(*order):
+        def call(*, past_key_values):
+            for layer in order:
+                past_key_values.update(state, state, layer)
+
+        return call
+
+    found = stored_layers(storing(0, 1, 2), 3, "Model")
+    assert [(one.num_kv_heads, one.key_dim) for one in found] == [(2, 4)] * 3
+    for wrong in ((0, 1), (0, 1, 1), (1, 0, 2), ()):
+        with pytest.raises(UnsupportedModel, match="Model stores the keys of its 3 layers"):
+            stored_layers(storing(*wrong), 3, "Model")
