@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 from kvconnect.backends.disk.directory import DiskDirectory
@@ -73,7 +74,7 @@ class DiskClient:
             ConfigurationError: there is no directory that this store may open.
         """
         try:
-            return await self.lanes[lane].run(lambda: self._work(work))
+            return await self.lanes[lane].run(partial(self._work, work))
         finally:
             self._flush_later()
 

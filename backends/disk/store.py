@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from kvconnect.backend import (
     DEFAULT_PIN_FRACTION,
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["DiskBackend", "from_url"]
-
-T = TypeVar("T")
 
 
 def from_url(url: StoreUrl) -> DiskBackend:
@@ -159,7 +157,7 @@ class DiskBackend(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> int:
         """Returns how many leading `keys` are present; they count as used now."""
-        return await self._run("index", lambda directory: directory.lookup(keys))
+        return await self._opened().run("index", lambda directory: directory.lookup(keys))
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Reads blocks, neighbouring slots in one call; page-aligned buffers without a copy.
@@ -173,7 +171,8 @@ class DiskBackend(Backend):
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
         """Loads like `load`; the thread that has read a block hashes it while others read."""
-        return await self._run("loads", lambda directory: load(directory, keys, into, checksums))
+        work = partial(load, keys=keys, into=into, checksums=checksums)
+        return await self._opened().run("loads", work)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Writes blocks to slots that are reserved for them, then commits them all at once.
@@ -189,24 +188,24 @@ class DiskBackend(Backend):
         self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
     ) -> int:
         """Saves like `save`; the thread that writes a block seals it while others write."""
-        if self._client is not None:
-            self._client.retry_read_only()
-        return await self._run("saves", lambda directory: save(directory, blocks, checksums))
+        client = self._opened()
+        client.retry_read_only()
+        return await client.run("saves", partial(save, blocks=blocks, checksums=checksums))
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
         """Deletes `keys`; their slots are free at once."""
-        await self._run("saves", lambda directory: directory.delete(keys))
+        await self._opened().run("saves", lambda directory: directory.delete(keys))
 
     async def children(self, key: BlockKey | None) -> Sequence[Child]:
         """Returns the stored blocks with tokens whose parent is `key`."""
-        return await self._run("index", lambda directory: directory.children(key))
+        return await self._opened().run("index", lambda directory: directory.children(key))
 
     async def scan(self) -> AsyncIterator[StoredEntry]:
         """Yields all blocks, a page at a time; may miss those added or removed meanwhile."""
         after = 0
         while True:
             page = partial(DiskDirectory.page, after=after)
-            following, entries = await self._run("index", page)
+            following, entries = await self._opened().run("index", page)
             if following == after:
                 return
             after = following
@@ -215,7 +214,7 @@ class DiskBackend(Backend):
 
     async def describe(self, keys: Sequence[BlockKey]) -> Sequence[StoredEntry | None]:
         """Returns the entry that `scan` would yield for each of `keys`."""
-        return await self._run("index", lambda directory: directory.reader.describe(keys))
+        return await self._opened().run("index", lambda directory: directory.reader.describe(keys))
 
     async def scrub(self) -> bool:
         """Overwrites free slots and unused ends of slots, 16 MiB at a time; see `Backend.scrub`.
@@ -223,7 +222,7 @@ class DiskBackend(Backend):
         Raises:
             BackendUnavailable: the directory cannot be written to.
         """
-        return await self._run("saves", lambda directory: directory.scrub())
+        return await self._opened().run("saves", lambda directory: directory.scrub())
 
     async def pin(self, keys: Sequence[BlockKey], until: float | None) -> Sequence[bool]:
         """Pins or unpins `keys`, for all processes and across restarts; see `Backend.pin`.
@@ -233,19 +232,19 @@ class DiskBackend(Backend):
         Raises:
             BackendUnavailable: the directory cannot be written to.
         """
-        return await self._run("saves", lambda directory: directory.pin(keys, until))
+        return await self._opened().run("saves", lambda directory: directory.pin(keys, until))
 
     async def stats(self) -> Mapping[str, float]:
         """Returns ``blocks``, ``bytes`` (in slots), ``file_bytes``, ``capacity``, ``read_only``.
 
         And ``pinned_blocks`` and ``pinned_bytes``.
         """
-        return await self._run("index", lambda directory: directory.stats())
+        return await self._opened().run("index", lambda directory: directory.stats())
 
-    async def _run(self, lane: str, work: Callable[[DiskDirectory], T]) -> T:
+    def _opened(self) -> DiskClient:
         if self._client is None:
             raise not_open(self._settings)
-        return await self._client.run(lane, work)
+        return self._client
 
     def _check_capacity(self, capacity: int | None, largest: int) -> None:
         if capacity is not None and capacity < largest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from kvconnect.backends.guard.breaker import Breaker, BreakerState
@@ -135,61 +135,39 @@ class Calls:
         *,
         holds_buffers: bool = False,
         deadline_s: float | None = None,
+        always: bool = False,
     ) -> T:
         """Returns the result of ``start(call)``, within the deadline, or `deadline_s` if given.
 
         With `holds_buffers` the coroutine is never cancelled: at the deadline it is left running,
-        and cancelling `run` takes effect only when it has ended or its deadline has come.
+        and cancelling `run` takes effect only when it has ended or its deadline has come. With
+        `always` the call ignores the breakers, as `open` and `close` do.
 
         Raises:
             BackendTimeout: not done in time; `pending` is done when the call has ended.
             BackendUnavailable: it failed, the backend is closed, or a breaker is open.
         """
-        breaker = self._admit(operation)
-        try:
-            result = await self.run_always(
-                operation, start, holds_buffers=holds_buffers, deadline_s=deadline_s
-            )
-        except RetryLater as error:
-            if not isinstance(error, BackendTimeout):
-                count("store.failure", self.labels)
-            breaker.failed(error)
-            raise
-        except BaseException:
-            breaker.given_up()
-            raise
-        breaker.succeeded()
-        return result
-
-    async def run_always(
-        self,
-        operation: str,
-        start: Callable[[Call], Coroutine[Any, Any, T]],
-        *,
-        holds_buffers: bool = False,
-        deadline_s: float | None = None,
-    ) -> T:
-        """Runs a call like `run`, but ignores the breakers; for `open` and `close`."""
         loop = asyncio.get_running_loop()
         seconds = self.deadline_s if deadline_s is None else deadline_s
-        deadline = loop.time() + seconds
-        await self._take_turn(operation, deadline, seconds)
-        try:
-            call = Call()
-            work = _contained(lambda: start(call))
-            task = loop.create_task(work, name=f"kvconnect-{operation}")
-            self._running.add(task)
-            task.add_done_callback(self._ended)
-            if not await _wait(task, deadline, holds_buffers=holds_buffers):
-                call.abandoned = True
-                raise self._abandon(operation, task, seconds, holds_buffers=holds_buffers)
-        finally:
-            self._turns.release()
-        if task.cancelled():
-            # Cancelled by other code: it must not look like the caller's cancellation.
-            raise BackendUnavailable(f"{self.name}: {operation} failed: the store cancelled it")
-        with mapped(self.name, operation):
-            return task.result()
+        with nullcontext() if always else self._admitted(operation):
+            deadline = loop.time() + seconds
+            await self._take_turn(operation, deadline, seconds)
+            try:
+                call = Call()
+                work = _contained(lambda: start(call))
+                task = loop.create_task(work, name=f"kvconnect-{operation}")
+                self._running.add(task)
+                task.add_done_callback(self._ended)
+                if not await _wait(task, deadline, holds_buffers=holds_buffers):
+                    call.abandoned = True
+                    raise self._abandon(operation, task, seconds, holds_buffers=holds_buffers)
+            finally:
+                self._turns.release()
+            if task.cancelled():
+                # Cancelled by other code: it must not look like the caller's cancellation.
+                raise BackendUnavailable(f"{self.name}: {operation} failed: the store cancelled it")
+            with mapped(self.name, operation):
+                return task.result()
 
     async def drain(self) -> None:
         """Refuses further calls, stops probing and waits for running calls up to their deadlines.
@@ -206,6 +184,22 @@ class Calls:
                 break
             # In short waits, because a call that is abandoned meanwhile may not end.
             await asyncio.wait(waiting, timeout=min(left, _DRAIN_POLL_S))
+
+    @contextmanager
+    def _admitted(self, operation: str) -> Iterator[None]:
+        """Refuses a call that a breaker refuses, and reports the call's end to the breaker."""
+        breaker = self._admit(operation)
+        try:
+            yield
+        except RetryLater as error:
+            if not isinstance(error, BackendTimeout):
+                count("store.failure", self.labels)
+            breaker.failed(error)
+            raise
+        except BaseException:
+            breaker.given_up()
+            raise
+        breaker.succeeded()
 
     def _admit(self, operation: str) -> Breaker:
         # The only refusal of calls before they use resources.
@@ -226,7 +220,7 @@ class Calls:
     async def _probe_load(self) -> None:
         if self._hangs:
             raise BackendUnavailable(self._hangs)
-        await self.run_always("load", self._inner_probe_load, holds_buffers=True)
+        await self.run("load", self._inner_probe_load, holds_buffers=True, always=True)
 
     async def _probe(self) -> None:
         if self._hangs:

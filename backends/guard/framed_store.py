@@ -65,11 +65,13 @@ class FramedStore:
         taken = framing.checksums(rooms) if can.hashes_loads else ()
 
         async def fill(part: slice) -> int:
-            filled = await load_counted(
-                self._inner, keys[part], rooms[part], taken[part], self._name
-            )
-            if filled < len(keys[part]):
-                await self._drop_misfit(keys[part][filled], rooms[part][filled].numel())
+            some, frames = keys[part], rooms[part]
+            if taken:
+                filled = await self._inner.load_hashed(some, frames, taken[part])
+            else:
+                filled = await self._inner.load(some, frames)
+            if counted(filled, len(some), self._name, "load") < len(some):
+                await self._drop_misfit(some[filled], frames[filled].numel())
             return filled
 
         async def check(got: slice) -> int:

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvconnect.backend import Access, Backend, Child, StoredBlock, StoredEntry
 from kvconnect.backends.guard.answers import (
@@ -138,7 +138,9 @@ class GuardedBackend(Backend):
         if self._framed is not None:
             self._framed.set_layouts(layouts)
         with self._trace("open"):
-            await self._calls.run_always("open", lambda _: self.inner.open(layouts, access=access))
+            await self._calls.run(
+                "open", lambda _: self.inner.open(layouts, access=access), always=True
+            )
         self._layouts = tuple(layouts)
         self._gauges.show(asyncio.get_running_loop(), self._labels)
 
@@ -146,7 +148,7 @@ class GuardedBackend(Backend):
         """Reverts `open`, within the deadline; `open` may be called again. Never raises."""
         self._gauges.hide()
         with suppress(ConfigurationError, RetryLater):
-            await self._calls.run_always("close", lambda _: self.inner.close())
+            await self._calls.run("close", lambda _: self.inner.close(), always=True)
 
     async def close(self) -> None:
         """Waits for calls in flight up to the deadline, then closes `inner`, within another one.
@@ -164,7 +166,7 @@ class GuardedBackend(Backend):
         await self._calls.drain()
         try:
             with self._trace("close"):
-                await self._calls.run_always("close", lambda _: self.inner.close())
+                await self._calls.run("close", lambda _: self.inner.close(), always=True)
         except (ConfigurationError, RetryLater) as error:
             logger.warning("%s", error)
         if self._framed is not None:
@@ -193,7 +195,13 @@ class GuardedBackend(Backend):
             "lookup", lambda _: self._probe(), deadline_s=min(within_s, self._calls.deadline_s)
         )
 
-    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
+    async def load(
+        self,
+        keys: Sequence[BlockKey],
+        into: Sequence[Tensor],
+        checksums: Sequence[FrameChecksum] = (),
+        layout: KvCacheLayout | None = None,
+    ) -> int:
         """Fills `into` with the frames of `keys`; returns how many leading ones are sound.
 
         A damaged or foreign frame ends the run, is deleted from the store and counted
@@ -201,20 +209,33 @@ class GuardedBackend(Backend):
         too, and stays (``store.other_codec``). Payloads are decoded; headers stay as they were
         stored. Hashing and decoding happen on threads of their own.
 
+        Args:
+            keys: the keys of the blocks.
+            into: receives the frames.
+            checksums: those of `load_hashed`.
+            layout: the layout of all frames, which need not be one of those of `open`; a frame of
+                any other layout counts as damaged. ``None``: the layouts of `open`.
+
         Raises:
             BackendTimeout: `into` belongs to the call until `pending` is done.
             BackendUnavailable: all of `into` is undefined; the store does not write to it any more.
         """
-        return await self._load(keys, into, ())
 
-    async def load_as(
-        self, keys: Sequence[BlockKey], into: Sequence[Tensor], layout: KvCacheLayout
-    ) -> int:
-        """Loads like `load`, but frames of `layout`, which need not be one of those of `open`.
+        def start(call: Call) -> Coroutine[Any, Any, int]:
+            if self._framed is None:
+                return load_counted(self.inner, keys, into, checksums, self.name)
+            return self._framed.load(keys, into, call, layout)
 
-        A frame of any other layout counts as damaged, even if `open` named that layout.
-        """
-        return await self._load(keys, into, (), layout)
+        self._opened()
+        with self._trace("load", blocks=len(keys)) as span:
+            try:
+                loaded = await self._calls.run("load", start, holds_buffers=True)
+            except RetryLater:
+                if keys:
+                    self._failed_load = keys[0], into[0].numel(), into[0].new_empty(0)
+                raise
+            span.set(loaded=loaded, bytes=sum(buffer.numel() for buffer in into[:loaded]))
+        return loaded
 
     async def load_hashed(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
@@ -223,7 +244,7 @@ class GuardedBackend(Backend):
 
         Without `raw` the guard checks the frames itself and does not use `checksums`.
         """
-        return await self._load(keys, into, checksums)
+        return await self.load(keys, into, checksums)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Seals the frames in ``block.data`` in place and stores them; returns how many are stored.
@@ -332,31 +353,6 @@ class GuardedBackend(Backend):
 
     async def _lookup(self, keys: Sequence[BlockKey]) -> int:
         return counted(await self.inner.lookup(keys), len(keys), self.name, "lookup")
-
-    async def _load(
-        self,
-        keys: Sequence[BlockKey],
-        into: Sequence[Tensor],
-        checksums: Sequence[FrameChecksum],
-        layout: KvCacheLayout | None = None,
-    ) -> int:
-        framed = self._framed
-
-        async def work(call: Call) -> int:
-            if framed is None:
-                return await load_counted(self.inner, keys, into, checksums, self.name)
-            return await framed.load(keys, into, call, layout)
-
-        self._opened()
-        with self._trace("load", blocks=len(keys)) as span:
-            try:
-                loaded = await self._calls.run("load", work, holds_buffers=True)
-            except RetryLater:
-                if keys:
-                    self._failed_load = keys[0], into[0].numel(), into[0].new_empty(0)
-                raise
-            span.set(loaded=loaded, bytes=sum(buffer.numel() for buffer in into[:loaded]))
-        return loaded
 
     async def _save(self, blocks: Sequence[StoredBlock], call: Call) -> int:
         if self._framed is None:

@@ -13,7 +13,7 @@ from kvconnect.backends.host.region import MemoryRegion
 from kvconnect.backends.lanes import Lanes
 from kvconnect.backends.nixl.fetch import Fetcher
 from kvconnect.backends.nixl.find import NixlFinder
-from kvconnect.backends.nixl.load import NixlReader
+from kvconnect.backends.nixl.load import load
 from kvconnect.backends.nixl.node import NixlNode
 from kvconnect.backends.nixl.pulls import Pulls
 from kvconnect.backends.nixl.settings import NixlSettings
@@ -40,7 +40,7 @@ class _Parts:
     blocks: HostBlocks
     node: NixlNode
     finder: NixlFinder
-    reader: NixlReader
+    fetcher: Fetcher
 
 
 class NixlBackend(Backend):
@@ -100,8 +100,7 @@ class NixlBackend(Backend):
             timeout_s=settings.timeout_s,
         )
         finder = NixlFinder(blocks, node.peers, settings.patience_s)
-        reader = NixlReader(blocks, finder, fetcher)
-        self._parts = _Parts(lanes, blocks, node, finder, reader)
+        self._parts = _Parts(lanes, blocks, node, finder, fetcher)
 
     def _open_node(self, node: NixlNode, access: Access) -> None:
         node.open(publish=access == "store")
@@ -123,7 +122,8 @@ class NixlBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
         """Fills `into` from this instance and from peers; a block lost on the way is a miss."""
-        return await self._opened().reader.load(keys, into)
+        parts = self._opened()
+        return await load(parts.blocks, parts.finder, parts.fetcher, keys, into)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Publishes copies of `blocks`; drops older blocks for room, except leased ones."""

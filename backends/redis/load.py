@@ -32,62 +32,59 @@ from kvconnect.trace import count
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["RedisReader", "fetch"]
+__all__ = ["fetch", "load"]
 
 _AHEAD_NBYTES = 1 << 20
 
 
-class RedisReader:
-    """Reads blocks into the caller's buffers. Belongs to the event loop."""
+async def load(
+    router: RedisRouter,
+    finder: RedisFinder,
+    keys: Sequence[BlockKey],
+    into: Sequence[Tensor],
+    checksums: Sequence[FrameChecksum],
+) -> int:
+    """Fills leading buffers; the others stay unchanged unless blocks vanish meanwhile.
 
-    def __init__(self, router: RedisRouter, finder: RedisFinder) -> None:
-        self._router = router
-        self._finder = finder
-
-    async def load(
-        self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
-    ) -> int:
-        """Fills leading buffers; the others stay unchanged unless blocks vanish meanwhile.
-
-        If there are `checksums`, each hashes the first part of its frame.
-        """
-        views = [buffer.numpy().data for buffer in into]
-        wanted = [self._router.names.block(key) for key in keys]
-        if self._router.settings.mode is Mode.CLUSTER and len(wanted) > 1:
-            # Servers do not notice each other's misses, and slots may move.
-            heads = await self._finder.leading(keys)
-            while heads and heads[-1].frame_nbytes > len(views[len(heads) - 1]):
-                heads.pop()
-            del wanted[len(heads) :]
-        results = await self._router.run(
-            fetch,
-            [
-                Want(name, view, checksum=checksum)
-                for name, view, checksum in zip_longest(wanted, views, checksums)
-                if name is not None
-            ],
-            "fetch",
-        )
-        broken = {keys[n] for n, result in enumerate(results) if result is Outcome.BROKEN}
-        heads = leading_heads(results)
-        parts = [
-            (number, Want(name, views[number][head.part(part)], headed=False))
-            for number, head in enumerate(heads)
-            for part, name in enumerate(self._router.names.parts(keys[number], head), 1)
-        ]
-        good = len(heads)
-        if parts:
-            filled = await self._router.run(fetch, [want for _, want in parts], "fetch")
-            for (number, _), result in zip(parts, filled, strict=True):
-                if result is not Outcome.DONE:
-                    good = min(good, number)
-                if result in {Outcome.ABSENT, Outcome.BROKEN}:
-                    broken.add(keys[number])
-        if broken:
-            count("redis.broken", blocks=len(broken))
-            with suppress(BackendUnavailable):  # those before are good; it costs another try
-                await self._finder.delete(sorted(broken))
-        return good
+    Runs on the event loop. If there are `checksums`, each hashes the first part of its frame.
+    """
+    views = [buffer.numpy().data for buffer in into]
+    wanted = [router.names.block(key) for key in keys]
+    if router.settings.mode is Mode.CLUSTER and len(wanted) > 1:
+        # Servers do not notice each other's misses, and slots may move.
+        heads = await finder.leading(keys)
+        while heads and heads[-1].frame_nbytes > len(views[len(heads) - 1]):
+            heads.pop()
+        del wanted[len(heads) :]
+    results = await router.run(
+        fetch,
+        [
+            Want(name, view, checksum=checksum)
+            for name, view, checksum in zip_longest(wanted, views, checksums)
+            if name is not None
+        ],
+        "fetch",
+    )
+    broken = {keys[n] for n, result in enumerate(results) if result is Outcome.BROKEN}
+    heads = leading_heads(results)
+    parts = [
+        (number, Want(name, views[number][head.part(part)], headed=False))
+        for number, head in enumerate(heads)
+        for part, name in enumerate(router.names.parts(keys[number], head), 1)
+    ]
+    good = len(heads)
+    if parts:
+        filled = await router.run(fetch, [want for _, want in parts], "fetch")
+        for (number, _), result in zip(parts, filled, strict=True):
+            if result is not Outcome.DONE:
+                good = min(good, number)
+            if result in {Outcome.ABSENT, Outcome.BROKEN}:
+                broken.add(keys[number])
+    if broken:
+        count("redis.broken", blocks=len(broken))
+        with suppress(BackendUnavailable):  # those before are good; it costs another try
+            await finder.delete(sorted(broken))
+    return good
 
 
 def fetch(wire: Wire, wants: Sequence[Want], *, asking: bool = False) -> list[Fetched]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock, StoredEntry
 from kvconnect.backends.redis.find import RedisChildren, RedisFinder
 from kvconnect.backends.redis.leftovers import RedisLeftovers
-from kvconnect.backends.redis.load import RedisReader
+from kvconnect.backends.redis.load import load
 from kvconnect.backends.redis.pins import RedisPins
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.save import RedisWriter
@@ -41,7 +41,6 @@ class _Parts:
     router: RedisRouter
     finder: RedisFinder
     children: RedisChildren
-    reader: RedisReader
     writer: RedisWriter
     leftovers: RedisLeftovers
     pins: RedisPins
@@ -85,7 +84,6 @@ class RedisBackend(Backend):
             router,
             finder,
             children,
-            RedisReader(router, finder),
             RedisWriter(router, finder, children),
             RedisLeftovers(router),
             RedisPins(router, finder),
@@ -107,13 +105,14 @@ class RedisBackend(Backend):
         Raises:
             BackendUnavailable: `into` is undefined, and gets no more writes.
         """
-        return await self._opened().reader.load(keys, into, ())
+        return await self.load_hashed(keys, into, ())
 
     async def load_hashed(
         self, keys: Sequence[BlockKey], into: Sequence[Tensor], checksums: Sequence[FrameChecksum]
     ) -> int:
         """Loads like `load`; computes the checksum of a frame's first value as its bytes arrive."""
-        return await self._opened().reader.load(keys, into, checksums)
+        parts = self._opened()
+        return await load(parts.router, parts.finder, keys, into, checksums)
 
     async def save(self, blocks: Sequence[StoredBlock]) -> int:
         """Stores new blocks; returns fewer if a server accepts no writes now.
@@ -121,13 +120,17 @@ class RedisBackend(Backend):
         Raises:
             BackendUnavailable: each block is wholly stored or not at all.
         """
-        return await self._save(blocks, ())
+        return await self.save_sealed(blocks, ())
 
     async def save_sealed(
         self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]
     ) -> int:
         """Saves like `save`; the thread that sends a frame seals it."""
-        return await self._save(blocks, checksums)
+        opened = self._opened()
+        await opened.pins.end_outlived([block.key for block in blocks])
+        saved = await opened.writer.save(blocks, checksums)
+        await opened.pins.sweep_when_due()
+        return saved
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
         """Deletes `keys`, and before them their tokens in the indexes of children."""
@@ -181,13 +184,6 @@ class RedisBackend(Backend):
         """
         opened = self._opened()
         return await opened.finder.totals() | await opened.pins.totals()
-
-    async def _save(self, blocks: Sequence[StoredBlock], checksums: Sequence[FrameChecksum]) -> int:
-        opened = self._opened()
-        await opened.pins.end_outlived([block.key for block in blocks])
-        saved = await opened.writer.save(blocks, checksums)
-        await opened.pins.sweep_when_due()
-        return saved
 
     def _opened(self) -> _Parts:
         if self._parts is None:

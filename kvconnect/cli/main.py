@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from difflib import get_close_matches
 from importlib import import_module
 from keyword import iskeyword
@@ -18,7 +19,6 @@ from typing import Any, NoReturn
 from kvconnect import __version__
 from kvconnect.cli.command import Command, NothingMatched
 from kvconnect.cli.interrupt import Terminated, raise_on_sigterm
-from kvconnect.cli.log_lines import JsonLines, TextLines
 from kvconnect.cli.options.config_file import with_config
 from kvconnect.errors import (
     BackendTimeout,
@@ -30,7 +30,7 @@ from kvconnect.errors import (
 from kvconnect.redaction import text_without_passwords, without_passwords
 from kvconnect.text import printable
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "JsonLines", "TextLines", "main"]
 
 COMMANDS = {
     "generate": "answer prompts with a model, keeping its KV cache in a store",
@@ -212,3 +212,39 @@ def _print_error(name: str, code: int, message: str, *, as_json: bool) -> None:
     if as_json:
         line = json.dumps({"error": {"type": name, "exit_code": code, "message": message}})
     print(line, file=sys.stderr)
+
+
+class TextLines(logging.Formatter):
+    """Formats a record as ``kvconnect: WARNING: …``."""
+
+    def __init__(self) -> None:
+        super().__init__("kvconnect: %(levelname)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line; passwords in lines of other packages are hidden."""
+        return _hidden(record, super().format(record))
+
+
+class JsonLines(logging.Formatter):
+    """Formats a record as one JSON object on a line.
+
+    Its keys are ``time`` (UTC), ``level``, ``logger`` and ``message``, ``traceback`` of an error,
+    and those of the record's ``fields``.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the object; passwords are hidden as by `TextLines`."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": _hidden(record, record.getMessage()),
+        }
+        if record.exc_info:
+            line["traceback"] = _hidden(record, self.formatException(record.exc_info))
+        return json.dumps(line | getattr(record, "fields", {}))
+
+
+def _hidden(record: logging.LogRecord, text: str) -> str:
+    # Records of kvconnect contain no passwords.
+    return text if record.name.partition(".")[0] == "kvconnect" else text_without_passwords(text)

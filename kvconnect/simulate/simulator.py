@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import sub
 from typing import NamedTuple
 
+import torch
+
 from kvconnect.cache.admission.prompt import Prompt
+from kvconnect.cache.block_manager import BlockManager
+from kvconnect.cache.memory.copier import BlockCopier
+from kvconnect.config import KvCacheConfig
+from kvconnect.layout import KvCacheLayout, StateTensor
 from kvconnect.simulate.external_tier import ExternalTier
 from kvconnect.simulate.first_token import ExternalHit
 from kvconnect.simulate.machine import Machine
 from kvconnect.simulate.retention_policy import RetentionPolicy
-from kvconnect.simulate.states import commit_with_snapshots, simulated_blocks
 from kvconnect.simulate.tally import Counts, Tally
 from kvconnect.simulate.trace_request import TraceRequest
 from kvconnect.tokens import TokenArray
@@ -74,7 +79,7 @@ class Simulator:
         self.now = 0.0
         size = machine.tokens_per_block
         self._copier = _CountingCopier()
-        self._blocks = simulated_blocks(machine, self._copier, lambda: self.now)
+        self._blocks = _simulated_blocks(machine, self._copier, lambda: self.now)
         # A slab of the states' pool never serves keys and values.
         self._most_blocks = machine.device_blocks - machine.state_blocks
         self._external: ExternalTier | None = None
@@ -235,7 +240,7 @@ class Simulator:
 
     def _commit(self, running: _Running, start: int, stop: int) -> None:
         start = max(start, running.matched)
-        taken = commit_with_snapshots(self._blocks, running.request_id, start, stop)
+        taken = _commit_with_snapshots(self._blocks, running.request_id, start, stop)
         self.tally.at(self.now).snapshots += taken
 
     # ---------------------------------------------------------------- counting
@@ -295,3 +300,48 @@ class _CountingCopier:
 
     def move(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Implements `BlockCopier`; moves between slabs are not counted."""
+
+
+def _simulated_blocks(
+    machine: Machine, copier: BlockCopier, clock: Callable[[], float]
+) -> BlockManager:
+    """Returns the block manager of `machine`; with states, both pools share its memory."""
+    size = machine.tokens_per_block
+    attention = KvCacheLayout(1, 1, 1, 1, size, torch.int8)
+    if not machine.state_blocks:
+        config = KvCacheConfig(
+            tokens_per_block=size, secondary_offload_min_priority=machine.offload_min_priority
+        )
+        return BlockManager(
+            config,
+            attention,
+            num_blocks=machine.device_blocks,
+            num_host_blocks=machine.host_blocks,
+            copier=copier,
+            clock=clock,
+        )
+    nbytes = attention.block_nbytes
+    state = StateTensor(1, "state", (machine.state_blocks * nbytes,), torch.int8)
+    config = KvCacheConfig(
+        tokens_per_block=size,
+        secondary_offload_min_priority=machine.offload_min_priority,
+        state_interval=machine.state_interval,
+        max_gpu_total_bytes=machine.device_blocks * nbytes,
+        host_cache_size=machine.host_blocks * nbytes,
+    )
+    layouts = [attention, KvCacheLayout.of_states([state], size)]
+    return BlockManager(config, layouts, copier=copier, clock=clock)
+
+
+def _commit_with_snapshots(blocks: BlockManager, request_id: int, start: int, stop: int) -> int:
+    """Commits the tokens ``start..stop`` of a sequence, with a snapshot at each end that is due.
+
+    Returns the number of snapshots.
+    """
+    num_taken = 0
+    while (end := blocks.next_state_end(request_id, start)) is not None and end <= stop:
+        num_taken += blocks.state_snapshot(request_id, end) is not None
+        blocks.commit(request_id, end)
+        start = end
+    blocks.commit(request_id, stop)
+    return num_taken

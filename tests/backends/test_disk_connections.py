@@ -173,7 +173,7 @@ class Hanging:
         self.calls = threading.Semaphore(0)
         self.goes_on = threading.Event()
 
-    def __call__(self, *arguments):
+    def __call__(self, *arguments, **named):
         self.calls.release()
         assert self.goes_on.wait(60)
         raise IndexConnectionLost("lost meanwhile")

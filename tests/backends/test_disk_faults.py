@@ -172,6 +172,16 @@ async def test_filesystem_that_refuses_direct_io_is_read_and_written_buffered(
         assert await kit.stored(store, keys) == [True] * 6
 
 
+async def test_file_that_ends_before_the_slot_is_a_miss(store, kit, monkeypatch):
+    keys = kit.keys("short", count=2)
+    await store.save(kit.chain(keys))
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    assert await store.load(keys, kit.buffers(2)) == 0
+    monkeypatch.undo()
+    assert await store.save(kit.chain(keys)) == 2
+    assert await kit.stored(store, keys) == [True, True]
+
+
 async def test_row_that_disappears_while_its_slot_is_read_is_a_miss(store, kit, monkeypatch):
     old, new = kit.keys("old", count=2), kit.keys("new", count=2)
     await store.save(kit.chain(old))

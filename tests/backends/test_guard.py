@@ -162,6 +162,18 @@ def test_impossible_count_is_a_failure_of_the_store(answer):
         counted(answer, 1, "store", "load")
 
 
+@pytest.mark.parametrize("answer", [-1, 2, None])
+async def test_a_load_that_answers_an_impossible_count_fails(
+    store, inner, kit, answer, monkeypatch
+):
+    async def impossible(keys, into):
+        return answer
+
+    monkeypatch.setattr(inner, "load", impossible)
+    with pytest.raises(BackendUnavailable, match="load of 1 blocks answered"):
+        await store.load([kit.key(1)], kit.buffers(1))
+
+
 async def test_check_that_is_switched_off_is_logged(kit, inner, caplog):
     with caplog.at_level(logging.WARNING, "kvconnect"):
         guarded = GuardedBackend(inner, verify_frames=False)
@@ -613,7 +625,12 @@ async def test_a_listing_has_every_entry_once_in_few_calls(kit, count, monkeypat
     inner = Lister(count)
     async with kit.opened(GuardedBackend(inner)) as store:
         run = store._calls.run
-        monkeypatch.setattr(store._calls, "run", lambda *given: calls.append(given) or run(*given))
+
+        def counted(*given, **named):
+            calls.append(given)
+            return run(*given, **named)
+
+        monkeypatch.setattr(store._calls, "run", counted)
         monkeypatch.setattr(scan, "_STEP_S", 60.0)
         assert [entry.key async for entry in store.scan()] == [one.key for one in inner.listed]
         assert len(calls) <= 7 + count // 256

@@ -177,7 +177,7 @@ async def test_blocks_arrive_in_registered_memory_without_a_copy(kit, opened, mo
     async def nothing_staged():
         raise AssertionError("a slot of the staging memory was taken")
 
-    monkeypatch.setattr(near._parts.reader._fetcher._staging, "take", nothing_staged)
+    monkeypatch.setattr(near._parts.fetcher._staging, "take", nothing_staged)
     keys = kit.keys("direct", count=4)
     await far.save(kit.chain(keys))
     into = [ring[number * nbytes : (number + 1) * nbytes] for number in (1, 3, 4, 6)]
@@ -205,7 +205,7 @@ async def test_one_portion_that_fails_fails_the_load(kit, opened, monkeypatch):
     near = await opened(instance(far.address, query="staging=1MiB&verify=none"))
     key = kit.key("one portion")
     await far.save([kit.block(key, nbytes=3 << 20)])
-    pulls = near._parts.reader._fetcher._pulls
+    pulls = near._parts.fetcher._pulls
     run, failures = pulls.run, [True]
 
     async def fails_once(handle, several):
@@ -223,7 +223,7 @@ async def test_memory_is_bounded_and_what_a_peer_reads_is_not_dropped(kit, opene
     near = await opened(instance(far.address))
     keys = kit.keys("leased", count=4)
     await far.save(kit.chain(keys))
-    fetcher = near._parts.reader._fetcher
+    fetcher = near._parts.fetcher
     read, goes_on, granted = fetcher._read_all, asyncio.Event(), asyncio.Event()
 
     async def slowly(*arguments):

@@ -80,7 +80,7 @@ async def hits(kit, store, keys) -> bool:
 
 def before_reading(monkeypatch, store, happens) -> None:
     """Has `happens` called between a grant and its first read."""
-    fetcher = store._parts.reader._fetcher
+    fetcher = store._parts.fetcher
     read = fetcher._read_all
 
     async def reads(*arguments):
@@ -192,7 +192,7 @@ async def test_what_was_read_after_the_lease_ended_does_not_count(kit, far, near
     far[0].save(kit.chain(keys))
     client = near._parts.node.client
     client._timer.close()  # nothing is renewed
-    fetcher = near._parts.reader._fetcher
+    fetcher = near._parts.fetcher
     read = fetcher._read_all
 
     async def reads(handle, claimed, granted, into):

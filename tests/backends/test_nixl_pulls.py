@@ -129,7 +129,7 @@ async def test_a_load_that_is_cancelled_ends_only_when_its_reads_have(kit, held,
         held.end_all()
         with pytest.raises(asyncio.CancelledError):
             await loading
-        staging = near._parts.reader._fetcher._staging
+        staging = near._parts.fetcher._staging
         assert staging._free.qsize() * staging.slot_nbytes == staging.tensor.numel()
     finally:
         held.end_all()

@@ -12,7 +12,7 @@ import pytest
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route, Router
 
-from kvconnect.cli.log_lines import JsonLines, TextLines
+from kvconnect.cli.main import JsonLines, TextLines
 from kvconnect.server.http.gate import Gate
 from kvconnect.server.settings import HttpSettings
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.server.http.json_text import TooManyValues, parse_json
+from kvconnect.server.http.body import TooManyValues, parse_json
 
 _TEXTS = st.text(alphabet='ab"\\\\[]{}:,\u00e9')
 _VALUES = st.recursive(

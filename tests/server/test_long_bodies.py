@@ -16,8 +16,7 @@ from kvconnect.errors import ConfigurationError
 from kvconnect.server.admission import Admission
 from kvconnect.server.app import make_app
 from kvconnect.server.errors import RequestRefused
-from kvconnect.server.http.body import read_json
-from kvconnect.server.http.json_text import parse_json
+from kvconnect.server.http.body import parse_json, read_json
 from kvconnect.server.route.routed import RoutedRequest
 from kvconnect.server.settings import HttpSettings, ServerSettings
 from kvconnect.server.threads import ServerThreads

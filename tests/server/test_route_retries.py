@@ -26,7 +26,7 @@ from kvconnect.server.route.app import make_app
 from kvconnect.server.route.client import InstanceClient
 from kvconnect.server.route.fleet import Fleet
 from kvconnect.server.route.followed_events import FollowedEvents
-from kvconnect.server.route.health import ask_all
+from kvconnect.server.route.run import ask_all
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.server.trust import ROUTER_SECRET_HEADER
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvconnect import trace as trace_module
 from kvconnect.histograms import TIMES
-from kvconnect.server import times as times_module
-from kvconnect.server.times import TokenTimes
+from kvconnect.server import endpoint as times_module
+from kvconnect.server.endpoint import TokenTimes
 from kvconnect.trace import Metrics
 
 MODEL = (("model", "tiny"),)

@@ -22,9 +22,9 @@ __all__ = [
     "Run",
     "aligned_size",
     "is_aligned",
+    "moved",
     "open_direct",
     "parts",
-    "read_at",
     "view",
     "write_at",
 ]
@@ -164,48 +164,52 @@ def open_direct(path: Path, flags: int) -> int:
     return open_own(path, flags & ~os.O_EXCL)
 
 
-def read_at(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fills `buffers` from `offset` on; returns the bytes read, fewer only at the end of the file.
-
-    Buffers, their lengths and `offset` are aligned. Blocks.
-
-    Raises:
-        OSError: reading failed; `buffers` are undefined.
-    """
-    return _whole(os.preadv, fd, buffers, offset)
-
-
 def write_at(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Writes `buffers` at `offset`. Both are aligned as for `read_at`. Blocks.
+    """Writes `buffers` at `offset`. Both are aligned as for `moved`. Blocks.
 
     Raises:
         OSError: writing failed; any part may have been written.
     """
     need = sum(len(buffer) for buffer in buffers)
-    if _whole(os.pwritev, fd, buffers, offset) < need:
+    if moved(os.pwritev, fd, buffers, offset) < need:
         raise OSError(errno.ENOSPC, "short write")
 
 
-def _whole(
+def moved(
     call: Callable[[int, list[memoryview], int], int],
     fd: int,
     buffers: Sequence[memoryview],
     offset: int,
 ) -> int:
-    # Short transfers are continued; 0 is the end of the file.
+    """Moves the bytes of `buffers` from `offset` of the file on, or to there; returns their number.
+
+    It moves fewer only at the end of the file. Buffers, their lengths and `offset` are aligned.
+    Blocks.
+
+    Args:
+        call: `os.preadv`, which fills `buffers`, or `os.pwritev`, which writes them.
+        fd: the file.
+        buffers: the memory, in order.
+        offset: the offset in the file.
+
+    Raises:
+        OSError: `call` failed; after a read `buffers` are undefined, after a write any part of the
+            file may have been written.
+    """
+    # Short transfers are continued.
     need, done = sum(len(buffer) for buffer in buffers), 0
     while done < need:
         rest = list(_rest(buffers, done))[:_MAX_BUFFERS]
         try:
-            moved = call(fd, rest, offset + done)
+            nbytes = call(fd, rest, offset + done)
         except OSError as error:
             # Direct I/O was refused, or a short transfer ended at an unaligned offset.
             if error.errno != errno.EINVAL or not _to_buffered(fd):
                 raise
             continue
-        if moved <= 0:
+        if nbytes <= 0:
             break
-        done += moved
+        done += nbytes
     return done
 
 

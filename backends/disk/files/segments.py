@@ -19,9 +19,9 @@ from kvconnect.backends.disk.files.direct_io import (
     Location,
     Run,
     is_aligned,
+    moved,
     open_direct,
     parts,
-    read_at,
     scratch,
     view,
     write_at,
@@ -210,11 +210,12 @@ class SegmentFiles:
             need = sum(buffer.numel() for buffer in run.buffers)
             with self._using(run.location) as fd:
                 if is_aligned(run.buffers[0]):
-                    got = read_at(fd, [view(buffer) for buffer in run.buffers], run.offset)
+                    views = [view(buffer) for buffer in run.buffers]
+                    got = moved(os.preadv, fd, views, run.offset)
                 else:
                     (buffer,) = run.buffers
                     bounce = scratch(need)
-                    got = read_at(fd, [bounce], run.offset)
+                    got = moved(os.preadv, fd, [bounce], run.offset)
                     view(buffer)[:] = bounce[:need]
             if got < need:
                 raise SegmentLost(run.location.segment)

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvconnect.cache.memory.block_slots import BlockSlots, number_slots
 from kvconnect.cache.memory.copy_streams import CopyStreams, CudaStreams
 from kvconnect.errors import ConfigurationError
 from kvconnect.kernels.block_copy import copy_pairs
+from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.transfer import Transfer
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import count
@@ -93,7 +93,7 @@ class TensorCopier:
         self._layouts = tuple(layouts)
         self.onboarded_tokens = 0
         everything = [*zip(pools, layouts, strict=True), *zip(host_pools, layouts, strict=True)]
-        numbered = iter(number_slots([(pool, of) for pool, of in everything if pool is not None]))
+        numbered = iter(_number_slots([(pool, of) for pool, of in everything if pool is not None]))
         self._pools = [next(numbered) for _ in pools]
         self._host_pools = [None if pool is None else next(numbered) for pool in host_pools]
 
@@ -140,7 +140,7 @@ class TensorCopier:
         """
         return nullcontext() if self._streams is None else self._streams.together()
 
-    def _load(self, copy: Callable[[], Transfer], *used: tuple[BlockSlots, Sequence[int]]) -> None:
+    def _load(self, copy: Callable[[], Transfer], *used: tuple[_BlockSlots, Sequence[int]]) -> None:
         if self._streams is None:
             copy()
         else:
@@ -151,7 +151,7 @@ class TensorCopier:
         if group == 0:
             self.onboarded_tokens += num_tokens
 
-    def _host(self, group: int) -> BlockSlots:
+    def _host(self, group: int) -> _BlockSlots:
         host = self._host_pools[group]
         if host is None:
             raise ConfigurationError(f"host_pools: group {group} has no host tier")
@@ -192,3 +192,54 @@ def _check_pool(name: str, pool: Tensor, layout: KvCacheLayout) -> None:
             f"{name}: {layout.dtype} {shape} in one piece is needed, this is {pool.dtype} "
             f"{tuple(pool.shape)}"
         )
+
+
+class _BlockSlots:
+    """The slots of the blocks of one pool. A slot is a numbered piece of memory.
+
+    Attributes:
+        kv: the pool, in the form that copies need.
+    """
+
+    def __init__(
+        self, pool: Tensor, layout: KvCacheLayout, first_slot: int, slot_nbytes: int
+    ) -> None:
+        self.kv = PagedKv.from_pool(pool, layout)
+        self._first_slot = first_slot
+        self._slot_nbytes = slot_nbytes
+        self._offset = pool.data_ptr() - pool.untyped_storage().data_ptr()
+
+    def slots(self, ids: Sequence[int]) -> list[int]:
+        """Returns the numbers of the slots that the blocks `ids` overlap, perhaps repeated."""
+        first, size, nbytes = self._first_slot, self._slot_nbytes, self.kv.block_nbytes
+        if size == nbytes and not self._offset:
+            return [first + block_id for block_id in ids]
+        starts = [self._offset + block_id * nbytes for block_id in ids]
+        return [
+            slot
+            for start in starts
+            for slot in range(first + start // size, first + (start + nbytes - 1) // size + 1)
+        ]
+
+
+def _number_slots(pools: Sequence[tuple[Tensor, KvCacheLayout]]) -> list[_BlockSlots]:
+    """Returns the slots of each pool, such that two blocks that share a byte have a common slot.
+
+    Pools in one arena get slots of the size of their largest block. Neighbouring blocks may then
+    have a common slot without a common byte, which only costs a wait.
+    """
+    sizes: dict[int, int] = {}
+    for pool, layout in pools:
+        memory = pool.untyped_storage().data_ptr()
+        sizes[memory] = max(sizes.get(memory, 1), layout.block_nbytes)
+    firsts: dict[int, int] = {}
+    next_slot = 0
+    numbered = []
+    for pool, layout in pools:
+        storage = pool.untyped_storage()
+        memory = storage.data_ptr()
+        if memory not in firsts:
+            firsts[memory] = next_slot
+            next_slot += -(-storage.nbytes() // sizes[memory])
+        numbered.append(_BlockSlots(pool, layout, firsts[memory], sizes[memory]))
+    return numbered

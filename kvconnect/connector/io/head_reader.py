@@ -102,7 +102,7 @@ class HeadReader:
         layout = self._heads[group].layout_of(shares)
         keys = [store_key(block.key, group, part.shard) for block in blocks for part in parts]
         frames = [room.sized(layout.block_nbytes).frame for room in rooms]
-        return await fetched(self._backend.load_as(keys, frames, layout), len(keys))
+        return await fetched(self._backend.load(keys, frames, layout=layout), len(keys))
 
     def _copy(
         self, group: int, shares: int, rooms: Sequence[Slot], targets: Sequence[Slot]

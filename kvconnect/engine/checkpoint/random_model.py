@@ -12,19 +12,50 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from kvconnect.config import torch_dtype
-from kvconnect.engine.checkpoint.byte_tokenizer import (
-    BOS_ID,
-    EOS_ID,
-    PAD_ID,
-    VOCAB_SIZE,
-    write_byte_tokenizer,
-)
 from kvconnect.errors import ConfigurationError, nearest
 
 __all__ = ["ARCHITECTURES", "PRESETS", "ModelSize", "make_model"]
+
+_EOS_ID, _BOS_ID, _PAD_ID = 256, 257, 258
+_VOCAB_SIZE = 260
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def _write_byte_tokenizer(directory: Path, *, model_max_length: int) -> None:
+    """Writes ``tokenizer.json``, its configuration and a chat template to `directory`."""
+    # Byte-level BPE names byte b by a printable character: bytes that are printable in latin-1
+    # stand for themselves, the others are moved up behind them, in order.
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    vocabulary = {chr(byte): byte for byte in printable}
+    vocabulary |= {chr(256 + index): byte for index, byte in enumerate(others)}
+    specials = {"</s>": _EOS_ID, "<s>": _BOS_ID, "<pad>": _PAD_ID}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary | specials, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        eos_token="</s>",  # noqa: S106  no secret
+        bos_token="<s>",  # noqa: S106
+        pad_token="<pad>",  # noqa: S106
+        model_max_length=model_max_length,
+        clean_up_tokenization_spaces=False,
+        chat_template=_CHAT_TEMPLATE,
+    ).save_pretrained(directory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +220,10 @@ def make_model(
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
+        bos_token_id=_BOS_ID, eos_token_id=_EOS_ID, pad_token_id=_PAD_ID
     )
     model.to(torch_type).save_pretrained(root)
-    write_byte_tokenizer(root, model_max_length=model_size.max_position_embeddings)
+    _write_byte_tokenizer(root, model_max_length=model_size.max_position_embeddings)
     return root
 
 
@@ -225,11 +256,11 @@ def _model_config(
     # Activations keep their scale with a deviation of 1/sqrt(hidden_size); this is beyond it.
     deviation = initializer_range or 2.0 / size.hidden_size**0.5
     fields: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": _VOCAB_SIZE,
         "initializer_range": deviation,
-        "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": PAD_ID,
+        "bos_token_id": _BOS_ID,
+        "eos_token_id": _EOS_ID,
+        "pad_token_id": _PAD_ID,
         "tie_word_embeddings": False,
     }
     return AutoConfig.for_model(model_type, **fields | fields_of(size) | dict(overrides))

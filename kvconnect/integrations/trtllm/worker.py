@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from kvconnect.errors import UnsupportedModel
 from kvconnect.integrations.trtllm.attachment import Attachment
 from kvconnect.integrations.trtllm.bases import connector_class
-from kvconnect.integrations.trtllm.layouts import single_pool
 from kvconnect.integrations.trtllm.requests import StepOrders
+
+__all__ = []
 
 if TYPE_CHECKING:
     from kvconnect.connector.worker import KvCacheConnectorWorker as _Base
@@ -56,7 +58,7 @@ class KvConnectWorker(_Base):
         if isinstance(pools, Sequence):
             super().register_kv_cache_layout(pools)
         else:
-            self.register_kv_caches(single_pool(pools))
+            self.register_kv_caches(_single_pool(pools))
 
     def start_load_kv(self, stream: Any) -> None:
         """Copies the fetched blocks of this step's requests; `stream` waits for the copies."""
@@ -91,3 +93,38 @@ class KvConnectWorker(_Base):
     def shutdown(self) -> None:
         """Writes staged blocks and closes the store. A normal process exit does that, too."""
         self._attachment.close()
+
+
+_REMEDY = (
+    "kvconnect is built for the form of one tensor (register_kv_caches); set "
+    "kv_cache_config.use_kv_cache_manager_v2=False, or serve a model with one attention window"
+)
+
+
+def _single_pool(layout: Any) -> Tensor:
+    """Returns the tensor that is all of `layout`, TensorRT-LLM's ``KvCacheLayout``.
+
+    Its form is that of `register_kv_caches`: ``[num_blocks, num_layers, kv_factor, elements]``.
+
+    Raises:
+        UnsupportedModel: there is none: several layer groups or regions, or a release whose
+            description makes no tensor.
+    """
+    groups = tuple(layout.groups)
+    regions = sum(
+        len(group.regions) + len(getattr(group, "replicated_regions", ())) for group in groups
+    )
+    if len(groups) != 1 or regions != 1:
+        raise UnsupportedModel(
+            f"register_kv_cache_layout: KV in {len(groups)} layer groups and {regions} regions; "
+            f"{_REMEDY}"
+        )
+    as_tensor = getattr(layout, "as_single_pool_tensor", None)
+    pool = None if as_tensor is None else as_tensor()
+    if pool is None:
+        raise UnsupportedModel(
+            f"register_kv_cache_layout: the pool's {type(layout).__name__} makes no tensor of it; "
+            f"{_REMEDY}"
+        )
+    found: Tensor = pool
+    return found

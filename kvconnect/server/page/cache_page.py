@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import ipaddress
+import re
 from collections.abc import Awaitable, Callable
-from functools import partial
+from functools import cache, partial
+from importlib.resources import files
 from typing import Self
 
 from starlette.requests import Request
@@ -19,7 +23,6 @@ from kvconnect.operations.tenants import NO_SALT, TenantUse, tenant_of
 from kvconnect.prometheus.overview import Overview
 from kvconnect.server.errors import RequestRefused
 from kvconnect.server.http.gate import ADMIN_PATHS, PAGE
-from kvconnect.server.page.document import JSON_HEADERS, document
 from kvconnect.server.page.history import History
 from kvconnect.server.page.store_reader import StoreReader
 from kvconnect.server.settings import HttpSettings
@@ -81,7 +84,7 @@ class CachePage:
         if self._settings.api_key is None:
             check_host(request.headers.get("host", ""), self._settings.host)
         response = await answer(request)
-        response.headers.update(JSON_HEADERS)
+        response.headers.update(_JSON_HEADERS)
         return response
 
     async def _overview(self, request: Request) -> Response:
@@ -174,7 +177,7 @@ def check_host(given: str, own: str) -> None:
 
 
 async def _document(request: Request) -> Response:
-    return document()
+    return _page()
 
 
 def _number(request: Request, name: str) -> int:
@@ -224,3 +227,41 @@ def _secrets(listed: ListedStore, row: TreeRow) -> dict[str, object]:
         "created_at": row.created_at,
         "used_at": row.used_at,
     }
+
+
+_PARTS = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+_JSON_HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+}
+"""The headers of the answers that the page asks for."""
+
+
+def _page() -> Response:
+    """Returns the page. A browser runs only its own script, and connects only to this server."""
+    text, policy = _read()
+    headers = _JSON_HEADERS | {
+        "Content-Security-Policy": policy,
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Referrer-Policy": "no-referrer",
+    }
+    return Response(text, media_type="text/html; charset=utf-8", headers=headers)
+
+
+@cache
+def _read() -> tuple[str, str]:
+    text = (files("kvconnect.server.page") / "page.html").read_text(encoding="utf-8")
+    found = {kind: f"'sha256-{_hash(content)}'" for kind, content in _PARTS.findall(text)}
+    policy = (
+        f"default-src 'none'; script-src {found['script']}; style-src {found['style']}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        # No text becomes markup, whatever the script does.
+        "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    return text, policy
+
+
+def _hash(content: str) -> str:
+    return base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()

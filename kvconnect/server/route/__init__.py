@@ -4,6 +4,6 @@ May import those parts of the server that know no engine: `gate`, `body`, `admis
 `settings`, `http_server`, and the parameters between servers (`openai.kv_transfer`). Begin with
 `app`, then follow a request: `endpoint` → `routed` (its parts) and `prompt` (its beginning) →
 `handover` (prefill, decode, and retries) → `fleet` (the choice of a server) → `instance` (the state
-of one) → `client` (HTTP and its deadlines) → `opened` (the answer). `health` checks all servers;
-`run` is the life of the process.
+of one) → `client` (HTTP and its deadlines) → `opened` (the answer). `run` is the life of the
+process, and checks all servers.
 """

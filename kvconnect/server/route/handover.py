@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from array import array
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -15,11 +16,11 @@ import httpx2
 from kvconnect.errors import ConfigurationError
 from kvconnect.server.errors import Busy, RequestRefused
 from kvconnect.server.openai.kv_transfer import KvTransferParams
-from kvconnect.server.route.client import InstanceClient
+from kvconnect.server.route.client import InstanceClient, ServerAnswered
 from kvconnect.server.route.fleet import Choice, Fleet
 from kvconnect.server.route.instance import Address, Instance, InstanceFailed
 from kvconnect.server.route.opened import Opened, begin
-from kvconnect.server.route.prompt_tokens import with_tokens
+from kvconnect.server.route.prompt import Prompt
 from kvconnect.server.route.routed import RoutedRequest
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.trace import count
@@ -92,7 +93,7 @@ class Handover:
             ServerAnswered: a server refused the request, as all others would.
             RequestRefused: no server answers (429, 503), or none in time (504).
         """
-        self._prompt = await with_tokens(self._request, self._fleet, self._client)
+        self._prompt = await _with_tokens(self._request, self._fleet, self._client)
         while True:
             begun = False
             try:
@@ -263,3 +264,41 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+_TOKENIZE_S = 2.0
+_TOKENIZED = frozenset(
+    {
+        *("model", "prompt", "messages", "add_special_tokens", "add_generation_prompt"),
+        *("continue_final_message", "chat_template", "chat_template_kwargs", "tools", "documents"),
+    }
+)
+"""The fields that determine the tokens."""
+
+
+async def _with_tokens(request: RoutedRequest, fleet: Fleet, client: InstanceClient) -> Prompt:
+    """Returns the prompt of `request` with its tokens, if any server publishes events.
+
+    A server that is up tokenizes text, within 2 s. Without tokens, the choice of a server is based
+    on estimates. A prompt of less than one piece is not sent.
+    """
+    prompt = request.prompt
+    able = [one for one in fleet if one.down is None and one.held is not None]
+    if prompt.tokens is not None or not (prompt.prefixes and prompt.single and able):
+        return prompt
+    server = min(able, key=lambda one: one.running)
+    body = request.body(without=request.fields.keys() - _TOKENIZED)
+    try:
+        async with (
+            asyncio.timeout(_TOKENIZE_S),
+            client.post(server, "/tokenize", body, transfers=False) as answer,
+        ):
+            await answer.aread()
+            tokens = array("q", answer.json()["tokens"])
+    except (
+        *(InstanceFailed, ServerAnswered, TimeoutError, httpx2.HTTPError),
+        *(ValueError, KeyError, TypeError, OverflowError),
+    ):
+        count("route.not_tokenized")
+        return prompt
+    return replace(prompt, tokens=tokens, _links={})

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
+import httpx2
 from starlette.types import ASGIApp
 
 from kvconnect.server.admission import Admission
@@ -18,11 +19,11 @@ from kvconnect.server.route.client import InstanceClient
 from kvconnect.server.route.endpoint import Routed
 from kvconnect.server.route.fleet import Fleet
 from kvconnect.server.route.followed_events import FollowedEvents
-from kvconnect.server.route.health import ask_all, watch
+from kvconnect.server.route.instance import Instance
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.trace import metrics
 
-__all__ = ["route"]
+__all__ = ["ask_all", "route"]
 
 _OUTGOING = 2
 """The connections of one request: to a prefill server and to a decode server."""
@@ -80,7 +81,7 @@ class _RouteServer(HttpServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Checks all servers once, then accepts connections."""
         await ask_all(self._fleet, self._client, self._events)
-        watching = watch(self._fleet, self._client, self._events, self._interval_s)
+        watching = _watch_all(self._fleet, self._client, self._events, self._interval_s)
         self._watching = asyncio.create_task(watching)
         await super().startup(sockets)
 
@@ -99,3 +100,41 @@ class _RouteServer(HttpServer):
                 watching.result()
         await self._events.close()
         await self._client.close()
+
+
+async def ask_all(fleet: Fleet, client: InstanceClient, events: FollowedEvents) -> None:
+    """Checks each server once, within ``health_timeout_s``."""
+    await asyncio.gather(*(_ask(one, client, events) for one in fleet))
+
+
+async def _watch_all(
+    fleet: Fleet, client: InstanceClient, events: FollowedEvents, interval_s: float
+) -> None:
+    """Checks each server every `interval_s`; follows the events of those up.
+
+    Runs until cancelled.
+    """
+    await asyncio.gather(*(_watch(one, client, events, interval_s) for one in fleet))
+
+
+async def _watch(
+    instance: Instance, client: InstanceClient, events: FollowedEvents, interval_s: float
+) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        await _ask(instance, client, events)
+
+
+async def _ask(instance: Instance, client: InstanceClient, events: FollowedEvents) -> None:
+    try:
+        answer = await client.get(instance, "/health")
+    except (httpx2.HTTPError, TimeoutError) as error:
+        instance.went_down(f"/health: {type(error).__name__}")
+        events.lost(instance)
+        return
+    if answer.status_code == httpx2.codes.OK:
+        instance.came_up()
+        events.told(instance, answer)
+    else:
+        events.lost(instance)
+        instance.drains(f"/health: status {answer.status_code}")

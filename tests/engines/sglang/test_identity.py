@@ -39,7 +39,7 @@ from sglang_pools import PAGE, fill, hashes, indices, storage_config
 from kvconnect.engine.checkpoint.random_model import ARCHITECTURES, make_model
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.sglang import KvConnectStorage, weights
-from kvconnect.integrations.sglang.configuration import changed_configuration
+from kvconnect.integrations.sglang.server import changed_configuration
 from kvconnect.integrations.sglang.updates import RELEASES, WRITES, Updates
 
 PAGES = 3
