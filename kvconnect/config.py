@@ -146,6 +146,9 @@ class TransferConfig(Settings):
             take at this rate.
         verify: ``full``: the reading side compares digests with the other side before the blocks
             count as valid. TCP has checksums of its own; NIXL leaves integrity to the fabric.
+        overlap_fetches: compute what the prefill side has not computed or sent yet, if this side
+            would have computed it by now. Needs ``overlap_loads``, one pool, and ``verify`` at
+            ``none``.
     """
 
     role: Literal["prefill", "decode", "both"] = "both"
@@ -159,6 +162,7 @@ class TransferConfig(Settings):
     claim_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     min_bytes_per_s: Annotated[float, Field(gt=0)] = 16e6
     verify: Literal["none", "full"] = "none"
+    overlap_fetches: bool = False
 
     def __init__(self, /, *args: Any, **values: Any) -> None:
         secret = values.get("secret")
@@ -223,7 +227,7 @@ class KvCacheConnectorConfig(Settings):
             store freezes waits at most this long. The wait is shorter if the store fails sooner:
             Redis after its ``timeout`` (5 s), a lost server after some 15 s.
         overlap_loads: compute the beginning of a prompt while its end is loaded. Models with
-            windows or several pools wait for their loads in any case.
+            recurrent states wait for their loads in any case.
         save_timeout_s: deadline of a save, and of draining at close.
         min_load_tokens: the fewest tokens that are loaded from the store; fewer are computed.
         save_on: save blocks when they are ``full``, or when their request ends (``finish``).

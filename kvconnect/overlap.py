@@ -7,7 +7,7 @@ for the counter of `LoadPace.explores`.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,6 +23,7 @@ __all__ = [
     "load_is_faster",
     "meeting",
     "next_chunk",
+    "next_chunk_behind",
     "predict_alone",
     "should_start",
 ]
@@ -35,6 +36,13 @@ _SOONEST_S = 0.001
 """The shortest time after which a silent load is checked again."""
 _WORTH = 0.12
 """The share of computing's time that a load must save."""
+_SHARE, _SHARE_OF_SLOW = 0.1, 0.2
+"""The share of the time since a load's start that a step may take beside an engine that computes
+the same prompt; and beside one that is less than half as fast."""
+_LEAST, _LEAST_OF_SLOW = 12, 40
+"""The same as multiples of a step's fixed time, if that is longer."""
+_LATE_BESIDE_OTHERS = 1.25
+"""The factor by which that engine has to be late before others' steps compute its tokens, too."""
 _LOOK = 0.1
 """Beside other requests, the share of a load's rest after which the load is checked again."""
 
@@ -183,6 +191,61 @@ def next_chunk(
         if end < prompt.match_end:
             end = max(prompt.position + first, end - end % prompt.tokens_per_block)
     return Chunk(end - prompt.position, None, shown)
+
+
+def next_chunk_behind(
+    prompt: LoadingPrompt,
+    model: StepPace,
+    *,
+    begun: int,
+    seconds: float,
+    head: int,
+    max_tokens: int,
+    step_tokens: int,
+    alone: bool = True,
+) -> Chunk:
+    """Returns what to compute of `prompt` while another engine computes it, too.
+
+    The chunk is empty while `prompt.position` is ahead of what this engine would have computed by
+    now. Tokens that the other engine has brought count as part of the position. A step that is
+    under way delays what comes meanwhile, so it takes a small share of the time that has passed.
+    Beside an engine of less than half the speed steps are so long that their fixed time does not
+    count.
+
+    Args:
+        prompt: its state.
+        model: the pace of the engine's steps.
+        begun: the computed tokens at the start of the load.
+        seconds: since the load's start.
+        head: the end of the tokens that the other engine has brought; `begun` if it has none.
+        max_tokens: the step's tokens that no other request uses.
+        step_tokens: the most tokens of a step.
+        alone: no other request runs. Beside others the other engine has to be late by a fourth.
+    """
+    first = min(prompt.end_of(1) - prompt.position, max_tokens)
+    if first <= 0:
+        return Chunk(0)
+    limit = min(max_tokens, model.reach)
+    if limit < first:
+        return Chunk(first) if seconds >= _SILENT_S else Chunk(0, _SILENT_S - seconds)
+    due_s = _seconds(model, begun, prompt.position + first, step_tokens)
+    due_s *= 1.0 if alone else _LATE_BESIDE_OTHERS
+    if seconds < due_s:
+        return Chunk(0, max(_SOONEST_S, due_s - seconds))
+    slow = _seconds(model, begun, head, step_tokens) < seconds / 2
+    share, least = (_SHARE_OF_SLOW, _LEAST_OF_SLOW) if slow else (_SHARE, _LEAST)
+    most_s = max(share * seconds, least * model.coefficients[0])
+    count = bisect_right(
+        range(1, prompt.num_blocks + 1),
+        most_s,
+        key=lambda count: _seconds(model, prompt.position, prompt.end_of(count), limit),
+    )
+    end = min(prompt.end_of(max(1, count)), prompt.position + limit)
+    if prompt.match_end <= end and prompt.prompt_end <= prompt.position + limit:
+        end = prompt.prompt_end
+    elif end < prompt.loaded_from:
+        end = max(prompt.position + first, end - end % prompt.tokens_per_block)
+    return Chunk(end - prompt.position)
 
 
 def _predict(

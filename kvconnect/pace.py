@@ -107,6 +107,11 @@ class LoadPace:
         return max(first_byte_s, self._silence_s), seconds_per_unit
 
     @property
+    def num_rejected(self) -> int:
+        """Returns the loads that `explores` has counted since the store's pace changed."""
+        return self._num_rejected
+
+    @property
     def piece(self) -> float:
         """Returns the amount that arrives in one piece; 0 while unmeasured."""
         return self._piece
@@ -135,10 +140,11 @@ class LoadPace:
             total: the amount that was requested.
         """
         self._piece = min(piece, 1.25 * self._piece) if self._piece else piece
-        self._silence_s = 0.0
-        self._num_rejected = 0
         (before, early), (amount, late) = first, last
         old = self._measured
+        if old is None or self._silence_s or 2 * late < old[0] + old[1] * amount:
+            self._num_rejected = 0  # the store is another than it was
+        self._silence_s = 0.0
         if old is not None and late > 2 * (old[0] + old[1] * amount):
             self._num_slow += 1
             if self._num_slow < _NUM_SLOW:

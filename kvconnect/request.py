@@ -59,6 +59,9 @@ class LlmRequest:
         load_end: the end of the tokens that a load brings from their last one on, while the tokens
             before them are computed; 0: there is no such load.
         loaded_from: the load has brought the tokens from here to `load_end`, on every rank.
+        load_head: the load has also brought the tokens before here, except computed ones, on every
+            rank; 0: none.
+        load_follows: another engine may still compute the tokens of the load.
         load_floor: the end of the block in which the tokens computed beside the load end, or 0.
             Computing zeroes the rest of that block, so that what a load brought of it is lost.
         load_times: when its load came how far: positions, and seconds since the load's start. The
@@ -111,6 +114,8 @@ class LlmRequest:
         self.load_end = 0
         self.loaded_from = 0
         self.load_floor = 0
+        self.load_head = 0
+        self.load_follows = False
         self.load_times: list[tuple[int, float]] = []
         self.draft_tokens = _NO_TOKENS
         self.arrived_at = time.perf_counter()
@@ -140,8 +145,25 @@ class LlmRequest:
 
     @property
     def joins_load_at(self) -> int:
-        """The computed tokens from which on those up to `load_end` are valid, too."""
+        """The computed tokens from which on loaded tokens are valid, too: those up to `load_end`.
+
+        If the load has brought tokens up to `load_head`, these are valid first.
+        """
+        if self.load_head > self.load_floor > self.num_computed_tokens:
+            return self.load_floor
         return max(self.loaded_from, min(self.load_floor, self.load_end))
+
+    def lose_blocks(self) -> None:
+        """Returns to the queue: it holds no blocks, and is admitted anew."""
+        self.state = RequestState.QUEUED
+        self.num_computed_tokens = self.num_external_tokens = self.num_scheduled_tokens = 0
+        self.draft_tokens = _NO_TOKENS
+        self.forget_load()
+
+    def forget_load(self) -> None:
+        """Removes what is known of a load that ran beside its computing."""
+        self.load_end = self.loaded_from = self.load_floor = self.load_head = 0
+        self.load_follows = False
 
     @property
     def may_reuse(self) -> bool:
@@ -246,6 +268,7 @@ class ExternalMatch:
         is_async: the load runs in the background, not within this step.
         overlaps: the load runs in the background, from the last token towards the first; the engine
             computes the tokens before meanwhile.
+        follows: the load `overlaps`, and another engine may still compute its tokens.
         deferred: the load can start once other loads have ended; the caller asks again in a later
             step, or computes the tokens.
     """
@@ -254,6 +277,7 @@ class ExternalMatch:
     num_tokens: int = 0
     is_async: bool = False
     overlaps: bool = False
+    follows: bool = False
     deferred: bool = False
 
     @property
@@ -272,11 +296,5 @@ class ExternalMatcher(Protocol):
         only ``position`` tokens of the device match.
         """
 
-    def blocks_allocated(
-        self, request: LlmRequest, block_ids: list[int], by_group: Sequence[list[int]]
-    ) -> None:
-        """Reports the blocks of `request`, in order of its tokens; `by_group` in each pool group.
-
-        -1 in `by_group` stands for a block outside the group's window. Trailing blocks that are not
-        reserved yet are left out.
-        """
+    def blocks_allocated(self, request: LlmRequest, block_ids: list[int]) -> None:
+        """Reports the blocks of `request` in group 0, in order of its tokens."""

@@ -218,6 +218,7 @@ class BlockManager(PinTable):
         max_matched: int | None = None,
         first_chunk: int | None = None,
         external_end: int | None = None,
+        beside: bool = False,
     ) -> SequenceAllocation:
         """Adds a sequence with blocks for `tokens`, and reuses published blocks.
 
@@ -237,6 +238,9 @@ class BlockManager(PinTable):
                 is for the rest. A full-attention pool allocates for all tokens at once.
             external_end: an external store will fill the tokens before this position. Window pools
                 never allocate blocks that lie before the window of this position.
+            beside: the tokens before `external_end` may be computed meanwhile. Window pools then
+                also keep the matched blocks from which computing continues. `reserve` allocates the
+                others, up to the commit of `external_end` tokens.
 
         Raises:
             DuplicateRequest: a live sequence has this id.
@@ -244,7 +248,10 @@ class BlockManager(PinTable):
             OutOfBlocks: there are not enough blocks.
         """
         prompt = Prompt.of(tokens, namespace_of(cache_salt, lora_id, extra_key)).within(
-            max_matched=max_matched, first_chunk=first_chunk, external_end=external_end
+            max_matched=max_matched,
+            first_chunk=first_chunk,
+            external_end=external_end,
+            beside=beside,
         )
         return self.admit(request_id, prompt, retention=retention, keys=keys)
 

@@ -137,7 +137,11 @@ def _check_held(sequence: Sequence, pool: BlockPool, tree: RadixTree) -> None:
     num_blocks = -(-sequence.num_tokens // tree.tokens_per_block)
     _require(len(held.ids) == num_blocks, "a sequence has the ids that its tokens need")
     numbers = [number for number, block in enumerate(held.ids) if block != NOT_HELD]
-    _require(numbers == list(range(held.first, held.stop)), "a sequence holds first..stop, no less")
+    start = -(-sequence.reserved // tree.tokens_per_block)
+    missing = held.num_missing() if sequence.load_end and pool.window is not None else 0
+    wanted = [*range(held.first, min(start, held.stop)), *range(start + missing, held.stop)]
+    wanted = wanted if missing else list(range(held.first, held.stop))
+    _require(numbers == wanted, "a sequence holds first..stop, but for one gap before a load")
     _require(pool.window is not None or held.first == 0, "full attention gives nothing up")
     one = not pool.is_state or held.stop - held.first <= 1
     _require(one, "a sequence holds one state at most")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvconnect.cache.admission.demand import peak_to_completion
+from kvconnect.cache.admission.demand import fits_beside, peak_of
 from kvconnect.cache.admission.prompt import Prompt
 from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.memory.cache_memory import CacheMemory
@@ -81,6 +82,7 @@ class KVCacheManager(BaseKVCacheManager):
     ) -> None:
         self.sizes = sizes = pool_sizes(config, layouts, num_blocks, device=device)
         self.layouts = sizes.layouts
+        self.has_windows = any(one.window is not None for one in self.layouts)
         self._memory = memory = CacheMemory(sizes, device)
         self._copier = make_copier(memory.pools, memory.host_pools, sizes.layouts)
         self.blocks = BlockManager(config, layouts, copier=self._copier, sizes=sizes)
@@ -125,10 +127,7 @@ class KVCacheManager(BaseKVCacheManager):
                 self.blocks.commit(request.request_id, self._num_valid(request))
 
     def free_resources(self, request: LlmRequest) -> None:
-        """Publishes the valid tokens of `request`, tail included, and releases its blocks.
-
-        Does nothing if `request` holds no blocks.
-        """
+        """Publishes the valid tokens of `request`, tail included; releases its blocks, if any."""
         if self.blocks.holds(request.request_id):
             self.blocks.abort(request.request_id, self._num_valid(request))
 
@@ -165,6 +164,23 @@ class KVCacheManager(BaseKVCacheManager):
         way to cut it counts.
         """
         return tuple(self._needed(request, group) for group in range(len(self.layouts)))
+
+    def fits_beside(self, request: LlmRequest, position: int, end: int) -> bool:
+        """Returns whether `request` may compute beside a load; see `BaseKVCacheManager`."""
+        where, chunk = (position, end), self._max_chunk
+        return all(fits_beside(request, layout, where, chunk) for layout in self.layouts)
+
+    def needed_beside(self, request: LlmRequest) -> tuple[int, ...]:
+        """Returns the blocks that computing beside a load needs; see `BaseKVCacheManager`."""
+        ahead = self.blocks.num_ahead(request.request_id)
+        return (0,) * len(ahead) if self.blocks.has_begun(request.request_id) else ahead
+
+    def reserve_beside(self, request: LlmRequest, num_tokens: int) -> bool:
+        """Allocates blocks to compute beside a load; see `BaseKVCacheManager`."""
+        with self._copier.together(), suppress(OutOfBlocks):
+            self.blocks.reserve(request.request_id, num_tokens)
+            return True
+        return False
 
     def reusable_tokens(self, request: LlmRequest, published: int = 0) -> int:
         """Returns how many leading tokens `request` would reuse; see `BaseKVCacheManager`."""
@@ -313,7 +329,10 @@ class KVCacheManager(BaseKVCacheManager):
             return False
         if external.num_tokens:
             prompt = prompt.within(
-                max_matched=external.position, first_chunk=chunk, external_end=external.end
+                max_matched=external.position,
+                first_chunk=chunk,
+                external_end=external.end,
+                beside=external.overlaps,
             )
         onboarded = self._copier.onboarded_tokens
         try:
@@ -334,13 +353,13 @@ class KVCacheManager(BaseKVCacheManager):
         loading = external.num_tokens > 0 and external.is_async
         overlaps = loading and external.overlaps
         request.num_external_tokens = external.end if external.num_tokens and not overlaps else 0
-        request.load_end = request.loaded_from = external.end if overlaps else 0
-        request.load_floor = 0
+        request.forget_load()
+        if overlaps:
+            request.load_end = request.loaded_from = external.end
+            request.load_follows = external.follows
         request.state = RequestState.LOADING if loading else RequestState.CONTEXT
         if self._matcher is not None:
-            groups = range(len(self.layouts))
-            by_group = [self._reserved_ids(request.request_id, group) for group in groups]
-            self._matcher.blocks_allocated(request, allocation.block_ids.tolist(), by_group)
+            self._matcher.blocks_allocated(request, allocation.block_ids.tolist())
         return True
 
     def _match_external(self, request: LlmRequest, prompt: Prompt) -> ExternalMatch | None:
@@ -350,27 +369,20 @@ class KVCacheManager(BaseKVCacheManager):
         matched = self.blocks.predict_match(prompt, request.key_chain)
         return None if matched is None else self._matcher.match_external(request, matched)
 
-    def _reserved_ids(self, request_id: int, group: int) -> list[int]:
-        ids: list[int] = self.blocks.group_block_ids(request_id, group).tolist()
-        if self.layouts[group].window is None:
-            return ids
-        return ids[: -(-self.blocks.num_reserved_tokens(request_id) // self._tokens_per_block)]
-
     def _reserve_chunk(self, request: LlmRequest) -> None:
         num_tokens = self.blocks.num_tokens(request.request_id)
         if self._max_chunk is not None:
             start = max(request.num_computed_tokens, request.num_external_tokens)
             num_tokens = min(num_tokens, start + self._max_chunk)
+        if request.load_end:
+            num_tokens = min(num_tokens, request.joins_load_at)
         self.blocks.reserve(request.request_id, num_tokens)
 
     def _needed(self, request: LlmRequest, group: int) -> int:
-        layout, size = self.layouts[group], self._tokens_per_block
-        if layout.kind == "state":
-            total = request.prompt_len + request.sampling_params.max_tokens - 1
-            peak = min(1, total // size)
-        else:
-            peak = peak_to_completion(request, layout.window, size, self._max_chunk)
+        peak = peak_of(request, self.layouts[group], self._max_chunk)
         if self.blocks.holds(request.request_id):
+            if self.blocks.has_begun(request.request_id):
+                peak += self.blocks.num_ahead(request.request_id)[group]
             peak -= self.blocks.num_blocks(request.request_id, group)
         return max(peak, 0)
 

@@ -74,7 +74,8 @@ class BaseKVCacheManager(BaseResourceManager):
     without pools for sliding windows (``supports_window_pools = False``) gets one layout for all
     layers; windows are then masks only. A manager that keeps no snapshots of recurrent states
     (``supports_states = False``) gets no layout of them, and must reuse no prefix for models that
-    have some. A manager that sets a request's ``load_end`` and ``loaded_from`` for a match that
+    have some. With ``has_windows`` a loaded prefix can be reused as a whole, not a part of it. A
+    manager that sets a request's ``load_end`` and ``loaded_from`` for a match that
     `overlaps` declares ``overlaps_loads = True``. Requests of another manager wait for their loads.
 
     An error of `needed_blocks` for a waiting request ends that request and no other. So does an
@@ -90,6 +91,7 @@ class BaseKVCacheManager(BaseResourceManager):
     supports_window_pools: ClassVar[bool] = False
     supports_states: ClassVar[bool] = False
     overlaps_loads: ClassVar[bool] = False
+    has_windows: bool = False
 
     @abstractmethod
     def get_batch_cache_indices(self, requests: Sequence[LlmRequest]) -> Mapping[int, list[int]]:
@@ -160,6 +162,34 @@ class BaseKVCacheManager(BaseResourceManager):
         raise ConfigurationError(
             f"{type(self).__name__} has no padding requests; override add_padding_request"
         )
+
+    # ---------------------------------------------------------------- beside loads
+
+    # For managers with ``overlaps_loads``. The defaults suit one that allocates all blocks of a
+    # prompt at its admission. One with pools of windows allocates there what the load fills, and
+    # keeps the matched blocks from which computing begins.
+
+    def fits_beside(self, request: LlmRequest, position: int, end: int) -> bool:
+        """Returns whether `request` may compute from `position` on beside a load up to `end`.
+
+        If not, it waits for its load. `request` holds no blocks.
+        """
+        return True
+
+    def needed_beside(self, request: LlmRequest) -> tuple[int, ...]:
+        """Returns for each pool group how many blocks computing adds to `needed_blocks`.
+
+        `request` loads and has computed nothing beside its load. Once `reserve_beside` has
+        allocated blocks for it, the result is zeros, and `needed_blocks` includes them.
+        """
+        return (0,)
+
+    def reserve_beside(self, request: LlmRequest, num_tokens: int) -> bool:
+        """Allocates the blocks that `request` needs to compute up to `num_tokens` beside its load.
+
+        Returns False, and changes nothing, if there are not enough.
+        """
+        return True
 
     # ---------------------------------------------------------------- recurrent states
 

@@ -79,6 +79,15 @@ class KvCacheConnectorScheduler(ABC):
         """
         return False
 
+    def load_follows(self, request: LlmRequest) -> bool:
+        """Returns whether the load that overlaps may also fill its first blocks first (*ours*).
+
+        Called after `load_overlaps` has returned True. If True, the load is of a prompt that
+        another engine may still compute. Workers report `get_load_heads`, too, and the engine
+        computes while that engine is slower than this one would be.
+        """
+        return False
+
     @abstractmethod
     def request_finished(self, request: LlmRequest, cache_block_ids: list[int]) -> bool:
         """Returns whether the blocks of `request`, which ended or was aborted, are to be kept.

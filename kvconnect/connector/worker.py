@@ -125,6 +125,15 @@ class KvCacheConnectorWorker(ABC):
         """
         return {}
 
+    def get_load_heads(self) -> Mapping[int, int]:
+        """Returns the leading tokens of loads that follow another engine (*ours*).
+
+        Called after each `get_load_progress`; must not block. Maps a request's id to a position:
+        the blocks from the load's start to there have been filled, except those that the request
+        has computed. 0: there are none.
+        """
+        return {}
+
     def get_load_times(self) -> Mapping[int, Sequence[tuple[int, float]]]:
         """Returns the times of the progress of loads since the last call (*ours*).
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 
+from kvconnect.engine.loaded_tokens import join_head
 from kvconnect.engine.model.sequence_step import SequenceStep
-from kvconnect.overlap import Chunk, LoadingPrompt, next_chunk, should_start
+from kvconnect.overlap import (
+    Chunk,
+    LoadingPrompt,
+    next_chunk,
+    next_chunk_behind,
+    should_start,
+)
 from kvconnect.pace import LoadPace, RunningLoad, StepPace
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 from kvconnect.trace import count
@@ -32,6 +40,8 @@ class _Running:
         predicted_s: the first prediction of when load and computing meet, in seconds since its
             start.
         alone: true if computing beside it would hardly save time.
+        explores: true if it is predicted to bring nothing, and started to measure the store.
+        head: the end of the first tokens that it has brought.
     """
 
     load: RunningLoad
@@ -39,6 +49,8 @@ class _Running:
     start: int
     predicted_s: float | None = None
     alone: bool = False
+    explores: bool = False
+    head: int = 0
 
 
 class BesideLoads:
@@ -49,21 +61,34 @@ class BesideLoads:
     Args:
         max_num_tokens: the most tokens of a step.
         num_prompts: returns how many prompts are not computed yet, at least 1.
+        reserve: allocates the blocks that a request needs to compute up to a token; returns False
+            if there are not enough.
     """
 
-    def __init__(self, max_num_tokens: int, num_prompts: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        max_num_tokens: int,
+        num_prompts: Callable[[], int],
+        reserve: Callable[[LlmRequest, int], bool] = lambda *_: True,
+    ) -> None:
         self._max_num_tokens = max_num_tokens
         self._num_prompts = num_prompts
+        self._reserve = reserve
         self._steps = StepPace()
         self._loads = LoadPace()
+        self._peers = LoadPace()
         self._running: dict[int, _Running] = {}
         self._look_again: float | None = None
+        self._gave_way = False
+        self._exploring: WeakSet[LlmRequest] = WeakSet()
 
     def is_worth(self, request: LlmRequest, match: ExternalMatch) -> bool:
         """Returns whether to start the load of `match`: it may load a block before its turn."""
-        if not match.overlaps:
+        if not match.overlaps or match.follows:
             return True
         prompt = _prompt(request, position=match.position, loaded_from=match.end, end=match.end)
+        rejected = self._loads.num_rejected
+        self._exploring.discard(request)
         if should_start(
             prompt,
             self._steps,
@@ -71,6 +96,8 @@ class BesideLoads:
             max_tokens=self._max_num_tokens,
             num_prompts=self._num_prompts(),
         ):
+            if self._loads.num_rejected > rejected:
+                self._exploring.add(request)
             return True
         count("engine.load", labels=(("decision", "compute"),))
         return False
@@ -78,19 +105,27 @@ class BesideLoads:
     def add_chunk(self, batch: ScheduledBatch, loading: Iterable[LlmRequest]) -> list[LlmRequest]:
         """Adds a chunk of one `loading` request to `batch`, within the budget that it leaves.
 
-        Loads of ``batch.loading_requests`` start with the step: chunks come in the next one.
+        Loads of ``batch.loading_requests`` start with the step: chunks come in the next one. A
+        step that gives another request its first token gets no chunk, unless the step before it
+        got none for that reason.
         Returns the request if it needs its load no more: it has brought nothing, and is computed.
         """
         overtaken = []
         budget = self._max_num_tokens - sum(one.num_scheduled_tokens for one in batch.requests)
         alone = not batch.requests
+        self._gave_way = not self._gave_way and any(map(_ends_prompt, batch.context_requests))
+        if self._gave_way:
+            budget = 0
         self._look_again = None
         for request in loading:
             if not request.load_end:
                 continue
+            join_head(request)
             if request.request_id not in self._running:
                 self._begin(request)
-            elif num_tokens := self.chunk(request, budget, alone=alone):
+            elif (num_tokens := self.chunk(request, budget, alone=alone)) and self._reserve(
+                request, request.num_computed_tokens + num_tokens
+            ):
                 request.num_scheduled_tokens = num_tokens
                 batch.context_requests.append(request)
                 budget = 0  # a step of several would take longer than is predicted for each
@@ -101,8 +136,13 @@ class BesideLoads:
     def _begin(self, request: LlmRequest) -> None:
         request.load_times.clear()  # those of an earlier load, which was cancelled
         start = request.num_computed_tokens
-        load = RunningLoad(self._loads, request.load_end - start)
-        self._running[request.request_id] = _Running(load, time.monotonic(), start)
+        pace = self._peers if request.load_follows else self._loads
+        self._running[request.request_id] = _Running(
+            RunningLoad(pace, request.load_end - start),
+            time.monotonic(),
+            start,
+            explores=request in self._exploring,
+        )
 
     def chunk(self, request: LlmRequest, budget: int, *, alone: bool) -> int:
         """Returns how many tokens of `request` to compute in the next step, in whole blocks.
@@ -117,13 +157,27 @@ class BesideLoads:
         """
         running = self._running[request.request_id]
         seconds = self._hear(request, running)
+        prompt = _prompt(
+            request,
+            position=request.num_computed_tokens,
+            loaded_from=request.joins_load_at,
+            end=request.load_end,
+        )
+        if request.load_follows and request.loaded_from == request.load_end:
+            behind = next_chunk_behind(
+                prompt,
+                self._steps,
+                begun=running.start,
+                seconds=seconds,
+                head=max(running.start, running.head),
+                max_tokens=budget,
+                step_tokens=self._max_num_tokens,
+                alone=alone,
+            )
+            self._note(request, running, behind, seconds)
+            return behind.tokens
         chunk = next_chunk(
-            _prompt(
-                request,
-                position=request.num_computed_tokens,
-                loaded_from=request.joins_load_at,
-                end=request.load_end,
-            ),
+            prompt,
             self._steps,
             running.load,
             seconds=seconds,
@@ -134,6 +188,9 @@ class BesideLoads:
         if running.alone and (left := running.load.overdue_after() - seconds) > 0:
             self._look_after(left)
             return 0
+        last = (request.load_end - 1) // prompt.tokens_per_block * prompt.tokens_per_block
+        if running.explores and chunk.tokens > last - prompt.position > 0:
+            return last - prompt.position  # to compute all would end the load before its first byte
         return chunk.tokens
 
     def end(self, request: LlmRequest) -> None:
@@ -142,8 +199,10 @@ class BesideLoads:
         if running is None:
             return
         seconds = self._hear(request, running)
-        running.load.end(seconds)
-        computed = request.num_computed_tokens > running.start
+        # The time of a prompt that another engine still computed is not that of a connection.
+        if not request.load_follows or (running.load.amount and not running.head):
+            running.load.end(seconds)
+        computed = request.num_computed_tokens > max(running.start, running.head)
         decision = "both" if computed and running.load.amount else "load"
         if computed and not running.load.amount:
             decision = "compute"
@@ -158,6 +217,7 @@ class BesideLoads:
         request.load_times.clear()
         seconds = time.monotonic() - running.started
         running.load.progress(request.load_end - request.loaded_from, seconds)
+        running.head = max(running.head, request.load_head)
         return seconds
 
     def note_step(self, plan: Iterable[SequenceStep], started: float, device: torch.device) -> None:
@@ -191,6 +251,11 @@ class BesideLoads:
     def _look_after(self, seconds: float) -> None:
         again = time.monotonic() + seconds
         self._look_again = again if self._look_again is None else min(self._look_again, again)
+
+
+def _ends_prompt(request: LlmRequest) -> bool:
+    end = max(request.num_computed_tokens, request.num_external_tokens)
+    return end + request.num_scheduled_tokens >= request.num_tokens
 
 
 def _prompt(request: LlmRequest, *, position: int, loaded_from: int, end: int) -> LoadingPrompt:

@@ -26,7 +26,8 @@ class CommonPrefixes:
 
     A request waits for another one only in two cases. The other computes in this step, and its
     chunk ends where the prompts differ. Or the other's load overlaps with computing, and is at most
-    twice as long as the common tokens. So a request waits only for tokens that are certain to be
+    twice as long as the common tokens; no longer than these in a cache with windows, which gets its
+    last blocks only. So a request waits only for tokens that are certain to be
     computed. A waiting request holds no blocks.
 
     Args:
@@ -65,7 +66,8 @@ class CommonPrefixes:
         end, first = 0, None
         for other in others:
             common = _common_blocks(request, other)
-            if common > max(end, other.num_computed_tokens) and 2 * common >= other.load_end:
+            least = other.load_end if self._kv.has_windows else other.load_end / 2
+            if common > max(end, other.num_computed_tokens) and common >= least:
                 end, first = common, other
         if first is None:
             return False

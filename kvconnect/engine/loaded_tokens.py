@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from kvconnect.request import LlmRequest, RequestState
 
-__all__ = ["forget_load", "join_load", "note_computed", "note_loaded"]
+__all__ = ["join_head", "join_load", "note_computed", "note_loaded"]
 
 
 def note_loaded(request: LlmRequest, valid: int) -> None:
     """Records that a load of `request` ended with `valid` leading tokens."""
     request.reused_store_tokens += max(0, valid - request.num_computed_tokens)
     request.num_computed_tokens, request.num_external_tokens = valid, 0
-    forget_load(request)
+    request.forget_load()
 
 
-def forget_load(request: LlmRequest) -> None:
-    """Removes what is known of a load of `request` that ran beside its computing."""
-    request.load_end = request.loaded_from = request.load_floor = 0
+def join_head(request: LlmRequest) -> None:
+    """Adds the first tokens that a load brought to the computed ones, unless these are in a block.
+
+    Computing has zeroed the rest of that block: its tokens are computed first.
+    """
+    head = request.load_head
+    if head > request.num_computed_tokens >= request.load_floor:
+        request.reused_store_tokens += head - request.num_computed_tokens
+        request.num_computed_tokens = head
 
 
 def join_load(request: LlmRequest) -> None:
     """Adds what a load brought to the computed tokens of `request`, if these reach it."""
+    if request.load_end:
+        join_head(request)
     if request.load_end and request.num_computed_tokens >= request.joins_load_at:
         note_loaded(request, request.load_end)
 

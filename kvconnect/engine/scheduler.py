@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias, get_args
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.engine.beside_loads import BesideLoads
+from kvconnect.engine.block_room import have_room, reserve_beside
 from kvconnect.engine.common_prefixes import CommonPrefixes, brings_prefix
-from kvconnect.engine.loaded_tokens import forget_load
 from kvconnect.engine.model.sequence_step import first_scheduled_token, remaining_tokens
 from kvconnect.engine.sampling.drafts import NO_DRAFTS, NgramDrafter, NgramSpeculation, set_drafts
 from kvconnect.engine.snapshots import snapshot_end
@@ -41,9 +41,7 @@ class Scheduler:
     it.
 
     A request whose load overlaps with computing gets the tokens of the budget that no other request
-    uses.
-
-    Chunks end where a snapshot of recurrent states is due; see `snapshot_end` for `stepped` ones.
+    uses. Chunks end where a snapshot of recurrent states is due; see `snapshot_end` for `stepped`.
 
     With `share_prefixes` prompts that begin alike compute their common part once: the first ends a
     chunk there, and the others wait for it.
@@ -92,7 +90,7 @@ class Scheduler:
         self._stepped = stepped
         self._guaranteed = policy == "guaranteed_no_evict"
         self._drafter = None if speculation is None else NgramDrafter(speculation)
-        self.beside_loads = BesideLoads(max_num_tokens, self._num_prompts)
+        self.beside_loads = BesideLoads(max_num_tokens, self._num_prompts, self._reserve_beside)
         self.waiting: deque[LlmRequest] = deque()
         self.running: list[LlmRequest] = []
         self.loading: dict[int, LlmRequest] = {}
@@ -111,6 +109,7 @@ class Scheduler:
                 preempt `last_admitted` and call again.
         """
         generation = [r for r in self.running if r.state is RequestState.GENERATION]
+        self._send_back_crowded()
         context = [r for r in self.running if r.state is not RequestState.GENERATION]
         if self._drafter is not None:
             spare = self._max_num_tokens - len(generation) - len(context)
@@ -126,7 +125,7 @@ class Scheduler:
         self._share_budget(batch, prefixes)
         for request in self.beside_loads.add_chunk(batch, self.loading.values()):
             self.resume(request)
-            forget_load(request)
+            request.forget_load()
         return batch
 
     def _num_prompts(self) -> int:
@@ -164,12 +163,7 @@ class Scheduler:
     def put_back(self, request: LlmRequest) -> None:
         """Queues `request`, which lost its blocks, before all waiting requests."""
         self.remove(request)
-        request.state = RequestState.QUEUED
-        request.num_computed_tokens = 0
-        request.num_external_tokens = 0
-        forget_load(request)
-        request.num_scheduled_tokens = 0
-        request.draft_tokens = NO_DRAFTS
+        request.lose_blocks()
         self.waiting.appendleft(request)
 
     def last_admitted(self) -> LlmRequest | None:
@@ -208,6 +202,17 @@ class Scheduler:
     def _goes_into(self, tokens: int, wanted: int) -> bool:
         """Returns whether a step that has `tokens` left computes `wanted` prompt tokens."""
         return self._divide_prompts or wanted <= tokens or tokens == self._max_num_tokens
+
+    def _send_back_crowded(self) -> None:
+        """Sends back requests that lack blocks for the tokens that their load missed."""
+        for request in [one for one in self.running if one.load_end]:
+            end = min(request.num_computed_tokens + self._max_num_tokens, request.joins_load_at)
+            if not self._reserve_beside(request, end):
+                self.send_back(request)
+
+    def _reserve_beside(self, request: LlmRequest, num_tokens: int) -> bool:
+        held, guaranteed = [*self.running, *self.loading.values()], self._guaranteed
+        return reserve_beside(self._kv, request, num_tokens, held, guaranteed=guaranteed)
 
     def _prepare_running(self, batch: ScheduledBatch) -> None:
         try:
@@ -282,7 +287,7 @@ class Scheduler:
 
     def _fits(self, candidates: Iterable[LlmRequest]) -> bool:
         """Returns whether all admitted requests and `candidates` can run to their ends."""
-        return self._have_room([*self.running, *self.loading.values(), *candidates])
+        return have_room(self._kv, [*self.running, *self.loading.values(), *candidates])
 
     def _fill(
         self, batch: ScheduledBatch, prefixes: CommonPrefixes, *, seats: int, tokens: int
@@ -294,7 +299,7 @@ class Scheduler:
             request = self.waiting[0]
             if not self._is_sound(request):
                 continue
-            if held and (request.num_tokens > tokens or not self._have_room([*held, request])):
+            if held and (request.num_tokens > tokens or not have_room(self._kv, [*held, request])):
                 break
             if len(batch.deferred_requests) >= self._max_batch_size:
                 break
@@ -314,11 +319,6 @@ class Scheduler:
             if request.state is RequestState.CONTEXT:
                 tokens -= remaining_tokens(request)
         self.waiting.extendleft(reversed(held + refused))
-
-    def _have_room(self, requests: Iterable[LlmRequest]) -> bool:
-        """Returns whether the free blocks suffice for all of `requests` to finish."""
-        needs = zip(*map(self._kv.needed_blocks, requests), strict=True)
-        return self._kv.ensure_free([sum(blocks) for blocks in needs])
 
     def _take_in(self, candidates: list[LlmRequest], batch: ScheduledBatch) -> list[LlmRequest]:
         """Admits `candidates` into `batch`; returns those that did not fit."""
@@ -350,14 +350,14 @@ class Scheduler:
             self._failed[request.request_id] = error
             return []
         for request in candidates:
+            if request.state is RequestState.QUEUED:
+                continue
             if request.state is RequestState.LOADING:
                 self.loading[request.request_id] = request
-            elif request.state is not RequestState.QUEUED:
+            else:
                 self.running.append(request)
-        for request in candidates:
-            if request.state is not RequestState.QUEUED:
-                self.send_back(request)
-                self.waiting.remove(request)
+            self.send_back(request)
+            self.waiting.remove(request)
         refused: list[LlmRequest] = []
         for request in candidates:
             refused += self._take_in([request], batch)

@@ -131,6 +131,16 @@ class LeaseClient:
             self._forget_if_decided(claimed)
         return claimed.lease.outcome
 
+    def confirm(self, claimed: Claimed) -> None:
+        """Renews the lease of `claimed` at once, unless an answer is awaited already.
+
+        The answer moves `HeldLease.confirmed`, and calls the claim's listener.
+        """
+        with self._lock:
+            lease = claimed.lease
+            if lease.outcome is Outcome.OPEN and not (lease.released or lease.awaits_answer):
+                self._send_renew(claimed.peer, [claimed])
+
     def abort(self, claimed: Claimed, reason: str = "") -> Outcome:
         """Ends the claim and sends an abort, so that the peer unpins its blocks.
 

@@ -56,6 +56,10 @@ class Quarantine:
         with self._changed:
             return self._blocks.total()
 
+    def share(self, part: float) -> int:
+        """Returns the number of blocks that is `part` of `max_quarantined`, at least 1."""
+        return max(1, int(part * self._max))
+
     def accepts(self, peer: PeerHandle) -> bool:
         """Returns whether reads from `peer` may begin."""
         with self._changed:

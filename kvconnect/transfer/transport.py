@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvconnect.errors import PeerUnreachable, PullFailed
 from kvconnect.transfer.pull import Pull, Terminal
-from kvconnect.transfer.reads import Reads
+from kvconnect.transfer.reads import Offsets, Reads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,6 +113,25 @@ class Transport(ABC):
             ConfigurationError: the local side of `reads` is outside of registered memory, or
                 `deadline_s` is not positive.
             UsageError: the transport is not open.
+        """
+
+    def keep_digests(self, region: int, offsets: Offsets, nbytes: int, *, epoch: int) -> None:
+        """Lets a transport digest pieces of registered memory before peers read them.
+
+        The caller promises not to write to the pieces until it calls `drop_digests`. By default
+        this does nothing, as after `close`. Never blocks.
+
+        Args:
+            region: the number that `register` returned.
+            offsets: int64[n], bytes from the region's begin.
+            nbytes: the size of each piece.
+            epoch: the epoch of the lease under which peers read the pieces.
+        """
+
+    def drop_digests(self, epoch: int) -> None:
+        """Forgets the digests of the lease `epoch`, whose pieces may now be written to.
+
+        Does nothing if there are none. Never blocks.
         """
 
     @abstractmethod

@@ -83,7 +83,7 @@ class Matcher:
         self.asked.append((request, num_device_tokens))
         return self.match
 
-    def blocks_allocated(self, request, block_ids, by_group):
+    def blocks_allocated(self, request, block_ids):
         self.allocated.append((request, block_ids))
 
 

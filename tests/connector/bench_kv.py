@@ -95,7 +95,7 @@ class GroupKv(BaseKVCacheManager):
         self.fill(request)
         if self.matcher is not None:
             ids = [self.trimmed(request, group) for group in range(len(self.layouts))]
-            self.matcher.blocks_allocated(request, ids[0], ids)
+            self.matcher.blocks_allocated(request, ids[0])
         if taken and match.is_async:
             request.state = RequestState.LOADING
             batch.context_requests.remove(request)

@@ -457,7 +457,7 @@ def test_a_load_that_ended_on_all_ranks_is_not_late() -> None:
 
 def order(start: int, end: int) -> LoadBlocks:
     numbers = range(start // T, -(-end // T))
-    blocks = tuple(BlockLoad(bytes([one]), one, 0, None) for one in reversed(numbers))
+    blocks = tuple(BlockLoad(bytes([one]), one, 0, None, one) for one in reversed(numbers))
     return LoadBlocks(1, start, end, blocks, overlaps=True)
 
 

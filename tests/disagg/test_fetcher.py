@@ -11,7 +11,8 @@ from engines import T, until
 from kvconnect.connector.disagg.fetch import fetcher as module
 from kvconnect.connector.disagg.fetch.claim_book import ClaimBook
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
-from kvconnect.connector.disagg.fetch.load import Load, Part
+from kvconnect.connector.disagg.fetch.load import Load
+from kvconnect.connector.disagg.fetch.part import Part
 from kvconnect.connector.disagg.fetch.sources import Source
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.keys import Shard
@@ -97,7 +98,7 @@ def test_a_load_that_cannot_begin_has_failed(fetcher, links, monkeypatch, what):
     def planted(*args, **more):
         raise ValueError("planted")
 
-    place = module if what == "Part" else "kvconnect.connector.disagg.fetch.load"
+    place = module if what == "Part" else "kvconnect.connector.disagg.fetch.part"
     monkeypatch.setattr(*((place, what) if what == "Part" else (f"{place}.{what}",)), planted)
     fetcher.claims.claim("host:1", "name")
     told = []
@@ -132,6 +133,7 @@ def test_an_end_of_a_read_that_cannot_be_noted_fails_its_load(fetcher):
     part = SimpleNamespace(
         order=ORDER,
         link=link,
+        arrivals=None,
         fail=reasons.append,
         pull_done=planted,
         pull_terminal=lambda _: None,
@@ -149,7 +151,9 @@ def test_an_end_of_a_read_that_cannot_be_noted_fails_its_load(fetcher):
 def test_a_request_that_waits_goes_on_before_the_other_side_hears_of_it(fetcher):
     happened = []
     release = lambda _: happened.append("released")  # noqa: E731
-    part = SimpleNamespace(order=ORDER, over=True, failed=None, nbytes=0, release=release)
+    part = SimpleNamespace(
+        order=ORDER, over=True, failed=None, nbytes=0, release=release, arrivals=None
+    )
     fetcher._fetches[7] = Load(ORDER, lambda *one: happened.append(one), [part])
     fetcher._step(part, lambda: None)
     assert happened == [(7, None), "released"]
@@ -159,7 +163,7 @@ def test_a_request_that_waits_goes_on_before_the_other_side_hears_of_it(fetcher)
 class OnePart:
     """A part that still writes until it is stopped."""
 
-    order, nbytes = ORDER, 0
+    order, nbytes, arrivals = ORDER, 0, None
 
     def __init__(self):
         self.over, self.failed, self.writes_ended = False, None, False

@@ -24,6 +24,28 @@ def answer(offers):
     return only
 
 
+def test_the_end_of_a_lease_is_told_before_its_blocks_are_freed():
+    said = []
+    offers = Offers(
+        lambda: said.append("freed"),
+        max_lease_total=100,
+        lease_s=20.0,
+        max_idle_s=20.0,
+        claim_wait_s=20.0,
+        forget=said.append,
+    )
+    key = offers.offer("name", tokens=16, nbytes=60)
+    assert not offers.server.table.is_claimed(key)
+    answer(offers)
+    assert offers.server.table.is_claimed(key)
+    offers.end(1, key)
+    offers.server.table.release(key, "reader")
+    offers.server.reap()
+    offers.close()
+    assert said == [key.epoch, "freed"]
+    assert not offers.server.table.is_claimed(key)
+
+
 def test_what_is_refused_is_gone(offers):
     offers.refuse("name")
     assert offers.is_gone("name")

@@ -19,7 +19,7 @@ BETWEEN = "127.0.0.2"
 """Where the reader believes the other engine to be."""
 
 
-ANSWER_HEAD = 32
+ANSWER_HEAD = 40
 """Bytes before those of the blocks."""
 
 

@@ -59,11 +59,11 @@ def test_one_bit_that_differs_is_found(position, open_one, answer_of, counted, m
     prompt = prompt_of(100)
     done = Fetcher._pull_done
 
-    def damaged(fetcher, fetch, pull, error):
+    def damaged(fetcher, fetch, pull, error, *landed):
         (block, *_) = fetch.order.blocks[0][position // 16 :]
         # Keys of the first layer, [tokens, heads, dim]: the first element of that token.
         node_of(decode)._regions[0][block].reshape(-1)[position % 16 * width] += 1
-        done(fetcher, fetch, pull, error)
+        done(fetcher, fetch, pull, error, *landed)
 
     layout = decode._engine._connector._worker._llm_args.layouts[0]
     width = layout.num_kv_heads * layout.key_dim

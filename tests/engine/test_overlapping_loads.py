@@ -4,37 +4,46 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from beside import (
+    FEW_SHARED,
+    GREEDY,
+    MANY_SHARED,
+    PROMPT,
+    PROMPTS,
+    STORMY,
+    Arrivals,
+    Beside,
+    Storm,
+    T,
+    check,
+    check_nothing_is_left,
+    connector,
+    loads,
+    nothing,
+    send_back_once,
+    stop_at,
+    until,
+    whole_blocks,
+    words,
+    worker,
+)
 from late_store import LateStore
 from observed import check_idle, tokens
 
-from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, RequestOutput, SamplingParams
+from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.backends.guard.breaker import Breaker
-from kvconnect.connector.io.load import Load, Loads
 from kvconnect.engine.beside_loads import BesideLoads
 from kvconnect.engine.sampling.drafts import NgramSpeculation
 from kvconnect.keys import BlockKey
-from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
+from kvconnect.request import ExternalMatch, LlmRequest, RequestState, ScheduledBatch
 from kvconnect.trace import metrics
 
-T = 8
-GREEDY = SamplingParams(max_tokens=12)
-
-
-def words(length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 256, length).tolist()
-
-
-PROMPT = words(12 * T + 5, 0)
-FEW_SHARED = [*PROMPT[: 3 * T], *words(5 * T, 1)]
-MANY_SHARED = [*PROMPT[: 8 * T + 3], *words(20, 2)]
-PROMPTS = [PROMPT, FEW_SHARED, MANY_SHARED, words(40, 3), words(9 * T, 4)]
 TAILS = {
     "in a block": (12 * T + 5, True),
     "at its end": (12 * T + 5, False),
@@ -44,67 +53,6 @@ TAILS = {
 
 
 # ---------------------------------------------------------------------- what decides
-
-
-def whole_blocks(request: LlmRequest, budget: int) -> int:
-    """All that the budget has room for, in whole blocks, up to what is loaded."""
-    left = request.loaded_from - request.num_computed_tokens
-    return max(0, left if left <= budget else budget - budget % T)
-
-
-def nothing(_request: LlmRequest, _budget: int) -> int:
-    return 0
-
-
-class Beside:
-    """Decides what is computed beside loads, as a test says."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.decide: Callable[[LlmRequest, int], int] = whole_blocks
-        self.asked = 0
-        patch.setattr(BesideLoads, "is_worth", lambda *_: True)
-        patch.setattr(
-            BesideLoads, "chunk", lambda _, request, budget, **__: self._chunk(request, budget)
-        )
-
-    def _chunk(self, request: LlmRequest, budget: int) -> int:
-        self.asked += 1
-        return self.decide(request, budget)
-
-
-class Arrivals:
-    """What has come into the pool of the loads that run."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._news = threading.Condition()
-        copy_now = Loads._copy_now
-
-        def copy_and_notify(*args: object) -> None:
-            copy_now(*args)
-            with self._news:
-                self._news.notify_all()
-
-        patch.setattr(Loads, "_copy_now", copy_and_notify)
-
-    def wait(self, load: Load, num_blocks: int) -> None:
-        """Returns once the last `num_blocks` are there."""
-        with self._news:
-            assert self._news.wait_for(lambda: load.num_valid_blocks() >= num_blocks, 60)
-
-    def after(self, llm: LLM, num_blocks: int) -> Callable[[LlmRequest, int], int]:
-        """Decides to compute once the last `num_blocks` are there, and the engine knows it."""
-
-        def decide(request: LlmRequest, budget: int) -> int:
-            load = loads(llm)._overlapping.get(request.request_id)
-            if load is None:
-                return 0  # it has ended, which the engine is about to see
-            self.wait(load, num_blocks)
-            if request.loaded_from > load.order.loaded_from(num_blocks, T):
-                llm._thread._inbox.ring()
-                return 0
-            return whole_blocks(request, budget)
-
-        return decide
 
 
 @pytest.fixture
@@ -118,21 +66,6 @@ def arrivals(monkeypatch) -> Arrivals:
 
 
 # ---------------------------------------------------------------------- engines and their store
-
-
-def worker(llm: LLM):
-    return llm._engine._connector._worker
-
-
-def loads(llm: LLM) -> Loads:
-    return worker(llm)._loads
-
-
-def connector(store: LateStore) -> KvCacheConnectorConfig:
-    # What waits for a load's deadline hangs.
-    return KvCacheConnectorConfig(
-        backend=store, lookup_timeout_ms=60_000, load_timeout_s=600, overlap_loads=True
-    )
 
 
 @pytest.fixture(scope="module")
@@ -166,38 +99,6 @@ def open_late(open_llm, llama, store) -> Callable[..., LLM]:
         return llm
 
     return open_one
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def check_nothing_is_left(llm: LLM, store: LateStore) -> None:
-    """Once the store has answered, no request has left a block, a slot or a record."""
-    store.release()
-    staging = worker(llm)._access.staging
-    until(lambda: staging.num_free == staging.num_slots)
-    until(llm.reset_prefix_cache)
-    check_idle(llm)
-    until(lambda: not loads(llm)._overlapping)
-    connector = llm._engine._connector
-    assert not connector._scheduler._overlapping
-    assert not connector._scheduler._plans
-    assert not connector._records
-    assert not connector._ledger.quarantine
-    assert not llm._scheduler.beside_loads._running
-
-
-def check(output: RequestOutput, expected: list[int], reused: int | None = None) -> None:
-    """It has these tokens; `reused` of its prompt's came from the store, the rest was computed."""
-    assert list(output.output_token_ids) == expected
-    if reused is not None:
-        assert output.reused_store_tokens == reused
-    others = output.reused_store_tokens + output.reused_device_tokens
-    assert output.computed_tokens == output.prompt_tokens - others
 
 
 # ---------------------------------------------------------------------- where they meet
@@ -292,6 +193,53 @@ def test_the_progress_of_a_cancelled_load_is_not_that_of_the_next() -> None:
     request.num_computed_tokens = T
     beside.end(request)
     assert metrics.by_labels()[labels]["engine.load"] == before + 1
+
+
+def test_a_first_token_does_not_wait_for_what_is_computed_beside_a_load(monkeypatch):
+    first, second = (
+        LlmRequest(
+            number, np.array(PROMPT, np.int32), chain_root=BlockKey(bytes(32)), tokens_per_block=T
+        )
+        for number in range(2)
+    )
+    second.load_end = second.loaded_from = 12 * T
+    paces = BesideLoads(1 << 10, lambda: 2)
+    monkeypatch.setattr(paces, "chunk", lambda _, budget, **__: min(T, budget))
+    paces.add_chunk(ScheduledBatch(), [second])
+    steps = []
+    for scheduled in (len(PROMPT), 1, T, 1, 1):
+        first.num_computed_tokens = len(PROMPT) - max(scheduled, T + 1 if scheduled == T else 1)
+        first.num_scheduled_tokens = scheduled
+        batch = ScheduledBatch([first])
+        paces.add_chunk(batch, [second])
+        steps.append(second in batch.context_requests)
+    # The third does not end the prompt; every second one that does has a chunk beside it.
+    assert steps == [False, True, True, False, True]
+
+
+def test_a_load_that_explores_is_not_ended_before_its_first_byte():
+    """A store that became fast is measured beside the first step, and loads from then on."""
+    paces = BesideLoads(1 << 10, lambda: 1)
+    for size in (T, 100, 1 << 10):
+        paces._steps.record(size, size * size / 2, 0.001 + size * 1e-3)
+    paces._loads.record((T, 5.0), (100 * T, 500.0), piece=T, gap_s=5.0, total=100 * T)
+    match = ExternalMatch(0, 12 * T, is_async=True, overlaps=True)
+    worth = []
+    for number in range(1, 5):
+        request = LlmRequest(
+            number, np.array(PROMPT, np.int32), chain_root=BlockKey(bytes(32)), tokens_per_block=T
+        )
+        worth.append(paces.is_worth(request, match))
+    assert worth == [False, False, False, True]
+    request.load_end = request.loaded_from = 12 * T
+    assert not paces.add_chunk(ScheduledBatch(), [request])
+    batch = ScheduledBatch()
+    assert not paces.add_chunk(batch, [request])
+    assert (batch.requests, request.num_scheduled_tokens) == ([request], 11 * T)
+    request.num_computed_tokens = 11 * T
+    request.load_times = [(11 * T, 0.001), (6 * T, 0.003), (0, 0.005)]
+    paces.end(request)
+    assert paces.is_worth(request, match)
 
 
 def test_a_store_that_hangs_beside_steps_that_are_smaller_than_a_block(
@@ -441,18 +389,6 @@ def test_a_store_that_hangs_is_not_waited_for_and_writes_nothing_later(
 # ---------------------------------------------------------------------- requests that end early
 
 
-def stop_at(num_tokens: int, reached: threading.Event) -> Callable[[LlmRequest, int], int]:
-    """Decides to compute so many tokens, block by block, and then nothing."""
-
-    def decide(request: LlmRequest, _budget: int) -> int:
-        if request.num_computed_tokens < num_tokens:
-            return T
-        reached.set()
-        return 0
-
-    return decide
-
-
 @pytest.mark.parametrize("computed", [0, 2, 7])
 def test_aborted(computed, store, open_late, beside, reference, llama):
     llm = open_late()
@@ -471,25 +407,6 @@ def test_aborted(computed, store, open_late, beside, reference, llama):
     check(again, *reference(llama, [PROMPT], 12))
     assert again.reused_device_tokens == computed * T  # and none of what was loaded
     check_nothing_is_left(llm, store)
-
-
-def send_back_once(llm: LLM, when: Callable[[LlmRequest], bool]) -> list[LlmRequest]:
-    """Preempts a request right after the first step after which `when` holds for it."""
-    engine, sent = llm._engine, []
-    step = engine.step
-
-    def step_and_send_back() -> bool:
-        worked = step()
-        scheduler = engine._scheduler
-        for request in [*scheduler.running, *scheduler.loading.values()]:
-            if not sent and when(request):
-                sent.append(request)
-                engine._send_back(request)
-                return True
-        return worked
-
-    engine.step = step_and_send_back
-    return sent
 
 
 @pytest.mark.parametrize("store_is", ["there", "gone"])
@@ -578,22 +495,6 @@ def test_all_at_once(store, open_late, beside, reference, llama):
 # ---------------------------------------------------------------------- what does not overlap
 
 
-@pytest.mark.parametrize("arch", ["mistral", "mixed"])
-def test_windows_and_several_pools_wait_for_their_loads(
-    arch, open_llm, beside, reference, model_of, mixed, prompts
-):
-    model = mixed if arch == "mixed" else model_of(arch)
-    store = LateStore()
-    llm = open_llm(model, connector=connector(store), max_num_tokens=48)
-    for _ in range(2):
-        outputs = llm.generate(prompts, GREEDY)
-        assert tokens(outputs) == reference(model, prompts, 12)
-        worker(llm)._queue.flush(60)
-        until(llm.reset_prefix_cache)
-    assert outputs[0].reused_store_tokens > 0
-    assert beside.asked == 0
-
-
 def test_switched_off(open_llm, llama, store, beside, reference):
     config = KvCacheConnectorConfig(backend=store, lookup_timeout_ms=60_000, overlap_loads=False)
     llm = open_llm(llama, tokens_per_block=T, connector=config)
@@ -640,82 +541,6 @@ def test_ranks_go_on_from_what_the_slowest_has(model_of, reference, beside, tmp_
 
 
 # ---------------------------------------------------------------------- anything at any time
-
-
-STORMY = {
-    "roomy": {"max_num_tokens": 5 * T},
-    "crowded": {
-        "max_num_tokens": 2 * T,
-        "scheduling": "max_utilization",
-        "speculative": NgramSpeculation(num_draft_tokens=3, min_ngram_size=1),
-    },
-}
-
-
-class Storm:
-    """An engine and a store; what happens to them follows from a seed, but for what is in time."""
-
-    def __init__(self, llm: LLM, store: LateStore, beside: Beside) -> None:
-        self.llm, self.store = llm, store
-        self.random = random.Random(0)
-        self.disturbed: set[int] = set()
-        self.is_over = True
-        beside.decide = self.decide
-        worker(llm)._access.call_blocks = 1
-        self._step, llm._engine.step = llm._engine.step, self.step
-
-    def decide(self, request: LlmRequest, budget: int) -> int:
-        most = min(request.joins_load_at - request.num_computed_tokens, budget)
-        if most > 0 and self.random.random() < 0.5:
-            return self.random.choice([most, min(most, T), self.random.randint(1, most)])
-        self.llm._thread._inbox.ring()
-        return 0
-
-    def step(self) -> bool:
-        worked = self._step()
-        engine, scheduler = self.llm._engine, self.llm._scheduler
-        held = [*scheduler.running, *scheduler.loading.values()]
-        if held and not self.is_over:
-            match self.random.randrange(30):
-                case 0:
-                    chosen = self.random.choice(held)
-                    self.disturbed.add(chosen.request_id)
-                    engine._send_back(chosen)
-                case 1:
-                    chosen = self.random.choice([*held, *scheduler.waiting])
-                    self.disturbed.add(chosen.request_id)
-                    engine.abort(chosen.request_id)
-                case 2:
-                    self.store.release()
-                case 3:
-                    frames = list(self.store.frames)
-                    self.store.held = self.store.held | set(self.random.sample(frames, 5))
-            return True
-        return worked
-
-    def run(self, seed: int, saved: LateStore, expected: dict[int, list[int]]) -> None:
-        self.random.seed(seed)
-        self.store.become(saved)
-        kinds = [set[bytes]() for _ in range(8)]
-        for key in self.store.frames:
-            self.random.choice(kinds).add(key)
-        self.store.held, self.store.lost, self.store.broken, self.store.failing, *_ = kinds
-        chosen = [self.random.randrange(len(PROMPTS)) for _ in range(self.random.randrange(1, 5))]
-        self.disturbed.clear()
-        self.is_over = False
-        params = [SamplingParams(max_tokens=self.random.choice([0, 1, 12])) for _ in chosen]
-        handles = [
-            self.llm.submit(PROMPTS[which], one) for which, one in zip(chosen, params, strict=True)
-        ]
-        outputs = [handle.result(timeout=60) for handle in handles]
-        self.is_over = True
-        for which, one, output in zip(chosen, params, outputs, strict=True):
-            wanted = expected[which][: one.max_tokens]
-            got = list(output.output_token_ids)
-            assert got == (wanted if output.finish_reason != "abort" else wanted[: len(got)])
-            if output.request_id not in self.disturbed and not output.preemptions:
-                check(output, wanted)
-        check_nothing_is_left(self.llm, self.store)
 
 
 @pytest.fixture(scope="module", params=STORMY)

@@ -55,7 +55,7 @@ READS = Reads(0, ORDER * 16384, 0, np.arange(64) * 16384, 16384, epoch=5)
 WANTED = pattern(1, MiB).reshape(64, -1)[ORDER].reshape(-1)
 # Of its request: the head, the runs and two codes; of the answer: that, and 4 pieces with sums.
 REQUEST_NBYTES = 28 + 16 + 64 * 16 + 16
-ANSWER_NBYTES = 16 + 16 + MiB + 4 * 8
+ANSWER_NBYTES = 24 + 16 + MiB + 4 * 8
 
 
 @pytest.mark.planted("bit-in-data", "transfer", "refused")

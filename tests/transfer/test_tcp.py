@@ -127,11 +127,11 @@ def test_a_reader_that_was_let_in_is_refused_what_is_outside(server, reader):
         (0, [((1 << 63) - 8, 16)]),
     ):
         send(connection, seals, request(region, runs))
-        assert struct.unpack("<IIQ", receive_exactly(connection, 32)[:16])[1:] == (1, 0)
+        assert struct.unpack("<IIQII", receive_exactly(connection, 40)[:24])[1:] == (1, 0, 0, 0)
     send(connection, seals, request(0, [(16, 16), (0, 4)]))
-    answer = receive_exactly(connection, 32 + 20 + 8)
+    answer = receive_exactly(connection, 40 + 20 + 8)
     had = pattern(1, 32).tobytes()
-    assert answer[32:-8] == had[16:] + had[:4]
+    assert answer[40:-8] == had[16:] + had[:4]
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_another_version_is_refused_by_name(server, reader):
         thread = threading.Thread(target=former)
         thread.start()
         local = json.loads(server.local()) | {"port": listener.getsockname()[1]}
-        with pytest.raises(PeerUnreachable, match=r"speaks version 2 .*this process version 3"):
+        with pytest.raises(PeerUnreachable, match=r"speaks version 2 .*this process version 4"):
             reader.connect(json.dumps(local).encode())
         thread.join()
 

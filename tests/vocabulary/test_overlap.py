@@ -6,6 +6,7 @@ store that brings pieces from the end of the match.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, isfinite
 
@@ -19,6 +20,7 @@ from kvconnect.overlap import (
     load_is_faster,
     meeting,
     next_chunk,
+    next_chunk_behind,
     predict_alone,
     should_start,
 )
@@ -454,3 +456,96 @@ def test_a_load_that_freezes_halfway_costs_little():
     steps, loads = MODEL.pace(), Store(PREFILL * 4).pace()
     ours = first_token_s(MODEL, Freezing(PREFILL * 4), 8192, steps, loads)
     assert ours <= 1.05 * MODEL.prompt_s(0, 8193)
+
+
+# ---------------------------------------------------------------------- beside another engine
+
+
+Head = Callable[[float], int]
+
+
+def seconds_behind(head_at: Head, end: int, *, measured: bool = True, alone: bool = True) -> float:
+    """The seconds until all is there, where `head_at` says what the other engine has brought."""
+    pace = MODEL.pace() if measured else StepPace()
+    now, position, head = 0.0, 0, 0
+    while True:
+        head = max(head, head_at(now))
+        position = max(position, head)
+        if position >= end - 1:
+            return now + (MODEL.step_s(position, end) if position < end else 0.0)
+        prompt = LoadingPrompt(position, end - 1, end - 1, end, T)
+        chunk = next_chunk_behind(
+            prompt,
+            pace,
+            begun=0,
+            seconds=now,
+            head=head,
+            max_tokens=MODEL.chunk,
+            step_tokens=MODEL.chunk,
+            alone=alone,
+        )
+        if chunk.tokens:
+            now += MODEL.record(pace, position, position + chunk.tokens)
+            position += chunk.tokens
+        else:
+            assert chunk.look_again_after is not None
+            until = now + chunk.look_again_after
+            while now < until and head_at(now) <= head:
+                now += 0.001
+        if position == end:
+            return now
+
+
+@pytest.mark.parametrize("end", [4000, 16_000, 32_000])
+@pytest.mark.parametrize("stops_at", [0, 100, 1024, 3000, 12_000])
+@pytest.mark.parametrize("rate", [3000, 8000, 30_000])
+def test_an_engine_that_stops_at_any_point_costs_what_computing_costs(end, stops_at, rate):
+    alone = MODEL.prompt_s(0, end)
+    seconds = seconds_behind(lambda now: min(stops_at, int(now * rate)) // T * T, end)
+    assert seconds <= 1.05 * alone
+
+
+def test_a_model_that_is_not_measured_computes_beside_a_silent_engine():
+    assert seconds_behind(lambda _: 0, 8000, measured=False) <= 1.2 * MODEL.prompt_s(0, 8000)
+
+
+@pytest.mark.parametrize("rate", [12_000, 30_000])
+def test_beside_a_faster_engine_hardly_anything_is_computed(rate):
+    """Its chunks come at once, 1,000 tokens at a time."""
+    end = 16_000
+    there = (end - 1) / rate
+    seconds = seconds_behind(lambda now: min(end - 1, int(now * rate) // 1000 * 1000), end)
+    assert seconds <= 1.12 * there + 2 * MODEL.step_s(end - 1, end)
+
+
+def test_nothing_is_computed_while_the_other_engine_is_ahead():
+    pace = MODEL.pace()
+    computed_s = MODEL.prompt_s(0, 2048)
+    for position, tokens in ((2048, 0), (1600, 1)):
+        prompt = LoadingPrompt(position, 7999, 7999, 8000, T)
+        chunk = next_chunk_behind(
+            prompt,
+            pace,
+            begun=0,
+            seconds=computed_s,
+            head=position,
+            max_tokens=2048,
+            step_tokens=2048,
+        )
+        assert bool(chunk.tokens) == bool(tokens)
+        # A step under way delays what comes.
+        assert MODEL.step_s(position, position + chunk.tokens) <= max(
+            0.1 * computed_s, 12 * MODEL.fixed_s + MODEL.step_s(position, position + T)
+        )
+
+
+def test_beside_other_requests_the_other_engine_has_to_be_late():
+    end, slow = 8000, 7000
+    head = lambda now: min(end - 1, int(now * slow)) // T * T + (now * slow >= end)  # noqa: E731
+    pace = MODEL.pace()
+    at = MODEL.prompt_s(0, 2048) * 1.1
+    prompt = LoadingPrompt(2048, 7999, 7999, 8000, T)
+    options = {"begun": 0, "seconds": at, "head": 2048, "max_tokens": 64, "step_tokens": 2048}
+    assert next_chunk_behind(prompt, pace, **options).tokens
+    assert not next_chunk_behind(prompt, pace, **options, alone=False).tokens
+    assert seconds_behind(head, end, alone=False) <= 1.3 * MODEL.prompt_s(0, end)

@@ -217,6 +217,10 @@ def test_where_a_load_costs_little_more_are_explored_until_one_brings_something(
     assert [n for n in range(1, 201) if pace.explores(soon=True)] == some
     a_load(pace, (1000, 1.0), end=1.0)
     assert [n for n in range(1, 9) if pace.explores(soon=True)] == [4, 8]
+    a_load(pace, (1000, 1.1), end=1.1)  # as slow as before
+    assert [n for n in range(9, 33) if pace.explores(soon=True)] == [16, 32]
+    a_load(pace, (1000, 0.1), end=0.1)  # far faster
+    assert [n for n in range(1, 9) if pace.explores(soon=True)] == [4, 8]
 
 
 def test_the_rest_of_a_load_falls_with_time_and_with_what_is_there():

@@ -115,7 +115,7 @@ class Admission:
                 self._retain(sequence, segment, run)
         sequence.matched = sequence.computed = plan.num_matched
         sequence.attempted = at
-        sequence.reserved = plan.reserved
+        sequence.reserved, sequence.load_end = plan.reserved, plan.load_end
 
     def _claim(self, held: HeldBlocks, segment: Segment, first: int) -> None:
         if first >= segment.end:

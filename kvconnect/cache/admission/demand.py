@@ -5,9 +5,37 @@ from __future__ import annotations
 from functools import lru_cache
 
 from kvconnect.cache.pool.matching import first_in_window
+from kvconnect.layout import KvCacheLayout
 from kvconnect.request import LlmRequest, RequestState
 
-__all__ = ["peak_of_decode", "peak_of_prefill", "peak_to_completion"]
+__all__ = ["fits_beside", "peak_of", "peak_of_decode", "peak_of_prefill"]
+
+
+def peak_of(request: LlmRequest, layout: KvCacheLayout, chunk: int | None) -> int:
+    """Returns the most blocks of the pool of `layout` that `request` holds from now on.
+
+    `chunk` is as for `peak_to_completion`.
+    """
+    if layout.kind != "state":
+        return peak_to_completion(request, layout.window, layout.tokens_per_block, chunk)
+    total = request.prompt_len + request.sampling_params.max_tokens - 1
+    return min(1, total // layout.tokens_per_block)
+
+
+def fits_beside(
+    request: LlmRequest, layout: KvCacheLayout, positions: tuple[int, int], chunk: int | None
+) -> bool:
+    """Returns whether `request` can compute in the pool of `layout` beside a load.
+
+    Its admission may take no more blocks than the request needs without a load. In a window pool it
+    takes those that both `positions` need: where computing begins, and the load's end. There is no
+    way to compute states beside a load.
+    """
+    window, size = layout.window, layout.tokens_per_block
+    if window is None or layout.kind == "state":
+        return layout.kind != "state"
+    held = sum(-(-at // size) - first_in_window(window, at) // size for at in positions)
+    return held <= peak_of(request, layout, chunk)
 
 
 def peak_to_completion(

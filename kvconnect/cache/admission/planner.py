@@ -44,6 +44,8 @@ class AdmissionPlan(NamedTuple):
         num_matched: the tokens in `match`.
         begin: where computing begins: after the match, or after what a store will fill.
         reserved: the leading tokens that the sequence gets blocks for in every pool.
+        load_end: the end of what a store will fill while the tokens before it are computed; 0:
+            there is no such load, or no pool has a window.
         demands: the demand on each pool, by pool group.
         moves: the slabs that change pools first.
     """
@@ -54,6 +56,7 @@ class AdmissionPlan(NamedTuple):
     reserved: int
     demands: Items[Demand]
     moves: Collection[SlabMove] = ()
+    load_end: int = 0
 
 
 class Planner:
@@ -87,7 +90,8 @@ class Planner:
         If a partial match does not fit, the longest match of whole blocks is used instead. If the
         tree has a key index, `keys` gets the keys of the matched blocks from the index.
         """
-        match = self._match(prompt)
+        # Computing beside a load begins at the end of a block.
+        match = self._match(prompt, partial=not prompt.beside)
         plan = self._plan(prompt, match)
         if plan is None and match.source is not None:
             match = self._match(prompt, partial=False)
@@ -115,6 +119,9 @@ class Planner:
             begin = max(begin, prompt.external_end)
         if self._any_window and prompt.first_chunk is not None:
             reserved = min(reserved, begin + prompt.first_chunk)
+        beside = prompt.beside and self._any_window and not self._has_states
+        if beside:
+            reserved = begin  # `reserve` is for the tokens that are computed beside the load
         if self._has_states and begin % self._tokens_per_block:
             raise ConfigurationError(
                 f"external_end: {begin} must be a multiple of tokens_per_block="
@@ -126,18 +133,25 @@ class Planner:
             stop = num_tokens if pool.window is None else reserved
             if pool.is_state:
                 stop = begin  # the block that ends there; snapshots get theirs when they are taken
-            demand = self._demand(pool, match, begin, stop)
+            demand = self._demand(
+                pool, match, begin, stop, computed=num_matched if beside else begin
+            )
             demands.append(demand)
             needs.append(demand.fresh + demand.claimed)
         moves = self._slabs.plan(needs)
         if moves is None:
             return None
+        if beside:
+            return AdmissionPlan(match, num_matched, begin, num_matched, demands, moves, begin)
         return AdmissionPlan(match, num_matched, begin, reserved, demands, moves)
 
-    def _demand(self, pool: BlockPool, match: Match, begin: int, reserved: int) -> Demand:
-        first = first_in_window(pool.window, begin) // self._tokens_per_block
-        stop = -(-reserved // self._tokens_per_block)
-        fresh = stop - max(first, match.num_blocks)
+    def _demand(
+        self, pool: BlockPool, match: Match, begin: int, reserved: int, *, computed: int
+    ) -> Demand:
+        size = self._tokens_per_block
+        first = first_in_window(pool.window, computed) // size
+        stop = -(-reserved // size)
+        fresh = stop - max(first_in_window(pool.window, begin) // size, match.num_blocks)
         onboard = claimed = 0
         step = match.segment
         end = match.num_blocks

@@ -38,6 +38,8 @@ class Prompt(NamedTuple):
         first_chunk: the tokens to compute that window pools allocate blocks for; ``None`` for all.
         external_end: the leading tokens that an external store fills before any is computed;
             ``None`` without a store.
+        beside: true if the tokens before `external_end` may be computed while the store fills the
+            last ones.
     """
 
     namespace: NamespaceId
@@ -45,6 +47,7 @@ class Prompt(NamedTuple):
     max_matched: int | None = None
     first_chunk: int | None = None
     external_end: int | None = None
+    beside: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +72,7 @@ class Prompt(NamedTuple):
         max_matched: int | None = None,
         first_chunk: int | None = None,
         external_end: int | None = None,
+        beside: bool = False,
     ) -> Prompt:
         """Returns the same prompt with these limits instead of its own; shares the tokens.
 
@@ -81,7 +85,9 @@ class Prompt(NamedTuple):
             _check_least("first_chunk", first_chunk, 1)
         if external_end is not None:
             check_position("external_end", external_end, self.num_tokens)
-        return Prompt(self.namespace, self.tokens, max_matched, first_chunk, external_end)
+        return Prompt(
+            self.namespace, self.tokens, max_matched, first_chunk, external_end, beside=beside
+        )
 
 
 def _check_least(field: str, value: int, least: int) -> None:

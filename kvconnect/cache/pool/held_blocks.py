@@ -139,7 +139,8 @@ class HeldBlocks(HeldPath):
     The blocks in `spans` are published, and referenced in the tree; the others are private.
 
     Attributes:
-        ids: one id per block of the sequence; `NOT_HELD` outside ``first..stop``.
+        ids: one id per block of the sequence; `NOT_HELD` outside ``first..stop``. While a load
+            fills the last blocks, those between them and the reserved tokens are `NOT_HELD`, too.
         first: the blocks before this number were released, or never held.
         stop: the blocks from this number on are not reserved yet.
         duplicate: whether a block was published by another sequence before. With full attention,
@@ -180,7 +181,13 @@ class HeldBlocks(HeldPath):
         if not self.is_published:
             for low, high in self.gaps(max(start, self.first), min(stop, self.stop)):
                 ids.extend(self.ids[low:high])
+        if self.pool.window is not None and NOT_HELD in ids:
+            return array("i", [one for one in ids if one != NOT_HELD])
         return ids
+
+    def num_missing(self, start: int = 0) -> int:
+        """Returns how many of the blocks ``first..stop`` from `start` on are not reserved yet."""
+        return self.ids[max(start, self.first) : self.stop].count(NOT_HELD)
 
 
 @dataclass(slots=True, eq=False)

@@ -56,6 +56,8 @@ class Sequence:
         computed: how many leading tokens were matched or committed.
         matched: how many leading tokens were matched.
         reserved: how many leading tokens have blocks in every pool.
+        load_end: the end of what a store fills while the tokens before it are computed, in a cache
+            with windows; 0 once these tokens are committed, and if there is no such load.
         plan: the retention of each block.
         chain: the chain of the keys of the full blocks; ``None`` if the prompt came without one.
         pins: the handles that hold private blocks of this sequence.
@@ -73,6 +75,7 @@ class Sequence:
     computed: int = 0
     matched: int = 0
     reserved: int = 0
+    load_end: int = 0
     pins: list[PinHandle] = field(default_factory=list)
     state_ends: tuple[int, ...] = ()
     snapshot_end: int = 0
@@ -122,6 +125,20 @@ class Sequence:
             priority = held.pool.published.effective_priority(step)
             found[step.start : step.end] = [priority] * len(step)
         return found[start:]
+
+    def fill(self, held: HeldBlocks, start: int, ids: BlockIds) -> None:
+        """Reserves the blocks from `start` on, which are not held; `ids` are private blocks.
+
+        Pins that hold the blocks around them hold these, too.
+        """
+        if not ids:
+            return
+        stop = start + len(ids)
+        for pin in self.pins:
+            pinned = pin.held[held.pool.group]
+            held.pool.private.hold(ids[max(pinned.first - start, 0) : max(pinned.end - start, 0)])
+        held.ids[start:stop] = ids
+        held.stop = max(held.stop, stop)
 
     def forget(self, held: HeldBlocks, start: int, stop: int) -> BlockIds:
         """Marks the blocks ``start..stop`` of one pool as not held.

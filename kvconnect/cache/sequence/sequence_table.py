@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnect.cache.pool.block_pool import BlockPool
-from kvconnect.cache.pool.held_blocks import HeldBlocks, as_id_array, no_ids
+from kvconnect.cache.pool.held_blocks import NOT_HELD, HeldBlocks, as_id_array, no_ids
 from kvconnect.cache.pool.matching import Matcher, first_in_window
 from kvconnect.cache.pool.slabs import Slabs
 from kvconnect.cache.sequence.publication import Publication
@@ -75,8 +75,30 @@ class SequenceTable:
 
     def num_blocks(self, request_id: int, group: int = 0) -> int:
         """Returns how many blocks the sequence holds in a pool group."""
-        held = self._get(request_id).held[group]
-        return held.stop - held.first
+        sequence = self._get(request_id)
+        held = sequence.held[group]
+        missing = held.num_missing() if sequence.load_end else 0
+        return held.stop - held.first - missing
+
+    def num_ahead(self, request_id: int) -> tuple[int, ...]:
+        """Returns for each pool group how many blocks a load fills behind unreserved ones.
+
+        The sequence holds them beside the blocks of the tokens that it computes meanwhile.
+        """
+        sequence = self._get(request_id)
+        if not sequence.load_end:
+            return (0,) * len(self._pools)
+        start = -(-sequence.reserved // self._tokens_per_block)
+        missing = [held.num_missing(start) for held in sequence.held]
+        return tuple(
+            held.stop - start - gap if gap else 0
+            for held, gap in zip(sequence.held, missing, strict=True)
+        )
+
+    def has_begun(self, request_id: int) -> bool:
+        """Returns whether tokens have blocks that are computed beside a load."""
+        sequence = self._get(request_id)
+        return sequence.load_end > 0 and sequence.reserved > sequence.matched
 
     def num_reserved_tokens(self, request_id: int) -> int:
         """Returns how many leading tokens of the sequence have blocks in every pool group."""
@@ -102,7 +124,8 @@ class SequenceTable:
     def reserve(self, request_id: int, num_tokens: int) -> None:
         """Allocates blocks of window pools up to position `num_tokens`, before a later chunk.
 
-        Does nothing for tokens that have blocks.
+        Does nothing for tokens that have blocks. The last tokens before the end of a load have
+        blocks already.
 
         Raises:
             ConfigurationError: (a ``ValueError``) `num_tokens` is beyond the sequence.
@@ -113,11 +136,17 @@ class SequenceTable:
         if num_tokens <= sequence.reserved:
             return
         stop = -(-num_tokens // self._tokens_per_block)
-        needs = [0 if held.pool.is_state else max(stop - held.stop, 0) for held in sequence.held]
+        start = -(-sequence.reserved // self._tokens_per_block)
+        gaps = [held.ids[start : min(stop, held.stop)].count(NOT_HELD) for held in sequence.held]
+        needs = [
+            0 if held.pool.is_state else gap + max(stop - held.stop, 0)
+            for held, gap in zip(sequence.held, gaps, strict=True)
+        ]
         self._slabs.supply(needs)
-        for held, need in zip(sequence.held, needs, strict=True):
-            held.ids[held.stop : held.stop + need] = held.pool.allocate(need)
-            held.stop += need
+        for held, gap, need in zip(sequence.held, gaps, needs, strict=True):
+            ids = held.pool.allocate(need)
+            sequence.fill(held, start, ids[:gap])
+            sequence.fill(held, held.stop, ids[gap:])
         sequence.reserved = num_tokens
 
     def append_tokens(self, request_id: int, tokens: Tokens) -> None:
@@ -182,7 +211,8 @@ class SequenceTable:
         """Publishes the full blocks among the first `num_computed_tokens`, whose KV is valid.
 
         Window pools then release the blocks that lie wholly before the window of the next token. A
-        call for fewer tokens than were committed does nothing.
+        call for fewer tokens than were committed does nothing. A call for the tokens of a load also
+        releases the blocks of the tokens that were computed beside it.
 
         Raises:
             ConfigurationError: (a ``ValueError``) `num_computed_tokens` is beyond the sequence, or
@@ -192,6 +222,7 @@ class SequenceTable:
         check_position("num_computed_tokens", num_computed_tokens, sequence.num_tokens)
         if num_computed_tokens <= sequence.computed:
             return
+        self._join_load(sequence, num_computed_tokens)
         _check_reserved(sequence, num_computed_tokens)
         sequence.computed = num_computed_tokens
         self._settle_snapshot(sequence, num_computed_tokens)
@@ -200,6 +231,19 @@ class SequenceTable:
             if held.pool.window is not None and not held.pool.is_state:
                 first = first_in_window(held.pool.window, num_computed_tokens)
                 self._release_before(sequence, held, first // self._tokens_per_block)
+
+    def _join_load(self, sequence: Sequence, num_valid: int) -> None:
+        # The blocks between the last computed ones and those of the load hold nothing.
+        if not 0 < sequence.load_end <= num_valid:
+            return
+        size = self._tokens_per_block
+        windows = [held for held in sequence.held if held.pool.window is not None]
+        for held in windows:
+            first = first_in_window(held.pool.window, sequence.load_end)
+            self._release_before(sequence, held, first // size)
+        reserved = min(held.stop for held in windows) * size
+        sequence.reserved = max(sequence.reserved, min(reserved, sequence.num_tokens))
+        sequence.load_end = 0
 
     def _settle_snapshot(self, sequence: Sequence, num_valid: int) -> None:
         # A chunk that went beyond the end of a snapshot had no state there to write.
@@ -236,6 +280,7 @@ class SequenceTable:
         """
         sequence = self._get(request_id)
         check_position("num_valid_tokens", num_valid_tokens, sequence.num_tokens)
+        self._join_load(sequence, num_valid_tokens)
         self._settle_snapshot(sequence, num_valid_tokens)
         self._publisher.publish_ended(sequence, num_valid_tokens)
 
@@ -267,6 +312,7 @@ class SequenceTable:
 
     def _end(self, request_id: int, num_valid: int) -> None:
         sequence = self._live.pop(request_id)
+        self._join_load(sequence, num_valid)
         self._settle_snapshot(sequence, num_valid)
         self._publisher.finish(sequence, num_valid)
         for held in sequence.held:

@@ -30,6 +30,7 @@ class _Fetch:
             reads. The worker takes over their ownership.
         num_tokens: the number of tokens that the other engine publishes.
         promised: true once `num_tokens` was reported to the runtime.
+        overlaps: true if the request computes meanwhile.
     """
 
     name: str
@@ -37,6 +38,7 @@ class _Fetch:
     claims: list[Claimed]
     num_tokens: int
     promised: bool = False
+    overlaps: bool = False
 
     def drop(self) -> None:
         """Drops the claims."""
@@ -93,6 +95,14 @@ class DecodeBook:
         fetch = self._fetches.get(request.request_id)
         return fetch is not None and fetch.promised
 
+    def overlaps(self, request: LlmRequest) -> bool:
+        """Returns whether `request` computes while the tokens that were matched are fetched."""
+        fetch = self._fetches.get(request.request_id)
+        if fetch is None or not (fetch.promised and self.node.overlaps):
+            return False
+        fetch.overlaps = True
+        return True
+
     def admitted(self, request: LlmRequest) -> None:
         """Drops the claims of `request` unless the runtime loads the promised tokens now."""
         fetch = self._fetches.get(request.request_id)
@@ -132,6 +142,7 @@ class DecodeBook:
             first_blocks=tuple(firsts),
             blocks=tuple(blocks),
             tp_size=fetch.params.tp_size,
+            overlaps=fetch.overlaps,
         )
 
     def drop(self, request: LlmRequest) -> None:

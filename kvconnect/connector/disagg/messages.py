@@ -59,6 +59,7 @@ class FetchOrder:
         first_blocks: the number of the first block to fetch, for each pool group.
         blocks: the ids of the blocks to fill, from `first_blocks` on, by pool group.
         tp_size: the number of the other engine's ranks; `address` is that of the first.
+        overlaps: true if the request computes meanwhile what has not come.
     """
 
     request_id: int
@@ -69,3 +70,4 @@ class FetchOrder:
     first_blocks: tuple[int, ...]
     blocks: tuple[list[int], ...]
     tp_size: int = 1
+    overlaps: bool = False

@@ -6,6 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from torch import Tensor
 
 from kvconnect.address import host_and_port
@@ -14,6 +15,7 @@ from kvconnect.connector.data import KvCachePool, LlmArgs, TransferFailure
 from kvconnect.connector.disagg.device import DeviceOrder
 from kvconnect.connector.disagg.fetch.claim_book import ClaimBook
 from kvconnect.connector.disagg.fetch.fetcher import Fetcher
+from kvconnect.connector.disagg.fetch.landing import Landing
 from kvconnect.connector.disagg.fetch.sources import address_of_rank
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.offers import Offers
@@ -101,6 +103,7 @@ class TransferNode(PeerNode):
         self._regions: dict[int, Tensor] = {}
         self._offers: Offers | None = None
         self._fetcher: Fetcher | None = None
+        self._landing: Landing | None = None
         self._quarantine: Quarantine | None = None
         self._device: DeviceOrder | None = None
         self._hide_gauges: Callable[[], None] = lambda: None
@@ -119,6 +122,7 @@ class TransferNode(PeerNode):
         self._device = DeviceOrder(pools[0].tensor.device)
         self.transport.open()
         self._regions = {self.transport.register(pool.tensor): pool.tensor for pool in pools}
+        self._open_landing(pools)
         self.pools = tuple(
             PoolInfo.of(region, len(pool.tensor), pool.layout)
             for region, pool in zip(self._regions, pools, strict=True)
@@ -134,6 +138,19 @@ class TransferNode(PeerNode):
             self._open_fetcher(pools)
         self._hide_gauges = metrics.add_gauges(self._sizes)
 
+    @property
+    def overlaps(self) -> bool:
+        """Returns whether a request may compute while its prompt is fetched."""
+        layouts, connector = self._llm_args.layouts, self._llm_args.kv_connector_config
+        one_pool = len(layouts) == 1 and layouts[0].window is None
+        wanted = self.config.overlap_fetches and connector.overlap_loads
+        return wanted and one_pool and self.config.verify == "none"
+
+    def _open_landing(self, pools: Sequence[KvCachePool]) -> None:
+        if self.config.role != "prefill" and self.overlaps:
+            memory = Landing.memory_for([one.tensor for one in pools], pools[0].layout.block_nbytes)
+            self._landing = Landing(memory, self.transport.register(memory), self._regions)
+
     def _open_offers(self) -> None:
         config = self.config
         pool_nbytes = sum(one.numel() * one.element_size() for one in self._regions.values())
@@ -144,6 +161,7 @@ class TransferNode(PeerNode):
             lease_s=min(config.lease_s, most_s),
             max_idle_s=most_s,
             claim_wait_s=config.claim_timeout_s,
+            forget=self.transport.drop_digests,
         )
         self.listen(self._deliver)
 
@@ -163,6 +181,7 @@ class TransferNode(PeerNode):
             quarantine=quarantine,
             heads=self._heads,
             verified=self._regions if config.verify == "full" else None,
+            landing=self._landing,
         )
 
     def _sizes(self) -> dict[str, float]:
@@ -229,20 +248,35 @@ class TransferNode(PeerNode):
             raise UsageError("register_kv_caches was not called")
         return self._device
 
+    def keep_digests(self, epoch: int, blocks: Sequence[Sequence[int]]) -> None:
+        """Lets the transport digest blocks, by pool group, before they are read.
+
+        The blocks do not change until the lease `epoch` ends. Does not block.
+        """
+        layouts = self._llm_args.layouts
+        for region, layout, ids in zip(self._regions, layouts, blocks, strict=True):
+            offsets = np.array(ids, np.int64) * layout.block_nbytes
+            self.transport.keep_digests(region, offsets, layout.block_nbytes, epoch=epoch)
+
     def claim(self, address: str, name: str, tp_size: int = 1) -> list[Claimed]:
         """Claims a prompt from the engine at `address`; see `ClaimBook.claim_all`."""
         if self._fetcher is None:
             return [Claimed.refused(address, name, "this engine fetches nothing")]
         return self._fetcher.claims.claim_all(address, name, tp_size)
 
-    def fetch(self, order: FetchOrder, done: Callable[[int, TransferFailure | None], None]) -> None:
+    def fetch(
+        self,
+        order: FetchOrder,
+        done: Callable[[int, TransferFailure | None], None],
+        news: Callable[[], None] = lambda: None,
+    ) -> None:
         """Begins a load after the work that the device still does with its blocks."""
         fetcher = self._fetcher
         if fetcher is None:
             raise UsageError(
                 "transfer: this engine fetches no prompts; give role='decode' or 'both'"
             )
-        fetcher.expect(order, done)
+        fetcher.expect(order, done, news)
         self.device.after(lambda: fetcher.begin(order))
 
     # ------------------------------------------------------------------ messages of peers

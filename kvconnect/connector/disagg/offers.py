@@ -25,6 +25,7 @@ class Offers:
         wakeup: called on any thread when `take_ended` has something to return.
         max_lease_total: the most bytes of blocks that are kept for peers.
         lease_s, max_idle_s, claim_wait_s: see `LeaseServer`.
+        forget: called with the epoch of each lease that ended, before its blocks are freed.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class Offers:
         lease_s: float,
         max_idle_s: float,
         claim_wait_s: float,
+        forget: Callable[[int], object] = lambda _: None,
     ) -> None:
         self._wakeup = wakeup
+        self._forget = forget
         self._lock = threading.Lock()
         self._kept: dict[LeaseId, int] = {}
         self._ended: list[int] = []
@@ -123,6 +126,8 @@ class Offers:
         self.server.close(memory)
 
     def _let_go(self, keys: Sequence[LeaseId]) -> None:
+        for key in keys:
+            self._forget(key.epoch)
         with self._lock:
             mine = [self._kept.pop(key) for key in keys if key in self._kept]
             self._ended += mine

@@ -124,7 +124,23 @@ class Publisher:
     def _keep(self, shared: _Shared, key: LeaseId) -> None:
         # An earlier call may have found the lease ended and cleared the key; `advance` needs it.
         shared.key = key
+        if not self._node.offers.server.table.is_claimed(key):  # else most of it was read already
+            self._node.keep_digests(key.epoch, self._whole_blocks(shared))
         self._advance(shared, shared.num_tokens, self._num_layers, kept=True)
+
+    def _whole_blocks(self, shared: _Shared) -> list[list[int]]:
+        """Returns the ids of blocks, by pool group, that the prompt fills and readers need.
+
+        The owner of a block may write behind the last token of a prompt, so a last block that the
+        prompt does not fill is left out.
+        """
+        found = []
+        for ids, layout in zip(shared.ids, self._layouts, strict=True):
+            size = layout.tokens_per_block
+            first = blocks_needed(layout.window, shared.num_tokens, size).start
+            whole = ids[first : shared.num_tokens // size]
+            found.append([one for one in whole if one >= 0])
+        return found
 
     def revoke(self, request_id: int) -> None:
         """Withdraws a prompt whose blocks are freed: data read from it is invalid."""

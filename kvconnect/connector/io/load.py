@@ -89,8 +89,7 @@ class Load:
 
         Blocks until a running copy, of 64 blocks at most, has ended. Called on the engine's thread.
         """
-        last = -(-self.order.end // tokens_per_block)
-        wanted = max(0, last - -(-num_tokens // tokens_per_block))
+        wanted = self.order.num_from(-(-num_tokens // tokens_per_block))
         if wanted < self.wanted:
             with self.placing:
                 self.wanted = wanted

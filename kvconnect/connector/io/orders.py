@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -23,12 +24,14 @@ class BlockLoad:
         group: pool group.
         shares: the number of shares that its heads are divided into; ``None``: as the ranks save
             blocks of this group.
+        number: the number of the block within its request, for loads that overlap.
     """
 
     key: BlockKey
     block_id: int
     group: int = 0
     shares: int | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,12 @@ class LoadBlocks:
         start: leading tokens that are valid already, a multiple of tokens_per_block.
         end: leading tokens that are valid once all `blocks` are loaded; perhaps inside the last
             block.
-        blocks: the blocks to load, group by group, each in order of its tokens.
+        blocks: the blocks to load, group by group, each in order of its tokens; from the last
+            number to the first if the load `overlaps`.
         overlaps: true if blocks are filled from the last to the first while the tokens before them
             are computed.
         divisible: true if the leading blocks alone make their tokens valid. False with windows or
-            several pools: a missing block makes the whole load useless.
+            several pools: a missing block makes the whole load useless, unless it `overlaps`.
     """
 
     request_id: int
@@ -55,9 +59,18 @@ class LoadBlocks:
     overlaps: bool = False
 
     def loaded_from(self, num_blocks: int, tokens_per_block: int) -> int:
-        """Returns the token from which on all up to `end` are loaded after `num_blocks`."""
-        last = -(-self.end // tokens_per_block)
-        return min(self.end, (last - num_blocks) * tokens_per_block)
+        """Returns the token from which on all up to `end` are loaded after `num_blocks`.
+
+        Once that token is computed, `end` tokens are valid: groups with a window have the blocks
+        before it from computing, as far as they need them.
+        """
+        if num_blocks >= len(self.blocks):
+            return self.start
+        return min(self.end, (self.blocks[num_blocks].number + 1) * tokens_per_block)
+
+    def num_from(self, number: int) -> int:
+        """Returns how many blocks have a number of at least `number`, if the load `overlaps`."""
+        return bisect_right(self.blocks, -number, key=lambda block: -block.number)
 
     def num_valid(self, num_blocks: int, tokens_per_block: int) -> int:
         """Returns the leading valid tokens of the request after `num_blocks` blocks are loaded."""

@@ -136,7 +136,7 @@ class StoreFinding:
         If true, the load's order fills the last block first.
         """
         prompt = self._prompts.get(request.request_id)
-        if prompt is None or prompt.promised is None or self._windows != (None,):
+        if prompt is None or prompt.promised is None:
             return False
         prompt.overlaps = True
         return True
@@ -232,7 +232,8 @@ class StoreFinding:
         # Without windows, in one pool, the leading blocks of a partial load are valid.
         divisible = self._windows == (None,)
         if prompt.overlaps:
-            blocks = blocks[::-1]
+            # The last tokens first, in all groups: from each of them on, the load is whole.
+            blocks = tuple(sorted(blocks, key=lambda block: block.number, reverse=True))
         return LoadBlocks(data.request_id, start, end, blocks, divisible, prompt.overlaps)
 
     def _blocks_to_load(
@@ -250,7 +251,7 @@ class StoreFinding:
                         "manager has to reserve it"
                     )
                 shares = hit.shares.get((group, number))
-                yield BlockLoad(keys[number], ids[number], group, shares)
+                yield BlockLoad(keys[number], ids[number], group, shares, number)
 
     def failed(self, request: LlmRequest) -> None:
         """Treats the store's answer as empty, because a load of `request` failed."""

@@ -153,9 +153,14 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         return 0, False
 
     def load_overlaps(self, request: LlmRequest) -> bool:
-        """Returns True for loads from the store, in one pool without windows."""
-        fetched = self._fetched is not None and self._fetched.fetches(request)
-        return not fetched and self._finding is not None and self._finding.overlaps(request)
+        """Returns True, but for fetches of several pools, of windows, or compared with digests."""
+        if self._fetched is not None and self._fetched.fetches(request):
+            return self._fetched.overlaps(request)
+        return self._finding is not None and self._finding.overlaps(request)
+
+    def load_follows(self, request: LlmRequest) -> bool:
+        """Returns True for loads from a peer."""
+        return self._fetched is not None and self._fetched.fetches(request)
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
         """Drops the list of blocks: all are new, and the step's report will contain them."""
@@ -302,6 +307,7 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
             return meta
         publish = tuple(self._published.orders(scheduler_output))
         fetches = tuple(self._fetched.orders(scheduler_output))
+        self._overlapping |= {one.request_id: one.end for one in fetches if one.overlaps}
         if publish or fetches:
             meta = replace(meta or OffloadMeta(), publish=publish, fetches=fetches)
         return meta

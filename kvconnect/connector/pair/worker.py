@@ -28,6 +28,7 @@ from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.trace import warn_once
 
 if TYPE_CHECKING:
+    from kvconnect.connector.disagg.fetch.fetcher import Fetcher
     from kvconnect.connector.disagg.node import TransferNode
     from kvconnect.connector.disagg.publisher import Publisher
 
@@ -36,10 +37,6 @@ __all__ = ["OffloadWorker"]
 # The worker's deadlines are earlier than the runtime's: the worker knows when its writes have
 # ended, whereas the runtime would have to quarantine the blocks.
 _OWN_SHARE = 0.9
-
-
-def _silent() -> None:
-    """Does nothing; replaces a callback that is not set yet."""
 
 
 class OffloadWorker(KvCacheConnectorWorker):
@@ -63,7 +60,7 @@ class OffloadWorker(KvCacheConnectorWorker):
     def __init__(self, llm_args: LlmArgs) -> None:
         super().__init__(llm_args)
         self._config = llm_args.kv_connector_config
-        self._wakeup: Callable[[], None] = _silent
+        self._wakeup: Callable[[], None] = lambda: None
         self._ended: deque[tuple[int, TransferFailure | None]] = deque()
         self._failed: list[TransferFailure] = []
         self._load_times: dict[int, list[tuple[int, float]]] = {}
@@ -76,6 +73,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         self._shared: set[int] = set()  # ended requests whose blocks a reader may need
         self._node: TransferNode | None = None
         self._publisher: Publisher | None = None
+        self._fetcher: Fetcher | None = None
         self._open_store: OffloadStore | None = None
         with ExitStack() as undo:
             if self._config.transfer is not None:
@@ -110,6 +108,7 @@ class OffloadWorker(KvCacheConnectorWorker):
             self.register_planes([PagedKv.from_pool(one.tensor, one.layout) for one in pools])
         if self._node is not None:
             self._node.open(pools)
+            self._fetcher = self._node.fetcher
 
     def register_planes(self, pools: Sequence[PagedKv | StridedPlanes]) -> None:
         """Registers the pools, with planes of any strides, and reserves the staging memory.
@@ -166,10 +165,13 @@ class OffloadWorker(KvCacheConnectorWorker):
         for order in meta.loads:
             self._loads.start(order, self._load_ended, self._wakeup)
         for request_id, num_tokens in meta.floors.items():
-            self._loads.raise_floor(request_id, num_tokens)
+            if self._open_store is not None:
+                self._loads.raise_floor(request_id, num_tokens)
+            if self._fetcher is not None:
+                self._fetcher.raise_floor(request_id, num_tokens)
         if self._node is not None:
             for fetch in meta.fetches:
-                self._node.fetch(fetch, self._told)
+                self._node.fetch(fetch, self._told, self._wakeup)
 
     def wait_for_layer_load(self, layer_idx: int, stream: ForwardStream) -> None:
         """Does nothing: no request computes from tokens that are still being loaded."""
@@ -178,8 +180,8 @@ class OffloadWorker(KvCacheConnectorWorker):
         """Cancels the load of a request; `get_finished` returns its id once no more writes come."""
         if self._open_store is not None:
             self._loads.cancel(request_id)
-        if self._node is not None and self._node.fetcher is not None:
-            self._node.fetcher.cancel(request_id)
+        if self._fetcher is not None:
+            self._fetcher.cancel(request_id)
 
     def _load_ended(self, load: Load) -> None:
         self._told(load.order.request_id, load.failure)
@@ -299,10 +301,15 @@ class OffloadWorker(KvCacheConnectorWorker):
 
     def get_load_progress(self) -> Mapping[int, int]:
         """Returns for each load beside computing the token from which on all are in the pool."""
-        if self._open_store is None:
-            return {}
-        self._load_times = self._loads.times()
-        return self._loads.progress()
+        progress = {} if self._fetcher is None else self._fetcher.beside.progress()
+        if self._open_store is not None:
+            self._load_times = self._loads.times()
+            progress |= self._loads.progress()
+        return progress
+
+    def get_load_heads(self) -> Mapping[int, int]:
+        """Returns for each fetch beside computing the token before which all are in the pool."""
+        return {} if self._fetcher is None else self._fetcher.beside.heads
 
     def get_load_times(self) -> Mapping[int, Sequence[tuple[int, float]]]:
         """Returns the progress of each load beside computing: tokens with seconds."""

@@ -141,6 +141,8 @@ class Report:
         failures: transfers that failed on this rank.
         progress: for loads that overlap with computing: the request, and the token from which on
             all up to the load's end are in its blocks.
+        heads: for loads that follow another engine: the request, and the token before which all
+            are in its blocks or computed.
         load_times: the progress of loads over time: the request, and positions with seconds.
         worker_meta: the data for the scheduler, from `build_worker_meta`.
         request_errors: errors of this rank's worker for single requests; none on the leader.
@@ -151,6 +153,7 @@ class Report:
     loaded: tuple[int, ...] = ()
     failures: tuple[TransferFailure, ...] = ()
     progress: tuple[tuple[int, int], ...] = ()
+    heads: tuple[tuple[int, int], ...] = ()
     load_times: tuple[tuple[int, tuple[tuple[int, float], ...]], ...] = ()
     worker_meta: object = None
     request_errors: tuple[RequestError, ...] = ()

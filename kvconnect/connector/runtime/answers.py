@@ -108,8 +108,10 @@ def checked_failures(owner: object, answer: object) -> list[TransferFailure]:
     return list(answer)
 
 
-def checked_progress(owner: object, answer: object) -> tuple[tuple[int, int], ...]:
-    """Returns the answer of `get_load_progress`, checked: pairs of a request and a position.
+def checked_progress(
+    owner: object, answer: object, *, method: str = "get_load_progress"
+) -> tuple[tuple[int, int], ...]:
+    """Returns the answer of `method`, checked: pairs of a request and a position.
 
     Raises:
         ConnectorContractError: not a mapping of request ids to positions.
@@ -117,7 +119,7 @@ def checked_progress(owner: object, answer: object) -> tuple[tuple[int, int], ..
     if isinstance(answer, Mapping) and all(_is_int(one) for pair in answer.items() for one in pair):
         return tuple(answer.items())
     raise ConnectorContractError(
-        f"{_name(owner)}.get_load_progress answered {answer!r}; a mapping of request ids to "
+        f"{_name(owner)}.{method} answered {answer!r}; a mapping of request ids to "
         "positions is needed"
     )
 

@@ -135,6 +135,8 @@ class TransferLedger:
                 self._check_failure(failure)
             for request_id, position in report.progress:
                 self._check_progress(rank, request_id, position)
+            for request_id, position in report.heads:
+                self._check_head(request_id, position)
 
     def settle(
         self, reports: Sequence[Report], load_failed: LoadFailed, outcome: StepOutcome, now: float
@@ -209,6 +211,14 @@ class TransferLedger:
                 f"{load.progress.get(rank, load.end)}"
             )
 
+    def _check_head(self, request_id: int, position: int) -> None:
+        load = self.loads.get(request_id)
+        if load is not None and load.progress is not None and position > load.end:
+            raise ConnectorContractError(
+                f"{self._worker_name}.get_load_heads reported {position} for request {request_id}; "
+                f"the load ends at {load.end}"
+            )
+
     # ------------------------------------------------------------------ what all ranks reported
 
     def _transfers(self, direction: Direction) -> Transfers:
@@ -219,16 +229,22 @@ class TransferLedger:
             self._done(rank, Direction.LOAD, request_id)
         for request_id in report.saved:
             self._done(rank, Direction.SAVE, request_id)
+        self._enter_progress(rank, report)
+        self._enter_failures(rank, report.failures)
+
+    def _enter_progress(self, rank: int, report: Report) -> None:
+        heads = dict(report.heads)
         for request_id, position in report.progress:
             load = self.loads.get(request_id)
             if load is not None and load.progress is not None:
                 load.progress[rank] = position
+                load.heads[rank] = heads.get(request_id, 0)
                 if (record := self._records.get(request_id)) is not None:
                     record.request.loaded_from = load.loaded_from(len(self._ranks))
+                    record.request.load_head = load.head(len(self._ranks))
         for request_id, times in report.load_times:
             if rank == 0 and (record := self._records.get(request_id)) is not None:
                 record.request.load_times += times
-        self._enter_failures(rank, report.failures)
 
     def _enter_failures(self, rank: int, failures: tuple[TransferFailure, ...]) -> None:
         failed_loads = set()

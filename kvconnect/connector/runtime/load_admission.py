@@ -49,6 +49,7 @@ class LoadAdmission:
         divisible: bool,
         whole_blocks: bool = False,
     ) -> None:
+        self._kv = kv
         self._ledger = ledger
         self._errors = errors
         self._max_blocks = int(kv.get_max_resource_count() * config.max_loading_fraction)
@@ -56,7 +57,7 @@ class LoadAdmission:
         self._tokens_per_block = tokens_per_block
         self._divisible = divisible
         self._whole_blocks = whole_blocks
-        self._overlaps = config.overlap_loads and divisible and kv.overlaps_loads
+        self._overlaps = config.overlap_loads and kv.overlaps_loads
         self.is_worth: Callable[[LlmRequest, ExternalMatch], bool] = lambda _request, _match: True
         self._admitted: list[RequestRecord] = []  # includes those of this step, which have a match
         self._dropped: list[int] = []
@@ -136,18 +137,23 @@ class LoadAdmission:
     ) -> ExternalMatch:
         if record.offer is None:
             request = record.request
-            num_tokens, is_async, overlaps = 0, False, False
+            num_tokens, is_async, overlaps, follows = 0, False, False, False
             if request not in self._errors:
                 with self._errors.kept(request):
                     answer = scheduler.get_num_new_matched_tokens(request, position)
                     num_tokens, is_async = checked_match(scheduler, answer)
-                    overlaps = self._overlaps and is_async and scheduler.load_overlaps(request)
             # The last token is always computed: its logits are needed.
             most = request.num_tokens - 1 - position
             if self._whole_blocks and (num_tokens > most or num_tokens % self._tokens_per_block):
                 num_tokens = 0  # states are at the end of the match alone, which is not used
             num_tokens = max(0, min(num_tokens, most))
-            record.offer = ExternalMatch(position, num_tokens, is_async, overlaps)
+            end = position + num_tokens
+            may_overlap = self._overlaps and is_async and num_tokens > 0
+            if may_overlap and self._kv.fits_beside(request, position, end):
+                with self._errors.kept(request):
+                    overlaps = scheduler.load_overlaps(request)
+                    follows = overlaps and scheduler.load_follows(request)
+            record.offer = ExternalMatch(position, num_tokens, is_async, overlaps, follows)
         return record.offer
 
     def _may_load(self, record: RequestRecord) -> bool:

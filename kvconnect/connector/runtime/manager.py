@@ -141,9 +141,7 @@ class KvCacheConnectorManager:
         """Sets `is_worth`, which returns whether to start the load of a match."""
         self._loads.is_worth = is_worth
 
-    def blocks_allocated(
-        self, request: LlmRequest, block_ids: list[int], by_group: Sequence[list[int]] = ()
-    ) -> None:
+    def blocks_allocated(self, request: LlmRequest, block_ids: list[int]) -> None:
         """Records that `request` was admitted and holds `block_ids`."""
         self._loads.admitted(self._record(request))
         if request not in self._errors:

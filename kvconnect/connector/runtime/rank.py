@@ -205,6 +205,9 @@ class RankDriver:
             step.step,
             failures=tuple(failures),
             progress=checked_progress(self._worker, self._worker.get_load_progress()),
+            heads=checked_progress(
+                self._worker, self._worker.get_load_heads(), method="get_load_heads"
+            ),
             load_times=tuple(
                 (one, tuple(times)) for one, times in self._worker.get_load_times().items()
             ),

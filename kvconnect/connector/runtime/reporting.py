@@ -108,8 +108,9 @@ class StepReporter:
     """Builds the `SchedulerOutput` of a step from its batch and the earlier reports.
 
     Pools of sliding windows get their blocks chunk by chunk, so their reported blocks may lag
-    behind those of group 0. A group of states is reported where a step ends with a block, up to
-    that end: each block is -1 but for the snapshot there, if one is taken.
+    behind those of group 0. While a request computes beside its load, only their blocks up to the
+    end of the step are reported. A group of states is reported where a step ends with a block, up
+    to that end: each block is -1 but for the snapshot there, if one is taken.
 
     Args:
         kv: knows the blocks.
@@ -123,6 +124,9 @@ class StepReporter:
         self._kv = kv
         self._tokens_per_block = tokens_per_block
         self._pools = pool_groups(layouts)
+        self._windows = {
+            pool for pool, one in zip(self._pools, layouts, strict=True) if one.window is not None
+        }
         self._states = next(
             (pool for pool, one in zip(self._pools, layouts, strict=True) if one.kind == "state"),
             None,
@@ -162,6 +166,9 @@ class StepReporter:
     def _reserved(self, request: LlmRequest, pool: int) -> list[int]:
         """Returns ids in `pool` up to the last block held there; -1 where no block is held."""
         ids = self._ids(request, pool)
+        if request.load_end and request.num_scheduled_tokens and pool in self._windows:
+            end = request.num_computed_tokens + request.num_scheduled_tokens
+            del ids[-(-end // self._tokens_per_block) :]
         while ids and ids[-1] < 0:
             ids.pop()
         return ids

@@ -36,6 +36,8 @@ class Transfer:
         num_valid: the smallest number of leading valid tokens that a rank reported.
         progress: for a load that overlaps with computing, by rank, the token from which on all up
             to `end` are in the blocks; ``None``: it does not overlap.
+        heads: for a load that follows another engine, by rank, the token before which all are in
+            the blocks or computed.
         done_ranks: ranks whose worker no longer accesses the blocks.
         failed_ranks: ranks that reported failure.
         reason: the first reported reason, for the log.
@@ -53,6 +55,7 @@ class Transfer:
     reason: str = ""
     loss: Outcome = Outcome.LATE
     progress: dict[int, int] | None = None
+    heads: dict[int, int] = field(default_factory=dict)
     state: TransferState = TransferState.ACTIVE
 
     @property
@@ -69,6 +72,10 @@ class Transfer:
         """Returns the token from which on all up to `end` are in the blocks of every rank."""
         progress = self.progress or {}
         return max(progress.get(rank, self.end) for rank in range(num_ranks))
+
+    def head(self, num_ranks: int) -> int:
+        """Returns the token before which all are in the blocks of every rank or computed."""
+        return min(self.heads.get(rank, 0) for rank in range(num_ranks))
 
     def is_late(self, now: float) -> bool:
         """Returns True if its deadline has passed."""

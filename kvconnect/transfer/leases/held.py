@@ -40,6 +40,9 @@ class HeldLease:
     All other reads are invalid. A decision is final. The transport, not the lease, fails a read
     from a process that has ended, also if another process took its place.
 
+    A reader that needs its bytes earlier may use those read before `confirmed`: P acknowledged a
+    message that was sent after them, so the lease was not broken then, nor its blocks reused.
+
     Args:
         request: the name of the request at P.
         clock: see `lease_clock`.
@@ -47,6 +50,8 @@ class HeldLease:
     Attributes:
         epoch: the lease's epoch; ``None`` until it is known.
         lease_s: the length of the last grant in seconds; 0 before the first.
+        confirmed: the time on the lease's clock when the last acknowledged claim or renewal was
+            sent.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class HeldLease:
         self.request = request
         self.epoch = epoch
         self.lease_s = 0.0
+        self.confirmed = float("-inf")
         self._clock = clock
         self._lock = threading.Lock()
         self._sent: OrderedDict[int, float] = OrderedDict()
@@ -98,6 +104,15 @@ class HeldLease:
         """The number of the release of `release_sent`; ``None`` before."""
         return self._release_seq
 
+    @property
+    def awaits_answer(self) -> bool:
+        """Returns whether the last claim or renewal is not acknowledged yet."""
+        return self._last_sent > self.confirmed
+
+    def now(self) -> float:
+        """Returns the time on the lease's clock."""
+        return self._clock()
+
     def may_read(self) -> bool:
         """Returns whether a read may begin now: the lease is granted, not over and not decided."""
         return self._outcome is Outcome.OPEN and not self.released and self._clock() < self._end
@@ -132,6 +147,7 @@ class HeldLease:
             at = self._sent.get(seq)
             if at is None:
                 return False
+            self.confirmed = max(self.confirmed, at)
             self._end = max(self._end, at + lease_s * (1 - MAX_DRIFT))
             self.lease_s = lease_s
             self._decide()

@@ -189,6 +189,12 @@ class LeaseTable:
                 self._settle(self._live[key], now)
             return True if request in self._offers else False if request in self._gone else None
 
+    def is_claimed(self, key: LeaseId) -> bool:
+        """Returns whether a reader has claimed this lease, which lives."""
+        with self._lock:
+            lease = self._live.get(key)
+            return lease is not None and bool(lease.holders)
+
     def num_blocks(self, key: LeaseId) -> tuple[int, ...]:
         """Returns the number of known blocks by pool group; empty if none, or the lease ended."""
         with self._lock:

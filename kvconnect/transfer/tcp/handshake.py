@@ -23,7 +23,7 @@ from kvconnect.transfer.tcp.stream import receive_exactly
 
 __all__ = ["answer", "greet"]
 
-_MAGIC = b"KVT\x03"
+_MAGIC = b"KVT\x04"
 _NONCE_NBYTES = 32
 _GREETING = struct.Struct("<4s32s")
 _CLAIM = struct.Struct("<4s16s32s32s")

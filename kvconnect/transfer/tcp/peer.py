@@ -16,7 +16,7 @@ from kvconnect.transfer.tcp.address import TcpLocal
 from kvconnect.transfer.tcp.handshake import greet
 from kvconnect.transfer.tcp.stream import Corrupt, Stream, prepare
 from kvconnect.transfer.tcp.tcp_pull import Share, TcpPull
-from kvconnect.transfer.tcp.wire import MAX_RUNS, OUTSIDE, Malformed, receive_answer, send_request
+from kvconnect.transfer.tcp.wire import MAX_RUNS, Malformed, receive_answer, send_request
 from kvconnect.transfer.transport import PeerHandle
 
 __all__ = ["TcpPeer"]
@@ -176,17 +176,21 @@ class TcpPeer(PeerHandle):
                     asked,
                     epoch=share.epoch,
                 )
-                status = receive_answer(stream.connection, stream.seals.answers, request.nbytes)
+                leading = receive_answer(stream.connection, stream.seals.answers, request)
             except Malformed:
                 raise
             except OSError as broken:
                 raise _Stale(str(broken)) from broken
-            if status == OUTSIDE:
+            if leading is None:
                 return PullFailed("refused", f"{self.identity} has not registered that memory")
-            whole = begin == 0 and len(asked) == len(share.remote)
-            local = share.local if whole else cut(share.local, begin, begin + request.nbytes)
-            stream.receive(self._memory[share.local_region], local, request.seed)
-            begin += request.nbytes
+            region, end = self._memory[share.local_region], begin + request.nbytes
+            if leading.nbytes:
+                local = cut(share.local, begin, begin + leading.nbytes)
+                stream.receive_digested(region, local, leading)
+                begin += leading.nbytes
+            if begin < end:
+                stream.receive(region, cut(share.local, begin, end), request.seed)
+            begin = end
         return None
 
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from kvconnect.trace import count
 from kvconnect.transfer.acceptor import Acceptor, shut
-from kvconnect.transfer.reads import Runs
+from kvconnect.transfer.reads import Runs, cut
 from kvconnect.transfer.regions import Regions
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp.handshake import answer
+from kvconnect.transfer.tcp.kept_digests import KeptDigests
 from kvconnect.transfer.tcp.stream import Stream, block_until, prepare
-from kvconnect.transfer.tcp.wire import OUTSIDE, SERVED, Malformed, receive_request, send_answer
+from kvconnect.transfer.tcp.wire import Malformed, receive_request, send_answer, send_refusal
 
 __all__ = ["Source"]
 
@@ -50,6 +51,7 @@ class Source(Acceptor[_Reader]):
 
     Args:
         regions: the memory that readers may read; may grow later.
+        kept: the digests of the parts of this memory that do not change.
         secret: the secret that readers must prove; ``None`` if there is none.
         incarnation: the transport's incarnation; readers that expect another one are refused.
         host, port: see `Acceptor`.
@@ -61,12 +63,14 @@ class Source(Acceptor[_Reader]):
     def __init__(
         self,
         regions: Regions,
+        kept: KeptDigests,
         secret: SharedSecret | None,
         incarnation: bytes,
         host: str,
         port: int,
     ) -> None:
         self._regions = regions
+        self._kept = kept
         self._secret = secret
         self._incarnation = incarnation
         super().__init__("tcp", host, port)
@@ -97,11 +101,16 @@ class Source(Acceptor[_Reader]):
             raise
         if not self._inside(asked.region, asked.runs):
             count("transfer.tcp.refused")
-            send_answer(connection, seals.answers, OUTSIDE, 0)
+            send_refusal(connection, seals.answers)
             return
         reader.used_at = time.monotonic()
-        send_answer(connection, seals.answers, SERVED, asked.nbytes)
-        stream.send(self._regions[asked.region], asked.runs, asked.seed)
+        region = self._regions[asked.region]
+        leading = self._kept.leading(asked.region, asked.runs, asked.epoch)
+        send_answer(connection, seals.answers, asked, leading)
+        if leading.nbytes:
+            stream.send_digested(region, cut(asked.runs, 0, leading.nbytes))
+        if leading.nbytes < asked.nbytes:
+            stream.send(region, cut(asked.runs, leading.nbytes, asked.nbytes), asked.seed)
 
     def _inside(self, region: int, runs: Runs) -> bool:
         if region >= len(self._regions):

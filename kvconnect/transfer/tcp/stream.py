@@ -1,7 +1,8 @@
 """The bytes between a socket and registered memory, each piece with a checksum.
 
-Sent bytes pass through a small buffer of host memory, one per connection. Received bytes are
-written to host memory at once, and to a device's memory through such a buffer.
+Sent bytes pass through a small buffer of host memory, one per connection, unless their digests are
+kept (see `kept_digests`). Received bytes are written to host memory at once, and to a device's
+memory through such a buffer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import xxhash
 from kvconnect.transfer.reads import Runs, pieces
 from kvconnect.transfer.regions import Region
 from kvconnect.transfer.seal import Seals
+from kvconnect.transfer.tcp.kept_digests import Leading
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +38,9 @@ _SENT_PIECES = 8
 
 _RECEIVED_PIECES = 2
 """The pieces of one call that receives: they are hashed afterwards, in a core's second cache."""
+
+_DIGESTED_NBYTES = 512 << 10
+"""The bytes of one call that receives bytes whose digests are known, hashed as above."""
 
 
 class Disconnected(OSError):
@@ -102,9 +107,9 @@ def receive_exactly(connection: socket.socket, nbytes: int, deadline: float | No
 class Stream:
     """A connection in blocking mode, and the buffer that pieces go through.
 
-    The bytes of a request travel in pieces of `PIECE_NBYTES`, counted from its first byte; behind
-    each piece is its xxh3-64. Both sides hash a piece while it is in the processor's cache. A
-    stream has a buffer of `_SENT_PIECES` pieces once it needs one.
+    Leading bytes of a request whose digests are kept travel as they are. The other bytes travel in
+    pieces of `PIECE_NBYTES`; behind each piece is its xxh3-64. Both sides hash a piece while it is
+    in the processor's cache. A stream has a buffer of `_SENT_PIECES` pieces once it needs one.
 
     Not thread-safe, but another thread may shut the connection down.
     """
@@ -141,6 +146,43 @@ class Stream:
                 _SUM.pack_into(staged, end, _checksum([staged[first:end]], seed, number))
                 end += _SUM.size
             self.connection.sendall(staged[:end])
+
+    def send_digested(self, region: Region, runs: Runs) -> None:
+        """Sends the bytes of `runs` in host memory, whose digests the reader has; blocks.
+
+        There is no copy: what is written to the memory meanwhile may be sent, and is refused.
+        Afterwards the memory is not read any more.
+
+        Raises:
+            OSError: as `send`.
+        """
+        vectors = _views(region.view(), runs)
+        for first in range(0, len(vectors), _VECTORS):
+            some = vectors[first : first + _VECTORS]
+            while some:
+                some = _left(some, self.connection.sendmsg(some))
+
+    def receive_digested(self, region: Region, runs: Runs, leading: Leading) -> None:
+        """Receives the bytes under the digests of `leading`, and writes them to `runs`; blocks.
+
+        Raises:
+            Corrupt: bytes arrived that have other digests.
+            OSError: the connection broke or was shut down.
+
+        After either, some, all or none of the bytes have changed, and none changes any more.
+        """
+        view = region.view() if region.host else None
+        size = max(1, _DIGESTED_NBYTES // leading.cell) * leading.cell
+        digests, done = leading.digests.tolist(), 0
+        for piece in pieces(runs, size):
+            parts = [self._staged(0, piece)] if view is None else _views(view, piece)
+            self._receive_all(list(parts))
+            found = _digests(parts, leading.cell)
+            if found != digests[done : done + len(found)]:
+                raise Corrupt("bytes arrived that are not those that were published")
+            done += len(found)
+            if view is None:
+                _scatter(self._staging(), region, piece)
 
     def receive(self, region: Region, runs: Runs, seed: int) -> None:
         """Receives bytes and writes them to `runs` of `region`; blocks.
@@ -210,6 +252,27 @@ def _checksum(parts: list[memoryview], seed: int, number: int) -> int:
 
 def _views(view: memoryview, piece: Runs) -> list[memoryview]:
     return [view[offset : offset + nbytes] for offset, nbytes in piece.tolist()]
+
+
+def _digests(parts: list[memoryview], size: int) -> list[int]:
+    """Returns the xxh3-64 of each `size` bytes of `parts`, which have a multiple of that."""
+    if all(len(part) % size == 0 for part in parts):
+        return [
+            xxhash.xxh3_64_intdigest(part[begin : begin + size])
+            for part in parts
+            for begin in range(0, len(part), size)
+        ]
+    found, state, room = [], xxhash.xxh3_64(), size
+    for part in parts:
+        begin = 0
+        while begin < len(part):
+            some = part[begin : begin + room]
+            state.update(some)
+            begin, room = begin + len(some), room - len(some)
+            if not room:
+                found.append(state.intdigest())
+                state, room = xxhash.xxh3_64(), size
+    return found
 
 
 def _scatter(buffer: Tensor, region: Region, piece: Runs) -> None:

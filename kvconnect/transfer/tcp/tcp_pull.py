@@ -101,7 +101,8 @@ class TcpPull(Pull):
 def split(pull: TcpPull, reads: Reads, most: int) -> list[Share]:
     """Cuts `reads` into up to `most` shares of `pull` of about equal size.
 
-    Several shares have at least 8 MiB each. Without bytes to read there is none.
+    Several shares have at least 8 MiB each. Pieces stay whole unless there are fewer than shares.
+    Without bytes to read there is no share.
     """
     total = reads.total_nbytes
     number = max(1, min(most, total // _SHARE_NBYTES))
@@ -110,7 +111,8 @@ def split(pull: TcpPull, reads: Reads, most: int) -> list[Share]:
     regions = reads.remote_region, reads.local_region
     if number == 1 and total:
         return [Share(pull, regions[0], remote, regions[1], local, reads.epoch)]
-    ends = [total * index // number for index in range(number + 1)] if total else []
+    unit = reads.nbytes if len(reads.local_offsets) >= number else 1
+    ends = [total // unit * index // number * unit for index in range(number + 1)] if total else []
     return [
         Share(
             pull,

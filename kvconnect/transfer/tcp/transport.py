@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, ClassVar
 from kvconnect.errors import ConfigurationError, PullFailed, UsageError
 from kvconnect.transfer.deadlines import Deadlines
 from kvconnect.transfer.local import decode, encode
+from kvconnect.transfer.reads import Offsets
 from kvconnect.transfer.regions import Regions, refusal, require_local
 from kvconnect.transfer.secret import SharedSecret
 from kvconnect.transfer.tcp.address import TcpLocal, advertised
+from kvconnect.transfer.tcp.kept_digests import KeptDigests
 from kvconnect.transfer.tcp.peer import TcpPeer
 from kvconnect.transfer.tcp.source import Source
 from kvconnect.transfer.tcp.tcp_pull import TcpPull, split
@@ -69,6 +71,7 @@ class TcpTransport(Transport):
         self._former: list[TcpPeer] = []  # disconnected, whose lanes may still run
         self._source: Source | None = None
         self._deadlines: Deadlines | None = None
+        self._kept = KeptDigests(self._regions)
         self._incarnation = ""
 
     def open(self) -> None:
@@ -146,6 +149,14 @@ class TcpTransport(Transport):
         deadlines.watch(pull, deadline_s)
         return pull
 
+    def keep_digests(self, region: int, offsets: Offsets, nbytes: int, *, epoch: int) -> None:
+        """Digests pieces on a thread of this transport; see `KeptDigests`. Does not block."""
+        self._kept.keep(region, offsets, nbytes, epoch)
+
+    def drop_digests(self, epoch: int) -> None:
+        """Forgets digests, as `Transport.drop_digests` describes."""
+        self._kept.drop(epoch)
+
     def rebuild(self) -> None:
         """Ends all reads and listens on the same port again, as `Transport.rebuild` describes.
 
@@ -167,12 +178,13 @@ class TcpTransport(Transport):
             if self._deadlines is not None:
                 self._deadlines.close()
                 self._deadlines = None
+            self._kept.close()
             self._regions.clear()
 
     def _listen(self) -> None:
         incarnation = secrets.token_bytes(16)
         host, port = self._listen_on
-        source = Source(self._regions, self._secret, incarnation, host, port)
+        source = Source(self._regions, self._kept, self._secret, incarnation, host, port)
         self._listen_on = (host, source.port)
         self._source, self._incarnation = source, incarnation.hex()
 

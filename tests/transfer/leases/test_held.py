@@ -171,3 +171,22 @@ def test_a_release_before_the_reads_ended_is_a_bug(lease):
 
 def test_the_clock_counts_while_the_host_sleeps():
     assert abs(lease_clock() - time.clock_gettime(time.CLOCK_BOOTTIME)) < 5
+
+
+def test_what_was_acknowledged_last_was_sent_then(lease, clock):
+    assert lease.confirmed < lease.now()
+    lease.sent(1)
+    assert lease.awaits_answer
+    clock.now += 2
+    lease.granted(1, 10)
+    assert (lease.confirmed, lease.now(), lease.awaits_answer) == (50.0, 52.0, False)
+    lease.sent(2)
+    lease.sent(3)
+    clock.now += 1
+    lease.granted(3, 10)
+    lease.granted(2, 10)
+    lease.granted(1, 10)  # late answers take nothing back
+    assert (lease.confirmed, lease.awaits_answer) == (52.0, False)
+    lease.sent(4)
+    lease.refused(4, "the lease has expired")
+    assert lease.confirmed == 52.0

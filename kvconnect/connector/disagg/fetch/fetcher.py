@@ -11,8 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvconnect.connector.data import Direction, TransferFailure
+from kvconnect.connector.disagg.fetch.beside import LoadsBeside
 from kvconnect.connector.disagg.fetch.claim_book import ClaimBook
-from kvconnect.connector.disagg.fetch.load import Load, Part
+from kvconnect.connector.disagg.fetch.landing import LANDING_SHARE, Landing
+from kvconnect.connector.disagg.fetch.load import Load
+from kvconnect.connector.disagg.fetch.part import Part
 from kvconnect.connector.disagg.fetch.sources import Source, sources
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.errors import (
@@ -60,6 +63,11 @@ class Fetcher:
         heads: the KV heads of the model that this rank has, for each pool group; by default all.
         verified: this engine's pools by region, if digests of both engines are compared before a
             load counts as valid; ``None``: digests are not compared.
+        landing: the memory for loads whose requests compute meanwhile; ``None``: none do.
+
+    Attributes:
+        claims: the argument.
+        beside: those loads.
     """
 
     def __init__(
@@ -75,12 +83,14 @@ class Fetcher:
         quarantine: Quarantine,
         heads: Sequence[StoredHeads] = (),
         verified: Mapping[int, Tensor] | None = None,
+        landing: Landing | None = None,
     ) -> None:
         self._transport = transport
         self._heads = tuple(heads or stored_heads(layouts, Shard()))
         self._layouts = layouts
         self._regions = regions
         self._verified = verified
+        self.beside = LoadsBeside(landing, layouts[0].tokens_per_block)
         self._load_s = load_s
         self._idle_s = idle_s
         self._min_bytes_per_s = min_bytes_per_s
@@ -99,13 +109,26 @@ class Fetcher:
     # ------------------------------------------------------------------ the worker's
 
     def expect(
-        self, order: FetchOrder, done: Callable[[int, TransferFailure | None], None]
+        self,
+        order: FetchOrder,
+        done: Callable[[int, TransferFailure | None], None],
+        news: Callable[[], None] = lambda: None,
     ) -> None:
         """Registers a load that `begin` starts, unless `cancel` comes first.
 
-        `done` is called on the fetcher's thread, see `Load.done`.
+        `done` and `news` are called on the fetcher's thread, see `Load`.
         """
-        self._post(partial(self._expect, Load(order, done)))
+        load = Load(order, done, news=news)
+        self.beside.add(load)
+        self._post(partial(self._expect, load))
+
+    def raise_floor(self, request_id: int, num_tokens: int) -> None:
+        """Keeps the load of `request_id`, if it runs beside computing, from writing before that.
+
+        The details are those of `Load.raise_floor`.
+        """
+        if (load := self.beside.raise_floor(request_id, num_tokens)) is not None:
+            self._post(partial(self._advance, load))
 
     def begin(self, order: FetchOrder) -> None:
         """Begins an expected load once its blocks have no other user. Callable on any thread."""
@@ -171,17 +194,27 @@ class Fetcher:
             call()
             self._settle(part.order)
             part.release(self.claims.client)
+            if part.arrivals is not None and not part.over and part.arrivals.is_uncertain:
+                self.claims.client.confirm(part.claim)
         except Exception as error:
             part.fail(repr(error))  # otherwise an unread piece would count as read
             raise
         finally:
             self._settle(part.order)
 
+    def _advance(self, load: Load) -> None:
+        """Starts new reads of a load beside computing."""
+        if self._fetches.get(load.order.request_id) is load:
+            self.beside.note(load)
+            for part in load.parts:
+                self._guarded(partial(self._step, part, part.advance))
+
     def _settle(self, order: FetchOrder) -> None:
         """Reports the end of the load `order` once known; removes the load after its writes."""
         load = self._fetches.get(order.request_id)
         if load is None:
             return
+        self.beside.note(load)
         failed = next((part.failed for part in load.parts if part.failed is not None), None)
         if load.reason is None and failed is not None:
             load.reason = failed
@@ -192,10 +225,11 @@ class Fetcher:
                     del self._fetches[order.request_id]
                     return
         if load.reason is None and load.over:
-            count("transfer.fetched", tokens=order.end - order.start, bytes=load.nbytes)
+            count("transfer.fetched", tokens=load.num_tokens, bytes=load.nbytes)
         elif load.reason is None or not load.writes_ended:
             return
         del self._fetches[order.request_id]
+        load.ended = True
         load.done(order.request_id, None)
 
     def _expect(self, load: Load) -> None:
@@ -236,6 +270,7 @@ class Fetcher:
             idle_s=self._idle_s,
             deadline=time.monotonic() + self._load_s,
             verify=self._verified is not None,
+            most_nbytes=self.beside.most_nbytes(overlaps=order.overlaps),
         )
 
     def _cancel(self, request_id: int) -> None:
@@ -245,22 +280,38 @@ class Fetcher:
             self._settle(load.order)
         elif load := self._expected.pop(request_id, None):
             self.claims.drop(load.order)
+            load.ended = True
             load.done(request_id, None)
 
     # ------------------------------------------------------------------ for parts
 
-    def pull(self, part: Part, reads: Reads) -> Pull:
-        """Starts a pull of `reads`, with a deadline that allows for all pulls under way."""
+    def pull(self, part: Part, reads: Reads) -> Pull | None:
+        """Starts a pull of `reads`, with a deadline that allows for all pulls under way.
+
+        Returns ``None`` if a load beside computing finds no memory to land in. Its part is advanced
+        once there is some.
+        """
+        slot, landed = None, reads
+        if part.arrivals is not None:
+            if (taken := self.beside.take(reads)) is None:
+                return None
+            slot, landed = taken
         nbytes = self._flying_nbytes + reads.total_nbytes
-        pull = self._start(part.link, reads, _SLACK_S + nbytes / self._min_bytes_per_s)
+        pull = self._start(part.link, landed, _SLACK_S + nbytes / self._min_bytes_per_s)
         self._flying_nbytes = nbytes
         pull.done.add_done_callback(
             lambda done: self._post_step(
-                part, partial(self._pull_done, part, pull, done.exception())
+                part, partial(self._pull_done, part, pull, done.exception(), reads, slot)
             )
         )
         pull.terminal.add_callback(lambda: self._post_step(part, partial(part.pull_terminal, pull)))
         return pull
+
+    def _slot_freed(self, slot: int) -> None:
+        self.beside.give_back(slot)
+        for load in list(self._fetches.values()):
+            if load.order.overlaps:
+                self._advance(load)
 
     def _compare(self, part: Part, reads: Reads) -> None:
         """Asks for the other side's digest of `reads`, and compares it on this thread."""
@@ -305,23 +356,41 @@ class Fetcher:
         pull.finish(PullFailed("peer", f"{link.address}: {error or 'not connected'}"))
         return pull
 
-    def _pull_done(self, part: Part, pull: Pull, error: BaseException | None) -> None:
+    def _pull_done(
+        self,
+        part: Part,
+        pull: Pull,
+        error: BaseException | None,
+        reads: Reads,
+        slot: int | None,
+    ) -> None:
         self._flying_nbytes -= pull.nbytes
+        if slot is not None:
+            try:
+                if error is None:
+                    load = self._fetches.get(part.order.request_id)
+                    self.beside.place(load, part, reads, slot)
+            finally:
+                pull.terminal.add_callback(lambda: self._post(partial(self._slot_freed, slot)))
         handle = self._handles.pop(pull, None)
         if handle is not None and not pull.terminal.is_set():
             blocks = -(-pull.nbytes // self._layouts[0].block_nbytes)
+            if slot is not None:
+                blocks = max(blocks, self._quarantine.share(LANDING_SHARE))
             self._quarantine.hold(pull, handle, blocks, lambda: None)
         part.pull_done(pull, error)
 
     def _report_failure(self, load: Load, reason: str, *, writes_ended: bool) -> None:
-        order = load.order
-        count("transfer.computed_instead", tokens=order.end - order.start)
+        order, (head, tail) = load.order, load.came_to
+        num_tokens = tail - max(order.start, head)
+        count("transfer.computed_instead", tokens=num_tokens)
         warn_once(
             f"transfer.computed_instead {reason}"[:200],
-            f"request {order.request_id}: {order.end - order.start} tokens are computed instead of "
-            f"fetched: {reason}",
+            f"request {order.request_id}: {num_tokens} tokens are computed instead of fetched: "
+            f"{reason}",
         )
         failure = TransferFailure(
             order.request_id, Direction.LOAD, order.start, reason, writes_ended=writes_ended
         )
+        load.ended = writes_ended
         load.done(order.request_id, failure)

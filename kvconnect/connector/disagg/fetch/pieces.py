@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 
 from kvconnect.connector.disagg.fetch.strided import BlockRun, strided_reads
 from kvconnect.connector.disagg.messages import FetchOrder
@@ -63,6 +64,8 @@ class FetchPlan:
         self._layouts = layouts
         self._regions = regions
         self._heads = heads
+        self._stop = max(map(len, order.blocks), default=0)
+        self._ids: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
         # By pool group and layer: the leading blocks of the order that were returned.
         self._asked = [
             [0 if self._needs(group) else len(order.blocks[group])] * layout.num_layers
@@ -96,10 +99,60 @@ class FetchPlan:
     def complete(self) -> bool:
         """Returns whether `take` has returned every read."""
         return all(
-            asked == len(ids)
+            asked >= min(len(ids), self._stop)
             for ids, layers in zip(self._order.blocks, self._asked, strict=True)
             for asked in layers
         )
+
+    @property
+    def num_taken(self) -> int:
+        """Returns how many leading blocks, in the only pool, `take` has returned or skipped."""
+        return min(self._asked[0])
+
+    @property
+    def stop(self) -> int:
+        """Returns the first block, in the only pool, of those that `take_last` has returned."""
+        return self._stop
+
+    def skip(self, num_blocks: int) -> None:
+        """Makes `take` leave out the leading `num_blocks`, in the only pool."""
+        self._asked[0] = [max(asked, num_blocks) for asked in self._asked[0]]
+
+    def take_last(
+        self, num_blocks: int, computed: Watermark, remote: Sequence[RemoteBlocks]
+    ) -> list[Reads]:
+        """Returns the reads of up to `num_blocks` blocks that no call has returned, the last ones.
+
+        For a prompt in one pool without a window of which the other engine has computed all.
+        Blocks of which `take` has returned some layers come first, by `take`.
+        """
+        first = max(self._asked[0])
+        if self._num_known(0, remote[0]) < self._stop:
+            return self.take(computed, remote)
+        if min(self._asked[0]) < first:
+            stop, self._stop = self._stop, min(self._stop, first)
+            reads = list(self._take(0, computed, remote[0]))
+            self._stop = stop
+            return reads
+        blocks = range(max(first, self._stop - num_blocks), self._stop)
+        if not blocks:
+            return []
+        self._stop = blocks.start
+        if self._is_same(0, remote[0]):
+            return [self._reads(0, remote[0], blocks, 0, self._layouts[0].num_layers)]
+        return self._strided(0, remote[0], blocks, range(self._layouts[0].num_layers))
+
+    def numbers(self, reads: Reads) -> npt.NDArray[np.int64]:
+        """Returns int64[n], the block of the order, in the only pool, that each piece is of."""
+        if self._ids is None:
+            ids = np.asarray(self._order.blocks[0], np.int64)
+            by_id = np.argsort(ids)
+            self._ids = ids[by_id], by_id
+        ids, by_id = self._ids
+        found: npt.NDArray[np.int64] = by_id[
+            np.searchsorted(ids, reads.local_offsets // self._layouts[0].block_nbytes)
+        ]
+        return found
 
     def take(self, computed: Watermark, remote: Sequence[RemoteBlocks]) -> list[Reads]:
         """Returns the reads possible after `computed` tokens that were not returned before."""
@@ -111,7 +164,7 @@ class FetchPlan:
 
     def _take(self, group: int, computed: Watermark, remote: RemoteBlocks) -> Iterator[Reads]:
         layout, asked = self._layouts[group], self._asked[group]
-        known = self._num_known(group, remote)
+        known = min(self._num_known(group, remote), self._stop)
         ready: dict[int, int] = {}  # grouped by leading tokens: few layers differ
         spans = []
         for index, number in enumerate(layout.layer_numbers):

@@ -56,15 +56,20 @@ class PullParty:
         for module in (peer, source):
             vars(module)["Stream"] = BareStream
 
+    def keep_digests(self, name: str, nbytes: int, epoch: int) -> None:
+        """Makes a transport digest this side's memory, as one does with a published prompt."""
+        offsets = np.arange(0, self._memory.numel(), nbytes)
+        self._transports[name].keep_digests(0, offsets, nbytes, epoch=epoch)
+
     def listen(self, host: str) -> int:
         """Serves this side's memory over plain sockets; returns the port."""
         self._listeners.append(PlainSocket(host, self._memory.numpy().data))
         return self._listeners[-1].port
 
-    def pull(self, name: str, pieces: int, nbytes: int) -> float:
+    def pull(self, name: str, pieces: int, nbytes: int, epoch: int) -> float:
         """Returns the seconds to read so many pieces of `nbytes`, in random order there."""
         remote, local = _order(self._memory.numel(), pieces, nbytes)
-        reads = Reads(0, remote, 0, local, nbytes)
+        reads = Reads(0, remote, 0, local, nbytes, epoch)
 
         def pull() -> None:
             pulled = self._transports[name].pull(self._peers[name], reads, deadline_s=_DEADLINE_S)
