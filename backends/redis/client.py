@@ -54,7 +54,7 @@ class _Hold:
         """
         with self._lock:
             if self._aborted:
-                raise BackendUnavailable("was given up")
+                raise BackendUnavailable("was abandoned")
             self._connection = connection
 
     def detach(self) -> None:

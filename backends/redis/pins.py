@@ -112,8 +112,8 @@ class RedisPins:
         for room in rooms:
             if not room.policy:
                 raise ConfigurationError(
-                    f"Redis at {room.server}: does not tell its maxmemory-policy, so that no pins "
-                    "can be promised; allow the user +info"
+                    f"Redis at {room.server}: does not report its maxmemory-policy, so no pins can "
+                    "be promised; allow the user +info"
                 )
             if room.maxmemory and room.policy.startswith("allkeys"):
                 raise ConfigurationError(

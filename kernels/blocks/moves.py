@@ -142,8 +142,9 @@ def pair_moves(
         kvs: the source and the target.
         ids: the block ids of the source, and those of the target.
         layers: the layers to copy.
-        num_tokens: as for `copy_blocks`.
-        some: the third result of `split_mapping`: selects the `num_tokens` of `ids`.
+        num_tokens: how many first tokens of each block to copy; ``None`` copies whole blocks.
+        some: the third result of `split_mapping`. `num_tokens` has an entry for each pair, padding
+            included; `some` selects the entries of `ids`.
 
     Raises:
         TypeError, ValueError, IndexError, RuntimeError: as `copy_blocks`.

@@ -148,13 +148,13 @@ def _export_more(
             try:
                 for block in ArchiveReader(server, b"", io.BufferedReader(answer)).blocks():
                     if len(writer.keys) == had + wanted:
-                        raise BackendUnavailable(f"{one.url}: sends more blocks than it said")
+                        raise BackendUnavailable(f"{one.url}: sends more blocks than it announced")
                     writer.add(block)
                     done.blocks += 1
                     done.bytes += block.data.numel()
                     progress.advance(1)
             except BadFrame as error:  # cut, or changed on the way
-                raise BackendUnavailable(f"{error}: the same call goes on") from error
+                raise BackendUnavailable(f"{error}: repeat the call: it continues") from error
             finally:
                 writer.flush()
     done.bad = had + wanted - len(writer.keys)

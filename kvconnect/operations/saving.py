@@ -63,7 +63,7 @@ async def save_missing(store: Backend, batch: Sequence[StoredBlock], done: Saved
             done.bytes += sum(block.data.numel() for block in left[:stored])
             done.tokens += sum(_tokens(block) for block in left[:stored])
         if not stored:
-            raise RetryLater("the store takes no more blocks; give it more room, then go on")
+            raise RetryLater("the store takes no more blocks; give it more room, and repeat this")
         left = left[stored:]
 
 

@@ -41,7 +41,7 @@ class TierSize:
             return cls(text, num_tokens=int(tokens))
         if text.isdigit():
             raise ConfigurationError(
-                f"{field}={text}: of what? Write {text}tokens, or bytes as in 16GiB"
+                f"{field}={text}: has no unit; write {text}tokens, or bytes as in 16GiB"
             )
         return cls(text, num_bytes=parse_size(text, field=field))
 
@@ -72,7 +72,7 @@ class TierSize:
     def _known(self, token_nbytes: int | None, field: str) -> int:
         if token_nbytes is None:
             raise ConfigurationError(
-                f"{field}={self.text}: how many tokens are that? Give --bytes-per-token or "
+                f"{field}={self.text}: bytes need the size of a token; give --bytes-per-token or "
                 "--model DIR, or a size in tokens such as 500ktok"
             )
         return token_nbytes

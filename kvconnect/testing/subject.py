@@ -106,27 +106,27 @@ class Subject(ABC):
 
     def make_small(self, capacity: int) -> Backend:
         """Makes a backend on an empty medium that holds at most `capacity` bytes."""
-        raise Unsupported("make_small() is not written: how would a bounded store be made?")
+        raise Unsupported("make_small() is not written: it makes a bounded store")
 
     def make_expiring(self, ttl_s: float) -> Backend:
         """Makes a backend whose blocks expire after `ttl_s`."""
-        raise Unsupported("make_expiring() is not written: how would a store with a TTL be made?")
+        raise Unsupported("make_expiring() is not written: it makes a store with a TTL")
 
     def make_via(self, address: Address) -> Backend:
         """Makes a backend that uses `address`, which forwards to `self.address`."""
-        raise Unsupported("make_via() is not written: which network would be made to fail?")
+        raise Unsupported("make_via() is not written: it makes a store behind a proxy")
 
     def store_url(self) -> str:
         """Returns the URL by which other processes open the same medium."""
-        raise Unsupported("store_url() is not written: how would other ranks open the store?")
+        raise Unsupported("store_url() is not written: other ranks open the store by it")
 
     def store_url_via(self, address: Address) -> str:
         """Returns the URL with `address` in place of the server's address, as in `make_via`."""
-        raise Unsupported("store_url_via() is not written: which network would be made to fail?")
+        raise Unsupported("store_url_via() is not written: it leads through a proxy")
 
     def make_in(self, directory: Path) -> Backend:
         """Makes a backend with its files in `directory`, which need not exist."""
-        raise Unsupported("make_in() is not written: how would its directory be chosen?")
+        raise Unsupported("make_in() is not written: it makes a store in a given directory")
 
     def make_guarded(self, deadline_s: float) -> GuardedBackend:
         """Makes the backend with the framework's guard around it."""
@@ -156,7 +156,7 @@ class Subject(ABC):
 
     async def usage(self, backend: Backend) -> Usage:
         """Returns the bytes that `backend` reports, and those measured on the medium."""
-        raise Unsupported("usage() is not written: what does the medium really hold?")
+        raise Unsupported("usage() is not written: it measures the medium")
 
     async def pass_time(self, clock: ShiftedClock, seconds: float) -> None:
         """Advances the store's time by `seconds`.

@@ -65,7 +65,7 @@ class UrlSubject(Subject):
     def make_small(self, capacity: int) -> Backend:
         """Makes the backend of `small`."""
         if self.small is None:
-            raise Unsupported("--small URL is not given: how would a bounded store be made?")
+            raise Unsupported("--small URL is not given: it names a bounded store")
         return open_backend(self.small.replace("{capacity}", str(capacity))).inner
 
     def make_backend(self) -> Backend:

@@ -101,7 +101,7 @@ def test_a_store_that_others_fill_meanwhile_is_the_same_error(kvconnect, monkeyp
     code, _, err = kvconnect("bench", "store", "memory:?capacity=8MiB", *SMALL)
     assert code == 2
     assert "values of a call were loaded" in err
-    assert "that nobody else fills it meanwhile" in err
+    assert "no other process may fill it meanwhile" in err
 
 
 def test_a_disk_without_space_for_the_floor_is_an_error_that_leaves_nothing(

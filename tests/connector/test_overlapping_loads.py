@@ -175,7 +175,7 @@ def test_progress_that_grows_names_the_class(script: Script) -> None:
         script.progress = {request.request_id: 3 * T}
         bench.step()
         script.progress = {request.request_id: 3 * T + 1}
-        with pytest.raises(ConnectorContractError, match=f"has come to {3 * T}"):
+        with pytest.raises(ConnectorContractError, match=f"has reached {3 * T}"):
             bench.idle_step()
 
 

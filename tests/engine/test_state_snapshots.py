@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from frame_store import branches
 from observed import check_idle, preempt, tokens, watch_batches
 
 from kvconnect import KvCacheConfig, SamplingParams
@@ -167,12 +168,7 @@ def test_random_trees_of_prompts(count, tiny, open_llm):
     known: list[list[int]] = [[]]
     total = 0
     for _ in range(0, count, 4):
-        batch = []
-        for _ in range(4):
-            stem = known[rng.integers(len(known))]
-            stem = stem[: rng.integers(len(stem) + 1)]
-            more = rng.integers(0, 3, rng.integers(1, 20)).tolist()
-            batch.append([*stem, *more][-60:])
+        batch = branches(rng, known)
         params = SamplingParams(max_tokens=int(rng.integers(1, 6)), ignore_eos=True)
         outputs = cached.generate(batch, params)
         assert tokens(outputs) == tokens(fresh.generate(batch, params))

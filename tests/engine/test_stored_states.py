@@ -6,19 +6,17 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import pytest
-import torch
+from frame_store import FrameStore, branches
 from observed import check_idle, preempt, tokens, watch_batches
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, PromptStore, SamplingParams
-from kvconnect.backend import Backend, StoredBlock
+from kvconnect.backend import Backend
 from kvconnect.cache.pool.slabs import Slabs
 from kvconnect.engine.model.states import StateSlots
 from kvconnect.errors import ConfigurationError
-from kvconnect.keys import BlockKey
 from kvconnect.layout import KvCacheLayout
 from kvconnect.trace import metrics
 
@@ -40,52 +38,6 @@ def connector(store: str | Backend, **more) -> KvCacheConnectorConfig:
     where = {"url": store} if isinstance(store, str) else {"backend": store}
     given = {"lookup_timeout_ms": 60_000, "load_timeout_s": 60, "staging_bytes": 8 << 20}
     return KvCacheConnectorConfig(**where, **given | more)
-
-
-class Memory(Backend):
-    """Keeps frames in a dict, which tests read and write.
-
-    Attributes:
-        frames, groups: by key.
-        writable: what is saved is kept.
-        at_load: called before each load.
-    """
-
-    def __init__(self) -> None:
-        self.frames: dict[BlockKey, torch.Tensor] = {}
-        self.groups: dict[BlockKey, int] = {}
-        self.writable = True
-        self.at_load: Callable[[], Awaitable[None]] | None = None
-
-    @property
-    def num_states(self) -> int:
-        return sum(self.groups[key] > 0 for key in self.frames)
-
-    def drop_states(self) -> None:
-        self.frames = {key: one for key, one in self.frames.items() if not self.groups[key]}
-
-    async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        return next((n for n, key in enumerate(keys) if key not in self.frames), len(keys))
-
-    async def load(self, keys: Sequence[BlockKey], into: Sequence[torch.Tensor]) -> int:
-        if self.at_load is not None:
-            await self.at_load()
-        for number, (key, room) in enumerate(zip(keys, into, strict=True)):
-            found = self.frames.get(key)
-            if found is None or found.numel() != room.numel():
-                return number
-            room.copy_(found)
-        return len(keys)
-
-    async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        for block in blocks if self.writable else ():
-            self.frames[block.key] = block.data.clone()
-            self.groups[block.key] = block.group
-        return len(blocks)
-
-    async def delete(self, keys: Sequence[BlockKey]) -> None:
-        for key in keys if self.writable else ():
-            self.frames.pop(key, None)
 
 
 def loaded(outputs) -> list[int]:
@@ -129,7 +81,7 @@ def test_a_restarted_engine_starts_from_stored_states(
 def test_preempted_requests_load_and_save_states(tiny, open_llm, reference, prompts):
     expected = reference(tiny("qwen3_next"), prompts, 12)
     llm = open_llm(
-        tiny("qwen3_next"), kv_cache=cache(), connector=connector(Memory()), max_num_tokens=25
+        tiny("qwen3_next"), kv_cache=cache(), connector=connector(FrameStore()), max_num_tokens=25
     )
     sent = preempt(llm, lambda request: request.num_generated_tokens in {3, 8})
     for counts in ([0] * 8, [64, 32, 0, 0, 96, 0, 80, 48]):
@@ -143,7 +95,7 @@ def test_preempted_requests_load_and_save_states(tiny, open_llm, reference, prom
 
 @pytest.mark.parametrize("more", [{}, {"save_on": "finish"}, {"on_backlog": "wait"}])
 def test_the_next_turn_loads_the_end_of_the_answer(more, tiny, open_llm, reference, prompts):
-    store = Memory()
+    store = FrameStore()
     turn, end = list(prompts[0]), 0
     for _ in range(3):
         llm = open_llm(tiny("qwen3_next"), kv_cache=cache(), connector=connector(store, **more))
@@ -157,7 +109,7 @@ def test_the_next_turn_loads_the_end_of_the_answer(more, tiny, open_llm, referen
 
 def test_of_a_long_answer_few_snapshots_are_saved(tiny, open_llm, prompts):
     """There is one at the end of each block, which would be more than all keys and values."""
-    store = Memory()
+    store = FrameStore()
     llm = open_llm(
         tiny("qwen3_next"), kv_cache=cache(state_interval=64), connector=connector(store)
     )
@@ -169,7 +121,7 @@ def test_of_a_long_answer_few_snapshots_are_saved(tiny, open_llm, prompts):
 
 def test_a_snapshot_whose_block_was_freed_is_not_saved(tiny, open_llm, prompts, monkeypatch):
     """There is no room for the one at 96, which frees the block of the one at 80 before."""
-    store, refused = Memory(), []
+    store, refused = FrameStore(), []
     llm = open_llm(tiny("qwen3_next"), kv_cache=cache(), connector=connector(store))
     take = llm._engine._kv.state_snapshot
 
@@ -191,7 +143,7 @@ def test_a_snapshot_whose_block_was_freed_is_not_saved(tiny, open_llm, prompts, 
 
 def test_a_model_that_forgets_a_state_is_seen(tiny, open_llm, reference, prompts, monkeypatch):
     """Or none of these tests would see a wrong one."""
-    llm = open_llm(tiny("qwen3_next"), kv_cache=cache(), connector=connector(Memory()))
+    llm = open_llm(tiny("qwen3_next"), kv_cache=cache(), connector=connector(FrameStore()))
     llm.generate(prompts, GREEDY)
     restarted(llm)
     restore = StateSlots.restore
@@ -205,7 +157,7 @@ def test_a_model_that_forgets_a_state_is_seen(tiny, open_llm, reference, prompts
 
 def test_a_loaded_state_stays_on_the_device(tiny, open_llm, prompts):
     """Though its request takes a snapshot behind it right away."""
-    store = Memory()
+    store = FrameStore()
     llm = open_llm(tiny("qwen3_next"), kv_cache=cache(), connector=connector(store))
     once = SamplingParams(max_tokens=1)
     llm.generate([prompts[0]], once)
@@ -219,7 +171,7 @@ def test_a_loaded_state_stays_on_the_device(tiny, open_llm, prompts):
 
 def test_nothing_is_computed_beside_a_load(tiny, open_llm, reference, prompts):
     """The states before the tokens behind a part of a load are not known."""
-    store = connector(Memory(), overlap_loads=True)
+    store = connector(FrameStore(), overlap_loads=True)
     llm = open_llm(tiny("qwen3_next"), kv_cache=cache(), connector=store)
     llm.generate([prompts[0]], GREEDY)
     restarted(llm)
@@ -238,7 +190,7 @@ def in_parts(monkeypatch) -> None:
 
 
 def test_large_states_are_stored_in_parts(tiny, open_llm, reference, prompts, in_parts):
-    store = Memory()
+    store = FrameStore()
     for count in (0, 64, 32, 64):
         llm = open_llm(tiny("qwen3_next"), kv_cache=cache(), connector=connector(store))
         outputs = llm.generate([prompts[0]], GREEDY)
@@ -257,7 +209,7 @@ def test_large_states_are_stored_in_parts(tiny, open_llm, reference, prompts, in
 def test_a_frame_that_is_missing_old_or_damaged_is_never_served(
     tries, tiny, open_llm, prompts, in_parts
 ):
-    store = Memory()
+    store = FrameStore()
     llm = open_llm(tiny("lfm2"), kv_cache=cache(), connector=connector(store))
     once = SamplingParams(max_tokens=3, ignore_eos=True)
     asked = [prompts[0], prompts[7], prompts[1]]  # the second one leaves the first one at 50
@@ -294,7 +246,7 @@ def test_a_frame_that_is_missing_old_or_damaged_is_never_served(
 
 
 def test_a_store_that_raises_stalls_or_ends_costs_time_only(tiny, open_llm, reference, prompts):
-    store, asked = Memory(), prompts[:2]
+    store, asked = FrameStore(), prompts[:2]
     expected = reference(tiny("qwen3_next"), asked, 12)
     open_llm(tiny("qwen3_next"), kv_cache=cache(), connector=connector(store)).generate(asked)
     never = asyncio.Event()
@@ -317,7 +269,7 @@ def test_a_store_that_raises_stalls_or_ends_costs_time_only(tiny, open_llm, refe
 
 
 def test_an_aborted_load_frees_its_state(tiny, open_llm, reference, prompts):
-    store = Memory()
+    store = FrameStore()
     llm = open_llm(tiny("qwen3_next"), kv_cache=cache(), connector=connector(store))
     llm.generate([prompts[0]], GREEDY)
     restarted(llm)
@@ -352,18 +304,13 @@ def test_random_trees_in_a_small_cache_with_a_store(count, save_on, tiny, open_l
         tiny("lfm2"),
         kv_cache=config,
         max_num_tokens=24,
-        connector=connector(Memory(), save_on=save_on),
+        connector=connector(FrameStore(), save_on=save_on),
     )
     fresh = open_llm(tiny("lfm2"), kv_cache=cache(enable_block_reuse=False))
     known: list[list[int]] = [[]]
     total = 0
     for _ in range(0, count, 4):
-        batch = []
-        for _ in range(4):
-            stem = known[rng.integers(len(known))]
-            stem = stem[: rng.integers(len(stem) + 1)]
-            more = rng.integers(0, 3, rng.integers(1, 20)).tolist()
-            batch.append([*stem, *more][-60:])
+        batch = branches(rng, known)
         params = SamplingParams(max_tokens=int(rng.integers(1, 9)), ignore_eos=True)
         outputs = cached.generate(batch, params)
         assert tokens(outputs) == tokens(fresh.generate(batch, params))
@@ -431,7 +378,7 @@ def test_tokens_without_a_state_on_the_device_are_counted(tiny, open_llm, prompt
 
 
 def test_tokens_without_a_state_in_the_store_are_counted(tiny, open_llm, prompts):
-    store = Memory()
+    store = FrameStore()
     llm = open_llm(tiny("qwen3_next"), kv_cache=cache(), connector=connector(store))
     once = SamplingParams(max_tokens=1)
     llm.generate([prompts[0]], once)

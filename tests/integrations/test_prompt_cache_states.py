@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_config
+from frame_store import FrameStore
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from kvconnect import Backend, StoredBlock
+from kvconnect import Backend
 from kvconnect.errors import ConfigurationError, UnsupportedModel, UsageError
 from kvconnect.integrations.transformers import PromptCache
-from kvconnect.keys import BlockKey
 
 T = 16
 INTERVAL = 32
@@ -83,36 +83,6 @@ LATENT = [
 REFUSED = [name for name, said in ROWS.items() if said.startswith("refused")]
 
 Loaded = Callable[[str], PreTrainedModel]
-
-
-class Memory(Backend):
-    """Keeps frames in a dict, which tests read and write."""
-
-    def __init__(self) -> None:
-        self.frames: dict[BlockKey, Tensor] = {}
-        self.groups: dict[BlockKey, int] = {}
-        self.writable = True
-
-    async def lookup(self, keys: Sequence[BlockKey]) -> int:
-        return next((n for n, key in enumerate(keys) if key not in self.frames), len(keys))
-
-    async def load(self, keys: Sequence[BlockKey], into: Sequence[Tensor]) -> int:
-        for number, (key, room) in enumerate(zip(keys, into, strict=True)):
-            found = self.frames.get(key)
-            if found is None or found.numel() != room.numel():
-                return number
-            room.copy_(found)
-        return len(keys)
-
-    async def save(self, blocks: Sequence[StoredBlock]) -> int:
-        for block in blocks if self.writable else ():
-            self.frames[block.key] = block.data.clone()
-            self.groups[block.key] = block.group
-        return len(blocks)
-
-    async def delete(self, keys: Sequence[BlockKey]) -> None:
-        for key in keys if self.writable else ():
-            self.frames.pop(key, None)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +150,7 @@ def leaving(ids: Tensor, at: int, length: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("family", RECURRENT)
 def test_answers_are_those_of_transformers_cold_and_from_every_snapshot(loaded, family):
     model, first = loaded(family), tokens(75, seed=1)
-    with opened(model, Memory()) as prompts:
+    with opened(model, FrameStore()) as prompts:
         assert answer(model, prompts, first) == (generate(model, first), (0,))
         # Up to the last whole block; at the interval; at no snapshot, which leaves one at 48.
         for ids, count in (
@@ -205,7 +175,7 @@ def test_answers_are_those_of_transformers_cold_and_from_every_snapshot(loaded, 
 @pytest.mark.parametrize("family", LATENT)
 def test_latents_are_restored_like_keys(loaded, family):
     model, ids = loaded(family), tokens(75, seed=1)
-    with opened(model, Memory()) as prompts:
+    with opened(model, FrameStore()) as prompts:
         for count in (0, 64):
             assert answer(model, prompts, ids) == (generate(model, ids), (count,))
         prompts.flush()
@@ -214,7 +184,7 @@ def test_latents_are_restored_like_keys(loaded, family):
 def test_single_tokens_are_not_loaded_where_they_are_computed_otherwise(loaded):
     """Zamba2 limits its time steps in passes of several tokens only."""
     model, first = loaded("zamba2"), tokens(75, seed=1)
-    with opened(model, Memory()) as prompts:
+    with opened(model, FrameStore()) as prompts:
         # Through the end of a block at 96, where a snapshot is due.
         said = torch.tensor(answer(model, prompts, first, 30)[0])
         going_on = torch.cat([said, tokens(9, seed=7)], dim=1)
@@ -227,7 +197,7 @@ def test_single_tokens_are_not_loaded_where_they_are_computed_otherwise(loaded):
 def test_a_snapshot_is_found_far_behind_the_keys_and_values(loaded):
     model = loaded("lfm2")
     first = tokens(40, seed=1)
-    with opened(model, Memory(), state_interval=1024) as prompts:
+    with opened(model, FrameStore(), state_interval=1024) as prompts:
         answer(model, prompts, first)
         long = torch.cat([first, tokens(420, seed=2)], dim=1)
         assert answer(model, prompts, long)[1] == (32,)
@@ -240,7 +210,7 @@ def test_a_batch_is_loaded_up_to_a_snapshot_of_all_rows(loaded):
     model = loaded("qwen3_next")
     one, other = tokens(75, seed=1), tokens(75, seed=2)
     both = torch.cat([one, leaving(other, 40, 75, seed=3)])
-    with opened(model, Memory()) as prompts:
+    with opened(model, FrameStore()) as prompts:
         assert answer(model, prompts, both)[0] == generate(model, both)
         for ids, count in ((both, 64), (torch.cat([one, other]), 32)):
             assert answer(model, prompts, ids) == (generate(model, ids), (count, count))
@@ -248,7 +218,7 @@ def test_a_batch_is_loaded_up_to_a_snapshot_of_all_rows(loaded):
 
 def test_a_snapshot_that_a_batch_lacks_is_saved_again(loaded):
     """Though the store has a later one of the row that lacks it."""
-    model, store = loaded("lfm2"), Memory()
+    model, store = loaded("lfm2"), FrameStore()
     one, other = tokens(75, seed=1), tokens(75, seed=2)
     both = torch.cat([one, leaving(other, 40, 75, seed=3)])
     with opened(model, store) as prompts:
@@ -267,7 +237,7 @@ def test_a_padded_batch_is_computed_and_says_why(loaded):
     model, ids = loaded("qwen3_next"), tokens(40, seed=1).repeat(2, 1)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
-    with opened(model, Memory()) as prompts:
+    with opened(model, FrameStore()) as prompts:
         past = prompts.prefill({"input_ids": ids, "attention_mask": mask})
         assert "differ in length" in past.not_cached
         settings = {"max_new_tokens": 4, "attention_mask": mask, "do_sample": False}
@@ -278,7 +248,7 @@ def test_a_padded_batch_is_computed_and_says_why(loaded):
 def test_assisted_decoding_of_a_model_with_short_convolutions(loaded):
     model, ids = loaded("lfm2"), tokens(20, seed=1).repeat(1, 4)
     expected = generate(model, ids, 30)
-    with opened(model, Memory()) as prompts:
+    with opened(model, FrameStore()) as prompts:
         for count in (0, 64):
             past = prompts.prefill(given(ids))
             found = generate(model, ids, 30, past_key_values=past, prompt_lookup_num_tokens=5)
@@ -289,7 +259,7 @@ def test_assisted_decoding_of_a_model_with_short_convolutions(loaded):
 
 def test_states_are_not_cropped(loaded):
     model, ids = loaded("qwen3_next"), tokens(40, seed=1)
-    with opened(model, Memory()) as prompts:
+    with opened(model, FrameStore()) as prompts:
         past = prompts.prefill(given(ids))
         with pytest.raises(UsageError, match="taking tokens back from recurrent states"):
             past.crop(-4)
@@ -299,7 +269,7 @@ def test_states_are_not_cropped(loaded):
 
 def test_a_copy_of_a_cache_is_a_plain_one(loaded):
     model, ids = loaded("falcon_h1"), tokens(40, seed=1)
-    with opened(model, Memory()) as prompts:
+    with opened(model, FrameStore()) as prompts:
         past = prompts.prefill(given(ids))
         copied = copy.deepcopy(past)
         for one in (past, copied):
@@ -308,14 +278,14 @@ def test_a_copy_of_a_cache_is_a_plain_one(loaded):
 
 def test_another_prompt_than_was_prefilled_is_refused_also_cold(loaded):
     model, ids = loaded("lfm2"), tokens(40, seed=1)
-    with opened(model, Memory()) as prompts:
+    with opened(model, FrameStore()) as prompts:
         past = prompts.prefill(given(ids))
         with pytest.raises(UsageError, match="other tokens"):
             generate(model, leaving(ids, 35, 40, seed=2), past_key_values=past)
 
 
 def test_a_state_that_was_written_to_is_not_saved(loaded):
-    model, ids, store = loaded("lfm2"), tokens(75, seed=1), Memory()
+    model, ids, store = loaded("lfm2"), tokens(75, seed=1), FrameStore()
     with opened(model, store) as prompts:
         past = prompts.prefill(given(ids))
         past.layers[0].conv_states[0].add_(1)
@@ -329,7 +299,7 @@ def test_a_state_that_was_written_to_is_not_saved(loaded):
 
 @pytest.mark.parametrize("tries", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_frame_that_is_missing_old_or_damaged_is_never_served(loaded, tries):
-    model, store = loaded("lfm3"), Memory()  # three groups: full attention, a window, states
+    model, store = loaded("lfm3"), FrameStore()  # three groups: full attention, a window, states
     first = tokens(75, seed=1)
     asked = [first, leaving(first, 50, 70, seed=2), leaving(first, 35, 60, seed=3)]
     expected = [generate(model, ids, 4) for ids in asked]
@@ -372,10 +342,10 @@ def test_the_page_has_enough_families():
 def test_what_cannot_be_served_is_refused_by_a_sentence(loaded, family):
     reason = re.escape(ROWS[family].removeprefix("refused: "))
     with pytest.raises(UnsupportedModel, match=reason):
-        opened(loaded(family), Memory())
+        opened(loaded(family), FrameStore())
 
 
 @pytest.mark.parametrize("interval", [0, 24, True, 32.0])
 def test_an_interval_is_a_multiple_of_the_block_size(loaded, interval):
     with pytest.raises(ConfigurationError, match="state_interval"):
-        opened(loaded("lfm2"), Memory(), state_interval=interval)
+        opened(loaded("lfm2"), FrameStore(), state_interval=interval)

@@ -36,3 +36,15 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     """The official client of `server`."""
     with server.client() as one:
         yield one
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the store and the output of a module's own server."""
+    return tmp_path_factory.mktemp("stored")
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> str:
+    """The URL of a store for a module's own server."""
+    return f"disk:{folder}/kv?capacity=64MiB"

@@ -37,16 +37,6 @@ def pieces_fit(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("files")
-
-
-@pytest.fixture(scope="module")
-def url(folder) -> str:
-    return f"disk:{folder}/kv?capacity=64MiB"
-
-
-@pytest.fixture(scope="module")
 def server(model, folder, url) -> ServerProcess:
     keys = ("--admin-key", KEY, "--api-key", "of-clients")
     limits = ("--max-import", "1MiB", "--max-body", "8KiB")
@@ -91,14 +81,6 @@ def send(server, file):
     done = Saved()
     remote.import_by_server(server.url, file, done, admin_key=KEY)
     return done
-
-
-@pytest.mark.parametrize("path", ["export", "import", f"import/{'0' * 32}"])
-def test_the_admin_key_is_needed(server, path):
-    for key in (None, "of-clients"):
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        status, answer, _ = server.post(ALL, f"/v1/cache/{path}", headers=headers)
-        assert (status, answer["error"]["code"]) == (401, "invalid_admin_key")
 
 
 def test_the_answer_of_an_export_is_a_file_for_import(server, blocks, url, file, tmp_path):

@@ -16,16 +16,7 @@ ADMIN = {"Authorization": "Bearer of-the-admin"}
 PROMPT = list(range(100, 170))
 OTHER = list(range(200, 250))
 VERBS = ("warm", "drop", "pin", "unpin", "prefetch")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("verbs")
-
-
-@pytest.fixture(scope="module")
-def url(folder) -> str:
-    return f"disk:{folder}/kv?capacity=64MiB"
+FILES = ("export", "import", f"import/{'0' * 32}")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +60,7 @@ def figure(admin, name: str) -> float:
     )
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [*VERBS, *FILES])
 @pytest.mark.parametrize("key", [None, "of-clients", "of-the-admi", "of-the-admin2"])
 def test_the_admin_key_is_needed(admin, verb, key):
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}

@@ -124,7 +124,7 @@ def test_an_export_ends_with_the_blocks_that_were_said(liar, file):
         stream.add(block)
     stream.end()
     liar.body, liar.headers = into.getvalue(), {remote._COUNTS_HEADER: json.dumps(COUNTS)}
-    with pytest.raises(BackendUnavailable, match="more blocks than it said"):
+    with pytest.raises(BackendUnavailable, match="more blocks than it announced"):
         calls(liar, file)["export"]()
 
 

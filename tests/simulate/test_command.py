@@ -298,7 +298,7 @@ STORED = ("--device-cache", "1Mtok", "--external", "9Mtok")
     ("options", "complaint"),
     [
         ([], "--device-cache: is needed"),
-        (["--device-cache", "500"], "--device-cache=500: of what"),
+        (["--device-cache", "500"], "--device-cache=500: has no unit"),
         (["--device-cache", "1GiB"], "--bytes-per-token or --model DIR"),
         (["--device-cache", "1KiB", "--bytes-per-token", "4096"], "not even one block fits"),
         (
@@ -320,10 +320,10 @@ STORED = ("--device-cache", "1Mtok", "--external", "9Mtok")
             ["--device-cache", "1Mtok", "--store-rate", "8ktok"],
             "there is no store; give --external",
         ),
-        ([*STORED, "--store-rate", "8000"], "--store-rate=8000: of what"),
+        ([*STORED, "--store-rate", "8000"], "--store-rate=8000: has no unit"),
         ([*STORED, "--store-rate", "8ktok,"], "--store-rate=: a size such as"),
         ([*STORED, "--store-rate", "0"], "store_rate: 0 must be above 0"),
-        ([*STORED, "--store-rate", "1GiB"], "--store-rate=1GiB: how many tokens are that?"),
+        ([*STORED, "--store-rate", "1GiB"], "--store-rate=1GiB: bytes need the size of a token"),
         ([*STORED, "--store-first-byte", "1s"], "--store-first-byte 1.0: needs --store-rate"),
         ([*STORED, "--step-tokens", "0"], "--step-tokens 0: needs --store-rate"),
         ([*STORED, "--store-rate", "8ktok", "--step-tokens", "0"], "step_tokens: 0"),

@@ -34,7 +34,7 @@ def test_sizes_are_whole_blocks(text, blocks):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("500", "--host=500: of what"),
+        ("500", "--host=500: has no unit"),
         ("9" * 400 + "tokens", r"must be below 2\^63 tokens"),
         ("5 apples", "--host=5 apples: a size such as"),
         ("-1GiB", "--host=-1GiB: a size such as"),
@@ -48,7 +48,7 @@ def test_a_bad_size_is_named(text, complaint):
 
 def test_bytes_need_to_know_how_many_a_token_takes():
     size = TierSize.parse("1GiB", field="--host")
-    with pytest.raises(ConfigurationError, match=r"--host=1GiB: .* Give --bytes-per-token"):
+    with pytest.raises(ConfigurationError, match=r"--host=1GiB: .* give --bytes-per-token"):
         size.num_blocks(32, None, field="--host")
 
 

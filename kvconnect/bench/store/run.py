@@ -73,8 +73,8 @@ async def _measure(url: str, plan: StorePlan, payloads: Payloads, tell: Tell) ->
     except _Fewer as error:
         raise ConfigurationError(
             f"{StoreUrl.parse(url)}: {error}: the benchmark needs room for {payloads.total} bytes "
-            f"beside what the store holds, and that nobody else fills it meanwhile; give it more "
-            f"capacity, or measure with a smaller --total"
+            f"beside the blocks of the store, and no other process may fill it meanwhile; give the "
+            f"store more capacity, or measure with a smaller --total"
         ) from error
     finally:
         await store.inner.delete(payloads.keys)
@@ -123,7 +123,10 @@ class _Trial:
                 self._measure_floor(self._floor)
 
     async def _use(self, how: str) -> None:
-        """Puts, looks up and gets all values once, then times calls with one value."""
+        """Measures one round of the store `how`.
+
+        Puts, gets and looks up all values once, then times calls with one value.
+        """
         store, plan, payloads = self._ways[how], self._plan, self._payloads
         await store.delete(payloads.keys)
         batches = list(payloads.batches(plan.batch_nbytes))

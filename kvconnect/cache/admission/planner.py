@@ -125,7 +125,7 @@ class Planner:
         if self._has_states and begin % self._tokens_per_block:
             raise ConfigurationError(
                 f"external_end: {begin} must be a multiple of tokens_per_block="
-                f"{self._tokens_per_block}, where the states are"
+                f"{self._tokens_per_block}, since states are kept at ends of blocks only"
             )
         demands = []
         needs = []

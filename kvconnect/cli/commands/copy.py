@@ -206,7 +206,7 @@ async def _write(target: GuardedBackend, batch: Sequence[ReadFrame], done: _Copi
             done.copied += stored
             done.bytes += sum(block.data.numel() for block in blocks[:stored])
         if not stored:
-            raise RetryLater("TARGET takes no more blocks; give it more room, then go on")
+            raise RetryLater("TARGET takes no more blocks; give it more room, and repeat this")
         blocks = blocks[stored:]
 
 

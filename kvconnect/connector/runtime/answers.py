@@ -44,7 +44,7 @@ def checked_match(owner: object, answer: object) -> tuple[int, bool]:
         raise ConnectorContractError(f"{method} answered {answer!r}; tokens cannot be negative")
     if num_tokens == 0 and is_async:
         raise ConnectorContractError(
-            f"{method} answered {answer!r}; nothing cannot be loaded in the background"
+            f"{method} answered {answer!r}; 0 tokens cannot be loaded in the background"
         )
     return num_tokens, is_async
 

@@ -29,10 +29,11 @@ _GRACE_S = 10.0
 class TransferLedger:
     """The transfers in flight. A transfer succeeds if it succeeds on all ranks; each ends once.
 
-    Blocks that a transfer may still touch when it ends go to the quarantine. Past the valid
-    position the request gets fresh blocks, or it goes back to the queue. It always goes back if a
-    load is not `divisible` (with windows or several pools): windows hold only the blocks that the
-    load's end needs.
+    A transfer that was cancelled or is late may still touch its blocks, so they go to the
+    quarantine. A request whose load failed keeps the blocks up to its valid position. It gets fresh
+    blocks for the tokens after it, or is queued again if there are none. A load that is not
+    `divisible` (with windows or several pools) is valid only as a whole, so its request is always
+    queued again.
 
     A load that overlaps with computing ends once every worker has ended it, even if it is not
     complete. Its loaded tokens are valid; the tokens before them are computed.
@@ -207,7 +208,7 @@ class TransferLedger:
                 raise ConnectorContractError(f"{reported}, which has no load beside its computing")
         elif not load.start <= position <= load.progress.get(rank, load.end):
             raise ConnectorContractError(
-                f"{reported}; the load from {load.start} to {load.end} has come to "
+                f"{reported}; the load from {load.start} to {load.end} has reached "
                 f"{load.progress.get(rank, load.end)}"
             )
 

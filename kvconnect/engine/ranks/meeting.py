@@ -200,7 +200,7 @@ class Meeting:
         """
         self.store.wait(["go"], _LOADING)
         if why := self.store.get("go").decode():
-            raise RankLost(0, f"rank 0 did not go on: {why}")
+            raise RankLost(0, f"rank 0 did not continue: {why}")
 
 
 class _Beats:

@@ -83,8 +83,8 @@ class ChatFormat:
             )
         if self.continue_final_message and self.add_generation_prompt:
             raise ConfigurationError(
-                "continue_final_message: needs add_generation_prompt=False; the answer either goes "
-                "on with the last message or begins anew"
+                "continue_final_message: needs add_generation_prompt=False; the answer either "
+                "continues the last message or begins anew"
             )
         _check_list(conversation)
         messages = [_checked(message, number) for number, message in enumerate(conversation)]

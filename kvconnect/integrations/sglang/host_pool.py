@@ -51,8 +51,8 @@ class HostPool:
             )
         if getattr(pool, "target_layer_num", pool.layer_num) != pool.layer_num:
             raise UnsupportedModel(
-                f"{name}: layers of a draft model are packed into its pages, and nothing tells "
-                "that model from others"
+                f"{name}: layers of a draft model are packed into its pages, and keys do not "
+                "name that model"
             )
         layout = _layout(pool, is_mla=is_mla)
         planes = [_planes(pool, layer, is_mla=is_mla) for layer in range(pool.layer_num)]

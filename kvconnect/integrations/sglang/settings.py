@@ -45,8 +45,8 @@ def storage_settings(storage_config: Any) -> EngineSettings:
     )
     if settings.is_shared:
         raise ConfigurationError(
-            f"{WHERE}.namespace: 'shared' is not possible: SGLang tells its storage hashes instead "
-            "of tokens, which no other engine makes keys of; leave it out"
+            f"{WHERE}.namespace: 'shared' is not possible: SGLang gives its storage hashes instead "
+            "of tokens, and no other engine makes keys of these; leave it out"
         )
     return settings
 

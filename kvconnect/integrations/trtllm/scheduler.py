@@ -104,8 +104,8 @@ class KvConnectScheduler(_Base):
             ids.pop()
         if taken is not None and len(ids) * known.request.key_chain.tokens_per_block < taken:
             raise ConfigurationError(
-                f"request {request.request_id}: {taken} tokens of what was promised were taken, "
-                f"and there are {len(ids)} blocks for them"
+                f"request {request.request_id}: TensorRT-LLM took {taken} of the promised tokens, "
+                f"and gave {len(ids)} blocks for them"
             )
         known.promised = len(ids)
         if ids:

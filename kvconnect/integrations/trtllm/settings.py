@@ -115,7 +115,8 @@ def _check_weights(llm_args: object, *, is_named: bool) -> None:
     if extension is not None:
         raise ConfigurationError(
             f"ray_worker_extension_cls={extension!r}: its methods can replace the weights of a "
-            "running engine, which kvconnect is not told of; blocks would keep the old name"
+            "running engine, and kvconnect would not notice: blocks would keep the old name; "
+            "leave it out"
         )
     load_format = _name(getattr(llm_args, "load_format", None))
     if load_format == "dummy":

@@ -85,9 +85,7 @@ def refuse_unserved(vllm_config: Any, *, is_named: bool = False) -> None:
             "which keys are made of; name them with model_revision in kv_connector_extra_config"
         )
     if callable(getattr(vllm_config.model_config, "hf_overrides", None)):
-        raise ConfigurationError(
-            "hf_overrides: a function cannot be told apart from another; give a dictionary"
-        )
+        raise ConfigurationError("hf_overrides: keys cannot name a function; give a dictionary")
     _refuse_latents_on_cpu(vllm_config)
 
 
@@ -164,7 +162,7 @@ def refuse_other_dtype_on_cpu(vllm_config: Any, layouts: Sequence[KvCacheLayout]
         if layout.dtype != dtype and layout.kind != "state":
             raise ConfigurationError(
                 f"kv_cache_dtype: {_name(layout.dtype)} for a model in {_name(dtype)}, and on a "
-                "CPU vLLM writes its model's elements all the same; use kv_cache_dtype='auto'"
+                "CPU vLLM stores the model's dtype in any case; use kv_cache_dtype='auto'"
             )
 
 

@@ -18,7 +18,8 @@ class WeightsMeta:
     """The scheduler's record, as workers get it in each step.
 
     Attributes:
-        epoch: number of the name in keys. It names the weights that a worker has in its first step.
+        epoch: number of the name that keys have now. It names the weights that a worker has in the
+            first step of this epoch.
         num_resets: the number of resets of vLLM's caches.
         is_stopped: the weights have no name; nothing is loaded or saved.
     """
@@ -33,7 +34,7 @@ class WeightChange:
     """A change that a worker found.
 
     Attributes:
-        epoch: in which it found the change.
+        epoch: the scheduler's epoch when the worker found the change.
         how: which tensor changed, and how.
         num_resets: the change was found before anything was computed after this reset of vLLM's
             caches. ``None``: something was computed.
@@ -76,7 +77,7 @@ class WeightNames:
         self._is_clean = self._reset_was_clean = device_is_empty
 
     def is_news(self, change: WeightChange) -> bool:
-        """Returns whether `change` is of the weights that have a name now."""
+        """Returns whether `change` concerns the weights that have a name now."""
         return change.epoch == self.meta.epoch and not self.is_stopped
 
     def can_begin(self, change: WeightChange | None = None) -> bool:
@@ -86,7 +87,12 @@ class WeightNames:
         return self._is_clean
 
     def stop(self, *, begins_later: bool) -> None:
-        """Marks the weights as unnamed from now on."""
+        """Records that keys do not name the weights any more.
+
+        Args:
+            begins_later: whether the weights get a name as soon as no load runs. If not, they get
+                one after a reset of vLLM's caches.
+        """
         self.meta = replace(self.meta, is_stopped=True)
         self.begins_later = begins_later
 
@@ -146,7 +152,7 @@ class WatchedWeights:
         return self.change
 
     def _take(self) -> None:
-        """Watches the model as it is now."""
+        """Takes the present model as the one that later checks compare with."""
         self._watched = self._model()
         self._watch = WeightWatch.of(self._watched)
         self._code = _Code(self._watched)

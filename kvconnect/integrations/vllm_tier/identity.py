@@ -167,7 +167,7 @@ def _check(config: Any) -> None:
     if speculative is not None and speculative.method not in _DRAFTS_WITHOUT_MODEL:
         raise ConfigurationError(
             f"speculative_config.method={speculative.method}: chunks would hold the KV of a draft "
-            f"model that nothing names; without: {', '.join(_DRAFTS_WITHOUT_MODEL)}"
+            f"model that their names leave out; served are {', '.join(_DRAFTS_WITHOUT_MODEL)}"
         )
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise ConfigurationError(
@@ -181,7 +181,7 @@ def _model_digest(config: Any, revision: str | None) -> bytes:
     if revision is None and not comes_from_directory(config):
         raise ConfigurationError(
             f"load_format={config.load_config.load_format}: the weights need not be those of the "
-            "model's directory, so nothing names them; give the tier a model_revision"
+            "model's directory, which names of chunks cover; give the tier a model_revision"
         )
     return model_identity(config, revision=revision, since_ns=_started_ns())
 

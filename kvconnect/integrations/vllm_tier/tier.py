@@ -164,7 +164,10 @@ class KvConnectTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         return LookupResult.RETRY
 
     def on_new_request(self, req_context: Any) -> Any:
-        """Records the request. Only new chunks are stored, one by one."""
+        """Records the request, and returns an empty context: vLLM's own policy of storing applies.
+
+        By this policy vLLM offers each chunk to the tier once, when the chunk is complete.
+        """
         self._named.begin(req_context.req_id)
         return RequestOffloadingContext()
 

@@ -117,7 +117,7 @@ class GenerationRequest(ModelRequest):
             raise ConfigurationError("prompt_logprobs: are not streamed; leave out stream")
         if request.stream and request.hands_out:
             raise ConfigurationError(
-                "stream: a prompt that is handed out has no answer to stream; leave it out"
+                "stream: with do_remote_decode there is no answer to stream; leave it out"
             )
         return request
 

@@ -154,7 +154,7 @@ class _Handshake:
         try:
             ours = self._endpoint.hello()
         except Exception as error:
-            raise WireClosed(f"this process cannot say what it is: {error!r}") from error
+            raise WireClosed(f"this process cannot describe itself: {error!r}") from error
         if self._initiator:
             self._send(ours)
         theirs = self._receive(Hello)
