@@ -50,7 +50,9 @@ def test_who_overrides_both_ways_is_believed():
 def test_around_a_store_nothing_is_promised_of_what_passes_through(kit):
     can = GuardedBackend(Checked()).capabilities
     assert can == MemoryBackend.capabilities.wrapped()
-    assert can == Capabilities(enumerable=True, inline=True, pins=True, variable_length=True)
+    assert can == Capabilities(
+        enumerable=True, expires_each=True, inline=True, pins=True, variable_length=True
+    )
 
 
 async def test_checksums_are_of_no_concern_to_a_store_of_four_methods(kit):

@@ -20,7 +20,7 @@ from statistics import median
 
 PROMPTS = 200
 CHARACTERS = 500  # one token each
-KVCONNECT = (sys.executable, "-m", "kvconnect")
+KVCONNECT = (sys.executable, "-P", "-m", "kvconnect")
 SIZE = {"hidden-size": 256, "num-layers": 4, "intermediate-size": 512}
 
 

@@ -86,7 +86,7 @@ def test_a_store_without_room_is_an_error_that_says_what_is_needed(kvconnect, tm
     (sentence,) = [line for line in err.splitlines() if line.startswith("kvconnect: error: ")]
     assert named.format(tmp=tmp_path) in sentence
     assert "needs room for 2097152 bytes" in sentence
-    assert "give it more capacity, or measure with a smaller --total" in sentence
+    assert "give the store more capacity, or measure with a smaller --total" in sentence
 
 
 def test_a_store_that_others_fill_meanwhile_is_the_same_error(kvconnect, monkeypatch):

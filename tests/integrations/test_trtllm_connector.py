@@ -138,7 +138,7 @@ def test_fewer_blocks_than_tokens_that_were_taken_stop_the_engine(classes, confi
         request.py_num_connector_matched_tokens = 32
         for blocks in ([3, 4, 6], [3, 4, 5, -1], [-1] * 4):
             assert runtime.scheduler.get_num_new_matched_tokens(request, 0) == (32, False)
-            with pytest.raises(ConfigurationError, match="32 tokens"):
+            with pytest.raises(ConfigurationError, match="took 32 of the promised tokens"):
                 runtime.scheduler.update_state_after_alloc(request, blocks)
 
 

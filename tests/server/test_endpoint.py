@@ -112,7 +112,7 @@ def test_a_client_that_leaves_before_its_export_is_sent_frees_the_thread_of_the_
 
     admission = Admission(2, 1 << 20)
     with ThreadPoolExecutor(1) as thread:
-        threads = SimpleNamespace(parsing=thread, verbs=thread)
+        threads = SimpleNamespace(parsing=thread, sending=thread)
         settings = ServerSettings(model_names=("tiny",))
         asyncio.run(run())
         assert thread.submit(lambda: 1).result(30) == 1

@@ -253,8 +253,7 @@ class TransferNode(PeerNode):
 
         The blocks do not change until the lease `epoch` ends. Does not block.
         """
-        layouts = self._llm_args.layouts
-        for region, layout, ids in zip(self._regions, layouts, blocks, strict=True):
+        for region, layout, ids in zip(self._regions, self._layouts, blocks, strict=True):
             offsets = np.array(ids, np.int64) * layout.block_nbytes
             self.transport.keep_digests(region, offsets, layout.block_nbytes, epoch=epoch)
 
