@@ -347,6 +347,34 @@ def test_what_is_behind_a_missing_block_is_used(
             assert torch.equal(store.frames[key], frame)
 
 
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_missing_block_that_is_computed_meanwhile_is_saved_anew(
+    number, store, open_late, beside, reference, llama
+):
+    """All others that the load still needs have come."""
+    store.frozen = False
+    keys = store.keys_of(PROMPT)
+    store.lost, store.held = {keys[number]}, {keys[11]}
+    llm = open_late()
+
+    def decide(request: LlmRequest, budget: int) -> int:
+        load = loads(llm)._overlapping.get(request.request_id)
+        if load is None:
+            return 0
+        until(lambda: load.stop < len(load.order.blocks))
+        if request.num_computed_tokens > number * T:
+            store.release()
+            until(lambda: load.ended)
+            return 0
+        return min(whole_blocks(request, budget), T)
+
+    beside.decide = decide
+    output = llm.generate(PROMPT, GREEDY)[0]
+    check(output, *reference(llama, [PROMPT], 12), reused=len(PROMPT) - 1 - (number + 1) * T)
+    until(lambda: keys[number] in store.frames)
+    check_nothing_is_left(llm, store)
+
+
 @pytest.mark.parametrize("how", ["lost", "broken", "failing"])
 def test_a_missing_block_is_found_while_it_computes(
     how, saved, store, open_late, beside, reference, llama

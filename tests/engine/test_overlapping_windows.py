@@ -151,8 +151,18 @@ def after(llm: LLM, arrivals: Arrivals, met: int) -> Callable[[LlmRequest, int],
 # ---------------------------------------------------------------------- where they meet
 
 
-@pytest.mark.parametrize("model", ARCHS, indirect=True)
-@pytest.mark.parametrize("has_tail", [True, False])
+@pytest.mark.parametrize(
+    ("model", "has_tail"),
+    [
+        ("mixed", True),
+        ("mistral", False),
+        pytest.param("mixed", False, marks=pytest.mark.slow),
+        pytest.param("mistral", True, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", True, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", False, marks=pytest.mark.slow),
+    ],
+    indirect=["model"],
+)
 def test_at_every_block(has_tail, store, open_late, beside, arrivals, reference, model):
     (expected,) = reference(model, [PROMPT], 12)
     keys = store.keys_at(PROMPT)
@@ -245,7 +255,9 @@ def test_behind_what_the_device_has(
 # ---------------------------------------------------------------------- stores that fail
 
 
-@pytest.mark.parametrize("how", ["lost", "broken", "failing"])
+@pytest.mark.parametrize(
+    "how", ["lost", *(pytest.param(how, marks=pytest.mark.slow) for how in ("broken", "failing"))]
+)
 def test_what_is_behind_a_missing_block_is_used(
     how, saved, store, open_late, beside, reference, model
 ):

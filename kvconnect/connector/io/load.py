@@ -261,7 +261,9 @@ class Loads:
         num_blocks = load.num_valid_blocks()
         missing = max(0, load.wanted - num_blocks)
         count("connector.load.blocks", blocks=num_blocks, missing=missing)
-        if num_blocks < load.wanted and not load.cancelled:
+        # A lost block that was computed meanwhile counts, too: it is to be saved anew.
+        lost = load.stop < len(order.blocks)
+        if (num_blocks < load.wanted or lost) and not load.cancelled:
             valid = order.start
             if not order.overlaps:
                 valid = order.num_valid(num_blocks, self.tokens_per_block)
