@@ -24,6 +24,7 @@ __all__ = [
     "child_from_json",
     "child_to_bytes",
     "child_to_json",
+    "end_of",
     "key_from_text",
     "tokens_from_bytes",
     "tokens_to_bytes",
@@ -34,6 +35,11 @@ _FIELDS = struct.Struct("<BiBHHI")
 _HAS_PARENT, _HAS_END = 1, 2
 _END = struct.Struct("<d")  # Unix seconds
 _LATEST_END = 1e12
+
+
+def end_of(block: StoredBlock) -> float | None:
+    """Returns the ``expires_at`` of `block`, within the times that stores can write and read."""
+    return None if block.expires_at is None else min(max(0.0, block.expires_at), _LATEST_END)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +64,7 @@ class BlockMetadata:
             block.namespace,
             block.model,
             block.group,
-            block.expires_at,
+            end_of(block),
         )
 
     @property

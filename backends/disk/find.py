@@ -103,8 +103,7 @@ class IndexReader:
             with index_errors():
                 model = "b.model" if has_column(db, "model") else "x''"
                 hits = "b.hits" if has_column(db, "hits") else "NULL"
-                defaults = {"pinned": "0", "expires": str(FOREVER)}
-                self._lacks = {f"b.{n}": v for n, v in defaults.items() if not has_column(db, n)}
+                self._lacks = _lacking(db)
         except BaseException:
             db.close()
             raise
@@ -199,10 +198,18 @@ class IndexReader:
             self._db.close()
 
     def _rows(self, query: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
-        for column, default in self._lacks.items():
-            query = query.replace(column, default)
         with self._lock, index_errors():
+            if self._lacks:  # a newer version may have added them since
+                self._lacks = _lacking(self._db)
+            for column, default in self._lacks.items():
+                query = query.replace(column, default)
             return self._db.execute(query, values).fetchall()
+
+
+def _lacking(db: sqlite3.Connection) -> dict[str, str]:
+    """Returns the columns that an index of an older version lacks, with the value of all blocks."""
+    defaults = {"pinned": "0", "expires": str(FOREVER)}
+    return {f"b.{name}": value for name, value in defaults.items() if not has_column(db, name)}
 
 
 def _located(shown: str) -> tuple[bytes, Located]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvconnect.backend import StoredBlock
 from kvconnect.backends.disk.files.direct_io import Location
 from kvconnect.backends.disk.format import FOREVER
-from kvconnect.backends.entries import tokens_to_bytes
+from kvconnect.backends.entries import end_of, tokens_to_bytes
 
 __all__ = ["INSERT", "Reservation", "row_of"]
 
@@ -57,5 +57,5 @@ def row_of(
         block.namespace,
         block.group,
         block.model,
-        FOREVER if block.expires_at is None else min(FOREVER, round(block.expires_at * 1e6)),
+        FOREVER if (end := end_of(block)) is None else round(end * 1e6),
     )

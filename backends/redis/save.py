@@ -13,7 +13,7 @@ from typing import Any
 import hiredis
 
 from kvconnect.backend import StoredBlock
-from kvconnect.backends.entries import BlockMetadata
+from kvconnect.backends.entries import BlockMetadata, end_of
 from kvconnect.backends.redis.commands import (
     ASKING,
     REFUSALS,
@@ -137,7 +137,7 @@ class RedisWriter:
 
     def _ttl_ms(self, block: StoredBlock) -> int | None:
         """Returns the time that `block` is kept for: the store's, or its own if that is less."""
-        own_s = None if block.expires_at is None else block.expires_at - time.time()
+        own_s = None if (end := end_of(block)) is None else end - time.time()
         times = [one for one in (self._router.settings.ttl, own_s) if one is not None]
         return max(1, round(min(times) * 1e3)) if times else None
 

@@ -80,13 +80,20 @@ async def _promote(
     keys: Sequence[BlockKey],
     frames: Sequence[Tensor],
 ) -> None:
-    """Adds loaded blocks to the backlogs of `faster`; `frames` may be reused when this returns."""
+    """Adds loaded blocks to the backlogs of `faster`; `frames` may be reused when this returns.
+
+    A block that a shared `source` no longer describes is left out if its blocks can have ends of
+    their own. An instance of ``nixl`` describes no blocks of its peers; these are copied without.
+    """
     known = await source.answer(source.guard.describe(keys), [None] * len(keys))
+    can = source.guard.capabilities
     blocks = []
     for key, data, entry in zip(keys, frames, known, strict=True):
         if entry is not None:
             blocks.append(entry.block(data[: entry.nbytes]))
-        elif not source.guard.capabilities.variable_length:
+        elif can.shared and can.expires_each:
+            continue  # its time is over, or its end is not known now
+        elif not can.variable_length:
             blocks.append(StoredBlock(key, data))
         else:
             with suppress(BadFrame):  # no frame: the length of the value is unknown

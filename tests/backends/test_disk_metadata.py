@@ -109,6 +109,24 @@ async def test_store_of_an_older_version_can_be_looked_at(make_disk, old_store):
     assert not columns & {"model", "expires"}
 
 
+async def test_a_reader_of_an_older_index_obeys_ends_that_a_newer_version_adds(
+    make_disk, kit, old_store
+):
+    """It was opened before the index had the columns, while the older version had it open."""
+    path, keys = old_store
+    over, mine = kit.keys("own", count=2)
+    with closing(sqlite3.connect(path / "index.sqlite3")) as older:
+        older.execute("SELECT count(*) FROM blocks").fetchall()
+        async with kit.opened(make_disk(), "read") as reader:
+            assert await reader.lookup(keys) == 4
+            async with kit.opened(make_disk()) as store:
+                await store.save([replace(kit.block(mine), expires_at=4e9)])
+                await store.save([replace(kit.block(over), expires_at=time.time() - 1)])
+            assert await kit.stored(reader, [over, mine]) == [False, True]
+            assert await reader.describe([over]) == [None]
+            assert over not in {entry.key async for entry in reader.scan()}
+
+
 async def test_blocks_whose_own_time_is_over_leave_their_slots_at_the_next_save(make_disk, kit):
     mine, kept, new = kit.keys("own", count=3)
     async with kit.opened(make_disk()) as store:

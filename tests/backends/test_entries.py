@@ -118,10 +118,23 @@ def test_metadata_comes_back(parent, tokens, priority, group, namespace, model, 
 
 @pytest.mark.parametrize("end", [-1.0, 1e13, float("nan"), float("inf")])
 def test_an_end_that_is_no_time_is_damage(end):
-    wrong = BlockMetadata.of(replace(BARE, expires_at=end))
+    wrong = replace(BlockMetadata.of(BARE), expires_at=end)
     assert BlockMetadata.from_bytes(wrong.to_bytes()) is None
     with pytest.raises(ValueError, match="is no time"):
         BlockMetadata.from_json(wrong.to_json())
+
+
+@pytest.mark.parametrize("end", [-1.0, 1e13, float("nan"), float("inf"), -float("inf")])
+def test_an_end_that_is_no_time_is_stored_as_the_nearest_time(end):
+    """Else a store would write what it cannot read."""
+    known = BlockMetadata.of(replace(BARE, expires_at=end))
+    for back in (
+        BlockMetadata.from_bytes(known.to_bytes()),
+        Record.decode(Record.of([replace(BARE, expires_at=end)], 7.5, "a1").encode())
+        .members[0]
+        .metadata,
+    ):
+        assert back.expires_at == (1e12 if end > 0 else 0.0)
 
 
 @given(st.binary(max_size=200))

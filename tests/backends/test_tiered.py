@@ -104,6 +104,25 @@ async def test_what_a_slower_tier_had_is_copied_to_the_faster_ones_with_all_that
         assert two.calls["load"] == 0
 
 
+@pytest.mark.parametrize("fault", ["its time ends", "it fails"])
+async def test_a_block_whose_end_is_not_known_is_not_copied_without_one(kit, fault):
+    """It ended, or its store failed, after it was loaded."""
+
+    async def strike(name):
+        if name == "describe" and fault == "it fails":
+            raise ConnectionError("the store is gone")
+        if name == "describe":
+            two.blocks.clear()
+
+    one, two = DictTier(), DictTier(shared=True, expires_each=True, before=strike)
+    keys = kit.keys("ending", count=2)
+    two.put(*frames(kit, keys))
+    async with tiered(one, two) as store:
+        assert await store.load(keys, kit.buffers(2)) == 2
+        await written(store)
+    assert not one.blocks
+
+
 async def test_promotion_copies_the_value_not_the_buffer(kit):
     one, two = DictTier(variable_length=True), DictTier(variable_length=True)
     key = kit.key("shorter")

@@ -180,6 +180,26 @@ def test_close_waits_for_the_thread_that_digests(pair, monkeypatch):
     assert len(ended) == count
 
 
+def test_what_is_published_while_the_transport_closes_is_not_digested(pair, monkeypatch):
+    kept = pair.source._kept
+    every, close, locked = Regions.all, KeptDigests.close, []
+
+    def seen(self):
+        locked.append(kept._lock.locked())
+        return every(self)
+
+    def closed(self):
+        close(self)
+        pair.source.keep_digests(0, np.arange(16) * PIECE, PIECE, epoch=5)
+
+    monkeypatch.setattr(Regions, "all", seen)
+    monkeypatch.setattr(KeptDigests, "close", closed)
+    pair.source.close()
+    assert locked == [True]  # else `close` may run to its end before the digests are asked for
+    assert not kept._live
+    assert not any("kvconnect-tcp-digests" in one.name for one in threading.enumerate())
+
+
 def test_the_memory_of_a_device_goes_through_a_buffer_on_either_side(pair, sent):
     pair.keep(epoch=5)
     object.__setattr__(pair.reader._regions[0], "host", False)

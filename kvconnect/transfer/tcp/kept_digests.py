@@ -94,15 +94,15 @@ class KeptDigests:
 
     def keep(self, number: int, offsets: Offsets, nbytes: int, epoch: int) -> None:
         """Begins to digest pieces of a region, as `Transport.keep_digests` describes."""
-        regions = self._regions.all()
-        sizes = tuple(region.nbytes for region in regions)
-        if not epoch or outside(sizes, number, offsets, nbytes) is not None:
-            return  # the transport was closed
         cell = _cell_of(nbytes)
-        region = regions[number]
-        if not len(offsets) or not cell or not region.host:
-            return
         with self._lock:
+            regions = self._regions.all()
+            sizes = tuple(region.nbytes for region in regions)
+            if not epoch or outside(sizes, number, offsets, nbytes) is not None:
+                return  # the transport was closed
+            region = regions[number]
+            if not len(offsets) or not cell or not region.host:
+                return
             table = self._tables.get(number)
             if table is None:
                 cells = region.nbytes // cell
@@ -130,7 +130,10 @@ class KeptDigests:
             return Leading(table.cell, table.digests[index[:count]]) if count else NO_DIGESTS
 
     def close(self) -> None:
-        """Forgets all digests. Blocks until no thread reads the memory. Idempotent."""
+        """Forgets all digests. Blocks until no thread reads the memory. Idempotent.
+
+        The regions were cleared before, so that a `keep` on another thread begins nothing more.
+        """
         with self._lock:
             self._live.clear()
             self._tables.clear()

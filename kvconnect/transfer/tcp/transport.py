@@ -178,8 +178,8 @@ class TcpTransport(Transport):
             if self._deadlines is not None:
                 self._deadlines.close()
                 self._deadlines = None
-            self._kept.close()
             self._regions.clear()
+            self._kept.close()
 
     def _listen(self) -> None:
         incarnation = secrets.token_bytes(16)
