@@ -51,8 +51,7 @@ class KVCacheManager(BaseKVCacheManager):
         config: the settings of the cache.
         layouts: the layouts of the pools, one per pool group.
         device: the device of the pools.
-        num_blocks: the blocks of each pool, instead of sizes by `config`; pools then exchange no
-            memory.
+        num_blocks: the blocks of each pool, not sized by `config`; pools exchange no memory then.
         make_copier: makes the copier of the pools, the host pools and their layouts.
 
     Attributes:
@@ -315,11 +314,9 @@ class KVCacheManager(BaseKVCacheManager):
 
     def _admit(self, request: LlmRequest, batch: ScheduledBatch) -> bool:
         """Admits `request`, or appends it to the refused or deferred requests of `batch`."""
-        chunk = self._max_chunk
-        most = None if request.may_reuse else 0
-        prompt = Prompt.of(request.tokens.view, request.namespace.id).within(
-            max_matched=most, first_chunk=chunk
-        )
+        chunk, most = self._max_chunk, None if request.may_reuse else 0
+        prompt = Prompt.of(request.tokens.view, request.namespace.id)
+        prompt = prompt.within(max_matched=most, first_chunk=chunk)
         external = self._match_external(request, prompt)
         if external is None:
             batch.refused_requests.append(request)
@@ -340,8 +337,7 @@ class KVCacheManager(BaseKVCacheManager):
                 request.request_id, prompt, retention=request.retention, keys=request.key_chain
             )
         except OutOfBlocks:
-            # The request may fit without the store: with a store's match, less is matched on the
-            # device, and fewer blocks are shared.
+            # It may fit without the store, with whose match fewer blocks are shared on the device.
             batch.refused_requests.append(request)
             return False
         matched = allocation.matched_tokens
@@ -351,10 +347,10 @@ class KVCacheManager(BaseKVCacheManager):
             begin = max(matched, external.end if external.num_tokens else 0)
             request.account.lack_states(begin + allocation.no_state_tokens)
         loading = external.num_tokens > 0 and external.is_async
-        overlaps = loading and external.overlaps
-        request.num_external_tokens = external.end if external.num_tokens and not overlaps else 0
         request.forget_load()
-        if overlaps:
+        request.num_external_tokens = external.end if external.num_tokens else 0
+        if loading and external.overlaps:
+            request.num_external_tokens = 0
             request.load_end = request.loaded_from = external.end
             request.load_follows = external.follows
         request.state = RequestState.LOADING if loading else RequestState.CONTEXT
@@ -363,7 +359,7 @@ class KVCacheManager(BaseKVCacheManager):
         return True
 
     def _match_external(self, request: LlmRequest, prompt: Prompt) -> ExternalMatch | None:
-        # Returns the store's match beyond the device's match; None if there are no blocks for it.
+        """Returns the store's match beyond the device's; ``None`` if there is no room for it."""
         if self._matcher is None or not request.may_reuse:
             return ExternalMatch()
         matched = self.blocks.predict_match(prompt, request.key_chain)
@@ -388,11 +384,9 @@ class KVCacheManager(BaseKVCacheManager):
 
     def _extend(self, request: LlmRequest) -> None:
         self._forget_rejected(request)
-        held = self.blocks.num_tokens(request.request_id)
-        missing = request.tokens.view[held:]
-        self.blocks.append_tokens(
-            request.request_id, np.concatenate([missing, request.draft_tokens])
-        )
+        missing = request.tokens.view[self.blocks.num_tokens(request.request_id) :]
+        added = np.concatenate([missing, request.draft_tokens])
+        self.blocks.append_tokens(request.request_id, added)
 
     def _forget_rejected(self, request: LlmRequest) -> None:
         # Rejected drafts of an earlier step are in the sequence, but not in the request's tokens.

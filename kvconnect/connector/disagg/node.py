@@ -54,6 +54,7 @@ class TransferNode(PeerNode):
 
     Attributes:
         config: settings.
+        layouts: the layouts of the pools that peers read, one per pool group.
     """
 
     def __init__(self, llm_args: LlmArgs) -> None:
@@ -96,7 +97,7 @@ class TransferNode(PeerNode):
         )
         self.config: TransferConfig = config
         self._llm_args = llm_args
-        self._layouts = layouts
+        self.layouts = layouts
         self._heads = heads
         self._users = 0
         self._wakeup: Callable[[], None] = lambda: None
@@ -173,7 +174,7 @@ class TransferNode(PeerNode):
         self._fetcher = Fetcher(
             self.transport,
             ClaimBook(self.client, self.peers, self._heads),
-            layouts=self._layouts,
+            layouts=self.layouts,
             regions=list(self._regions),
             load_s=_OWN_SHARE * connector.load_timeout_s,
             idle_s=config.claim_timeout_s,
@@ -253,7 +254,7 @@ class TransferNode(PeerNode):
 
         The blocks do not change until the lease `epoch` ends. Does not block.
         """
-        for region, layout, ids in zip(self._regions, self._layouts, blocks, strict=True):
+        for region, layout, ids in zip(self._regions, self.layouts, blocks, strict=True):
             offsets = np.array(ids, np.int64) * layout.block_nbytes
             self.transport.keep_digests(region, offsets, layout.block_nbytes, epoch=epoch)
 

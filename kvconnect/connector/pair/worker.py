@@ -84,15 +84,13 @@ class OffloadWorker(KvCacheConnectorWorker):
 
     def _open_transfer(self, undo: ExitStack) -> None:
         from kvconnect.connector.disagg.node import TransferNode
-        from kvconnect.connector.disagg.pools import peer_layouts
         from kvconnect.connector.disagg.publisher import Publisher
 
         self._node = TransferNode.acquire(self._llm_args)
         undo.callback(self._node.release)
         # An earlier rank with the same heads publishes those.
         is_read = any(one.is_first for one in self._llm_args.stored_heads)
-        layouts = peer_layouts(self._llm_args.layouts)
-        self._publisher = Publisher(self._node, layouts, is_read=is_read)
+        self._publisher = Publisher(self._node, self._node.layouts, is_read=is_read)
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
         """Registers the only pool; see `register_kv_cache_layout`."""
@@ -121,8 +119,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         """
         self._on_cuda = pools[0].device.type == "cuda"
         self._access = Access(self._store, pools)
-        timeout_s = _OWN_SHARE * self._config.load_timeout_s
-        self._loads = Loads(self._access, timeout_s=timeout_s)
+        self._loads = Loads(self._access, timeout_s=_OWN_SHARE * self._config.load_timeout_s)
         self._saves = SaveQueue(self._access)
         self._saves_all = all(map(self._access.saves, range(len(pools))))
         self._access.staging.on_free(self._slots_freed)
