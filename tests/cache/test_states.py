@@ -188,6 +188,31 @@ def test_a_snapshot_with_rejected_drafts_is_dropped():
     blocks.check_invariants()
 
 
+def test_a_snapshot_before_a_detached_one_is_taken():
+    blocks = manager()
+    blocks.add_sequence(1, prompt(30))
+    assert blocks.state_snapshot(1, 24) is not None
+    blocks.unpin(blocks.detach(1, 4))
+    assert blocks.state_snapshot(1, 12) is not None
+    blocks.commit(1, 12)
+    blocks.check_invariants()
+    blocks.abort(1, 12)
+    assert blocks.match(prompt(30)) == 12
+
+
+def test_a_snapshot_before_a_rewound_one_is_taken():
+    blocks = manager()
+    blocks.add_sequence(1, prompt(9))
+    blocks.append_tokens(1, prompt(7, 50))
+    assert blocks.state_snapshot(1, 16) is not None
+    blocks.rewind(1, 2)
+    assert blocks.state_snapshot(1, 12) is not None
+    blocks.commit(1, 12)
+    blocks.check_invariants()
+    blocks.abort(1, 12)
+    assert blocks.match([*prompt(9), *prompt(7, 50)]) == 12
+
+
 @pytest.mark.parametrize(("position", "reason"), [(4, "committed"), (24, "outside")])
 def test_a_snapshot_of_the_past_or_the_future_is_refused(position, reason):
     blocks = manager()

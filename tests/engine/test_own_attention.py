@@ -10,7 +10,7 @@ from parrot import EAGER, Parrot, draft_with
 from kvconnect import LLM, KvCacheConfig, SamplingParams
 from kvconnect.engine.model.group_step import GroupStep
 from kvconnect.engine.model.own_attention import stored_layers
-from kvconnect.errors import UnsupportedModel
+from kvconnect.errors import ConfigurationError, UnsupportedModel
 
 GREEDY = SamplingParams(max_tokens=12)
 # Scores by the model's own code; chunks that a token does not see beyond, as masks.
@@ -95,6 +95,19 @@ def test_an_attention_that_is_not_given_the_step_finds_it(tiny, open_llm, refere
 
 
 # ---------------------------------------------------------------- refused
+
+
+def test_tokens_whose_choice_is_ambiguous_are_refused(tiny, open_llm, reference):
+    """Of a longer sequence Doge chooses tokens by their values, and equal tokens have equal ones.
+
+    Which of them it takes differs between a prompt that is computed at once and one in chunks.
+    """
+    model = tiny("doge", keep_window_size=32)
+    llm = open_llm(model, max_num_tokens=7)
+    prompt, params = [5, 6, 7] * 7, SamplingParams(max_tokens=12)
+    assert tokens(llm.generate([prompt], params)) == reference(model, [prompt], 12)
+    with pytest.raises(ConfigurationError, match="exceed 32 positions"):
+        llm.generate([[*prompt, 5]], params)
 
 
 def test_ranks_do_not_divide_them(tiny):

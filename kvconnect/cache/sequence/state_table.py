@@ -80,7 +80,9 @@ class StateTable(SequenceTable):
             raise ConfigurationError(f"position: {position} was committed before")
         held = self._state(sequence)
         number, rest = divmod(position, self._tokens_per_block)
-        if held is None or rest or not self._reuse or number < held.stop:
+        if held is None or rest or not self._reuse:
+            return None
+        if held.first < held.stop and number < held.stop:
             return None
         if number == held.stop and held.ids[number - 1] != NOT_HELD:
             return None if held.covers(number - 1) else held.ids[number - 1]

@@ -37,6 +37,9 @@ def position_limit(config: PreTrainedConfig) -> PositionLimit | None:
     longest = getattr(config, "max_position_embeddings", None)
     if longest:
         limits.append(PositionLimit(longest, "the model's max_position_embeddings"))
+    if kept := getattr(config, "keep_window_size", None):
+        reason = "the model's keep_window_size, beyond which tokens with equal values are ambiguous"
+        limits.append(PositionLimit(kept, reason))
     for rope in _rope_parameters(config):
         kind = rope.get("rope_type")
         if kind in {"longrope", "dynamic"}:
