@@ -13,9 +13,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-# The two cores of a small machine serve one test process each; torch must not use both in each.
+# Tests wait a third of their time, so that three processes keep two cores busy. torch must not use both
+# in each.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
-PYTEST_ARGS ?= -n 2 --dist loadscope
+PYTEST_ARGS ?= -n 3 --dist loadscope
 
 # Environments of other engines, one each: they want other versions of the same packages.
 ENGINES := .venv-engines

@@ -26,6 +26,7 @@ from kvconnect.backends.redis.commands import (
 from kvconnect.backends.redis.format import HEAD_NBYTES, Head, Pin
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.server import scan_page, survey
+from kvconnect.backends.redis.settings import Mode
 from kvconnect.backends.redis.wire import Reply
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import BlockKey
@@ -56,15 +57,19 @@ class RedisFinder:
     async def states(self, keys: Sequence[BlockKey]) -> list[State]:
         """Returns the state of every one of `keys`; those found count as used.
 
-        A block that was pinned beyond its expiry is ``ABSENT`` from the end of its pin on.
+        A block that was pinned beyond its expiry is ``ABSENT`` from the end of its pin on. In a
+        cluster it is found until a sweep, as no lookup may wait for the one node with the pins.
         """
         if not keys:
             return []
-        pins = about(b"HMGET", self._names.pins, *keys)
-        *replies, pinned = await self._router.ask([*self._head_commands(keys), pins])
-        heads, parts = self._heads(keys, replies)
-        if isinstance(pinned, list):  # else the user has no right to pins
-            for number, pin in enumerate(map(Pin.parse, pinned[: len(keys)])):
+        asks = self._head_commands(keys)
+        if self._router.settings.mode is not Mode.CLUSTER:
+            asks.append(about(b"HMGET", self._names.pins, *keys))
+        replies = await self._router.ask(asks)
+        heads, parts = self._heads(keys, replies[: len(keys)])
+        pins = replies[-1] if len(replies) > len(keys) else None
+        if isinstance(pins, list):  # else the user has no right to pins
+            for number, pin in enumerate(map(Pin.parse, pins[: len(keys)])):
                 if pin is not None and pin.has_outlived:
                     heads[number] = Outcome.ABSENT
             parts = [one for one in parts if heads[one[0]] is not Outcome.ABSENT]

@@ -17,6 +17,7 @@ from kvconnect.backends.redis.find import RedisFinder
 from kvconnect.backends.redis.format import Head, Pin
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.server import room_of
+from kvconnect.backends.redis.settings import Mode
 from kvconnect.backends.redis.wire import Reply
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.keys import KEY_NBYTES, BlockKey
@@ -34,8 +35,8 @@ class RedisPins:
     """Pins and unpins blocks. Belongs to the event loop.
 
     The pins are in the server, for all processes. A block that was pinned beyond its expiry is not
-    found from the end of its pin on. Its bytes are freed when any process that may write calls
-    `sweep`.
+    found from the end of its pin on, in a cluster from the next `sweep` on. Its bytes are freed
+    when any process that may write calls that.
     """
 
     def __init__(self, router: RedisRouter, finder: RedisFinder) -> None:
@@ -78,8 +79,11 @@ class RedisPins:
     async def end_outlived(self, keys: Sequence[BlockKey]) -> None:
         """Deletes those of `keys` that were pinned beyond their expiry, and whose pins are over.
 
-        Without it, a save would find them stored. A failure has no effect.
+        Without it, a save would find them stored. A failure has no effect. Nor has it one in a
+        cluster, where no save may wait for the one node with the pins.
         """
+        if self._router.settings.mode is Mode.CLUSTER:
+            return
         with suppress(BackendUnavailable):
             pins = await self._of(keys)
             await self._finder.delete([key for key, pin in pins.items() if pin.has_outlived])

@@ -158,9 +158,9 @@ class RedisBackend(Backend):
         """Pins or unpins `keys`, for all processes; see `Backend.pin`.
 
         A pinned block has no expiry in the server. If its own expiry has passed, it is not found
-        from the end of its pin on; its bytes are freed within a minute if any process saves. The
-        share of pinned blocks is one of all ``maxmemory``; without that there is no limit. Pins
-        last as long as the server's data.
+        from the end of its pin on; its bytes are freed within a minute if any process saves. In a
+        cluster it is found until then. The share of pinned blocks is one of all ``maxmemory``;
+        without that there is no limit. Pins last as long as the server's data.
 
         Raises:
             ConfigurationError: a server may drop pinned blocks: it has ``maxmemory`` and a policy
