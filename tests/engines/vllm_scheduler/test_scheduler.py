@@ -134,7 +134,7 @@ def test_reset_while_requests_run(healthy, num_steps):
     impossible = pytest.raises(RuntimeError, match="Failed to reset KV cache")
     with impossible if made.core.batch_queue else nullcontext():
         made.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert made.run(names) == made.wanted(PROMPTS, 40)
+    assert made.run(names, found=found) == made.wanted(PROMPTS, 40)
     made.check_empty()
 
 
