@@ -77,32 +77,16 @@ class BlockMetadata:
     ) -> StoredEntry:
         """Returns the entry of the block for `Backend.scan`."""
         return StoredEntry(
-            key,
-            nbytes,
-            self.priority,
-            created_at,
-            used_at,
-            self.parent,
-            self.tokens,
-            self.namespace,
-            self.model,
-            self.group,
-            expires_at=self.expires_at,
+            key=key, nbytes=nbytes, created_at=created_at, used_at=used_at, **self._fields()
         )
 
     def block(self, key: BlockKey, data: Tensor) -> StoredBlock:
         """Returns the block with its frame `data`, for saving it."""
-        return StoredBlock(
-            key=key,
-            data=data,
-            parent=self.parent,
-            tokens=self.tokens,
-            priority=self.priority,
-            namespace=self.namespace,
-            model=self.model,
-            group=self.group,
-            expires_at=self.expires_at,
-        )
+        return StoredBlock(key=key, data=data, **self._fields())
+
+    def _fields(self) -> dict[str, Any]:
+        """Returns the fields, whose names are those of `StoredBlock` and `StoredEntry`."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
     def to_bytes(self) -> bytes:
         """Returns ``fields | parent | namespace | model | tokens | end``."""

@@ -16,12 +16,7 @@ from kvconnect.backends.disk.files.own_file import warn_shared
 from kvconnect.backends.disk.files.owner import Lifetime
 from kvconnect.backends.disk.files.segments import SegmentFiles
 from kvconnect.backends.disk.find import IndexReader, Located, microseconds
-from kvconnect.backends.disk.format import (
-    connect,
-    connect_read_only,
-    empty_index,
-    log_nbytes,
-)
+from kvconnect.backends.disk.format import connect, connect_read_only, empty_index, log_nbytes
 from kvconnect.backends.disk.path import (
     Identity,
     check_format,

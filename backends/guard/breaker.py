@@ -15,6 +15,7 @@ __all__ = ["Breaker", "BreakerState"]
 
 logger = logging.getLogger("kvconnect")
 
+_FAILURES_TO_OPEN = 5  # in a row
 # The pauses between probes, and how long a probe runs before the next one may start beside it. Both
 # together are well below the ten seconds within which a store that recovered is used again.
 _FIRST_PAUSE_S = 1.0
@@ -36,7 +37,7 @@ class BreakerState(IntEnum):
 
 
 class Breaker:
-    """A breaker that opens after failures in a row and closes when a probe succeeds.
+    """A breaker that opens after five failures in a row and closes when a probe succeeds.
 
     With a `probe`, users' calls never probe: they fail at once while the breaker is not closed.
     Probes start a second after the breaker opened. The pause doubles from probe to probe, up to
@@ -46,23 +47,15 @@ class Breaker:
     Args:
         name: the name of the store and the kind of call, for messages.
         probe: a cheap call to the store with a deadline of its own; raises if it failed.
-        failures: the number of failures in a row that opens the breaker.
 
     Attributes:
         labels: the labels of its counters (``store.breaker.opened``, ``store.breaker.closed``).
     """
 
-    def __init__(
-        self,
-        name: str,
-        probe: Callable[[], Coroutine[Any, Any, object]] | None,
-        *,
-        failures: int,
-    ) -> None:
+    def __init__(self, name: str, probe: Callable[[], Coroutine[Any, Any, object]] | None) -> None:
         self.name = name
         self.state = BreakerState.CLOSED
         self._probe = probe
-        self._limit = failures
         self.labels: Labels = ()
         self._in_a_row = 0
         self._pause_s = _FIRST_PAUSE_S
@@ -106,7 +99,7 @@ class Breaker:
             self.state = BreakerState.OPEN
             self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
             self._admits_at = asyncio.get_running_loop().time() + self._pause_s
-        if self._in_a_row >= self._limit:
+        if self._in_a_row >= _FAILURES_TO_OPEN:
             self.open(f"{self._in_a_row} failures in a row, the last one: {error}")
 
     def open(self, reason: str) -> None:

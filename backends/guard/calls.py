@@ -73,7 +73,6 @@ class Calls:
         deadline_s: seconds that a call may take, including the wait for its turn.
         probe: a cheap call to the store, whose success shows that it works again.
         probe_load: a load, started with its `Call`, whose success shows that loads work again.
-        failures: the failures in a row after which calls fail at once, until a probe succeeds.
 
     Attributes:
         closed: whether `drain` was called.
@@ -86,15 +85,13 @@ class Calls:
         *,
         probe: Callable[[], Coroutine[Any, Any, object]],
         probe_load: Callable[[Call], Coroutine[Any, Any, object]],
-        failures: int,
     ) -> None:
         self.name = name
         self.deadline_s = deadline_s
         self._inner_probe = probe
         self._inner_probe_load = probe_load
-        self._failures = failures
-        self._breaker = Breaker(name, self._probe, failures=failures)
-        self._loads = Breaker(f"{name}: load", self._probe_load, failures=failures)
+        self._breaker = Breaker(name, self._probe)
+        self._loads = Breaker(f"{name}: load", self._probe_load)
         self._breakers = {"lookup": self._breaker, "load": self._loads}
         self._turns = asyncio.Semaphore(_MOST_AT_A_TIME)
         self._running: set[asyncio.Task[Any]] = set()
@@ -211,7 +208,7 @@ class Calls:
             return self._breaker
         breaker = self._breakers.get(operation)
         if breaker is None:
-            breaker = Breaker(f"{self.name}: {operation}", None, failures=self._failures)
+            breaker = Breaker(f"{self.name}: {operation}", None)
             breaker.labels = self.labels
             self._breakers[operation] = breaker
         breaker.check()

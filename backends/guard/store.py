@@ -48,8 +48,8 @@ class GuardedBackend(Backend):
     in place, `load` checks them. With `codecs`, stored frames are encoded on threads and in memory
     of the guard: the payload stays as it is.
 
-    After `failures_to_open` failures in a row, calls fail at once until a probe succeeds: a lookup
-    in the background.
+    After five failures in a row, calls fail at once until a probe succeeds: a lookup in the
+    background.
 
     With `raw`, values are passed unchanged, neither sealed nor checked: for tools that move or
     examine stored frames. Deadlines and mapped errors still apply.
@@ -69,13 +69,10 @@ class GuardedBackend(Backend):
         verify_frames: bool = True,
         raw: bool = False,
         codecs: Codecs | None = None,
-        failures_to_open: int = 5,
         place: str = "",
     ) -> None:
         if deadline_s <= 0:
             raise ConfigurationError(f"deadline_s={deadline_s}: must be above 0 seconds")
-        if failures_to_open < 1:
-            raise ConfigurationError(f"failures_to_open={failures_to_open}: must be at least 1")
         self.inner = inner
         self.capabilities = inner.capabilities.wrapped()
         self.deadline_s = deadline_s
@@ -89,7 +86,6 @@ class GuardedBackend(Backend):
             deadline_s,
             probe=self._probe,
             probe_load=self._probe_load,
-            failures=failures_to_open,
         )
         self.codecs = codecs or Codecs()
         self._check_codecs(raw=raw, verify_frames=verify_frames)

@@ -91,17 +91,14 @@ class FusedCopy:
         try:
             states = self._idle.pop()
         except IndexError:
-            states = self._make_states()
+            # Kept for ever: there are as many sets as threads that ran here at once.
+            states = np.array([self._make_state() for _ in range(_STATES)], np.int64)
         try:
             self._loop(np.array(parts, np.int64), ends, states)
             digests = map(self._digest, states[: len(values)].tolist())
             return [(each.high << 64 | each.low).to_bytes(16, "big") for each in digests]
         finally:
             self._idle.append(states)
-
-    def _make_states(self) -> _Numbers:
-        # Kept for ever: there are as many sets as threads that ran here at once.
-        return np.array([self._make_state() for _ in range(_STATES)], np.int64)
 
     def _check(self) -> None:
         """Checks that copies and digests equal those of NumPy and the xxhash package."""

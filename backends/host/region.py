@@ -21,6 +21,9 @@ class MemoryRegion:
 
     It does not record what its units hold. Several threads may use different units at once.
 
+    Attributes:
+        tensor: the whole region: uint8[num_units * unit].
+
     Raises:
         ConfigurationError: so much memory cannot be allocated.
     """
@@ -29,17 +32,12 @@ class MemoryRegion:
         self.unit = unit
         self.num_units = nbytes // unit
         try:
-            self._memory = _allocate(self.num_units * unit)
-            self._bytes = self._memory.numpy()
+            self.tensor = _allocate(self.num_units * unit)
+            self._bytes = self.tensor.numpy()
         except (OSError, ValueError, OverflowError, RuntimeError) as error:
             raise ConfigurationError(
                 f"capacity={nbytes}: so much memory cannot be reserved ({error}); give less"
             ) from error
-
-    @property
-    def tensor(self) -> Tensor:
-        """The whole region: uint8[num_units * unit]."""
-        return self._memory
 
     def units_of(self, nbytes: int) -> int:
         """Returns how many units a block of `nbytes` takes."""

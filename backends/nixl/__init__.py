@@ -7,9 +7,9 @@ block that a peer reads stays until its lease ends.
 Imports the vocabulary, ``url``, ``lanes``, ``entries``, ``host`` (the region) and
 `kvconnect.transfer`; never another store, nor the guard. Read from the top: `settings` (the
 parameters of the URL), `store` (the `Backend` methods), `find` and `load` (their implementations),
-`fetch` (one load from one peer) with `pieces` (which bytes are read), `staging` (into which memory)
-and `pulls` (how). `publish` is the other side: the answers to peers. `node` opens and closes all of
-it, `directory` finds the peers.
+`fetch` (one load from one peer) with `staging` (into which memory bytes are read) and `pulls`
+(how). `publish` is the other side: the answers to peers. `node` opens and closes all of it,
+`directory` finds the peers.
 """
 
 from __future__ import annotations

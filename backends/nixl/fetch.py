@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvconnect.backends.lanes import Lane, results_of
-from kvconnect.backends.nixl.pieces import Portion, portions
 from kvconnect.backends.nixl.pulls import Pulls, Signal
 from kvconnect.backends.nixl.staging import Staging
 from kvconnect.keys import BlockKey
@@ -25,12 +25,13 @@ from kvconnect.transfer.control.keyed import GrantKeys, Verify, digested
 from kvconnect.transfer.digests import digest_of
 from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.peers import PeerLink
+from kvconnect.transfer.reads import Reads
 from kvconnect.transfer.transport import PeerHandle
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Fetcher"]
+__all__ = ["Fetcher", "portions", "reads_of"]
 
 _PORTIONS_IN_FLIGHT = 4
 # Seconds without reads from a peer whose blocks did not match their digests.
@@ -151,33 +152,31 @@ class Fetcher:
         going_on = [True]
         turns = asyncio.Semaphore(_PORTIONS_IN_FLIGHT)
 
-        async def read(portion: Portion) -> None:
+        async def read(parts: list[Part]) -> None:
             async with turns:
                 if not (
                     going_on[0]
                     and claimed.lease.may_read()
-                    and await self._read_portion(handle, granted, portion, into)
+                    and await self._read_parts(handle, granted, parts, into)
                 ):
                     going_on[0] = False
 
-        parts = portions(granted, len(into), self._staging.slot_nbytes)
+        together = portions(granted, len(into), self._staging.slot_nbytes)
         # Waits for all reads even if cancelled, because each of them waits for its own end.
-        results_of(await asyncio.gather(*map(read, parts), return_exceptions=True))
+        results_of(await asyncio.gather(*map(read, together), return_exceptions=True))
         return going_on[0]
 
-    async def _read_portion(
-        self, handle: PeerHandle, granted: GrantKeys, portion: Portion, into: Sequence[Tensor]
+    async def _read_parts(
+        self, handle: PeerHandle, granted: GrantKeys, parts: Sequence[Part], into: Sequence[Tensor]
     ) -> bool:
-        targets = [
-            into[part.block][part.start : part.start + part.nbytes] for part in portion.parts
-        ]
+        targets = [into[part.block][part.start : part.start + part.nbytes] for part in parts]
         direct = self._staging.direct(targets)
         if direct is not None:
-            return await self._pulls.run(handle, portion.reads(granted, *direct))
+            return await self._pulls.run(handle, reads_of(granted, parts, *direct))
         slot = await self._staging.take()
         try:
-            ends = list(itertools.accumulate((part.nbytes for part in portion.parts), initial=slot))
-            reads = portion.reads(granted, self._staging.region, ends[:-1])
+            ends = list(itertools.accumulate((part.nbytes for part in parts), initial=slot))
+            reads = reads_of(granted, parts, self._staging.region, ends[:-1])
             if not await self._pulls.run(handle, reads):
                 return False
             arrived = self._staging.tensor.numpy()
@@ -208,3 +207,85 @@ def _is_right(granted: GrantKeys, verify: Verify, into: Sequence[Tensor]) -> boo
         for index, digest in known
         if index < len(into)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The contiguous bytes of one block.
+
+    Attributes:
+        block: the index of the block in the grant.
+        start: the offset of the part in the block, in bytes.
+        nbytes: the bytes of the part.
+        pieces: the offset in the peer's region, and the bytes, of the part in each unit.
+    """
+
+    block: int
+    start: int
+    nbytes: int
+    pieces: tuple[tuple[int, int], ...]
+
+
+def reads_of(
+    granted: GrantKeys, parts: Sequence[Part], local_region: int, local: Sequence[int]
+) -> list[Reads]:
+    """Returns the reads; `local` has the offset of each part in the local region, in bytes.
+
+    Pieces of one size form one `Reads`; blocks of equal length have one or two sizes.
+    """
+    by_size: dict[int, tuple[list[int], list[int]]] = {}
+    for part, at in zip(parts, local, strict=True):
+        done = at
+        for offset, nbytes in part.pieces:
+            far, near = by_size.setdefault(nbytes, ([], []))
+            far.append(offset)
+            near.append(done)
+            done += nbytes
+    return [
+        Reads(
+            granted.region,
+            np.array(far, np.int64),
+            local_region,
+            np.array(near, np.int64),
+            nbytes,
+            granted.epoch,
+        )
+        for nbytes, (far, near) in by_size.items()
+    ]
+
+
+def portions(granted: GrantKeys, blocks: int, most: int) -> Iterator[list[Part]]:
+    """Yields the first `blocks` blocks of `granted`, as parts to be read together.
+
+    Each list of parts has at most `most` bytes.
+    """
+    parts: list[Part] = []
+    room = most
+    for part in _parts(granted, blocks, most):
+        if part.nbytes > room:
+            yield parts
+            parts, room = [], most
+        parts.append(part)
+        room -= part.nbytes
+    if parts:
+        yield parts
+
+
+def _parts(granted: GrantKeys, blocks: int, most: int) -> Iterator[Part]:
+    """Yields the parts of the first `blocks` blocks; splits those larger than `most`."""
+    unit, first = granted.unit, 0
+    for block, size in enumerate(granted.sizes[:blocks]):
+        units = granted.units[first : first + -(-size // unit)]
+        first += len(units)
+        for start in range(0, size, most):
+            end = min(size, start + most)
+            yield Part(block, start, end - start, tuple(_pieces(units, unit, start, end)))
+
+
+def _pieces(units: Sequence[int], unit: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    at = start
+    while at < end:
+        index, within = divmod(at, unit)
+        nbytes = min(unit - within, end - at)
+        yield units[index] * unit + within, nbytes
+        at += nbytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 
@@ -23,7 +23,7 @@ from kvconnect.transfer.control.keyed import (
     FoundKeys,
 )
 from kvconnect.transfer.control.messages import Message
-from kvconnect.transfer.peers import Answer, PeerLink, Peers
+from kvconnect.transfer.peers import PeerLink, Peers
 
 __all__ = ["NixlFinder"]
 
@@ -79,10 +79,11 @@ class NixlFinder:
         here = self._own.present(keys)
         absent = [key for key, _ in takewhile(lambda one: not one[1], zip(keys, here, strict=True))]
         where: Sequence[PeerLink | None] = [self._known.get(key) for key in absent]
-        if not self._usable(where[0] if where else None, without):
+        first = where[0] if where else None
+        if first is None or not first.ready or first in without:
             links = [link for link in self._peers.ready() if link not in without]
             where = await self._ask(absent, links)
-        first = where[0] if where else None
+            first = where[0] if where else None
         if first is None:
             return None, 0
         return first, sum(1 for _ in takewhile(lambda link: link is first, where))
@@ -93,11 +94,8 @@ class NixlFinder:
         An answer of a peer is not trusted by itself: see `Backend.children`.
         """
         found = {child.key: child for child in self._own.children(key)}
-        asked: dict[asyncio.Future[Message], PeerLink] = {}
-        for link in self._peers.ready():
-            if not link.late:
-                answer = link.ask(lambda seq: FindChildren(seq=seq, parent=key))
-                asked[_on_loop(answer)] = link
+        prompt = [link for link in self._peers.ready() if not link.late]
+        asked = _asked(prompt, lambda seq: FindChildren(seq=seq, parent=key))
         if asked:
             done, late = await asyncio.wait(asked, timeout=self._patience_s)
             for future in late:
@@ -110,10 +108,6 @@ class NixlFinder:
                         self._remember([child.key], [asked[future]])
         return list(found.values())[:MAX_CHILDREN]
 
-    @staticmethod
-    def _usable(link: PeerLink | None, without: Collection[PeerLink]) -> bool:
-        return link is not None and link.ready and link not in without
-
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """Removes the peers of `keys` from the cache."""
         for key in keys:
@@ -124,13 +118,9 @@ class NixlFinder:
     ) -> Sequence[PeerLink | None]:
         """Returns for each of `keys` the first peer that has it."""
         where: list[PeerLink | None] = [None] * len(keys)
-        asked: dict[asyncio.Future[Message], PeerLink] = {}
-        for link in links:
-            if link.late and link.answers:
-                continue  # one open request suffices to notice that the peer answers again
-            answer = link.ask(lambda seq: FindKeys(seq=seq, keys=tuple(keys)))
-            if not link.late:
-                asked[_on_loop(answer)] = link
+        # One open request suffices to notice that a late peer answers again.
+        links = [link for link in links if not (link.late and link.answers)]
+        asked = _asked(links, lambda seq: FindKeys(seq=seq, keys=tuple(keys)))
         end = asyncio.get_running_loop().time() + self._patience_s
         while asked and not all(where):
             left = end - asyncio.get_running_loop().time()
@@ -143,23 +133,15 @@ class NixlFinder:
                     count("store.nixl.late")
                 break
             for future in done:
-                self._take(asked.pop(future), future, keys, where)
+                link = asked.pop(future)
+                answer = None if future.cancelled() else future.result()
+                if not isinstance(answer, FoundKeys) or len(answer.found) != len(keys):
+                    continue
+                for index, there in enumerate(answer.found):
+                    if there and where[index] is None:
+                        where[index] = link
         self._remember(keys, where)
         return where
-
-    @staticmethod
-    def _take(
-        link: PeerLink,
-        future: asyncio.Future[Message],
-        keys: Sequence[BlockKey],
-        where: list[PeerLink | None],
-    ) -> None:
-        answer = None if future.cancelled() else future.result()
-        if not isinstance(answer, FoundKeys) or len(answer.found) != len(keys):
-            return
-        for index, there in enumerate(answer.found):
-            if there and where[index] is None:
-                where[index] = link
 
     def _remember(self, keys: Sequence[BlockKey], where: Sequence[PeerLink | None]) -> None:
         for key, link in zip(keys, where, strict=True):
@@ -172,15 +154,20 @@ class NixlFinder:
     async def forget_everywhere(self, keys: Sequence[BlockKey]) -> None:
         """Asks all peers to drop `keys`; waits for their answers, for `patience_s` at most."""
         self.forget(keys)
-        asked: list[asyncio.Future[Message]] = []
-        for link in self._peers.ready():
-            for start in range(0, len(keys), MAX_KEYS):
-                part = tuple(keys[start : start + MAX_KEYS])
-                answer = link.ask(partial(_forget, part))
-                if not link.late:
-                    asked.append(_on_loop(answer))
+        asked: dict[asyncio.Future[Message], PeerLink] = {}
+        for start in range(0, len(keys), MAX_KEYS):
+            part = tuple(keys[start : start + MAX_KEYS])
+            asked |= _asked(self._peers.ready(), partial(_forget, part))
         if asked:
             await asyncio.wait(asked, timeout=self._patience_s)
+
+
+def _asked(
+    links: Sequence[PeerLink], message: Callable[[int], Message]
+) -> dict[asyncio.Future[Message], PeerLink]:
+    """Asks each of `links`; returns the answers to wait for: those of peers that are not late."""
+    asked = [(link.ask(message), link) for link in links]
+    return {asyncio.wrap_future(answer): link for answer, link in asked if not link.late}
 
 
 def _children_of(answer: Message | None) -> Iterator[Child]:
@@ -194,7 +181,3 @@ def _children_of(answer: Message | None) -> Iterator[Child]:
 
 def _forget(keys: tuple[BlockKey, ...], seq: int) -> Message:
     return ForgetKeys(seq=seq, keys=keys)
-
-
-def _on_loop(answer: Answer) -> asyncio.Future[Message]:
-    return asyncio.wrap_future(answer)

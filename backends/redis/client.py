@@ -173,7 +173,7 @@ class RedisNode:
                     _socket_of(connection),
                     self.address,
                     self._settings.timeout,
-                    self._fetches_alone,
+                    lambda: self._fetching <= 1 or self._settings.connections == 1,
                 )
                 link = _Link(connection, wire)
         except BaseException:
@@ -181,9 +181,6 @@ class RedisNode:
             _end(connection)
             raise
         return link
-
-    def _fetches_alone(self) -> bool:
-        return self._fetching <= 1 or self._settings.connections == 1
 
     def _reused(self) -> _Link | None:
         while (link := self._popped()) is not None:

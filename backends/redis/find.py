@@ -73,9 +73,9 @@ class RedisFinder:
                 if pin is not None and pin.has_outlived:
                     heads[number] = Outcome.ABSENT
             parts = [one for one in parts if heads[one[0]] is not Outcome.ABSENT]
-        touched = await self._router.ask([about(b"TOUCH", name) for _, name in parts])
-        for (number, _), reply in zip(parts, touched, strict=True):
-            if sound(reply) != 1:
+        touched = await self._router.answers([about(b"TOUCH", name) for _, name in parts])
+        for (number, _), num_touched in zip(parts, touched, strict=True):
+            if num_touched != 1:
                 heads[number] = Outcome.BROKEN
         return heads
 
@@ -92,8 +92,7 @@ class RedisFinder:
     async def delete(self, keys: Sequence[BlockKey]) -> None:
         """Deletes `keys`: first their pins, then their other values, which the first one names."""
         if keys:
-            for reply in await self._router.ask([about(b"HDEL", self._names.pins, *keys)]):
-                sound(reply)
+            await self._router.answers([about(b"HDEL", self._names.pins, *keys)])
         heads, parts = await self.heads(keys)
         await self.unlink([name for _, name in parts])
         there = zip(keys, heads, strict=True)
@@ -101,8 +100,7 @@ class RedisFinder:
 
     async def unlink(self, names: Sequence[bytes]) -> None:
         """Deletes values by their names."""
-        for reply in await self._router.ask([about(b"UNLINK", n) for n in names]):
-            sound(reply)
+        await self._router.answers([about(b"UNLINK", name) for name in names])
 
     async def describe(self, keys: Sequence[BlockKey]) -> list[StoredEntry | None]:
         """Returns the entry of each of `keys`; ``None`` if there is no such block.

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 from kvconnect.backends.entries import child_from_bytes
-from kvconnect.backends.redis.commands import Ask, about, of_another_type, sound, state_of
+from kvconnect.backends.redis.commands import about, of_another_type, sound, state_of
 from kvconnect.backends.redis.format import HEAD_NBYTES, Head
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.server import scan_names
@@ -77,7 +77,9 @@ class RedisLeftovers:
         for (name, member, _), head in zip(listed, heads, strict=True):
             if head is None:
                 gone.setdefault(name, []).append(member)
-        await self._done([about(b"ZREM", name, *members) for name, members in gone.items()])
+        await self._router.answers(
+            [about(b"ZREM", name, *members) for name, members in gone.items()]
+        )
 
     async def _drop_parts(self, names: Sequence[bytes]) -> None:
         """Deletes parts that no block refers to, except those of a running write, which expire."""
@@ -94,11 +96,7 @@ class RedisLeftovers:
             for (name, _, nonce), head in zip(ours, heads, strict=True)
             if head is None or head.nonce != nonce
         ]
-        await self._done([about(b"UNLINK", name) for name in stale])
-
-    async def _done(self, asks: Sequence[Ask]) -> None:
-        for reply in await self._router.ask(asks):
-            sound(reply)
+        await self._router.answers([about(b"UNLINK", name) for name in stale])
 
     async def _heads(self, keys: Sequence[BlockKey]) -> list[Head | None]:
         asks = [about(b"GETRANGE", self._names.block(key), 0, HEAD_NBYTES - 1) for key in keys]

@@ -12,13 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from math import inf
 
-from kvconnect.backends.redis.commands import Ask, about, sound
+from kvconnect.backends.redis.commands import about, sound
 from kvconnect.backends.redis.find import RedisFinder
 from kvconnect.backends.redis.format import Head, Pin
 from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.server import room_of
 from kvconnect.backends.redis.settings import Mode
-from kvconnect.backends.redis.wire import Reply
 from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.keys import KEY_NBYTES, BlockKey
 from kvconnect.trace import warn_once
@@ -61,7 +60,9 @@ class RedisPins:
         wanted = list(dict.fromkeys(keys))
         heads = await self._heads(wanted)
         pins = await self._claim(heads, until, limit)
-        await self._ask([about(b"PERSIST", name) for name in await self._values(list(pins))])
+        await self._router.answers(
+            [about(b"PERSIST", name) for name in await self._values(list(pins))]
+        )
         # Those that were dropped or expired meanwhile, before they were made to stay.
         gone = pins.keys() - (await self._heads(list(pins))).keys()
         await self._forget(gone)
@@ -174,7 +175,7 @@ class RedisPins:
         pins: dict[BlockKey, Pin] = {}
         for start in range(0, len(keys), _PAGE):
             piece = keys[start : start + _PAGE]
-            (found,) = await self._ask([about(b"HMGET", self._name, *piece)])
+            (found,) = await self._router.answers([about(b"HMGET", self._name, *piece)])
             values = found if isinstance(found, list) else []
             pairs = zip(piece, map(Pin.parse, values), strict=False)
             pins |= {key: pin for key, pin in pairs if pin is not None}
@@ -186,7 +187,7 @@ class RedisPins:
         names = self._router.names
         _, parts = await self._finder.heads(list(ends))
         order = list(ends)
-        await self._ask(
+        await self._router.answers(
             [
                 *(about(b"PEXPIREAT", names.block(key), end) for key, end in ends.items()),
                 *(
@@ -209,7 +210,9 @@ class RedisPins:
 
     async def _expiries(self, keys: Sequence[BlockKey]) -> dict[BlockKey, int]:
         """Returns the Unix milliseconds at which blocks expire; 0: never."""
-        replies = await self._ask([about(b"PTTL", self._router.names.block(key)) for key in keys])
+        replies = await self._router.answers(
+            [about(b"PTTL", self._router.names.block(key)) for key in keys]
+        )
         now = time.time() * 1e3
         lefts = (left if isinstance(left, int) else 0 for left in replies)
         return {
@@ -226,7 +229,9 @@ class RedisPins:
         pins: dict[BlockKey, Pin] = {}
         cursor, given = b"0", set[bytes]()
         while True:
-            (reply,) = await self._ask([about(b"HSCAN", self._name, cursor, b"COUNT", _PAGE)])
+            (reply,) = await self._router.answers(
+                [about(b"HSCAN", self._name, cursor, b"COUNT", _PAGE)]
+            )
             match reply:
                 case [bytes() as cursor, list() as fields]:
                     pairs = zip(fields[::2], map(Pin.parse, fields[1::2]), strict=False)
@@ -246,14 +251,11 @@ class RedisPins:
     async def _record(self, pins: Mapping[BlockKey, Pin]) -> None:
         pairs = [(key, pin.pack()) for key, pin in pins.items()]
         pieces = [pairs[start : start + _PAGE] for start in range(0, len(pairs), _PAGE)]
-        await self._ask(
+        await self._router.answers(
             [about(b"HSET", self._name, *(word for pair in one for word in pair)) for one in pieces]
         )
 
     async def _forget(self, keys: Collection[BlockKey]) -> None:
         left = list(keys)
         pieces = [left[start : start + _PAGE] for start in range(0, len(left), _PAGE)]
-        await self._ask([about(b"HDEL", self._name, *piece) for piece in pieces])
-
-    async def _ask(self, asks: Sequence[Ask]) -> list[Reply]:
-        return [sound(reply) for reply in await self._router.ask(asks)]
+        await self._router.answers([about(b"HDEL", self._name, *piece) for piece in pieces])

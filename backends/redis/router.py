@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from kvconnect.backends.lanes import results_of
 from kvconnect.backends.redis.client import Kind, RedisNode
-from kvconnect.backends.redis.commands import Ask, Put, Redirect, Want, ask, look
+from kvconnect.backends.redis.commands import Ask, Put, Redirect, Want, ask, look, sound
 from kvconnect.backends.redis.errors import explained
 from kvconnect.backends.redis.format import Names
 from kvconnect.backends.redis.server import check_server
@@ -81,6 +81,14 @@ class RedisRouter:
     async def ask(self, asks: Sequence[Ask]) -> list[Reply]:
         """Returns the answers to small commands, in order; errors are answers."""
         return await self.run(ask, asks, "ask")
+
+    async def answers(self, asks: Sequence[Ask]) -> list[Reply]:
+        """Returns the answers as `ask` does.
+
+        Raises:
+            BackendUnavailable: one of them is an error.
+        """
+        return [sound(reply) for reply in await self.ask(asks)]
 
     async def look(self, asks: Sequence[Ask]) -> list[Reply]:
         """Returns the answers as `ask` does, without marking the values as used (Redis 7.2)."""

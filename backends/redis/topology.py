@@ -32,11 +32,15 @@ _MAX_WAIT_S = 0.25
 class Topology:
     """The last known map from keys to servers. In this class a single server has all keys.
 
-    Belongs to the event loop. Subclasses override `servers`, `address_of` and `discover`.
+    Belongs to the event loop. Subclasses override `address_of` and `discover`.
+
+    Attributes:
+        servers: the servers that hold keys.
     """
 
     def __init__(self, settings: RedisSettings) -> None:
         self._settings = settings
+        self.servers: tuple[Address, ...] = settings.hosts
         self._stale = True
         self._due_at = 0.0
         self._asking: asyncio.Task[None] | None = None
@@ -44,12 +48,7 @@ class Topology:
 
     def address_of(self, name: bytes) -> Address:
         """Returns the server that holds the key `name`."""
-        return self._settings.hosts[0]
-
-    @property
-    def servers(self) -> tuple[Address, ...]:
-        """The servers that hold keys."""
-        return self._settings.hosts
+        return self.servers[0]
 
     async def discover(self) -> None:
         """Reads which server holds which keys."""
@@ -110,16 +109,14 @@ class Topology:
 
 
 class _Sentinels(Topology):
-    _master: Address | None = None
+    def __init__(self, settings: RedisSettings) -> None:
+        super().__init__(settings)
+        self.servers = ()
 
     def address_of(self, name: bytes) -> Address:
-        if self._master is None:
+        if not self.servers:
             raise BackendUnavailable(f"{self._settings}: no sentinel named a master yet")
-        return self._master
-
-    @property
-    def servers(self) -> tuple[Address, ...]:
-        return () if self._master is None else (self._master,)
+        return self.servers[0]
 
     async def discover(self) -> None:
         settings = self._settings
@@ -135,7 +132,7 @@ class _Sentinels(Topology):
         try:
             with explained(settings, str(settings)):
                 host, port = await self._ask(sentinel)
-            self._master = Address(str(host), int(port))
+            self.servers = (Address(str(host), int(port)),)
         except ConfigurationError:  # it is a ValueError
             raise
         except (LookupError, TypeError, ValueError) as error:  # redis-py parses any answer
@@ -181,7 +178,7 @@ class _Cluster(Topology):
     def __init__(self, settings: RedisSettings) -> None:
         super().__init__(settings)
         self._slots: dict[int, Address] = {}
-        self._servers: tuple[Address, ...] = ()  # the servers of `_slots`, which every call uses
+        self.servers = ()  # those of `_slots`, which every call uses
 
     def address_of(self, name: bytes) -> Address:
         slot = key_slot(name)
@@ -191,16 +188,12 @@ class _Cluster(Topology):
             raise BackendUnavailable(f"{self._settings}: no node serves slot {slot}")
         return address
 
-    @property
-    def servers(self) -> tuple[Address, ...]:
-        return self._servers
-
     def moved(self, slot: int, address: Address) -> None:
         # Fast, because it runs on the event loop for every key, and a whole node's slots may have
         # moved.
         self._slots[slot] = address
-        if address not in self._servers:
-            self._servers = tuple(sorted((*self._servers, address)))
+        if address not in self.servers:
+            self.servers = tuple(sorted((*self.servers, address)))
         self.suspect()
 
     async def discover(self) -> None:
@@ -227,7 +220,7 @@ class _Cluster(Topology):
         each = {node.name: node for node in nodes.values()}
         addresses = {name: Address(str(node.host), int(node.port)) for name, node in each.items()}
         self._slots = {slot: addresses[node.name] for slot, node in nodes.items()}
-        self._servers = tuple(sorted(set(addresses.values())))
+        self.servers = tuple(sorted(set(addresses.values())))
 
 
 def topology_of(settings: RedisSettings) -> Topology:
@@ -260,7 +253,8 @@ def _sound_slots(response: Any, **_: Any) -> Any:
     for entry in entries:
         match entry:
             case [int(first), int(last), [bytes(), int(), *_], *replicas] if (
-                0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS and all(map(_is_node, replicas))
+                0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS
+                and all(isinstance(one, list) and len(one) >= 2 for one in replicas)
             ):
                 left -= last - first + 1
             case _:
@@ -270,7 +264,3 @@ def _sound_slots(response: Any, **_: Any) -> Any:
     if not entries or left < 0:
         raise InvalidResponse(f"{str(response)[:100]} where the cluster's slots were due")
     return response
-
-
-def _is_node(entry: object) -> bool:
-    return isinstance(entry, list) and len(entry) >= 2

@@ -142,7 +142,8 @@ class S3Children:
                 self._bucket.remove(self._name(parent))
                 return
             try:
-                self._bucket.put(self._name(parent), [_encode(new)], replaces=etag)
+                record = pack({"children": [child_to_json(child) for child in new]})
+                self._bucket.put(self._name(parent), [record], replaces=etag)
                 return
             except Conflict:
                 time.sleep(random.uniform(0, _PAUSE_S * 2**attempt))
@@ -168,10 +169,6 @@ async def _ended(changes: Sequence[Coroutine[Any, Any, None]]) -> None:
             warn_once("s3.children", str(result))
         elif isinstance(result, BaseException):
             raise result
-
-
-def _encode(children: Sequence[Child]) -> bytes:
-    return pack({"children": [child_to_json(child) for child in children]})
 
 
 def _decode(data: bytes) -> list[Child]:

@@ -49,7 +49,7 @@ class Backlog:
         save: Callable[[Sequence[StoredBlock]], Awaitable[int]],
         delete: Callable[[Sequence[BlockKey]], Awaitable[bool]],
         owe: Callable[[Sequence[BlockKey]], None],
-        ready: Callable[[], Awaitable[None]],
+        ready: Callable[[], Awaitable[object]],
         limit: int,
     ) -> None:
         self._name = name

@@ -7,14 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvconnect.backend import (
-    Access,
-    Backend,
-    Capabilities,
-    Child,
-    StoredBlock,
-    StoredEntry,
-)
+from kvconnect.backend import Access, Backend, Capabilities, Child, StoredBlock, StoredEntry
 from kvconnect.backends.guard.calls import raise_any
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.tiered.find import TieredFinder

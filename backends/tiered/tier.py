@@ -80,7 +80,7 @@ class Tier:
             save=self.save,
             delete=self._delete,
             owe=self._owe,
-            ready=self._ready,
+            ready=self._alive.wait,
             limit=settings.queue_nbytes,
         )
 
@@ -202,9 +202,6 @@ class Tier:
         if len(self._owed) + len(keys) <= _MAX_OWED:
             self._owed.update(keys)
         self._start_probing()
-
-    async def _ready(self) -> None:
-        await self._alive.wait()
 
     def _start_probing(self) -> None:
         if self._probing is None and not self._closed:

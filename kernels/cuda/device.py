@@ -14,11 +14,7 @@ from typing import Any
 import torch
 
 from kvconnect.kernels.blocks.transfer import DONE, Transfer
-from kvconnect.kernels.blocks.work import (
-    AppendWork,
-    BlockCopy,
-    UpdateWork,
-)
+from kvconnect.kernels.blocks.work import AppendWork, BlockCopy, UpdateWork
 from kvconnect.kernels.cuda.copy_policy import CopyPolicy, Direction, Route
 from kvconnect.kernels.cuda.dma import describe
 from kvconnect.kernels.cuda.driver.interface import Descriptors, Driver, NoDevice

@@ -13,18 +13,11 @@ from torch import Tensor
 __all__ = [
     "append",
     "copy",
-    "dequantize",
     "gather",
-    "quantize",
     "scatter",
     "update_packed",
     "update_padded",
 ]
-
-LIMITS = {"fp8_e4m3": 448.0, "int8": 127.0}
-"""The largest value that each code can represent."""
-
-_MAX = torch.finfo(torch.float32).max
 
 
 def gather(planes: Sequence[Tensor], block_ids: Sequence[int], out: Tensor) -> None:
@@ -102,35 +95,6 @@ def update_packed(
         first, stop = update_lengths[index : index + 2]
         part = _bytes(update)[first:stop].transpose(0, 1)
         _bytes(cache)[index, :, start : start + stop - first] = part
-
-
-def quantize(rows: Tensor, code: str) -> tuple[Tensor, Tensor]:
-    """Quantises `rows` to values of one byte and a scale for each row.
-
-    `kvconnect.kernels.quantized_payload` describes the codes.
-
-    Args:
-        rows: ``[..., dim]`` float32, float16 or bfloat16.
-        code: ``"fp8_e4m3"`` or ``"int8"``.
-
-    Returns:
-        The values as uint8 ``[..., dim]`` and the scales as float32 ``[...]``.
-    """
-    limit, exact = LIMITS[code], rows.float()
-    largest = exact.abs().amax(-1, keepdim=True)
-    finite = exact.isfinite().all(-1, keepdim=True)
-    # Not `limit / largest`: torch makes a reciprocal and a product of that, rounded twice.
-    inverse = (torch.full_like(largest, limit) / largest).clamp(max=_MAX)
-    scaled = torch.where(finite & (largest > 0), exact * inverse, 0.0).clamp(-limit, limit)
-    scales = torch.where(finite, largest / limit, torch.nan)
-    values = scaled.to(torch.float8_e4m3fn) if code == "fp8_e4m3" else scaled.round().to(torch.int8)
-    return values.view(torch.uint8), scales.squeeze(-1)
-
-
-def dequantize(values: Tensor, scales: Tensor, code: str, dtype: torch.dtype) -> Tensor:
-    """Returns rows of `dtype` from the results of `quantize`."""
-    stored = torch.float8_e4m3fn if code == "fp8_e4m3" else torch.int8
-    return (values.view(stored).float() * scales.unsqueeze(-1)).to(dtype)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.ranks.communicator import Communicator, SingleProcess
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
-from kvconnect.connector.runtime.step_outcome import StepOutcome
+from kvconnect.connector.runtime.transfers import StepOutcome
 from kvconnect.errors import ConfigurationError
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 from kvconnect.text import shown

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
-from kvconnect.connector.runtime.step_outcome import StepOutcome
+from kvconnect.connector.runtime.transfers import StepOutcome
 from kvconnect.engine.attachment import Attachment
 from kvconnect.engine.explainer import Explainer
 from kvconnect.engine.live_requests import LiveRequests

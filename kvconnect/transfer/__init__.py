@@ -9,7 +9,7 @@ failed reads that may still be written to.
 Neither imports a transport. `claims` asks peers for leases and renews them; `claimed` is one claim.
 `peers` keeps the connections to the peers that this process reads from. `node` makes the transport
 and holds all of it for one process. `acceptor` accepts connections of both kinds, those of
-`control` and those of `tcp`; `places` decides which one gives way when there are too many.
+`control` and those of `tcp`, and decides which one gives way when there are too many.
 
 `secret` is shared by all instances, `local_secret` by the processes of one user on one machine.
 `seal` makes the codes by which both sides see that a message is unchanged.

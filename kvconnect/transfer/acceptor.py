@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from kvconnect.address import is_loopback
 from kvconnect.errors import ConfigurationError
 from kvconnect.trace import count, warn_once
-from kvconnect.transfer.places import Used, host_of, least_useful, oldest
 
-__all__ = ["Acceptor", "Admitted", "shut"]
+__all__ = ["Acceptor", "Admitted", "host_of", "least_useful", "oldest", "shut"]
 
 _MAX_OPENING = 32
 _MAX_ADMITTED = 256
 _PAUSE_S = 0.1
 """The pause after a failed accept(): descriptors or memory may be short for a moment."""
+
+# A host that has more than one in so many places loses its own before others lose theirs.
+_FAIR_SHARE = 4
+# At least one in so many places is left to connections that were never used.
+_NEWCOMERS = 4
+
+
+class Used(Protocol):
+    """The properties of a connection by which it may have to make room for a new one."""
+
+    @property
+    def host(self) -> str:
+        """The peer's host, as of `host_of`."""
+
+    @property
+    def used_at(self) -> float | None:
+        """The time of its last use, on `time.monotonic`; ``None`` if it was never used."""
 
 
 class Admitted(Used, Hashable, Protocol):
@@ -34,6 +53,7 @@ class Admitted(Used, Hashable, Protocol):
 
 
 A = TypeVar("A", bound=Admitted)
+U = TypeVar("U", bound=Used)
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +62,7 @@ class _Opening:
 
     socket: socket.socket
     host: str
+    used_at: None = None
 
 
 class Acceptor(ABC, Generic[A]):
@@ -216,3 +237,46 @@ def _listening(host: str, port: int) -> socket.socket:
         raise ConfigurationError(
             f"host: cannot listen at {where}: {error.strerror or error}"
         ) from error
+
+
+def host_of(address: str) -> str:
+    """Returns the part that all addresses of the host with this numeric `address` share.
+
+    All of loopback is one host, and so is an IPv6 network of 64 bits, since one machine has all of
+    either.
+    """
+    if is_loopback(address):
+        return "loopback"
+    if ":" in address and "." not in address:
+        return str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))
+    return address
+
+
+def oldest(connections: Sequence[U]) -> U:
+    """Returns the oldest connection of the host that has most of them.
+
+    If no host has more than a quarter of the connections, it is the oldest of all.
+
+    Args:
+        connections: at least one, oldest first.
+    """
+    host, most = Counter(one.host for one in connections).most_common(1)[0]
+    if most * _FAIR_SHARE <= len(connections):
+        return connections[0]
+    return next(one for one in connections if one.host == host)
+
+
+def least_useful(connections: Sequence[U]) -> U:
+    """Returns the connection to close for a new one.
+
+    It is the `oldest` of the connections that were never used: idle or hostile ones replace no used
+    one, however many they are. If the used ones have more than three quarters of the places,
+    newcomers would replace each other. Then it is the connection whose last use is longest ago.
+
+    Args:
+        connections: at least one, oldest first.
+    """
+    unused = [one for one in connections if one.used_at is None]
+    if unused and len(unused) * _NEWCOMERS >= len(connections):
+        return oldest(unused)
+    return min(connections, key=lambda one: (one.used_at is None, one.used_at or 0.0))

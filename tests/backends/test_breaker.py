@@ -250,11 +250,6 @@ async def test_a_closed_store_probes_no_more(store, inner, kit):
     assert task.cancelled()
 
 
-async def test_failures_to_open_is_checked(inner):
-    with pytest.raises(ConfigurationError, match="failures_to_open=0"):
-        GuardedBackend(inner, failures_to_open=0)
-
-
 # ---------------------------------------------------------------------- kinds of calls
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import numpy as np
@@ -19,7 +21,8 @@ from nixl_peer import eventually
 
 from kvconnect.backends import open_backend
 from kvconnect.backends.nixl import node
-from kvconnect.backends.nixl.pieces import portions
+from kvconnect.backends.nixl.fetch import portions, reads_of
+from kvconnect.backends.nixl.find import NixlFinder
 from kvconnect.backends.nixl.settings import NixlSettings
 from kvconnect.errors import ConfigurationError
 from kvconnect.testing import BlockMaker
@@ -190,6 +193,35 @@ async def test_blocks_arrive_in_registered_memory_without_a_copy(kit, opened, mo
     assert not ring[2 * nbytes : 3 * nbytes].any()
 
 
+class LatePeer:
+    """A peer that was late before, and answers nothing."""
+
+    late = True
+    asked = 0
+    answers = ()
+
+    def ask(self, numbered):
+        self.asked += 1
+        self.answers = (numbered(1),)
+        return Future()
+
+
+async def test_a_late_peer_is_asked_once_and_not_waited_for(kit):
+    link = LatePeer()
+    found = NixlFinder(
+        SimpleNamespace(present=lambda keys: [False] * len(keys), children=lambda _: ()),
+        SimpleNamespace(ready=lambda: [link]),
+        patience_s=3600,
+    )
+    async with asyncio.timeout(60):
+        assert [await found.lookup([kit.key(1)]) for _ in range(3)] == [0, 0, 0]
+        assert link.asked == 1
+        assert await found.children(None) == []
+        assert link.asked == 1
+        await found.forget_everywhere([kit.key(1)])
+        assert link.asked == 2
+
+
 async def test_values_larger_than_a_slot_arrive_in_portions(kit, opened):
     far = await opened(instance(query="capacity=16MiB"))
     near = await opened(instance(far.address, query="staging=1MiB&verify=full"))
@@ -341,15 +373,15 @@ def test_portions_cover_each_block_once(sizes, unit, most, chance):
     )
     remote = np.random.default_rng(1).integers(0, 256, 200 * unit, np.uint8)
     blocks = [bytearray(size) for size in sizes]
-    for portion in portions(granted, len(sizes), most):
-        assert 0 < portion.nbytes <= most
-        local = np.zeros(portion.nbytes, np.uint8)
-        starts = np.cumsum([0, *(part.nbytes for part in portion.parts)])
-        for reads in portion.reads(granted, 0, starts[:-1].tolist()):
+    for parts in portions(granted, len(sizes), most):
+        starts = np.cumsum([0, *(part.nbytes for part in parts)])
+        assert 0 < starts[-1] <= most
+        local = np.zeros(starts[-1], np.uint8)
+        for reads in reads_of(granted, parts, 0, starts[:-1].tolist()):
             assert reads.epoch == granted.epoch
             for far, near in zip(reads.remote_offsets, reads.local_offsets, strict=True):
                 local[near : near + reads.nbytes] = remote[far : far + reads.nbytes]
-        for part, start in zip(portion.parts, starts, strict=False):
+        for part, start in zip(parts, starts, strict=False):
             end = part.start + part.nbytes
             blocks[part.block][part.start : end] = local[start : start + part.nbytes].tobytes()
     first = 0

@@ -6,13 +6,17 @@ import asyncio
 import threading
 from typing import get_args
 
+import hiredis
 import pytest
 from redis_server import until
 
 from kvconnect.backends import open_backend
 from kvconnect.backends.redis import client as redis_client
 from kvconnect.backends.redis.client import Kind, RedisNode
+from kvconnect.backends.redis.commands import about
+from kvconnect.backends.redis.router import RedisRouter
 from kvconnect.backends.redis.settings import Address, RedisSettings
+from kvconnect.errors import BackendUnavailable
 
 
 @pytest.fixture
@@ -117,3 +121,16 @@ async def test_close_of_a_store_that_is_given_up_at_once_leaves_no_connection(ow
     closing.cancel()
     await asyncio.wait({closing})
     no_client_is_left(own_redis)
+
+
+async def test_an_error_among_answers_that_must_be_none_is_raised(monkeypatch):
+    router = RedisRouter(RedisSettings((Address("127.0.0.1", 1),)))
+    replies = [b"OK", hiredis.ReplyError("NOPERM this user has no permissions"), 1]
+
+    async def ask(asks):
+        return replies[: len(asks)]
+
+    monkeypatch.setattr(router, "ask", ask)
+    assert await router.answers([about(b"UNLINK", b"a")]) == [b"OK"]
+    with pytest.raises(BackendUnavailable, match="NOPERM"):
+        await router.answers([about(b"UNLINK", name) for name in (b"a", b"b", b"c")])

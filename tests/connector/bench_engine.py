@@ -24,7 +24,7 @@ from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.ranks.communicator import Communicator
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
-from kvconnect.connector.runtime.step_outcome import StepOutcome
+from kvconnect.connector.runtime.transfers import StepOutcome
 from kvconnect.errors import ConnectorContractError
 from kvconnect.keys import Namespace, Shard, root_key
 from kvconnect.request import LlmRequest, RequestState, SamplingParams, ScheduledBatch

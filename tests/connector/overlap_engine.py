@@ -12,7 +12,7 @@ from ranks import Pair
 
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.ranks.communicator import Communicator
-from kvconnect.connector.runtime.step_outcome import StepOutcome
+from kvconnect.connector.runtime.transfers import StepOutcome
 from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
 
 

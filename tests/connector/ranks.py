@@ -15,7 +15,7 @@ from bench_rank import BenchRank
 from stores import DictStore
 from torch import Tensor
 
-from kvconnect.connector.runtime.step_outcome import StepOutcome
+from kvconnect.connector.runtime.transfers import StepOutcome
 from kvconnect.errors import ConnectorContractError, RankDivergence
 from kvconnect.keys import Shard, store_key
 

@@ -18,7 +18,7 @@ from bench_engine import T as BENCH_T
 from recording import Script, never
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
-from kvconnect.connector.runtime.load_admission import LoadAdmission
+from kvconnect.connector.runtime.admission import LoadAdmission
 from kvconnect.connector.runtime.reporting import RequestRecord
 from kvconnect.connector.runtime.request_errors import RequestErrors
 from kvconnect.errors import DuplicateRequest

@@ -21,7 +21,7 @@ from kvconnect.connector.io.orders import BlockLoad, LoadBlocks
 from kvconnect.connector.ranks.communicator import Report
 from kvconnect.connector.runtime.ledger import TransferLedger
 from kvconnect.connector.runtime.reporting import RequestRecord
-from kvconnect.connector.runtime.step_outcome import BlockFate, StepOutcome
+from kvconnect.connector.runtime.transfers import BlockFate, StepOutcome
 from kvconnect.errors import ConnectorContractError
 from kvconnect.request import LlmRequest, RequestState
 from kvconnect.trace import metrics

@@ -18,11 +18,10 @@ from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.ranks.communicator import Report, SingleProcess, agreed
 from kvconnect.connector.runtime.ledger import TransferLedger
 from kvconnect.connector.runtime.manager import KvCacheConnectorManager
-from kvconnect.connector.runtime.rank_orders import RankOrders
+from kvconnect.connector.runtime.rank import RankOrders
 from kvconnect.connector.runtime.reporting import RequestRecord
 from kvconnect.connector.runtime.request_errors import RequestErrors
-from kvconnect.connector.runtime.step_outcome import StepOutcome
-from kvconnect.connector.runtime.transfers import Transfers
+from kvconnect.connector.runtime.transfers import StepOutcome, Transfers
 from kvconnect.errors import ConnectorContractError, RankDivergence
 from kvconnect.request import LlmRequest
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.connector.disagg.fetch.arrivals import Arrivals
-from kvconnect.connector.disagg.fetch.beside import LoadsBeside
 from kvconnect.connector.disagg.fetch.landing import Landing
 from kvconnect.connector.disagg.fetch.load import Load
 from kvconnect.connector.disagg.fetch.pieces import FetchPlan, RemoteBlocks, cut_reads
@@ -141,26 +140,26 @@ def test_every_piece_lands_in_its_place_unless_it_is_computed(data):
     pool = torch.zeros((13, *LAYOUT.flat_shape(1)[1:]), dtype=LAYOUT.dtype)
     memory = Landing.memory_for([pool], LAYOUT.block_nbytes)
     landing = Landing(memory, 1, {0: pool})
-    beside = LoadsBeside(landing, T)
     peer = Peer()
-    load = Load(ORDER, lambda *_: None)
+    load = Load(ORDER, T, lambda *_: None)
     part = SimpleNamespace(over=False, arrivals=peer.arrivals, numbers=peer.plan.numbers)
     load.parts.append(part)
     floor = data.draw(st.integers(0, NUM_BLOCKS))
     kept = data.draw(st.booleans())
     before = peer.computes(data.draw(st.integers(0, 12 * T)), data.draw(st.integers(1, LAYERS)))
-    load.raise_floor((2 + floor) * T, T)
+    load.raise_floor((2 + floor) * T)
     reads = [*before, *peer.computes(12 * T, kept=kept)]
     while not peer.plan.complete:
         reads += peer.arrivals.take(peer.known, REMOTE)
     for one in reads:
-        for piece in cut_reads(one, beside.most_nbytes(overlaps=True)):
-            slot, landed = beside.take(piece)
+        for piece in cut_reads(one, landing.slot_nbytes):
+            slot = landing.take()
+            landed = landing.into(slot, piece)
             begin, end = int(landed.local_offsets[0]), int(landed.local_offsets[-1]) + piece.nbytes
             assert landed.local_region == 1
             memory[begin:end] = 1
-            beside.place(load, part, piece, slot)
-            beside.give_back(slot)
+            load.place(part, piece, landing, slot)
+            landing.give_back(slot)
     written = (pool.view(torch.uint8) == 1).reshape(13, -1)
     for number, block in enumerate(IDS):
         assert bool(written[block].all()) == (number >= floor)

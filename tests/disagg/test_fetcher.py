@@ -154,7 +154,7 @@ def test_a_request_that_waits_goes_on_before_the_other_side_hears_of_it(fetcher)
     part = SimpleNamespace(
         order=ORDER, over=True, failed=None, nbytes=0, release=release, arrivals=None
     )
-    fetcher._fetches[7] = Load(ORDER, lambda *one: happened.append(one), [part])
+    fetcher._fetches[7] = Load(ORDER, T, lambda *one: happened.append(one), [part])
     fetcher._step(part, lambda: None)
     assert happened == [(7, None), "released"]
     assert not fetcher._fetches
@@ -179,7 +179,7 @@ def test_a_part_that_fails_stops_the_others_before_that_is_reported(fetcher):
     """Or the load's blocks would be kept for reads that are over."""
     told = []
     first, second = parts = [OnePart(), OnePart()]
-    fetcher._fetches[7] = Load(ORDER, lambda _, failure: told.append(failure), parts)
+    fetcher._fetches[7] = Load(ORDER, T, lambda _, failure: told.append(failure), parts)
     second.over = second.writes_ended = True  # a success that counts for nothing
     first.fail("planted")
     fetcher._step(first, lambda: None)
@@ -187,7 +187,7 @@ def test_a_part_that_fails_stops_the_others_before_that_is_reported(fetcher):
     assert (failure.reason, failure.writes_ended) == ("planted", True)
     told.clear()
     first, second = parts = [OnePart(), OnePart()]
-    fetcher._fetches[7] = Load(ORDER, lambda _, failure: told.append(failure), parts)
+    fetcher._fetches[7] = Load(ORDER, T, lambda _, failure: told.append(failure), parts)
     fetcher._step(second, lambda: second.fail("planted"))
     [failure] = told
     assert (failure.reason, failure.writes_ended, first.failed) == ("planted", True, "planted")

@@ -23,12 +23,12 @@ from kvconnect.config import KvCacheConfig, KvCacheConnectorConfig
 from kvconnect.connector.data import Direction, LlmArgs
 from kvconnect.connector.io import blocking
 from kvconnect.connector.io.blocking import StoreAccess
-from kvconnect.connector.io.copiers import PoolCopier
+from kvconnect.connector.io.copiers import AttachedCopier, PoolCopier
 from kvconnect.connector.io.orders import BlockSave
 from kvconnect.connector.io.staging import StagingPool
 from kvconnect.connector.io.strided import HostCopier, StridedCopier, StridedPlanes
 from kvconnect.digest.files import ModelFiles
-from kvconnect.errors import ConfigurationError, ModelChanged
+from kvconnect.errors import ConfigurationError, ModelChanged, UsageError
 from kvconnect.integrations.core import EngineSettings
 from kvconnect.integrations.core.adapters import AdapterDigests, adapter_digest
 from kvconnect.integrations.core.elsewhere import refuse_elsewhere
@@ -443,6 +443,23 @@ def test_blocks_reach_their_places_and_come_back_whatever_the_order_of_the_slots
     assert torch.equal(memory, before)
 
 
+def test_detached_memory_is_neither_written_nor_saved():
+    memory = torch.zeros(LAYOUT.num_layers * 2, 9, T, 2, 8)
+    planes = PagedKv.from_views(list(memory), per_layer=2)
+    staging = StagingPool(1 << 20, LAYOUT.block_nbytes)
+    copier = AttachedCopier(LAYOUT, staging, torch.device("cpu"))
+    slots = staging.take(Direction.LOAD, 1)
+    slots[0].payload.view(torch.float32).fill_(1)
+    with copier.attached(planes) as first:
+        copier.copy_in(slots, [first + 3])
+    assert memory[:, 3].all()
+    memory.zero_()
+    copier.copy_in(slots, [first + 3])
+    assert not memory.any()
+    with pytest.raises(UsageError, match="not attached"):
+        copier.copy_out([first + 3], slots, None)
+
+
 def test_planes_of_another_shape_are_refused():
     keys, values = torch.zeros(2, 9, T, 2, 8)
     assert isinstance(planes_of([(keys, values)] * 2, LAYOUT, 9, name="m"), PagedKv)
@@ -505,3 +522,21 @@ def test_nothing_is_copied_once_a_caller_was_told_that_the_loop_is_stuck(access,
     behind.wait(60)
     go_on.set()
     assert torch.equal(values, before)
+
+
+def test_each_lookup_has_the_whole_budget(access, monkeypatch):
+    made, _ = access
+    keys = chain([]).keys()[:3]
+    made.save(blocks(keys, [1, 2, 3]))
+    assert made.flush(60)
+    backend = made._access.store.backend
+    lookup = backend.lookup
+
+    async def lookup_later(keys):
+        await asyncio.sleep(0.02)
+        return await lookup(keys)
+
+    monkeypatch.setattr(backend, "lookup", lookup_later)
+    for _ in range(2):
+        made._budget._left_s = 0.0  # as after a lookup that took it all
+        assert made.lookup(keys) == 3

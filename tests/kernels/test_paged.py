@@ -11,8 +11,8 @@ import torch
 from caches import EVEN_FORMS, Shape, shapes
 from hypothesis import given, settings
 
+from kvconnect.kernels.blocks.moves import Partner, row_table
 from kvconnect.kernels.blocks.paged import PagedKv, bound
-from kvconnect.kernels.blocks.tables import Partner, row_table
 from kvconnect.kernels.copy import copy_blocks
 from kvconnect.layout import KvCacheLayout
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.transfer.places import host_of, least_useful, oldest
+from kvconnect.transfer.acceptor import host_of, least_useful, oldest
 
 
 @dataclass(eq=False)

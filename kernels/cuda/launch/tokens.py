@@ -9,14 +9,7 @@ from torch import Tensor
 from kvconnect.kernels.blocks.strips import PlaneBytes
 from kvconnect.kernels.blocks.work import AppendWork, UpdateWork
 from kvconnect.kernels.cuda.compile.sources import vector_nbytes
-from kvconnect.kernels.cuda.launch.launcher import (
-    NO_IDS,
-    Grid,
-    Launcher,
-    Params,
-    Rows,
-    divisor,
-)
+from kvconnect.kernels.cuda.launch.launcher import NO_IDS, Grid, Launcher, Params, Rows, divisor
 
 __all__ = ["launch_append", "launch_update"]
 

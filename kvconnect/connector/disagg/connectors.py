@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
@@ -12,47 +12,40 @@ from kvconnect.config import KvCacheConnectorConfig, TransferConfig
 __all__ = ["DecodeConnector", "PrefillConnector"]
 
 
-class PrefillConnector(KvCacheConnectorConfig):
+class _OfRole(KvCacheConnectorConfig):
+    _role: ClassVar[str]
+
+    def __init__(self, /, *args: Any, **values: Any) -> None:
+        given = values.get("transfer")
+        if isinstance(given, Mapping):
+            values |= {"transfer": {"role": self._role, **given}}
+        super().__init__(*args, **values)
+
+    @model_validator(mode="after")
+    def _has_role(self) -> Self:
+        role = None if self.transfer is None else self.transfer.role
+        if role not in {self._role, "both"}:
+            raise ValueError(f"transfer.role={role!r}: must be '{self._role}' or 'both'")
+        return self
+
+
+class PrefillConnector(_OfRole):
     """Publishes prompts: ``LLM(model, connector=PrefillConnector(transfer={…}))``.
 
     All fields are those of `KvCacheConnectorConfig`; ``transfer.role`` is ``prefill`` or ``both``.
     """
 
+    _role = "prefill"
+
     transfer: TransferConfig | None = TransferConfig(role="prefill")
 
-    def __init__(self, /, *args: Any, **values: Any) -> None:
-        super().__init__(*args, **_with_role("prefill", values))
 
-    @model_validator(mode="after")
-    def _hands_out(self) -> Self:
-        _check_role(self, "prefill")
-        return self
-
-
-class DecodeConnector(KvCacheConnectorConfig):
+class DecodeConnector(_OfRole):
     """Fetches prompts: ``LLM(model, connector=DecodeConnector())``.
 
     All fields are those of `KvCacheConnectorConfig`; ``transfer.role`` is ``decode`` or ``both``.
     """
 
+    _role = "decode"
+
     transfer: TransferConfig | None = TransferConfig(role="decode")
-
-    def __init__(self, /, *args: Any, **values: Any) -> None:
-        super().__init__(*args, **_with_role("decode", values))
-
-    @model_validator(mode="after")
-    def _fetches(self) -> Self:
-        _check_role(self, "decode")
-        return self
-
-
-def _with_role(role: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns `values`, with `role` added to the transfer's fields if they name none."""
-    given = values.get("transfer")
-    return values | {"transfer": {"role": role, **given}} if isinstance(given, Mapping) else values
-
-
-def _check_role(config: KvCacheConnectorConfig, needed: str) -> None:
-    role = None if config.transfer is None else config.transfer.role
-    if role not in {needed, "both"}:
-        raise ValueError(f"transfer.role={role!r}: must be '{needed}' or 'both'")

@@ -19,12 +19,7 @@ from kvconnect.connector.disagg.fetch.landing import Landing
 from kvconnect.connector.disagg.fetch.sources import address_of_rank
 from kvconnect.connector.disagg.messages import FetchOrder
 from kvconnect.connector.disagg.offers import Offers
-from kvconnect.connector.disagg.pools import (
-    check_pools,
-    peer_heads,
-    peer_layouts,
-    peer_pools,
-)
+from kvconnect.connector.disagg.pools import check_pools, peer_heads, peer_layouts, peer_pools
 from kvconnect.errors import BadMessage, ConfigurationError, UsageError
 from kvconnect.shards import dividing_rank
 from kvconnect.trace import metrics
@@ -32,7 +27,7 @@ from kvconnect.transfer.claimed import Claimed
 from kvconnect.transfer.control.description import Compat, PoolInfo
 from kvconnect.transfer.control.digests import FindDigest, FoundDigest
 from kvconnect.transfer.control.events import Event, Sender
-from kvconnect.transfer.control.messages import Claim, Hello, Unknown
+from kvconnect.transfer.control.messages import Claim, Unknown
 from kvconnect.transfer.digests import LARGEST_DEVICE_NBYTES, can_be_digested, digest_of_pieces
 from kvconnect.transfer.node import PeerNode
 from kvconnect.transfer.quarantine import Quarantine
@@ -55,6 +50,7 @@ class TransferNode(PeerNode):
     Attributes:
         config: settings.
         layouts: the layouts of the pools that peers read, one per pool group.
+        fetcher: the loads from other engines; ``None``: this engine's role has none.
     """
 
     def __init__(self, llm_args: LlmArgs) -> None:
@@ -93,7 +89,9 @@ class TransferNode(PeerNode):
             secret=None if secret is None else SharedSecret(secret.get_secret_value()),
             rank=rank,
             tp_size=tp_size,
-            accepts=self._check_pools,
+            accepts=lambda theirs: check_pools(
+                self.hello(), theirs, [one.num_kv_heads for one in heads]
+            ),
         )
         self.config: TransferConfig = config
         self._llm_args = llm_args
@@ -103,7 +101,7 @@ class TransferNode(PeerNode):
         self._wakeup: Callable[[], None] = lambda: None
         self._regions: dict[int, Tensor] = {}
         self._offers: Offers | None = None
-        self._fetcher: Fetcher | None = None
+        self.fetcher: Fetcher | None = None
         self._landing: Landing | None = None
         self._quarantine: Quarantine | None = None
         self._device: DeviceOrder | None = None
@@ -171,7 +169,7 @@ class TransferNode(PeerNode):
         most = int(connector.max_quarantined_fraction * min(len(pool.tensor) for pool in pools))
         self._quarantine = quarantine = Quarantine(max(1, most), self.rebuild)
         self.client.start()
-        self._fetcher = Fetcher(
+        self.fetcher = Fetcher(
             self.transport,
             ClaimBook(self.client, self.peers, self._heads),
             layouts=self.layouts,
@@ -202,8 +200,8 @@ class TransferNode(PeerNode):
         Blocks until the transport no longer accesses the pools.
         """
         self._hide_gauges()
-        if self._fetcher is not None:
-            self._fetcher.close()
+        if self.fetcher is not None:
+            self.fetcher.close()
         super().close()
         if self._offers is not None:
             self._offers.close(tuple(self._regions.values()))
@@ -238,11 +236,6 @@ class TransferNode(PeerNode):
         return self._offers is not None
 
     @property
-    def fetcher(self) -> Fetcher | None:
-        """The loads from other engines; ``None``: this engine's role has none."""
-        return self._fetcher
-
-    @property
     def device(self) -> DeviceOrder:
         """Runs calls, in order, after the device's work at their time; made on first use."""
         if self._device is None:
@@ -260,9 +253,9 @@ class TransferNode(PeerNode):
 
     def claim(self, address: str, name: str, tp_size: int = 1) -> list[Claimed]:
         """Claims a prompt from the engine at `address`; see `ClaimBook.claim_all`."""
-        if self._fetcher is None:
+        if self.fetcher is None:
             return [Claimed.refused(address, name, "this engine fetches nothing")]
-        return self._fetcher.claims.claim_all(address, name, tp_size)
+        return self.fetcher.claims.claim_all(address, name, tp_size)
 
     def fetch(
         self,
@@ -271,7 +264,7 @@ class TransferNode(PeerNode):
         news: Callable[[], None] = lambda: None,
     ) -> None:
         """Begins a load after the work that the device still does with its blocks."""
-        fetcher = self._fetcher
+        fetcher = self.fetcher
         if fetcher is None:
             raise UsageError(
                 "transfer: this engine fetches no prompts; give role='decode' or 'both'"
@@ -280,9 +273,6 @@ class TransferNode(PeerNode):
         self.device.after(lambda: fetcher.begin(order))
 
     # ------------------------------------------------------------------ messages of peers
-
-    def _check_pools(self, theirs: Hello) -> None:
-        check_pools(self.hello(), theirs, [one.num_kv_heads for one in self._heads])
 
     def _deliver(self, channel: Sender, event: Event) -> None:
         """Handles a message or a change of a reader's connection; on the channel's thread."""

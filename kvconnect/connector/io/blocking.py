@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -113,27 +113,15 @@ class StoreAccess:
         Partial tails count. Blocks for at most ``lookup_timeout_ms`` for all prompts together. An
         answer that is late or failed counts as no hit.
         """
-        if not self.usable:
-            return [Hit()] * len(queries)
-        store = self._access.store
-        asked = [
-            store.io.submit(self._budget.timed(partial(look_up, store.backend, query)))
-            for query in queries
-        ]
-        self._wait(asked)
-        return [self._answer(one, Hit()) for one in asked]
+        backend = self._access.store.backend
+        return self._ask([partial(look_up, backend, query) for query in queries], Hit())
 
     def lookup(self, keys: Sequence[BlockKey], group: int = 0) -> int:
         """Returns how many leading blocks of the chained `keys` are stored for all ranks.
 
         Blocks for at most ``lookup_timeout_ms``. An answer that is late or failed counts as 0.
         """
-        if not keys or not self.usable:
-            return 0
-        store = self._access.store
-        asked = store.io.submit(self._budget.timed(lambda: self._leading(group, keys)))
-        self._wait([asked])
-        return self._answer(asked, 0)
+        return self._ask([lambda: self._leading(group, keys)], 0)[0] if keys else 0
 
     def lookup_with_states(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
         """Returns how many leading blocks of group 0 are stored, and the last end with all states.
@@ -142,12 +130,7 @@ class StoreAccess:
         groups are states, or parts of them. Blocks for at most ``lookup_timeout_ms``. An answer
         that is late or failed counts as 0.
         """
-        if not keys or not self.usable:
-            return 0, 0
-        store = self._access.store
-        asked = store.io.submit(self._budget.timed(lambda: self._find_states(keys)))
-        self._wait([asked])
-        return self._answer(asked, (0, 0))
+        return self._ask([lambda: self._find_states(keys)], (0, 0))[0] if keys else (0, 0)
 
     async def _find_states(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
         stored = await self._leading(0, keys)
@@ -179,11 +162,16 @@ class StoreAccess:
         heads = self._access.heads[group]
         return heads.store_keys(key, group, heads.size)
 
-    def _wait(self, asked: Sequence[Reply[Any]]) -> None:
+    def _ask(self, lookups: Sequence[Callable[[], Coroutine[Any, Any, T]]], nothing: T) -> list[T]:
+        """Returns the answer of each lookup; `nothing` for one that is late or failed."""
+        if not self.usable:
+            return [nothing] * len(lookups)
+        asked = [self._access.store.io.submit(self._budget.timed(one)) for one in lookups]
         with self._asking:
             self._budget.start_step()
             for one in asked:
                 self._budget.wait(one)
+        return [self._answer(one, nothing) for one in asked]
 
     def _answer(self, asked: Reply[T], nothing: T) -> T:
         if not asked.done():

@@ -10,6 +10,7 @@ import torch
 
 from kvconnect.connector.io.orders import BlockLoad
 from kvconnect.connector.io.staging import Slot, StagingPool
+from kvconnect.errors import UsageError
 from kvconnect.kernels.block_copy import copy_pairs
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.blocks.transfer import Transfer
@@ -54,15 +55,9 @@ class PoolCopier:
 
         The slots can be read once the transfer is done.
         """
-        return self._copy_out(self._blocks, block_ids, slots, stream)
-
-    def _copy_out(
-        self,
-        blocks: PagedKv,
-        block_ids: Sequence[int],
-        slots: Sequence[Slot],
-        stream: torch.cuda.Stream | None,
-    ) -> Transfer:
+        blocks, block_ids = self._located(block_ids)
+        if blocks is None:
+            raise UsageError("the memory of these blocks is not attached")
         indices = [slot.index for slot in slots]
         if self._out is None:
             return copy_pairs(blocks, self._slots, block_ids, indices)
@@ -82,22 +77,25 @@ class PoolCopier:
 
         The caller must not change the slots until the copies have ended, see `mark_copies_in`.
         """
-        self._copy_in(self._blocks, slots, block_ids)
-
-    def _copy_in(self, blocks: PagedKv, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
-        indices = [slot.index for slot in slots]
-        copy_pairs(self._slots, blocks, indices, block_ids, stream=self._in, stable_source=True)
+        blocks, block_ids = self._located(block_ids)
+        if blocks is not None:
+            indices = [slot.index for slot in slots]
+            copy_pairs(self._slots, blocks, indices, block_ids, stream=self._in, stable_source=True)
 
     def mark_copies_in(self) -> torch.cuda.Event | None:
         """Returns an event that passes after the copies into the pool that were enqueued so far."""
         return None if self._in is None else self._in.record_event()
 
+    def _located(self, block_ids: Sequence[int]) -> tuple[PagedKv | None, Sequence[int]]:
+        """Returns the memory of the blocks, and their numbers in it."""
+        return self._blocks, block_ids
+
 
 class AttachedCopier(PoolCopier):
     """A copier whose pool is the memory that callers have attached.
 
-    A block id names the memory and its block. The ids of detached memory are skipped, so it gets no
-    writes. Thread-safe.
+    A block id names the memory and its block; a call is about blocks of one memory. The ids of
+    detached memory are skipped, so it gets no writes. Thread-safe.
 
     Args:
         layout: the layout of a block.
@@ -124,18 +122,9 @@ class AttachedCopier(PoolCopier):
         finally:
             del self._memories[number]
 
-    def copy_out(
-        self, block_ids: Sequence[int], slots: Sequence[Slot], stream: torch.cuda.Stream | None
-    ) -> Transfer:
-        """Copies blocks of one attached memory to slots; see `PoolCopier.copy_out`."""
-        memory = self._memories[block_ids[0] >> _BITS]
-        return self._copy_out(memory, [one & _INDEX for one in block_ids], slots, stream)
-
-    def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
-        """Copies slots to blocks of one memory; skips memory that is not attached any more."""
+    def _located(self, block_ids: Sequence[int]) -> tuple[PagedKv | None, Sequence[int]]:
         memory = self._memories.get(block_ids[0] >> _BITS)
-        if memory is not None:
-            self._copy_in(memory, slots, [one & _INDEX for one in block_ids])
+        return memory, [one & _INDEX for one in block_ids]
 
 
 def copy_batches(blocks: Sequence[BlockLoad]) -> Iterator[slice]:

@@ -68,8 +68,8 @@ class HostCopier(PoolCopier):
         self._host.copy_in(slots, block_ids)
 
 
-class StridedCopier(PoolCopier):
-    """A `PoolCopier` for `StridedPlanes`: every copy is over when its method returns."""
+class StridedCopier(HostCopier):
+    """A copier for `StridedPlanes`: every copy is over when its method returns."""
 
     def __init__(self, blocks: StridedPlanes, layout: KvCacheLayout, staging: StagingPool) -> None:
         self._begin(layout, staging, blocks.device)
@@ -85,10 +85,6 @@ class StridedCopier(PoolCopier):
         for plane, slot in zip(self._planes, self._slots.views, strict=True):
             slot.index_copy_(0, rooms, plane.index_select(0, blocks))
         return DONE
-
-    def copy_in(self, slots: Sequence[Slot], block_ids: Sequence[int]) -> None:
-        """Copies each slot's payload to its block."""
-        self._host.copy_in(slots, block_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -9,8 +10,7 @@ from typing import Any, Self, TypeVar, cast
 
 import torch.distributed as dist
 
-from kvconnect.connector.ranks.link import Message, RankLink
-from kvconnect.connector.ranks.pickling import pickled, unpickled
+from kvconnect.connector.ranks.link import MOST_NBYTES, Message, RankLink
 from kvconnect.connector.ranks.sockets import connect_ranks
 from kvconnect.connector.ranks.watch import END_S, RankWatch, VerdictKind, do_within, end_group
 from kvconnect.errors import (
@@ -64,6 +64,10 @@ class DistributedCommunicator:
             default.
         silence_s: seconds without a heartbeat after which a rank counts as lost; above 1.
 
+    Attributes:
+        rank: the number of this process; 0 is the leader.
+        size: the number of ranks.
+
     Raises:
         ConfigurationError: torch.distributed is not initialized, or an argument is wrong.
         RankLost: a rank cannot be reached, or has ended.
@@ -91,9 +95,9 @@ class DistributedCommunicator:
             timeout=timedelta(seconds=connect_s), backend="gloo", group_desc="kvconnect"
         )
         self._group: dist.ProcessGroup | None = group
-        self._rank = int(group.rank())
-        self._size = int(group.size())
-        self._peers = [peer for peer in range(self._size) if peer != self._rank]
+        self.rank = int(group.rank())
+        self.size = int(group.size())
+        self._peers = [peer for peer in range(self.size) if peer != self.rank]
         self._number = 0
         self._closed = False
         try:
@@ -112,16 +116,6 @@ class DistributedCommunicator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def rank(self) -> int:
-        """The number of this process; 0 is the leader."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._size
 
     def broadcast(self, value: T, *, idle: bool = False) -> T:
         """Returns the leader's `value`, on every rank; values of other ranks are ignored.
@@ -143,7 +137,7 @@ class DistributedCommunicator:
             EngineClosed: the communicator is closed.
         """
         self._begin()
-        if self._rank == 0:
+        if self.rank == 0:
             error = self._send(_BROADCAST, value)
             if error is not None:
                 raise ConnectorContractError(f"rank 0: {error}") from error
@@ -161,10 +155,10 @@ class DistributedCommunicator:
         mine = self._send(_GATHER, value)
         payloads = {peer: self._receive(peer, _GATHER, self._timeout_s) for peer in self._peers}
         if mine is not None:
-            raise ConnectorContractError(f"rank {self._rank}: {mine}") from mine
+            raise ConnectorContractError(f"rank {self.rank}: {mine}") from mine
         return [
-            value if rank == self._rank else self._loaded(rank, payloads[rank])
-            for rank in range(self._size)
+            value if rank == self.rank else self._loaded(rank, payloads[rank])
+            for rank in range(self.size)
         ]
 
     def fail(self, error: BaseException) -> None:
@@ -177,10 +171,10 @@ class DistributedCommunicator:
         if self._closed or self._watch.verdict is not None:
             return
         if isinstance(error, RankDivergence):
-            self._watch.judge(VerdictKind.DIVERGED, self._rank, str(error))
+            self._watch.judge(VerdictKind.DIVERGED, self.rank, str(error))
         else:
-            text = f"rank {self._rank}: {type(error).__name__}: {error}"
-            self._watch.judge(VerdictKind.BROKEN, self._rank, text)
+            text = f"rank {self.rank}: {type(error).__name__}: {error}"
+            self._watch.judge(VerdictKind.BROKEN, self.rank, text)
 
     def end_with_ranks(self, group: dist.ProcessGroup) -> None:
         """Registers `group`, whose waits end on every thread of this process when a rank is lost.
@@ -261,7 +255,7 @@ class DistributedCommunicator:
             raise self._failed(peer, error, timeout_s) from error
         if (message.kind, message.number) != (kind, self._number):
             text = (
-                f"rank {self._rank} is in exchange {self._number}, {_KINDS[kind]}; rank {peer} in "
+                f"rank {self.rank} is in exchange {self._number}, {_KINDS[kind]}; rank {peer} in "
                 f"exchange {message.number}, {_KINDS.get(message.kind, 'unknown')}"
             )
             raise self._watch.judge(VerdictKind.DIVERGED, peer, text).error()
@@ -280,10 +274,10 @@ class DistributedCommunicator:
             return unpickled(message.payload)
         except Exception as error:
             text = (
-                f"rank {self._rank} cannot unpickle what rank {rank} sent: "
+                f"rank {self.rank} cannot unpickle what rank {rank} sent: "
                 f"{type(error).__name__}: {error}"
             )
-            raise self._watch.judge(VerdictKind.BROKEN, self._rank, text).error() from error
+            raise self._watch.judge(VerdictKind.BROKEN, self.rank, text).error() from error
 
     def _failed(
         self, peer: int, error: ConnectionError | TimeoutError, timeout_s: float | None
@@ -294,3 +288,72 @@ class DistributedCommunicator:
         if isinstance(error, TimeoutError) and timeout_s is not None:
             return self._watch.judge_late(peer, timeout_s).error()
         return self._watch.wait_for_verdict(peer, str(error)).error()
+
+
+def pickled(value: object) -> bytes:
+    """Returns `value` pickled.
+
+    Other threads run meanwhile: heartbeats continue however large `value` is.
+
+    Raises:
+        ValueError: the pickle exceeds `MOST_NBYTES`; pickling stops there.
+        Exception: any error of pickling a user's object.
+    """
+    sink = _Sink()
+    pickle.Pickler(sink, protocol=5).dump(value)
+    return b"".join(sink.parts)
+
+
+def unpickled(data: bytes | bytearray) -> Any:
+    """Returns the value of which `data` was made, by a rank of this one's own job.
+
+    Other threads run meanwhile, as for `pickled`.
+
+    Raises:
+        Exception: any error of unpickling a user's object.
+    """
+    return pickle.Unpickler(_Source(data)).load()  # noqa: S301  from this job's own ranks
+
+
+class _Sink:
+    """A file that collects and counts written bytes.
+
+    Each write is a Python call, at which other threads can run. `pickle.dumps` holds the
+    interpreter's lock until its end.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self._nbytes = 0
+
+    def write(self, part: Any) -> int:
+        nbytes = len(part)
+        self._nbytes += nbytes
+        if self._nbytes > MOST_NBYTES:
+            raise ValueError(f"it has over {MOST_NBYTES} bytes, which is all an exchange takes")
+        self.parts.append(bytes(part))
+        return nbytes
+
+
+class _Source:
+    """A file whose every read is a Python call, at which other threads can run."""
+
+    def __init__(self, data: bytes | bytearray) -> None:
+        self._data = memoryview(data)
+        self._at = 0
+
+    def read(self, nbytes: int) -> bytes:
+        self._at += nbytes
+        return bytes(self._data[self._at - nbytes : self._at])
+
+    def readinto(self, into: Any) -> int:
+        part = self._data[self._at : self._at + len(into)]
+        into[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def readline(self) -> bytes:
+        rest = bytes(self._data[self._at :])
+        line = rest[: rest.find(b"\n") + 1] or rest
+        self._at += len(line)
+        return line

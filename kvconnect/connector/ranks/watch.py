@@ -122,6 +122,9 @@ class RankWatch:
     Args:
         group: a gloo group that only this engine's communicator uses; ended with the first verdict.
         silence_s: seconds without a heartbeat after which a rank counts as lost.
+
+    Attributes:
+        verdict: the first reason for the end of the ranks; ``None`` while they run.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, silence_s: float) -> None:
@@ -134,7 +137,7 @@ class RankWatch:
         self._exchanges = dict.fromkeys(self._peers, 0)
         self._left: set[int] = set()
         self._lock = threading.Lock()
-        self._verdict: Verdict | None = None
+        self.verdict: Verdict | None = None
         self._over = threading.Event()
         self._closing = threading.Event()
         self._on_over: list[Callable[[], None]] = []
@@ -153,21 +156,16 @@ class RankWatch:
             thread.daemon = True
             thread.start()
 
-    @property
-    def verdict(self) -> Verdict | None:
-        """The first reason for the end of the ranks; ``None`` while they run."""
-        return self._verdict
-
     def wait(self, timeout_s: float) -> Verdict | None:
         """Returns the verdict, or ``None``; blocks up to `timeout_s` for one."""
-        if timeout_s and self._verdict is None:
+        if timeout_s and self.verdict is None:
             self._over.wait(timeout_s)
-        return self._verdict
+        return self.verdict
 
     def on_over(self, do: Callable[[], None]) -> None:
         """Registers `do`, called with the first verdict on a thread of this watch."""
         with self._lock:
-            if self._verdict is None:
+            if self.verdict is None:
                 self._on_over.append(do)
                 return
         do()
@@ -179,9 +177,9 @@ class RankWatch:
             The verdict; an earlier one if there is one.
         """
         with self._lock:
-            if self._verdict is not None:
-                return self._verdict
-            self._verdict = verdict = Verdict(kind, rank, text)
+            if self.verdict is not None:
+                return self.verdict
+            self.verdict = verdict = Verdict(kind, rank, text)
         self._tell(verdict)
         self._over.set()
         for do in self._on_over:
@@ -216,7 +214,7 @@ class RankWatch:
         if self._closing.is_set():
             return
         self._closing.set()
-        if self._verdict is None:
+        if self.verdict is None:
             self._tell(Verdict(VerdictKind.LEAVING, self._rank, ""))
         if self._group is not None:
             end_group(self._group)

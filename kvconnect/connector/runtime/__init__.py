@@ -3,6 +3,6 @@
 The leader has all state of requests and transfers; every rank has a driver of its worker. Imports
 the contract beside it, `kvconnect.cache.resource_manager` and the vocabulary; never the built-in
 pairs. Begin with `manager` (the leader's) and `rank` (every rank's), then `ledger` (the transfers
-in flight), `step_outcome` (their effect on requests), `load_admission` and `save_admission` (which
-transfers start) and `quarantine`.
+in flight), `transfers` (one of them, and the outcome of a step), `admission` (which transfers
+start) and `quarantine`.
 """

@@ -11,10 +11,16 @@ from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.data import Direction, TransferFailure
 from kvconnect.connector.ranks.communicator import Report
 from kvconnect.connector.runtime.quarantine import Quarantine, Quarantined
-from kvconnect.connector.runtime.rank_orders import RankOrders
+from kvconnect.connector.runtime.rank import RankOrders
 from kvconnect.connector.runtime.reporting import RequestRecord
-from kvconnect.connector.runtime.step_outcome import BlockFate, LoadFailed, StepOutcome
-from kvconnect.connector.runtime.transfers import Transfer, Transfers, TransferState
+from kvconnect.connector.runtime.transfers import (
+    BlockFate,
+    LoadFailed,
+    StepOutcome,
+    Transfer,
+    Transfers,
+    TransferState,
+)
 from kvconnect.errors import ConnectorContractError, OutOfBlocks
 from kvconnect.request import LlmRequest
 from kvconnect.trace import warn_once

@@ -10,16 +10,14 @@ from typing import Any
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.connector.data import Direction, LlmArgs
 from kvconnect.connector.ranks.communicator import Communicator, Instructions, Report, SingleProcess
+from kvconnect.connector.runtime.admission import LoadAdmission, SaveAdmission
 from kvconnect.connector.runtime.ledger import TransferLedger
-from kvconnect.connector.runtime.load_admission import LoadAdmission
 from kvconnect.connector.runtime.loading import build_pair, connector_classes
 from kvconnect.connector.runtime.pools import check_attachable, checked_pools
-from kvconnect.connector.runtime.rank import RankDriver
-from kvconnect.connector.runtime.rank_orders import RankOrders
+from kvconnect.connector.runtime.rank import RankDriver, RankOrders
 from kvconnect.connector.runtime.reporting import RequestRecord, StepReporter
 from kvconnect.connector.runtime.request_errors import RequestErrors
-from kvconnect.connector.runtime.save_admission import SaveAdmission
-from kvconnect.connector.runtime.step_outcome import BlockFate, StepOutcome
+from kvconnect.connector.runtime.transfers import BlockFate, StepOutcome
 from kvconnect.errors import DuplicateRequest, UsageError
 from kvconnect.request import ExternalMatch, LlmRequest, ScheduledBatch
 

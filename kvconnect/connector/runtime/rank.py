@@ -1,4 +1,4 @@
-"""The driver of one rank's worker, which follows the leader's steps."""
+"""The driver of one rank's worker, and the leader's orders for single requests to all of them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from kvconnect.connector.ranks.communicator import (
     ResetRequest,
     agreed,
 )
-from kvconnect.connector.runtime.answers import (
-    checked_failures,
-    checked_finished,
-    checked_progress,
-)
+from kvconnect.connector.runtime.answers import checked_failures, checked_finished, checked_progress
+from kvconnect.connector.runtime.request_errors import RequestErrors
 from kvconnect.connector.stream import CpuStream, ForwardStream
 from kvconnect.connector.worker import KvCacheConnectorWorker
 from kvconnect.errors import RankDivergence, UsageError
+from kvconnect.request import LlmRequest
 from kvconnect.trace import count
 
-__all__ = ["RankDriver"]
+__all__ = ["RankDriver", "RankOrders"]
 
 
 class RankDriver:
@@ -229,3 +227,38 @@ class _Telling:
         """Sends `error` to the other ranks, also an error that ends this process."""
         if error is not None:
             self._communicator.fail(error)
+
+
+class RankOrders:
+    """Carries orders out on the leader's rank at once; the other ranks get them with a step.
+
+    Args:
+        driver: the driver of the leader's worker.
+        errors: records the errors of that worker.
+        num_ranks: the number of ranks.
+    """
+
+    def __init__(self, driver: RankDriver, errors: RequestErrors, *, num_ranks: int) -> None:
+        self._driver = driver
+        self._errors = errors
+        self._has_others = num_ranks > 1
+        self._orders: list[RequestOrder] = []
+
+    def cancel(self, request: LlmRequest, ranks: frozenset[int]) -> None:
+        """Orders `ranks` to cancel the load of `request`."""
+        self._give(request, CancelLoad(request.request_id, ranks))
+
+    def reset(self, request: LlmRequest) -> None:
+        """Orders all ranks to finish reading the blocks of `request`, which are freed next."""
+        self._give(request, ResetRequest(request.request_id, request.num_computed_tokens))
+
+    def take(self) -> tuple[RequestOrder, ...]:
+        """Returns the orders since the last call, for the other ranks."""
+        taken, self._orders = tuple(self._orders), []
+        return taken
+
+    def _give(self, request: LlmRequest, order: RequestOrder) -> None:
+        with self._errors.kept(request):
+            self._driver.carry_out(order)
+        if self._has_others:
+            self._orders.append(order)

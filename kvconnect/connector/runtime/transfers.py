@@ -1,16 +1,17 @@
-"""The transfers of one engine, each of which ends in exactly one way."""
+"""The transfers of one engine, each of which ends in exactly one way, and those of one step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kvconnect.connector.data import Direction, TransferFailure
+from kvconnect.connector.runtime.reporting import RequestRecord
 from kvconnect.explain.outcome import Outcome
 from kvconnect.trace import count
 
-__all__ = ["Transfer", "TransferState", "Transfers"]
+__all__ = ["BlockFate", "LoadFailed", "StepOutcome", "Transfer", "TransferState", "Transfers"]
 
 
 class TransferState(Enum):
@@ -150,3 +151,39 @@ class Transfers:
             (one.deadline for one in self._active.values() if one.deadline is not None),
             default=None,
         )
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """The transfers that ended in a step, on all ranks.
+
+    Attributes:
+        loaded: leading valid tokens by request id, for background loads that succeeded.
+        loaded_from: by request id, for ended loads that overlapped with computing, the token from
+            which on all up to the load's end are valid. The tokens before are valid as far as they
+            were computed.
+        failed: leading valid tokens by request id, for failed loads, also synchronous ones. No
+            token past that position may be sampled, committed, published or streamed.
+        requeue: the requests in `failed` that cannot continue, because their blocks may still get
+            writes and no fresh blocks are free, or because of windows. The engine frees their
+            resources and returns them to the queue.
+        saved: ended requests whose kept blocks are to be freed now.
+    """
+
+    loaded: dict[int, int] = field(default_factory=dict)
+    loaded_from: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, int] = field(default_factory=dict)
+    requeue: set[int] = field(default_factory=set)
+    saved: list[int] = field(default_factory=list)
+
+
+class BlockFate(Enum):
+    """The fate of a request's blocks past the valid position when its load failed."""
+
+    KEPT = "kept"
+    EXCHANGED = "exchanged"  # for fresh ones; the old ones are in the quarantine
+    LOST = "lost"  # the request returns to the queue: no fresh blocks, or windows
+
+
+LoadFailed = Callable[[RequestRecord, int, BlockFate], None]
+"""Called with a request and its valid tokens."""

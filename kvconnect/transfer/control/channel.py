@@ -1,4 +1,4 @@
-"""An open connection to a peer."""
+"""An open connection to a peer, and the queue of the messages that wait to be sent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 
 from kvconnect.errors import BadMessage
 from kvconnect.trace import count
@@ -25,10 +27,9 @@ from kvconnect.transfer.control.messages import (
     decode,
     encode,
 )
-from kvconnect.transfer.control.send_queue import SendQueue
 from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "SendQueue"]
 
 logger = logging.getLogger("kvconnect")
 
@@ -53,6 +54,7 @@ class Channel:
         host: the peer's host, as of `host_of`; empty if this side connected.
         round_trip_s: the seconds from the last heartbeat to its answer; ``None`` before the first.
         used_at: the time (monotonic) of the last grant or renewal for the peer; ``None`` if never.
+        reason: the reason for which the channel was closed; ``None`` while it is open.
     """
 
     def __init__(self, wire: Wire, endpoint: Endpoint, peer: Hello, host: str = "") -> None:
@@ -64,23 +66,18 @@ class Channel:
         self._endpoint = endpoint
         self._queue = SendQueue(_MAX_WAITING_NBYTES, _MAX_WAITING_FRAMES, wire.frame)
         self._lock = threading.Lock()
-        self._reason: str | None = None
+        self.reason: str | None = None
         self._pinged: tuple[int, float] = (-1, 0.0)
         wire.limit = MAX_MESSAGE_NBYTES
 
     def __repr__(self) -> str:
-        state = "open" if self.is_open else f"closed: {self._reason}"
+        state = "open" if self.is_open else f"closed: {self.reason}"
         return f"Channel({self.peer.engine_id!r}, rank={self.peer.rank}, {state})"
 
     @property
     def is_open(self) -> bool:
         """Returns whether `send` accepts messages. An accepted message may still be lost."""
-        return self._reason is None
-
-    @property
-    def reason(self) -> str | None:
-        """The reason for which the channel was closed; ``None`` while it is open."""
-        return self._reason
+        return self.reason is None
 
     def send(self, message: Message) -> bool:
         """Queues `message` for sending. Does not block. Any thread may call this.
@@ -109,17 +106,17 @@ class Channel:
         is delivered any more.
         """
         with self._lock:
-            if self._reason is not None:
+            if self.reason is not None:
                 return
-            self._reason = reason
+            self.reason = reason
         self._queue.put(encode(Error(kind="closing", message=reason[:1024])))
         self._queue.close()
 
     def cut(self, reason: str) -> None:
         """Closes the channel at once and drops queued messages. Does not block; idempotent."""
         with self._lock:
-            was_open = self._reason is None
-            self._reason = self._reason or reason  # before the peer notices and closes
+            was_open = self.reason is None
+            self.reason = self.reason or reason  # before the peer notices and closes
         if was_open:
             said = encode(Error(kind="closing", message=reason[:1024]))
             self._queue.send(said, self._wire.write_now)
@@ -137,7 +134,7 @@ class Channel:
             if self._deliver(Connected(self.peer)):
                 self._read()
                 writer.join()
-                self._deliver(Disconnected(self._reason or "closed"))
+                self._deliver(Disconnected(self.reason or "closed"))
             else:
                 writer.join()
         finally:
@@ -216,7 +213,99 @@ class Channel:
 
     def _close_now(self, reason: str) -> None:
         with self._lock:
-            if self._reason is None:
-                self._reason = reason
+            if self.reason is None:
+                self.reason = reason
         self._queue.close()
         self._wire.shut()
+
+
+class SendQueue:
+    """A bounded queue from any number of threads to one. Only `take` blocks.
+
+    Args:
+        max_nbytes: the most bytes of waiting frames; at least the largest frame.
+        max_frames: the most waiting frames.
+        frame: makes the next frame of a payload; called by one thread at a time.
+
+    Attributes:
+        closed: whether the queue is closed and accepts nothing more.
+    """
+
+    def __init__(self, max_nbytes: int, max_frames: int, frame: Callable[[bytes], bytes]) -> None:
+        self._frames: deque[bytes] = deque()
+        self._nbytes = 0
+        self._max_nbytes = max_nbytes
+        self._max_frames = max_frames
+        self._frame = frame
+        self._changed = threading.Condition()
+        self.closed = False
+        self._taken = False  # the caller of `take` sends its frames, which no other may overtake
+
+    def put(self, payload: bytes) -> bool:
+        """Appends `payload`; drops it and returns False if the queue is full or closed."""
+        with self._changed:
+            return self._put(payload)
+
+    def send(self, payload: bytes, write: Callable[[bytes], int]) -> bool:
+        """Makes `write` send `payload` at once if the queue is empty; else acts as `put`.
+
+        Bytes that `write` does not accept wait in the queue.
+
+        Args:
+            payload: the payload of one frame.
+            write: sends the first bytes of its argument and returns their number; must not block.
+                Called on this thread, one call at a time, and never while the caller of `take`
+                sends.
+
+        Returns:
+            False if the queue is full or closed.
+        """
+        with self._changed:
+            if self._frames or self._taken or self.closed:
+                return self._put(payload)
+            data = self._frame(payload)
+            sent = write(data)
+            if sent < len(data):
+                self._keep(data[sent:])
+            return True
+
+    def _put(self, payload: bytes) -> bool:
+        # A frame that is made must be sent: the codes of later frames depend on it.
+        fits = self._nbytes + len(payload) <= self._max_nbytes
+        if self.closed or not fits or len(self._frames) >= self._max_frames:
+            return False
+        self._keep(self._frame(payload))
+        return True
+
+    def _keep(self, data: bytes) -> None:
+        self._frames.append(data)
+        self._nbytes += len(data)
+        self._changed.notify()
+
+    def take(self, until: float) -> bytes | None:
+        """Returns all waiting frames, joined; blocks until there is one.
+
+        The caller has sent everything that an earlier call returned.
+
+        Returns:
+            The frames; empty if there is none at `until` (`time.monotonic`). ``None`` if the queue
+            is closed and empty.
+        """
+        with self._changed:
+            self._taken = False
+            self._changed.wait_for(
+                lambda: self._frames or self.closed, max(0.0, until - time.monotonic())
+            )
+            self._taken = True
+            if not self._frames:
+                return None if self.closed else b""
+            data = b"".join(self._frames)
+            self._frames.clear()
+            self._nbytes = 0
+            return data
+
+    def close(self) -> None:
+        """Closes the queue. Waiting frames can still be taken."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()

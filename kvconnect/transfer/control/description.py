@@ -77,18 +77,12 @@ class PoolInfo(Record):
         return cls(
             region=region,
             num_blocks=num_blocks,
-            num_layers=layout.num_layers,
-            num_kv_heads=layout.num_kv_heads,
-            key_dim=layout.key_dim,
-            value_dim=layout.value_dim,
-            tokens_per_block=layout.tokens_per_block,
             dtype=_name(layout.dtype),
-            window=layout.window,
-            layers=layout.layers,
             states=tuple(
                 StateInfo(layer=one.layer, name=one.name, shape=one.shape, dtype=_name(one.dtype))
                 for one in layout.states
             ),
+            **{field: getattr(layout, field) for field in _SAME_IN_LAYOUTS},
         )
 
     def layout(self) -> KvCacheLayout:
@@ -98,19 +92,16 @@ class PoolInfo(Record):
             ConfigurationError: a field has a value that no layout can have; the message names it.
         """
         return KvCacheLayout(
-            num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
-            key_dim=self.key_dim,
-            value_dim=self.value_dim,
-            tokens_per_block=self.tokens_per_block,
             dtype=_dtype(self.dtype),
-            window=self.window,
-            layers=self.layers,
             states=tuple(
                 StateTensor(one.layer, one.name, one.shape, _dtype(one.dtype))
                 for one in self.states
             ),
+            **self.model_dump(include=_SAME_IN_LAYOUTS),
         )
+
+
+_SAME_IN_LAYOUTS = KvCacheLayout.__dataclass_fields__.keys() - {"dtype", "states"}
 
 
 def _name(dtype: torch.dtype) -> str:

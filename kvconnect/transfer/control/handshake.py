@@ -28,14 +28,7 @@ from kvconnect.errors import BadMessage, PeerRefused
 from kvconnect.text import shown
 from kvconnect.transfer.control.description import PROTOCOL, Compat
 from kvconnect.transfer.control.endpoint import Endpoint
-from kvconnect.transfer.control.messages import (
-    Error,
-    Hello,
-    Message,
-    Proof,
-    decode,
-    encode,
-)
+from kvconnect.transfer.control.messages import Error, Hello, Message, Proof, decode, encode
 from kvconnect.transfer.control.wire import Wire, WireClosed, WireTimeout, frame
 from kvconnect.transfer.seal import Seal
 from kvconnect.transfer.secret import SharedSecret

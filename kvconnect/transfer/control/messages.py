@@ -241,7 +241,7 @@ class Unknown(Message):
     epoch: Count | None = None
 
 
-class WatermarkOf(Message):
+class WatermarkOf(Message, LeaseId):
     """Reports to D that P has computed more of a request that D holds.
 
     Attributes:
@@ -252,8 +252,6 @@ class WatermarkOf(Message):
 
     code: ClassVar[int] = 15
 
-    request: Name
-    epoch: Count
     watermark: Watermark
     first: Annotated[tuple[Number32, ...], Field(max_length=64)] = ()
     blocks: Groups = ()
@@ -268,11 +266,9 @@ class Renew(Message):
     leases: Annotated[tuple[LeaseId, ...], Field(max_length=MAX_ENTRIES)]
 
 
-class RenewedLease(Record):
+class RenewedLease(LeaseId):
     """A lease in a `Renewed`. It repeats the watermark, in case an earlier message was lost."""
 
-    request: Name
-    epoch: Count
     lease_s: Seconds
     watermark: Watermark
 

@@ -38,6 +38,12 @@ class Peer:
             attempts for good, as `close` does: the peer is not needed any more. Must not block. The
             default is ``last_pause_s`` of the endpoint.
 
+    Attributes:
+        error: the error of the last attempt to connect; ``None`` if it succeeded or there was none
+            yet. A `PeerRefused` names the setting to change; attempts continue nevertheless, since
+            the peer may restart with other settings.
+        attempts: the number of attempts to connect.
+
     Raises:
         ConfigurationError: there is no secret.
     """
@@ -60,8 +66,8 @@ class Peer:
         self._hurried = threading.Event()  # or closed
         self._wire: Wire | None = None
         self._channel: Channel | None = None
-        self._error: Exception | None = None
-        self._attempts = 0
+        self.error: Exception | None = None
+        self.attempts = 0
         self._thread = threading.Thread(target=self._run, name="kvconnect-control", daemon=True)
         self._thread.start()
 
@@ -72,27 +78,13 @@ class Peer:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Peer({self.host}:{self.port}, {self._channel or self._error or 'connecting'})"
+        return f"Peer({self.host}:{self.port}, {self._channel or self.error or 'connecting'})"
 
     @property
     def channel(self) -> Channel | None:
         """The open channel; ``None`` if there is none now."""
         channel = self._channel
         return channel if channel is not None and channel.is_open else None
-
-    @property
-    def error(self) -> Exception | None:
-        """The error of the last attempt to connect; ``None`` if it succeeded or there was none yet.
-
-        A `PeerRefused` names the setting to change. Attempts continue nevertheless, since the peer
-        may restart with other settings.
-        """
-        return self._error
-
-    @property
-    def attempts(self) -> int:
-        """The number of attempts to connect."""
-        return self._attempts
 
     def reconnect(self, reason: str = "connecting anew") -> None:
         """Closes the channel, if there is one, and connects again soon. Does not block.
@@ -144,7 +136,7 @@ class Peer:
 
     def _attempt(self) -> bool:
         """Connects and runs the channel until it closes; returns whether it was open."""
-        self._attempts += 1
+        self.attempts += 1
         try:
             channel = self._connect()
         except (PeerRefused, BadMessage, WireClosed, WireTimeout, OSError) as error:
@@ -186,16 +178,16 @@ class Peer:
                 wire.close()
         with self._lock:
             self._channel = channel
-            self._error = None
+            self.error = None
             if self._closed.is_set():
                 channel.close()
         return channel
 
     def _failed(self, error: Exception) -> None:
         count("transfer.control.not_connected")
-        changed = str(error) != str(self._error)
+        changed = str(error) != str(self.error)
         with self._lock:
-            self._error = error
+            self.error = error
         logger.log(
             logging.WARNING if changed else logging.DEBUG,
             "control channel to %s:%d: %s",

@@ -6,6 +6,6 @@ acknowledged. So D's end comes before P's, whatever the network did. Bytes read 
 discarded. No module here touches a block manager: leases that ended are passed to a callable.
 
 Imports `messages` and `fields` of `kvconnect.transfer.control`, and the vocabulary. Begin with
-`table` (P's rules, of each `lease`) and `held` (D's). `server` (with `let_go`) answers the messages
-that `kvconnect.transfer.claims` sends. `timer` has the clock and the thread of each.
+`table` (P's rules, of each `lease`) and `held` (D's). `server` answers the messages that
+`kvconnect.transfer.claims` sends. `timer` has the clock and the thread of each.
 """

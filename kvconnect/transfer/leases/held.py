@@ -52,6 +52,10 @@ class HeldLease:
         lease_s: the length of the last grant in seconds; 0 before the first.
         confirmed: the time on the lease's clock when the last acknowledged claim or renewal was
             sent.
+        outcome: the validity of the bytes read; ``OPEN`` until it is decided.
+        end: the end of the lease, on its clock; in the past before the first grant.
+        lost: the reason why P ended the lease or computes no more; ``None`` if P did neither.
+        release_seq: the number of the release of `release_sent`; ``None`` before.
     """
 
     def __init__(
@@ -65,29 +69,14 @@ class HeldLease:
         self._lock = threading.Lock()
         self._sent: OrderedDict[int, float] = OrderedDict()
         self._last_sent = float("-inf")
-        self._end = float("-inf")
+        self.end = float("-inf")
         self._read_end: float | None = None
-        self._release_seq: int | None = None
-        self._lost: str | None = None
-        self._outcome = Outcome.OPEN
+        self.release_seq: int | None = None
+        self.lost: str | None = None
+        self.outcome = Outcome.OPEN
 
     def __repr__(self) -> str:
-        return f"HeldLease({self.request!r}, epoch={self.epoch}, {self._outcome.value})"
-
-    @property
-    def outcome(self) -> Outcome:
-        """The validity of the bytes read; ``OPEN`` until it is decided."""
-        return self._outcome
-
-    @property
-    def end(self) -> float:
-        """The end of the lease, on its clock; in the past before the first grant."""
-        return self._end
-
-    @property
-    def lost(self) -> str | None:
-        """The reason why P ended the lease or computes no more; ``None`` if P did neither."""
-        return self._lost
+        return f"HeldLease({self.request!r}, epoch={self.epoch}, {self.outcome.value})"
 
     @property
     def has_read(self) -> bool:
@@ -97,12 +86,7 @@ class HeldLease:
     @property
     def released(self) -> bool:
         """Returns whether the last read has ended and a release was sent."""
-        return self._release_seq is not None
-
-    @property
-    def release_seq(self) -> int | None:
-        """The number of the release of `release_sent`; ``None`` before."""
-        return self._release_seq
+        return self.release_seq is not None
 
     @property
     def awaits_answer(self) -> bool:
@@ -115,7 +99,7 @@ class HeldLease:
 
     def may_read(self) -> bool:
         """Returns whether a read may begin now: the lease is granted, not over and not decided."""
-        return self._outcome is Outcome.OPEN and not self.released and self._clock() < self._end
+        return self.outcome is Outcome.OPEN and not self.released and self._clock() < self.end
 
     def renewal_due(self) -> float | None:
         """Returns when the next renewal is due, on the lease's clock; ``None`` if never.
@@ -123,7 +107,7 @@ class HeldLease:
         A renewal is due a third of a lease after the last one. It is due at once if a grant took
         that long to arrive.
         """
-        if self._outcome is not Outcome.OPEN or self.released or not self.lease_s:
+        if self.outcome is not Outcome.OPEN or self.released or not self.lease_s:
             return None
         return self._last_sent + self.lease_s / 3
 
@@ -148,7 +132,7 @@ class HeldLease:
             if at is None:
                 return False
             self.confirmed = max(self.confirmed, at)
-            self._end = max(self._end, at + lease_s * (1 - MAX_DRIFT))
+            self.end = max(self.end, at + lease_s * (1 - MAX_DRIFT))
             self.lease_s = lease_s
             self._decide()
         return True
@@ -175,13 +159,13 @@ class HeldLease:
         with self._lock:
             if self._read_end is None:
                 raise UsageError(f"{self!r}: is released before its reads have ended")
-            self._release_seq = seq
+            self.release_seq = seq
 
     def released_ok(self, seq: int) -> None:
         """Records P's answer to the release `seq` that the lease was never broken."""
         with self._lock:
-            if self._release_seq == seq and self._outcome is Outcome.OPEN:
-                self._outcome = Outcome.VALID
+            if self.release_seq == seq and self.outcome is Outcome.OPEN:
+                self.outcome = Outcome.VALID
 
     def refused(self, seq: int, why: str) -> None:
         """Records P's answer to message `seq` that the lease is expired or unknown.
@@ -189,15 +173,15 @@ class HeldLease:
         Bytes that were valid before stay valid.
         """
         with self._lock:
-            if seq not in self._sent and seq != self._release_seq:
+            if seq not in self._sent and seq != self.release_seq:
                 return
-            self._lost = self._lost or why
+            self.lost = self.lost or why
             self._fail()
 
     def withdrawn(self, why: str) -> None:
         """Records that P computes no more of the request; granted blocks stay."""
         with self._lock:
-            self._lost = self._lost or why
+            self.lost = self.lost or why
 
     def give_up(self) -> None:
         """Decides an undecided lease as invalid: the reader aborts or no longer waits."""
@@ -205,13 +189,13 @@ class HeldLease:
             self._fail()
 
     def _decide(self) -> None:
-        in_time = self._read_end is not None and self._read_end < self._end
-        if in_time and self._outcome is Outcome.OPEN:
-            self._outcome = Outcome.VALID
+        in_time = self._read_end is not None and self._read_end < self.end
+        if in_time and self.outcome is Outcome.OPEN:
+            self.outcome = Outcome.VALID
 
     def _fail(self) -> None:
-        if self._outcome is not Outcome.OPEN:
+        if self.outcome is not Outcome.OPEN:
             return
-        self._outcome = Outcome.INVALID
+        self.outcome = Outcome.INVALID
         if self._read_end is not None:
             count("transfer.late_reads")

@@ -26,8 +26,7 @@ from kvconnect.transfer.control.messages import (
     Watermark,
     WatermarkOf,
 )
-from kvconnect.transfer.leases.lease import Blocks, Ended
-from kvconnect.transfer.leases.let_go import LetGo
+from kvconnect.transfer.leases.lease import Blocks, Ended, LetGo
 from kvconnect.transfer.leases.table import Answer, LeaseTable, Verdict
 from kvconnect.transfer.leases.timer import Clock, Timer, lease_clock
 

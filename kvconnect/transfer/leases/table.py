@@ -61,6 +61,9 @@ class LeaseTable:
         clock: see `lease_clock`.
         changed: called, without a lock held, when `next_end` may be earlier now; must not block.
 
+    Attributes:
+        total_nbytes: the bytes that are pinned, counted as in ``len()``.
+
     Raises:
         ConfigurationError: a number is not greater than 0.
     """
@@ -93,7 +96,7 @@ class LeaseTable:
         # By name of the request, the newest last; more than one if it is computed several times.
         self._offers: dict[str, list[LeaseId]] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()  # names of which no lease is left
-        self._total = 0
+        self.total_nbytes = 0
         self._done: list[Ended] = []
         self._past: OrderedDict[LeaseId, dict[str, float | Holding]] = OrderedDict()
         self._past_holders = 0
@@ -102,11 +105,6 @@ class LeaseTable:
         """Returns how many leases pin blocks, ended ones included until `take_ended`."""
         with self._lock:
             return len(self._live) + len(self._done)
-
-    @property
-    def total_nbytes(self) -> int:
-        """The bytes that are pinned, counted as in ``len()``."""
-        return self._total
 
     # ------------------------------------------------------------------ what P's engine does
 
@@ -120,18 +118,18 @@ class LeaseTable:
         """
         now = self._clock()
         with self._lock:
-            if self._total + nbytes > self._max_lease_total:
+            if self.total_nbytes + nbytes > self._max_lease_total:
                 count("transfer.lease.no_room")
                 raise OutOfBlocks(
-                    f"max_lease_total: {self._total} of {self._max_lease_total} bytes are leased, "
-                    f"{nbytes} more do not fit"
+                    f"max_lease_total: {self.total_nbytes} of {self._max_lease_total} bytes are "
+                    f"leased, {nbytes} more do not fit"
                 )
             key = LeaseId(request=request, epoch=self._next_epoch)
             self._next_epoch += 1
             self._live[key] = Lease(key, tokens, blocks, nbytes, now + self.lease_s, now)
             self._offers.setdefault(request, []).append(key)
             self._gone.pop(request, None)
-            self._total += nbytes
+            self.total_nbytes += nbytes
         count("transfer.lease.offered", nbytes=nbytes)
         self._changed()
         return key
@@ -212,7 +210,7 @@ class LeaseTable:
             for lease in list(self._live.values()):
                 self._settle(lease, now)
             ended, self._done = self._done, []
-            self._total -= sum(one.nbytes for one in ended)
+            self.total_nbytes -= sum(one.nbytes for one in ended)
         for one in ended:
             count(f"transfer.lease.{one.why}", nbytes=one.nbytes)
         return ended

@@ -38,6 +38,9 @@ class TcpPull(Pull):
 
     `terminal` is set when no share is running or may begin. If the pull is stopped, waiting shares
     end at once, and the connections of running ones are shut down.
+
+    Attributes:
+        stopped: whether the pull is stopped: no share begins, and running ones end soon.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -45,7 +48,7 @@ class TcpPull(Pull):
         self._shares_lock = threading.Lock()
         self._waiting: set[Share] = set()
         self._running: dict[Share, socket.socket] = {}
-        self._stopped = False
+        self.stopped = False
         self._error: PullFailed | None = None
 
     def expect(self, shares: list[Share]) -> None:
@@ -60,7 +63,7 @@ class TcpPull(Pull):
         In both cases, the lane calls `end` later.
         """
         with self._shares_lock:
-            if self._stopped:
+            if self.stopped:
                 return False
             self._waiting.discard(share)
             self._running[share] = connection
@@ -77,14 +80,9 @@ class TcpPull(Pull):
         else:
             self._finish_if_last()
 
-    @property
-    def stopped(self) -> bool:
-        """Returns whether the pull is stopped: no share begins, and running ones end soon."""
-        return self._stopped
-
     def _stop(self) -> None:
         with self._shares_lock:
-            self._stopped = True
+            self.stopped = True
             self._waiting.clear()
             for connection in self._running.values():
                 with suppress(OSError):  # it broke already

@@ -28,7 +28,7 @@ from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.connector.data import LlmArgs
 from kvconnect.connector.ranks.distributed import DistributedCommunicator
-from kvconnect.connector.runtime.step_outcome import StepOutcome
+from kvconnect.connector.runtime.transfers import StepOutcome
 from kvconnect.errors import BackendUnavailable
 from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout

@@ -25,7 +25,7 @@ from own_process import own_process
 
 from kvconnect.testing.processes.usage import descriptors
 from kvconnect.transfer.control import channel as channel_module
-from kvconnect.transfer.control.channel import Channel
+from kvconnect.transfer.control.channel import Channel, SendQueue
 from kvconnect.transfer.control.endpoint import Timing
 from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.messages import (
@@ -41,7 +41,6 @@ from kvconnect.transfer.control.messages import (
     encode,
 )
 from kvconnect.transfer.control.peer import Peer
-from kvconnect.transfer.control.send_queue import SendQueue
 from kvconnect.transfer.control.wire import Wire, WireTimeout, frame
 from kvconnect.transfer.secret import SharedSecret
 
@@ -429,7 +428,7 @@ def test_a_channel_whose_thread_cannot_be_had_is_closed(monkeypatch):
 
 
 class _NoThreads:
-    Lock, Event = threading.Lock, threading.Event
+    Condition, Event, Lock = threading.Condition, threading.Event, threading.Lock
 
     class Thread(threading.Thread):
         def start(self):

@@ -11,18 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvconnect.connector.data import Direction, TransferFailure
-from kvconnect.connector.disagg.fetch.beside import LoadsBeside
 from kvconnect.connector.disagg.fetch.claim_book import ClaimBook
 from kvconnect.connector.disagg.fetch.landing import LANDING_SHARE, Landing
-from kvconnect.connector.disagg.fetch.load import Load
-from kvconnect.connector.disagg.fetch.part import Part
+from kvconnect.connector.disagg.fetch.load import Load, LoadsBeside
+from kvconnect.connector.disagg.fetch.part import PULL_NBYTES, Part
 from kvconnect.connector.disagg.fetch.sources import Source, sources
 from kvconnect.connector.disagg.messages import FetchOrder
-from kvconnect.errors import (
-    KvConnectError,
-    PullFailed,
-    RetryLater,
-)
+from kvconnect.errors import KvConnectError, PullFailed, RetryLater, UsageError
 from kvconnect.keys import Shard
 from kvconnect.layout import KvCacheLayout
 from kvconnect.shards import StoredHeads, stored_heads
@@ -90,7 +85,8 @@ class Fetcher:
         self._layouts = layouts
         self._regions = regions
         self._verified = verified
-        self.beside = LoadsBeside(landing, layouts[0].tokens_per_block)
+        self._landing = landing
+        self.beside = LoadsBeside()
         self._load_s = load_s
         self._idle_s = idle_s
         self._min_bytes_per_s = min_bytes_per_s
@@ -118,9 +114,9 @@ class Fetcher:
 
         `done` and `news` are called on the fetcher's thread, see `Load`.
         """
-        load = Load(order, done, news=news)
+        load = Load(order, self._layouts[0].tokens_per_block, done, news=news)
         self.beside.add(load)
-        self._post(partial(self._expect, load))
+        self._post(partial(self._expected.__setitem__, order.request_id, load))
 
     def raise_floor(self, request_id: int, num_tokens: int) -> None:
         """Keeps the load of `request_id`, if it runs beside computing, from writing before that.
@@ -205,7 +201,7 @@ class Fetcher:
     def _advance(self, load: Load) -> None:
         """Starts new reads of a load beside computing."""
         if self._fetches.get(load.order.request_id) is load:
-            self.beside.note(load)
+            load.note()
             for part in load.parts:
                 self._guarded(partial(self._step, part, part.advance))
 
@@ -214,7 +210,7 @@ class Fetcher:
         load = self._fetches.get(order.request_id)
         if load is None:
             return
-        self.beside.note(load)
+        load.note()
         failed = next((part.failed for part in load.parts if part.failed is not None), None)
         if load.reason is None and failed is not None:
             load.reason = failed
@@ -231,9 +227,6 @@ class Fetcher:
         del self._fetches[order.request_id]
         load.ended = True
         load.done(order.request_id, None)
-
-    def _expect(self, load: Load) -> None:
-        self._expected[load.order.request_id] = load
 
     def _begin(self, order: FetchOrder) -> None:
         load = self._expected.pop(order.request_id, None)
@@ -270,7 +263,7 @@ class Fetcher:
             idle_s=self._idle_s,
             deadline=time.monotonic() + self._load_s,
             verify=self._verified is not None,
-            most_nbytes=self.beside.most_nbytes(overlaps=order.overlaps),
+            most_nbytes=self._memory.slot_nbytes if order.overlaps else PULL_NBYTES,
         )
 
     def _cancel(self, request_id: int) -> None:
@@ -293,9 +286,9 @@ class Fetcher:
         """
         slot, landed = None, reads
         if part.arrivals is not None:
-            if (taken := self.beside.take(reads)) is None:
+            if (slot := self._memory.take()) is None:
                 return None
-            slot, landed = taken
+            landed = self._memory.into(slot, reads)
         nbytes = self._flying_nbytes + reads.total_nbytes
         pull = self._start(part.link, landed, _SLACK_S + nbytes / self._min_bytes_per_s)
         self._flying_nbytes = nbytes
@@ -307,8 +300,14 @@ class Fetcher:
         pull.terminal.add_callback(lambda: self._post_step(part, partial(part.pull_terminal, pull)))
         return pull
 
+    @property
+    def _memory(self) -> Landing:
+        if self._landing is None:
+            raise UsageError("a load beside computing needs memory to land in")
+        return self._landing
+
     def _slot_freed(self, slot: int) -> None:
-        self.beside.give_back(slot)
+        self._memory.give_back(slot)
         for load in list(self._fetches.values()):
             if load.order.overlaps:
                 self._advance(load)
@@ -367,9 +366,9 @@ class Fetcher:
         self._flying_nbytes -= pull.nbytes
         if slot is not None:
             try:
-                if error is None:
-                    load = self._fetches.get(part.order.request_id)
-                    self.beside.place(load, part, reads, slot)
+                load = self._fetches.get(part.order.request_id)
+                if error is None and load is not None:
+                    load.place(part, reads, self._memory, slot)
             finally:
                 pull.terminal.add_callback(lambda: self._post(partial(self._slot_freed, slot)))
         handle = self._handles.pop(pull, None)

@@ -51,6 +51,9 @@ class FetchPlan:
         regions: the regions of this side's pools.
         heads: the heads that are read from that rank, by pool group; a missing group reads none. By
             default all.
+
+    Attributes:
+        stop: the first block, in the only pool, of those that `take_last` has returned.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class FetchPlan:
         self._layouts = layouts
         self._regions = regions
         self._heads = heads
-        self._stop = max(map(len, order.blocks), default=0)
+        self.stop = max(map(len, order.blocks), default=0)
         self._ids: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
         # By pool group and layer: the leading blocks of the order that were returned.
         self._asked = [
@@ -99,7 +102,7 @@ class FetchPlan:
     def complete(self) -> bool:
         """Returns whether `take` has returned every read."""
         return all(
-            asked >= min(len(ids), self._stop)
+            asked >= min(len(ids), self.stop)
             for ids, layers in zip(self._order.blocks, self._asked, strict=True)
             for asked in layers
         )
@@ -108,11 +111,6 @@ class FetchPlan:
     def num_taken(self) -> int:
         """Returns how many leading blocks, in the only pool, `take` has returned or skipped."""
         return min(self._asked[0])
-
-    @property
-    def stop(self) -> int:
-        """Returns the first block, in the only pool, of those that `take_last` has returned."""
-        return self._stop
 
     def skip(self, num_blocks: int) -> None:
         """Makes `take` leave out the leading `num_blocks`, in the only pool."""
@@ -127,17 +125,17 @@ class FetchPlan:
         Blocks of which `take` has returned some layers come first, by `take`.
         """
         first = max(self._asked[0])
-        if self._num_known(0, remote[0]) < self._stop:
+        if self._num_known(0, remote[0]) < self.stop:
             return self.take(computed, remote)
         if min(self._asked[0]) < first:
-            stop, self._stop = self._stop, min(self._stop, first)
+            stop, self.stop = self.stop, min(self.stop, first)
             reads = list(self._take(0, computed, remote[0]))
-            self._stop = stop
+            self.stop = stop
             return reads
-        blocks = range(max(first, self._stop - num_blocks), self._stop)
+        blocks = range(max(first, self.stop - num_blocks), self.stop)
         if not blocks:
             return []
-        self._stop = blocks.start
+        self.stop = blocks.start
         if self._is_same(0, remote[0]):
             return [self._reads(0, remote[0], blocks, 0, self._layouts[0].num_layers)]
         return self._strided(0, remote[0], blocks, range(self._layouts[0].num_layers))
@@ -164,7 +162,7 @@ class FetchPlan:
 
     def _take(self, group: int, computed: Watermark, remote: RemoteBlocks) -> Iterator[Reads]:
         layout, asked = self._layouts[group], self._asked[group]
-        known = min(self._num_known(group, remote), self._stop)
+        known = min(self._num_known(group, remote), self.stop)
         ready: dict[int, int] = {}  # grouped by leading tokens: few layers differ
         spans = []
         for index, number in enumerate(layout.layer_numbers):

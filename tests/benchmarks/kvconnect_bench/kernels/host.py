@@ -16,8 +16,7 @@ from kvconnect.bench.report import Figure, binary_size
 from kvconnect.bench.store.floor import seconds_of
 from kvconnect.kernels.blocks.paged import PagedKv
 from kvconnect.kernels.copy import copy_blocks, gather_blocks, scatter_blocks
-from kvconnect.kernels.host.reference import LIMITS
-from kvconnect.kernels.quantized_payload import quantize_payload, quantized_nbytes
+from kvconnect.kernels.quantized_payload import LIMITS, quantize_payload, quantized_nbytes
 from kvconnect.kernels.update import kv_cache_update, reshape_and_cache
 from kvconnect.layout import KvCacheLayout
 
