@@ -9,13 +9,11 @@ from pydantic import BeforeValidator, Field, StrictBool
 
 from kvconnect.backend import DEFAULT_RETENTION_PRIORITY
 from kvconnect.errors import ConfigurationError
-from kvconnect.quantities import parse_duration
+from kvconnect.quantities import LONGEST_S, parse_duration
 from kvconnect.retention import KvCacheRetentionConfig, Priority, TokenRangeRetentionConfig
 from kvconnect.settings import Settings
 
 __all__ = ["CacheOptions"]
-
-_LONGEST_S = 36500 * 86400.0
 
 
 def _seconds(given: Any) -> Any:
@@ -32,7 +30,7 @@ def _seconds(given: Any) -> Any:
 
 
 Seconds = Annotated[
-    float, Field(gt=0, le=_LONGEST_S, allow_inf_nan=False), BeforeValidator(_seconds)
+    float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False), BeforeValidator(_seconds)
 ]
 
 

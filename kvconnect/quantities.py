@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from kvconnect.errors import ConfigurationError
 from kvconnect.redaction import text_without_passwords
 
-__all__ = ["format_size", "parse_duration", "parse_size"]
+__all__ = ["LONGEST_S", "format_size", "parse_duration", "parse_size"]
 
 _BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
 _SIZE_UNITS = {
@@ -19,7 +19,8 @@ _SIZE_UNITS = {
 }
 _TIME_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _TOO_LARGE = float(1 << 63)
-_LONGEST_S = 36500 * 86400.0
+LONGEST_S = 36500 * 86400.0
+"""The longest duration."""
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
@@ -51,7 +52,7 @@ def parse_duration(text: str, *, field: str = "duration", zero: bool = False) ->
     value = _quantity(text, _TIME_UNITS, field, "a duration such as 30s, 12h or 7d")
     if value <= 0 and not zero:
         raise ConfigurationError(f"{field}={text_without_passwords(text)}: must be above 0 seconds")
-    if value > _LONGEST_S:  # systems and servers refuse it only once it is used
+    if value > LONGEST_S:  # systems and servers refuse it only once it is used
         raise ConfigurationError(f"{field}={text_without_passwords(text)}: must be at most 36500d")
     return value
 

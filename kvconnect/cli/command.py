@@ -1,4 +1,4 @@
-"""The interface of a subcommand's module."""
+"""The interface of a subcommand's module, and the options that several subcommands have."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ __all__ = [
     "add_json",
     "add_number",
     "add_old_name",
+    "add_tenants",
+    "add_url",
     "chosen",
     "picked",
     "require_at_least_one",
     "tell",
+    "tell_unknown",
 ]
 
 if TYPE_CHECKING:
@@ -42,11 +45,13 @@ class Command(Protocol):
     """A module listed in `kvconnect.cli.main.COMMANDS`."""
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Adds the options of the subcommand to its `parser`, with ``set_defaults(run=...)``.
+        """Adds the options of the subcommand to its `parser`; an epilog is shown as it is."""
 
-        ``run(arguments)`` does the work and returns nothing. It raises `ConfigurationError` for
-        errors that the user can correct; the user sees only its message. It imports the engine
-        itself, so that ``--help`` does not wait for transformers.
+    def run(self, arguments: argparse.Namespace) -> None:
+        """Does the work.
+
+        It raises `ConfigurationError` for errors that the user can correct; the user sees only its
+        message. It imports the engine itself, so that ``--help`` does not wait for transformers.
         """
 
 
@@ -159,6 +164,31 @@ def chosen(option: str, given: str, known: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
+def tell_unknown(blocks: int) -> None:
+    """Prints on standard error that of `blocks`, which stay, the tenants are not known."""
+    if blocks:
+        tell(
+            f"of {blocks} blocks that stay it is not known whose they are: older versions did not "
+            "note it, and SGLang and vLLM's tier do not tell it"
+        )
+
+
 def tell(what: str) -> None:
     """Prints a line about progress on standard error."""
     print(f"kvconnect: {what}", file=sys.stderr, flush=True)
+
+
+def add_url(parser: argparse.ArgumentParser, name: str = "url") -> None:
+    """Adds the positional argument that names a store."""
+    parser.add_argument(
+        name, metavar=name.upper(), help="of a store, as in disk:///var/cache/kv or redis://host"
+    )
+
+
+def add_tenants(parser: Options, where: str) -> None:
+    """Adds the option of the file with the names of tenants, shown `where`."""
+    parser.add_argument(
+        "--tenants",
+        metavar="FILE",
+        help=f'names for {where}: a JSON object, {{"digest of the salt": "name"}}',
+    )

@@ -62,7 +62,11 @@ COMMANDS = {
 """The subcommands in the order of ``kvconnect --help``; each fits `Command` and has a module."""
 
 _URL = re.compile(r"(--[\w-]+=)?[A-Za-z][A-Za-z0-9+.-]*:")
-_HF_EXTRA = ("safetensors", "tokenizers", "tqdm", "transformers")
+_EXTRAS = {
+    **dict.fromkeys(("safetensors", "tokenizers", "tqdm", "transformers"), "hf"),
+    **dict.fromkeys(("httpx2", "jiter", "prometheus_client", "starlette", "uvicorn"), "serve"),
+}
+"""The extra that installs a package which commands import without a check of their own."""
 
 _EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (ConfigurationError, 2),
@@ -166,9 +170,9 @@ def _run(parsed: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
-        if error.name not in _HF_EXTRA:
+        if (extra := _EXTRAS.get((error.name or "").partition(".")[0])) is None:
             raise
-        failure = MissingExtra(f"this command ({error})", "hf")
+        failure = MissingExtra(f"this command ({error})", extra)
     except (KvConnectError, NothingMatched, OSError) as error:
         failure = error
     return _fail(failure, as_json=getattr(parsed, "json", False))
@@ -196,6 +200,9 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
             module = name.replace("-", "_") + "_" * iskeyword(name)
             command: Command = import_module(f"kvconnect.cli.commands.{module}")
             command.add_options(subparser)
+            subparser.set_defaults(run=command.run)
+            if subparser.epilog is not None:
+                subparser.formatter_class = argparse.RawDescriptionHelpFormatter
     return parser
 
 

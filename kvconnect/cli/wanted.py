@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
 from kvconnect.backends.url import format_size
+from kvconnect.cli.command import add_url
 from kvconnect.cli.prompts import GivenPrompt, add_prompt_options, read_prompts
-from kvconnect.cli.visit import add_url
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import check_salt
 from kvconnect.operations.prompt_store import PromptStore
@@ -19,11 +22,13 @@ __all__ = [
     "add_model_revision",
     "add_wanted",
     "given_prompts",
-    "report",
+    "reported",
     "store_and_wanted",
     "tokens_of",
     "wanted_of_server",
 ]
+
+R = TypeVar("R", bound=Result)
 
 
 def add_wanted(parser: argparse.ArgumentParser) -> None:
@@ -122,16 +127,23 @@ def given_prompts(arguments: argparse.Namespace, store: PromptStore) -> Which:
     return which
 
 
-def report(
-    arguments: argparse.Namespace, done: Result, what: str, *notes: str, **more: object
-) -> None:
-    """Prints `what` and the counts of `done`, then the non-empty `notes`.
+@contextmanager
+def reported(arguments: argparse.Namespace, done: R, what: str, **more: object) -> Iterator[R]:
+    """Prints `what`, the counts of `done` and its notes at the end of the context.
 
-    With ``--json`` it prints the counts and `more` as an object. If the store was not opened, it
-    prints no line.
+    That is also so after Ctrl-C. With ``--json`` it prints the counts and `more` as an object. If
+    the store was not opened, it prints no line.
     """
-    if not done.opened:
-        return
+    try:
+        yield done
+    finally:
+        if done.opened:
+            _report(arguments, done, what, more)
+
+
+def _report(
+    arguments: argparse.Namespace, done: Result, what: str, more: dict[str, object]
+) -> None:
     if arguments.json:
         print(json.dumps(done.numbers() | more), flush=True)
         return
@@ -142,7 +154,7 @@ def report(
         parts.append(f"no block has {done.missing_keys} of the keys")
     if not done.complete:
         parts.append("not complete: the same command goes on")
-    print("; ".join([*parts, *filter(None, notes)]), flush=True)
+    print("; ".join([*parts, *done.notes()]), flush=True)
 
 
 def tokens_of(store: PromptStore, prompt: GivenPrompt) -> TokenArray:

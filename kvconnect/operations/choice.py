@@ -16,7 +16,7 @@ from kvconnect.keys import BlockKey
 from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.selection import Selection
-from kvconnect.operations.wanted import FEWEST_DIGITS, Wanted, WantedPrompt
+from kvconnect.operations.which import FEWEST_DIGITS, Wanted, WantedPrompt
 from kvconnect.tokens import TokenArray
 
 __all__ = ["Chosen", "ReadTokens", "choose", "token_reader"]

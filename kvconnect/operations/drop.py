@@ -13,7 +13,7 @@ from kvconnect.operations.choice import Chosen, ReadTokens, choose, token_reader
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.result import Result
 from kvconnect.operations.visit import listed, parts, visiting
-from kvconnect.operations.wanted import Wanted
+from kvconnect.operations.which import Wanted
 
 __all__ = ["drop"]
 

@@ -14,17 +14,16 @@ from kvconnect.keys import BlockKey
 from kvconnect.operations.archive import ArchiveStream, ArchiveWriter, file_key, part_of
 from kvconnect.operations.choice import choose, token_reader
 from kvconnect.operations.frame_reader import ReadFrame, read_frames
+from kvconnect.operations.listing import described
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.result import Result
 from kvconnect.operations.visit import listed, visiting
-from kvconnect.operations.wanted import Wanted
+from kvconnect.operations.which import Wanted
 
 __all__ = ["SHORT_KEY_NBYTES", "Exported", "Sink", "export"]
 
 SHORT_KEY_NBYTES = 8
 """The first bytes of a key stand for it in a list of those that are there already."""
-
-_KEYS_PER_DESCRIBE = 256
 
 
 @dataclass(slots=True)
@@ -42,6 +41,12 @@ class Exported(Result):
     resumed: int = 0
     bad: int = 0
     gone: int = 0
+
+    def notes(self) -> list[str]:
+        """Returns what the file had already, and what was left out."""
+        counts = {"were there from before": self.resumed, "are bad": self.bad}
+        counts["were dropped meanwhile"] = self.gone
+        return [f"{count} {what}" for what, count in counts.items() if count]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,9 +168,8 @@ def _add(writer: ArchiveStream, batch: Sequence[ReadFrame], done: Exported) -> N
 async def _entries(
     store: Backend, keys: Sequence[BlockKey], done: Exported
 ) -> AsyncIterator[StoredEntry]:
-    for start in range(0, len(keys), _KEYS_PER_DESCRIBE):
-        for entry in await store.describe(keys[start : start + _KEYS_PER_DESCRIBE]):
-            if entry is None:
-                done.gone += 1
-            else:
-                yield entry
+    async for _, entry in described(store, keys):
+        if entry is None:
+            done.gone += 1
+        else:
+            yield entry

@@ -1,19 +1,22 @@
-"""Lists the blocks of a store, each once; stops if the store repeats itself without end."""
+"""Lists the blocks of a store: all, each once, or those of given keys."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from kvconnect.backend import Backend, StoredEntry
 from kvconnect.errors import BackendUnavailable
+from kvconnect.keys import BlockKey
 from kvconnect.operations.progress import Progress
 
-__all__ = ["each_block"]
+__all__ = ["described", "each_block"]
 
 # A part of each key identifies the block, and takes least memory as an integer.
 _SHORT = 8
 # A store may list a block twice if it moves meanwhile; so many repetitions in a row are an error.
 _MOST_REPEATS = 10_000
+
+_KEYS_PER_DESCRIBE = 256
 
 
 async def each_block(
@@ -40,3 +43,17 @@ async def each_block(
             raise BackendUnavailable(
                 f"the store's listing does not end: {len(seen)} blocks come again and again"
             )
+
+
+async def described(
+    store: Backend, keys: Sequence[BlockKey]
+) -> AsyncIterator[tuple[BlockKey, StoredEntry | None]]:
+    """Yields each of `keys` with the entry of its block, or ``None`` if `store` does not have it.
+
+    Raises:
+        BackendUnavailable: the store fails.
+    """
+    for start in range(0, len(keys), _KEYS_PER_DESCRIBE):
+        piece = keys[start : start + _KEYS_PER_DESCRIBE]
+        for pair in zip(piece, await store.describe(piece), strict=True):
+            yield pair

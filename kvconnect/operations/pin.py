@@ -13,7 +13,7 @@ from kvconnect.operations.choice import ReadTokens, choose, token_reader
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.result import Result
 from kvconnect.operations.visit import listed, parts, visiting
-from kvconnect.operations.wanted import Wanted
+from kvconnect.operations.which import Wanted
 
 __all__ = ["Pinned", "pin"]
 
@@ -29,6 +29,11 @@ class Pinned(Result):
     """
 
     refused: int = 0
+
+    def notes(self) -> list[str]:
+        """Returns what was not pinned."""
+        text = f"{self.refused} have no room in the share of pinned blocks (pin_fraction)"
+        return [text] * bool(self.refused)
 
 
 async def pin(url: str, wanted: Wanted, until: float | None, done: Pinned) -> None:

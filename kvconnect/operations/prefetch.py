@@ -11,14 +11,13 @@ from kvconnect.errors import BadFrame, ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.operations.choice import choose, token_reader
 from kvconnect.operations.frame_reader import read_frames
+from kvconnect.operations.listing import described
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.saving import Saved, save_missing
 from kvconnect.operations.visit import listed, parts, visiting
-from kvconnect.operations.wanted import Wanted
+from kvconnect.operations.which import Wanted
 
 __all__ = ["prefetch"]
-
-_KEYS_PER_DESCRIBE = 256
 
 
 async def prefetch(url: str, wanted: Wanted, done: Saved) -> None:
@@ -45,7 +44,9 @@ async def prefetch(url: str, wanted: Wanted, done: Saved) -> None:
         done.opened = True
         chosen = await choose(listed(url, store), wanted, token_reader(url))
         done.set_missing(chosen)
-        left = await _without(target, chosen.keys, done)
+        known = described(target, chosen.keys)
+        left = {key: None async for key, entry in known if entry is None}
+        done.present = len(chosen.keys) - len(left)
         bad: set[BlockKey] = set()
         async with Progress("prefetch", len(left), "blocks") as progress:
             for source in sources:
@@ -84,19 +85,7 @@ def _tiers(url: str, store: GuardedBackend) -> tuple[Backend, Sequence[Backend]]
     return lasting[0], lasting[1:]
 
 
-async def _without(target: Backend, keys: Sequence[BlockKey], done: Saved) -> dict[BlockKey, None]:
-    """Returns those of `keys` that `target` does not have, in order; counts the others."""
-    left: dict[BlockKey, None] = {}
-    for start in range(0, len(keys), _KEYS_PER_DESCRIBE):
-        piece = keys[start : start + _KEYS_PER_DESCRIBE]
-        known = zip(piece, await target.describe(piece), strict=True)
-        left |= {key: None for key, entry in known if entry is None}
-    done.present = len(keys) - len(left)
-    return left
-
-
 async def _entries(source: Backend, keys: Sequence[BlockKey]) -> AsyncIterator[StoredEntry]:
-    for start in range(0, len(keys), _KEYS_PER_DESCRIBE):
-        for entry in await source.describe(keys[start : start + _KEYS_PER_DESCRIBE]):
-            if entry is not None:
-                yield entry
+    async for _, entry in described(source, keys):
+        if entry is not None:
+            yield entry

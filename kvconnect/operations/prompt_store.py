@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from kvconnect.errors import ConfigurationError
 from kvconnect.operations.run import run_anywhere
 from kvconnect.operations.selection import is_digest, model_prefix
-from kvconnect.operations.wanted import Wanted
-from kvconnect.operations.which import Which, check_names, prompts_to_warm, wanted_blocks
+from kvconnect.operations.which import Wanted, Which, check_names, prompts_to_warm, wanted_blocks
 from kvconnect.tokens import TokenArray, as_token_array
 
 if TYPE_CHECKING:
@@ -164,8 +163,7 @@ class PromptStore:
                 cannot list its blocks.
             BackendUnavailable: the store fails.
         """
-        from kvconnect.operations.explain import explain
-        from kvconnect.operations.identity import identity_of, with_texts
+        from kvconnect.operations.explain import explain, identity_of, with_texts
 
         if self._model is None:
             raise ConfigurationError("model: is needed to explain a prompt")

@@ -187,11 +187,10 @@ def import_by_server(server: str, path: Path, done: Saved, *, admin_key: str | N
 class _Server:
     """A connection to a server. Errors of HTTP within the context become `BackendUnavailable`."""
 
-    def __init__(self, url: str, admin_key: str | None) -> None:
-        self._connection, base = _connection(url)
+    def __init__(self, url: str, key: str | None) -> None:
+        self._connection, self._base = _connection(url)
         self.url = without_passwords(url)
-        self._path = f"{base}/v1/cache/"
-        self._key = _bearer(admin_key)
+        self._key = _bearer(key)
 
     def __enter__(self) -> Self:
         return self
@@ -216,16 +215,28 @@ class _Server:
         Raises:
             ConfigurationError, BackendUnavailable: the server refused it, or failed.
         """
-        self._connection.timeout = timeout_s
-        if self._connection.sock is not None:
-            self._connection.sock.settimeout(timeout_s)
-        self._connection.request(
-            method, self._path + target, body, {"Content-Type": kind, **self._key}
-        )
-        answer = self._connection.getresponse()
+        path = f"/v1/cache/{target}"
+        answer = self.request(method, path, body, kind=kind, timeout_s=timeout_s)
         if answer.status != 200:
             raise _error(self.url, answer.status, answer.read(_LONGEST_TEXT))
         return answer
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        kind: str = "application/json",
+        timeout_s: float,
+    ) -> HTTPResponse:
+        """Returns the answer of any status to a request; its body is to be read."""
+        self._connection.timeout = timeout_s
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(timeout_s)
+        headers = {"Content-Type": kind, **self._key}
+        self._connection.request(method, self._base + path, body, headers)
+        return self._connection.getresponse()
 
     def number(self, name: str, answer: HTTPResponse) -> int:
         """Returns the number `name` in the body of `answer`."""
@@ -277,28 +288,17 @@ def server_overview(server: str, *, api_key: str | None) -> Overview:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:
         raise MissingExtra("reading a server's metrics", "top") from error
-    connection, base = _connection(server)
-    server = without_passwords(server)
-    connection.timeout = _METRICS_TIMEOUT_S
-    try:
-        connection.request(
-            "GET", f"{base.removesuffix('/metrics')}/metrics", None, _bearer(api_key)
-        )
-        with connection.getresponse() as answer:
+    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    with _Server(server, api_key) as one:
+        server = one.url
+        with one.request("GET", "/metrics", timeout_s=_METRICS_TIMEOUT_S) as answer:
             content = answer.read(_MOST_METRICS)
         if answer.status != 200:
             raise _refusal(server, answer.status)
-        samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         for family in text_string_to_metric_families(content.decode()):
-            for one in family.samples:
-                if one.name.startswith("kvconnect_"):
-                    samples.setdefault(one.name, []).append((one.labels, one.value))
-    except (HTTPException, OSError, ValueError) as error:
-        if isinstance(error, (ConfigurationError, BackendUnavailable)):
-            raise
-        raise BackendUnavailable(f"{server}: {error}") from error
-    finally:
-        connection.close()
+            for sample in family.samples:
+                if sample.name.startswith("kvconnect_"):
+                    samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     if "kvconnect_requests_total" not in samples:
         raise ConfigurationError(f"{server}: answers without metrics of kvconnect")
     try:
@@ -320,7 +320,7 @@ def _connection(server: str) -> tuple[HTTPConnection, str]:
         shown = without_passwords(server)
         raise ConfigurationError(f"server: '{shown}' is no URL; give one as http://host:8000")
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    base = parts.path.rstrip("/").removesuffix("/v1")
+    base = parts.path.rstrip("/").removesuffix("/v1").removesuffix("/metrics")
     return kind(parts.hostname, port, timeout=_TIMEOUT_S), base
 
 

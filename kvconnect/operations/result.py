@@ -38,6 +38,10 @@ class Result:
         self.missing, self.missing_keys = chosen.missing, chosen.missing_keys
         self.unknown = chosen.unknown
 
+    def notes(self) -> list[str]:
+        """Returns what a report says beside the counts that every verb has."""
+        return []
+
     def numbers(self) -> dict[str, object]:
         """Returns the counts by their names, as commands and the server show them."""
         found = asdict(self)

@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvconnect.backend import Backend
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.keys import BlockKey
+from kvconnect.operations.listing import described
 from kvconnect.operations.progress import Progress
 from kvconnect.operations.saving import Saved
 from kvconnect.operations.visit import listed, visiting
-from kvconnect.tokens import TokenArray
+from kvconnect.operations.which import WarmPrompt
 
 if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
 
-__all__ = ["WarmPrompt", "check_store", "connector_to", "warm"]
+__all__ = ["check_store", "connector_to", "warm"]
 
-_KEYS_PER_DESCRIBE = 256
 _AT_ONCE = 32
 _PAUSE_S = 0.1
 _SETTLE_S = 5.0
 """The seconds without a newly stored block after which the rest counts as lost."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WarmPrompt:
-    """A prompt to compute: its tokens, and the tenant and adapter of its blocks."""
-
-    tokens: TokenArray
-    salt: str | None = None
-    lora: str | None = None
 
 
 def connector_to(url: str) -> KvCacheConnectorConfig:
@@ -80,7 +70,8 @@ async def warm(url: str, prompts: Sequence[WarmPrompt], llm: LLM, done: Saved) -
             for prompt in prompts:
                 keys = await asyncio.to_thread(_keys_of, llm, prompt, store)
                 new = {key: num for key, num in keys.items() if key not in wanted}
-                absent = await _absent(store, new)
+                known = described(store, list(new))
+                absent = {key: new[key] async for key, entry in known if entry is None}
                 done.present += len(new) - len(absent)
                 wanted |= absent
                 if any(key in wanted for key in keys) or len(llm.layouts) > 1:
@@ -106,50 +97,28 @@ def _keys_of(llm: LLM, prompt: WarmPrompt, store: Backend) -> dict[BlockKey, int
     return {key: num for key, num in keys.items() if num == llm.layout.tokens_per_block}
 
 
-async def _absent(store: Backend, keys: dict[BlockKey, int]) -> dict[BlockKey, int]:
-    absent: dict[BlockKey, int] = {}
-    names = list(keys)
-    for start in range(0, len(names), _KEYS_PER_DESCRIBE):
-        piece = names[start : start + _KEYS_PER_DESCRIBE]
-        known = zip(piece, await store.describe(piece), strict=True)
-        absent |= {key: keys[key] for key, entry in known if entry is None}
-    return absent
+async def _compute(llm: LLM, prompts: Sequence[WarmPrompt]) -> None:
+    room = asyncio.Semaphore(_AT_ONCE)
 
+    async def compute(prompt: WarmPrompt) -> None:
+        async with room:
+            await llm.submit(
+                {"prompt_token_ids": prompt.tokens},
+                {"max_tokens": 0},
+                cache_salt=prompt.salt,
+                lora_id=prompt.lora,
+            )
+        progress.advance(len(prompt.tokens))
 
-async def _compute(llm: LLM, prompts: Iterable[WarmPrompt]) -> None:
-    several = list(prompts)
-    running: set[asyncio.Task[None]] = set()
-    total = sum(len(prompt.tokens) for prompt in several)
+    total = sum(len(prompt.tokens) for prompt in prompts)
     async with Progress("warm", total, "tokens") as progress:
+        running = [asyncio.create_task(compute(prompt)) for prompt in prompts]
         try:
-            for prompt in several:
-                while len(running) >= _AT_ONCE:
-                    running = await _next(running)
-                running.add(asyncio.create_task(_compute_one(llm, prompt, progress)))
-            while running:
-                running = await _next(running)
+            await asyncio.gather(*running)
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-
-
-async def _next(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """Waits for one of `running` and returns the others; raises its error."""
-    ended, left = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-    for task in ended:
-        task.result()
-    return left
-
-
-async def _compute_one(llm: LLM, prompt: WarmPrompt, progress: Progress) -> None:
-    await llm.submit(
-        {"prompt_token_ids": prompt.tokens},
-        {"max_tokens": 0},
-        cache_salt=prompt.salt,
-        lora_id=prompt.lora,
-    )
-    progress.advance(len(prompt.tokens))
 
 
 async def _settle(store: Backend, wanted: dict[BlockKey, int], done: Saved) -> None:
@@ -164,12 +133,10 @@ async def _settle(store: Backend, wanted: dict[BlockKey, int], done: Saved) -> N
 async def _count(store: Backend, wanted: dict[BlockKey, int], done: Saved) -> int:
     """Moves the blocks that are stored now from `wanted` to the counts of `done`."""
     counted = 0
-    names = list(wanted)
-    for start in range(0, len(names), _KEYS_PER_DESCRIBE):
-        for entry in await store.describe(names[start : start + _KEYS_PER_DESCRIBE]):
-            if entry is not None:
-                counted += 1
-                done.blocks += 1
-                done.bytes += entry.nbytes
-                done.tokens += wanted.pop(entry.key)
+    async for key, entry in described(store, list(wanted)):
+        if entry is not None:
+            counted += 1
+            done.blocks += 1
+            done.bytes += entry.nbytes
+            done.tokens += wanted.pop(key)
     return counted

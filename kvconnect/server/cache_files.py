@@ -22,20 +22,18 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from kvconnect.engine.llm import LLM
 from kvconnect.errors import BadFrame, ConfigurationError
 from kvconnect.operations.export import SHORT_KEY_NBYTES, Exported, Sink
 from kvconnect.operations.prompt_store import PromptStore
 from kvconnect.operations.run import AbortableRun
 from kvconnect.operations.saving import Saved
-from kvconnect.server.admission import Admission, Ticket
+from kvconnect.server.admission import Ticket
 from kvconnect.server.cache_verbs import BlocksRequest, CountsEndpoint, StoreEndpoint, StoreRequest
+from kvconnect.server.endpoint import Service
 from kvconnect.server.errors import RequestRefused
 from kvconnect.server.http.body import read_body
 from kvconnect.server.http.disconnect import while_connected
 from kvconnect.server.http.gate import ADMIN_PATHS
-from kvconnect.server.settings import ServerSettings
-from kvconnect.server.threads import ServerThreads
 from kvconnect.server.uploads import Uploads
 
 __all__ = ["COUNTS_HEADER", "file_routes"]
@@ -65,29 +63,25 @@ class _Import(StoreRequest):
     file: Annotated[str, Field(pattern=_FILE)]
 
 
-def file_routes(
-    llm: LLM, settings: ServerSettings, admission: Admission, threads: ServerThreads
-) -> list[BaseRoute]:
-    """Returns the paths of export and import; arguments as of `Endpoint`."""
-    uploads = Uploads(settings.max_import_bytes)
-    threads.at_end(uploads.close)
-    exporting = _ExportEndpoint(_Export, llm, settings, admission, threads)
-    importing = _ImportEndpoint(_Import, llm, settings, admission, threads)
+def file_routes(service: Service) -> list[BaseRoute]:
+    """Returns the paths of export and import."""
+    uploads = Uploads(service.settings.max_import_bytes)
+    service.threads.at_end(uploads.close)
+    exporting = _ExportEndpoint(_Export, service)
+    importing = _ImportEndpoint(_Import, service)
     exporting.uploads = importing.uploads = uploads
     return [
         Route(f"{ADMIN_PATHS}export", exporting, methods=["POST"]),
         Route(f"{ADMIN_PATHS}import", importing, methods=["POST"]),
         Route(
             f"{ADMIN_PATHS}import/{{name}}",
-            partial(_upload, uploads, settings, admission),
+            partial(_upload, uploads, service),
             methods=["GET", "POST"],
         ),
     ]
 
 
-async def _upload(
-    uploads: Uploads, settings: ServerSettings, admission: Admission, request: Request
-) -> Response:
+async def _upload(uploads: Uploads, service: Service, request: Request) -> Response:
     """Takes a piece of a file, or says how much of it is here."""
     name, offset = request.path_params["name"], request.query_params.get("offset", "0")
     if not (len(name) == 32 and set(name) <= set("0123456789abcdef")):
@@ -98,8 +92,8 @@ async def _upload(
         return JSONResponse({"received": await asyncio.to_thread(uploads.received, name)})
     if request.headers.get("content-type") != "application/octet-stream":
         raise RequestRefused(415, "Content-Type: must be application/octet-stream")
-    with admission.enter() as ticket:
-        piece = await read_body(request, settings, ticket)
+    with service.admission.enter() as ticket:
+        piece = await read_body(request, service.settings, ticket)
         received = await asyncio.to_thread(uploads.append, name, int(offset), piece)
     return JSONResponse({"received": received})
 

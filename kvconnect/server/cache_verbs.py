@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from kvconnect.engine.llm import LLM
@@ -24,14 +23,13 @@ from kvconnect.operations.result import Result
 from kvconnect.operations.run import AbortableRun
 from kvconnect.operations.saving import Saved
 from kvconnect.operations.which import Which
-from kvconnect.server.admission import Admission, Ticket
-from kvconnect.server.endpoint import Endpoint, check_model
-from kvconnect.server.errors import ShuttingDown, answer_of
+from kvconnect.server.admission import Ticket
+from kvconnect.server.endpoint import Endpoint, Service
+from kvconnect.server.errors import ShuttingDown
 from kvconnect.server.http.disconnect import while_connected
+from kvconnect.server.http.event_stream import event_stream
 from kvconnect.server.http.gate import ADMIN_PATHS
 from kvconnect.server.openai.model_request import ModelRequest
-from kvconnect.server.settings import ServerSettings
-from kvconnect.server.threads import ServerThreads
 
 __all__ = ["BlocksRequest", "CountsEndpoint", "StoreEndpoint", "StoreRequest", "cache_routes"]
 
@@ -180,16 +178,10 @@ _KINDS: Mapping[str, type[_VerbRequest]] = {
 }
 
 
-def cache_routes(
-    llm: LLM, settings: ServerSettings, admission: Admission, threads: ServerThreads
-) -> list[BaseRoute]:
-    """Returns the paths of the verbs. Its arguments are those of `Endpoint`."""
+def cache_routes(service: Service) -> list[BaseRoute]:
+    """Returns the paths of the verbs."""
     return [
-        Route(
-            f"{ADMIN_PATHS}{verb}",
-            _VerbEndpoint(kind, llm, settings, admission, threads),
-            methods=["POST"],
-        )
+        Route(f"{ADMIN_PATHS}{verb}", CountsEndpoint(kind, service), methods=["POST"])
         for verb, kind in _KINDS.items()
     ]
 
@@ -200,10 +192,6 @@ class StoreEndpoint(Endpoint[StoreRequest]):
     Verbs run one after the other. Exports run beside them, since clients may read slowly.
     Work whose client leaves ends after the call to the store that it makes.
     """
-
-    def _admit(self, wanted: StoreRequest, request: Request, ticket: Ticket) -> None:
-        check_model(self._settings, wanted.model)
-        self._admission.extend(ticket, 1)
 
     def _perform(
         self, wanted: StoreRequest, run: AbortableRun, work: Callable[[PromptStore], None]
@@ -231,9 +219,9 @@ class StoreEndpoint(Endpoint[StoreRequest]):
 class CountsEndpoint(StoreEndpoint):
     """Answers with the counts of the work, at its end or each second, too."""
 
-    @abstractmethod
     def _work(self, wanted: Any, done: Any, store: PromptStore) -> None:
         """Does what `wanted` asks for, and counts in `done`, its `result`; blocks."""
+        wanted.perform(store, self._llm, done)
 
     async def _response(self, wanted: StoreRequest, request: Request, ticket: Ticket) -> Response:
         run, done = AbortableRun(), wanted.result()
@@ -242,32 +230,15 @@ class CountsEndpoint(StoreEndpoint):
         do = partial(self._work, wanted, done)
         work = loop.run_in_executor(self._threads.verbs, self._perform, wanted, run, do)
         if wanted.stream:
-            return StreamingResponse(
-                _events(work, done),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            )
+            return event_stream(_counts(work, done))
         await while_connected(request.receive, work)
         return JSONResponse(done.numbers())
 
 
-class _VerbEndpoint(CountsEndpoint):
-    def _work(self, wanted: _VerbRequest, done: Any, store: PromptStore) -> None:
-        wanted.perform(store, self._llm, done)
-
-
-async def _events(work: asyncio.Future[None], done: Result) -> AsyncGenerator[bytes]:
+async def _counts(work: asyncio.Future[None], done: Result) -> AsyncGenerator[dict[str, Any]]:
     while not work.done():
         await asyncio.wait({work}, timeout=_SECONDS_BETWEEN_EVENTS)
         if not work.done():
-            yield _event(done.numbers())
-    try:
-        work.result()
-        yield _event(done.numbers())
-    except Exception as error:  # noqa: BLE001  its status is sent: it goes into the stream
-        yield _event(answer_of(error).body)
-    yield b"data: [DONE]\n\n"
-
-
-def _event(content: Mapping[str, object]) -> bytes:
-    return b"data: " + json.dumps(content).encode() + b"\n\n"
+            yield done.numbers()
+    work.result()
+    yield done.numbers()

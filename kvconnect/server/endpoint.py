@@ -8,22 +8,23 @@ import json
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
-from kvconnect.engine.request.output import RequestOutput
+from kvconnect.engine.request.output import RequestOutput, StreamChunk
 from kvconnect.server.admission import Admission, Ticket
-from kvconnect.server.errors import RequestRefused, answer_of
-from kvconnect.server.generation import outputs_of, stream_of
+from kvconnect.server.errors import RequestRefused, ShuttingDown
 from kvconnect.server.http.body import read_json
 from kvconnect.server.http.disconnect import while_connected
+from kvconnect.server.http.event_stream import event_stream
 from kvconnect.server.openai.answer import Answer, made_late
 from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.openai.kv_transfer import KvTransferParams
@@ -35,7 +36,13 @@ from kvconnect.text import shown
 from kvconnect.timeline import trace_headers
 from kvconnect.trace import Event, metrics
 
-__all__ = ["Endpoint", "GenerationEndpoint", "TokenTimes", "check_model"]
+__all__ = [
+    "Endpoint",
+    "GenerationEndpoint",
+    "Service",
+    "TokenTimes",
+    "check_model",
+]
 
 R = TypeVar("R", bound=ModelRequest)
 
@@ -60,30 +67,32 @@ def check_model(settings: ServerSettings, name: str | None) -> None:
         )
 
 
-class Endpoint(ABC, Generic[R]):
-    """An ASGI application that answers requests of one kind.
+@dataclass(frozen=True, slots=True, eq=False)
+class Service:
+    """An engine that is served, and what all endpoints over it share.
 
-    Args:
-        kind: the kind of the requests.
-        llm: the engine.
+    Attributes:
+        llm: the engine; the caller closes it.
         settings: the settings of the server.
-        admission: the admission that all endpoints of `llm` share.
-        threads: the threads that parse bodies and tokenize text.
+        admission: the admission of all requests that it answers.
+        threads: the threads for what blocks; the caller ends them.
     """
 
-    def __init__(
-        self,
-        kind: type[R],
-        llm: LLM,
-        settings: ServerSettings,
-        admission: Admission,
-        threads: ServerThreads,
-    ) -> None:
+    llm: LLM
+    settings: ServerSettings
+    admission: Admission
+    threads: ServerThreads
+
+
+class Endpoint(ABC, Generic[R]):
+    """An ASGI application that answers requests of one `kind` over a service."""
+
+    def __init__(self, kind: type[R], service: Service) -> None:
         self._kind = kind
-        self._llm = llm
-        self._settings = settings
-        self._admission = admission
-        self._threads = threads
+        self._llm = service.llm
+        self._settings = service.settings
+        self._admission = service.admission
+        self._threads = service.threads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -100,13 +109,14 @@ class Endpoint(ABC, Generic[R]):
                     if not handle.done:
                         handle.abort()
 
-    @abstractmethod
     def _admit(self, wanted: R, request: Request, ticket: Ticket) -> None:
-        """Counts `wanted`, the content of `request`, for `ticket`.
+        """Counts `wanted`, the content of `request`, for `ticket`: as one completion.
 
         Raises:
             RequestRefused: it is not served here, or a limit is reached.
         """
+        check_model(self._settings, wanted.model)
+        self._admission.extend(ticket, 1)
 
     @abstractmethod
     async def _response(self, wanted: R, request: Request, ticket: Ticket) -> Response:
@@ -140,11 +150,7 @@ class GenerationEndpoint(Endpoint[GenerationRequest]):
         times = TokenTimes(self._settings.model_names[0], wanted.completions // len(handles))
         self._admission.submitted(ticket, handles)
         if wanted.stream:
-            return StreamingResponse(
-                self._events(wanted, answer, handles, times),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            )
+            return event_stream(_contents(wanted, answer, handles, times), _encoded)
         outputs = await outputs_of([times.timed(handle) for handle in handles])
         more: dict[str, Any] = {}
         if wanted.hands_out:
@@ -175,31 +181,26 @@ class GenerationEndpoint(Endpoint[GenerationRequest]):
             await asyncio.wait({started})
             raise
 
-    async def _events(
-        self,
-        wanted: GenerationRequest,
-        answer: Answer,
-        handles: Sequence[RequestHandle],
-        times: TokenTimes,
-    ) -> AsyncGenerator[bytes]:
-        try:
-            for beginning in answer.begin(handles):
-                yield _event(beginning)
-            async with contextlib.aclosing(stream_of(handles, wanted.completions)) as chunks:
-                async for found in chunks:
-                    times.arrived(found.index)
-                    yield _event(answer.chunk(found.index, found.chunk))
-            await times.count_streamed(handles)
-            if wanted.wants_usage:
-                yield _event(answer.end(await outputs_of(handles)))
-        except Exception as error:  # noqa: BLE001  its status is sent: it goes into the stream
-            yield _event(answer_of(error).body)
-        yield b"data: [DONE]\n\n"
+
+async def _contents(
+    wanted: GenerationRequest,
+    answer: Answer,
+    handles: Sequence[RequestHandle],
+    times: TokenTimes,
+) -> AsyncGenerator[dict[str, Any]]:
+    """Yields the contents of the events of a streamed answer."""
+    for beginning in answer.begin(handles):
+        yield beginning
+    async with contextlib.aclosing(stream_of(handles, wanted.completions)) as chunks:
+        async for found in chunks:
+            times.arrived(found.index)
+            yield answer.chunk(found.index, found.chunk)
+    await times.count_streamed(handles)
+    if wanted.wants_usage:
+        yield answer.end(await outputs_of(handles))
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    text = json.dumps(content, separators=(",", ":"), default=made_late)
-    return b"data: " + text.encode() + b"\n\n"
+_encoded = partial(json.dumps, separators=(",", ":"), default=made_late)
 
 
 def _abort_started(started: asyncio.Future[_Started]) -> None:
@@ -252,3 +253,84 @@ class TokenTimes:
             between_s = end - submitted_at - first_s
             if later > 0 and between_s > 0:
                 metrics.emit(Event("server.between_tokens", between_s / later, labels=self._labels))
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceChunk:
+    """A chunk of one choice, counted over all prompts of the request."""
+
+    index: int
+    chunk: StreamChunk
+
+
+async def outputs_of(handles: Sequence[Awaitable[RequestOutput]]) -> list[RequestOutput]:
+    """Waits for all of `handles`; cancelling it aborts them.
+
+    Raises:
+        ShuttingDown: a handle was aborted.
+        Exception: the error of the first handle that failed.
+    """
+    outputs = await asyncio.gather(*handles)
+    _check_ended([one.finish_reason for output in outputs for one in output.outputs])
+    return outputs
+
+
+async def stream_of(
+    handles: Sequence[RequestHandle], completions: int
+) -> AsyncGenerator[ChoiceChunk]:
+    """Yields the output of `handles` in the order of its arrival; leaving it aborts them.
+
+    A slow consumer gets the output since its last chunk in one chunk.
+
+    Args:
+        handles: a handle for each prompt.
+        completions: the number of completions of all prompts together.
+
+    Raises:
+        ShuttingDown: a handle was aborted.
+        Exception: the error of the first handle that failed.
+    """
+    each = completions // len(handles)
+    if len(handles) == 1:
+        async for chunk in handles[0]:
+            _check_ended([chunk.finish_reason])
+            yield ChoiceChunk(chunk.index, chunk)
+        return
+    queue: asyncio.Queue[ChoiceChunk | Exception | None] = asyncio.Queue(maxsize=1)
+    tasks = [
+        asyncio.create_task(_feed(queue, handle, each * number))
+        for number, handle in enumerate(handles)
+    ]
+    try:
+        running = len(tasks)
+        while running:
+            match await queue.get():
+                case None:
+                    running -= 1
+                case Exception() as error:
+                    raise error
+                case ChoiceChunk() as found:
+                    _check_ended([found.chunk.finish_reason])
+                    yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _feed(
+    queue: asyncio.Queue[ChoiceChunk | Exception | None], handle: RequestHandle, first: int
+) -> None:
+    try:
+        async for chunk in handle:
+            await queue.put(ChoiceChunk(first + chunk.index, chunk))
+    except Exception as error:  # noqa: BLE001  raised where the queue is read
+        await queue.put(error)
+    else:
+        await queue.put(None)
+
+
+def _check_ended(reasons: Sequence[str | None]) -> None:
+    # Only a shutdown aborts a request whose client is still connected.
+    if "abort" in reasons:
+        raise ShuttingDown

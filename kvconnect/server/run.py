@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
+from jinja2 import TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from starlette.types import ASGIApp
 
 from kvconnect.engine.llm import LLM
-from kvconnect.errors import EngineClosed
+from kvconnect.errors import ConfigurationError, EngineClosed
 from kvconnect.server.admission import Admission
 from kvconnect.server.app import make_app
+from kvconnect.server.endpoint import Service
 from kvconnect.server.http.http_server import HttpServer
 from kvconnect.server.http.listener import Listener
 from kvconnect.server.page.cache_page import CachePage
@@ -18,7 +22,7 @@ from kvconnect.server.page.store_reader import ModelTexts, StoreReader
 from kvconnect.server.settings import ServerSettings
 from kvconnect.server.threads import ServerThreads
 
-__all__ = ["serve"]
+__all__ = ["read_template", "serve", "use_template"]
 
 
 def serve(
@@ -45,10 +49,9 @@ def serve(
         page = None
         if settings.page:
             page = stack.enter_context(_page(llm, settings, tenants or {}))
-        app = make_app(llm, settings, admission, threads, page)
+        app = make_app(Service(llm, settings, admission, threads), page)
         server = _EngineServer(llm, app, settings, admission, ready)
-        listener.listen()
-        server.run(sockets=list(listener.sockets))
+        server.answer(listener)
     if server.failure is not None:
         raise server.failure
 
@@ -92,3 +95,38 @@ class _EngineServer(HttpServer):
             except EngineClosed as error:
                 self.failure = error
         return self.failure is not None
+
+
+def read_template(path: str) -> str:
+    """Returns the template in the file `path`.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or is no Jinja template.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--chat-template: '{path}' cannot be read ({error})") from error
+    # Like transformers, whose templates use `{% generation %}` and `{% break %}`.
+    extensions = ["jinja2.ext.loopcontrols"]
+    plain = text.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    try:
+        ImmutableSandboxedEnvironment(extensions=extensions).parse(plain)
+    except TemplateSyntaxError as error:
+        raise ConfigurationError(
+            f"--chat-template: '{path}' is no template: line {error.lineno}: {error}"
+        ) from error
+    return text
+
+
+def use_template(llm: LLM, template: str) -> None:
+    """Makes `template` format the chats of `llm`.
+
+    Raises:
+        ConfigurationError: the model has no tokenizer.
+    """
+    if llm.tokenizer is None:
+        raise ConfigurationError(
+            "--chat-template: a chat needs a tokenizer, which the model's directory lacks"
+        )
+    llm.tokenizer.use_chat_template(template)

@@ -9,24 +9,15 @@ from pydantic import Field, field_validator, model_validator
 from kvconnect.address import host_and_port
 from kvconnect.settings import Settings
 
-__all__ = ["HttpSettings", "Seconds", "ServerSettings", "check_header"]
+__all__ = ["HttpSettings", "PageSettings", "Seconds", "Secret", "ServerSettings"]
 
 _BODIES = 64
 """The number of bodies of the largest size that may be in memory at once."""
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-
-def check_header(field: str, secret: str | None) -> None:
-    """Checks that `secret` can be sent in a header, or is ``None``. Errors do not show `secret`.
-
-    Raises:
-        ValueError: `secret` cannot be sent.
-    """
-    if secret is not None and not (
-        secret and secret.isascii() and secret.isprintable() and " " not in secret
-    ):
-        raise ValueError(f"{field}: must be printable ASCII without spaces, and not empty")
+Secret = Annotated[str | None, Field(repr=False)]
+"""A secret that is sent in a header: printable ASCII without spaces; ``None``: there is none."""
 
 
 class HttpSettings(Settings):
@@ -47,7 +38,7 @@ class HttpSettings(Settings):
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    api_key: Annotated[str | None, Field(repr=False)] = None
+    api_key: Secret = None
     max_body_bytes: Annotated[int, Field(ge=1)] = 4 << 20
     max_connections: Annotated[int, Field(ge=1)] = 4096
     client_timeout_s: Annotated[float, Field(ge=0.001, le=1e6)] = 60.0  # the system counts ms
@@ -60,10 +51,25 @@ class HttpSettings(Settings):
         return _BODIES * self.max_body_bytes
 
     @model_validator(mode="after")
-    def _key_fits_a_header(self) -> Self:
-        # Checked here and not at the field, whose errors would show the value.
-        check_header("api_key", self.api_key)
+    def _secrets_fit_headers(self) -> Self:
+        # Checked here and not at the fields, whose errors would show the values.
+        for name in (name for name, field in type(self).model_fields.items() if not field.repr):
+            secret = getattr(self, name)
+            if secret is not None and not (
+                secret and secret.isascii() and secret.isprintable() and " " not in secret
+            ):
+                raise ValueError(f"{name}: must be printable ASCII without spaces, and not empty")
         return self
+
+
+class PageSettings(HttpSettings):
+    """The settings of a server of the page of a store alone.
+
+    Attributes:
+        admin_key: required for texts, keys and digests of salts; ``None``: they are refused.
+    """
+
+    admin_key: Secret = None
 
 
 class ServerSettings(HttpSettings):
@@ -95,9 +101,9 @@ class ServerSettings(HttpSettings):
     page: bool = False
     max_completions: Annotated[int, Field(ge=1)] = 320
     role: Literal["prefill", "decode", "both"] | None = None
-    router_secret: Annotated[str | None, Field(repr=False)] = None
-    admin_key: Annotated[str | None, Field(repr=False)] = None
-    metrics_key: Annotated[str | None, Field(repr=False)] = None
+    router_secret: Secret = None
+    admin_key: Secret = None
+    metrics_key: Secret = None
     max_import_bytes: Annotated[int, Field(ge=1)] = 16 << 30
     peers: tuple[str, ...] = ()
 
@@ -110,9 +116,6 @@ class ServerSettings(HttpSettings):
 
     @model_validator(mode="after")
     def _trusts_somebody(self) -> Self:
-        check_header("router_secret", self.router_secret)
-        check_header("admin_key", self.admin_key)
-        check_header("metrics_key", self.metrics_key)
         if self.role == "both" and self.router_secret is None:
             raise ValueError(
                 "router_secret: is needed with role 'both', whose clients are not only a router; "

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
 
 from kvconnect.config import DEFAULT_RETENTION_PRIORITY
-from kvconnect.errors import ConfigurationError
+from kvconnect.settings import Settings
 
 __all__ = ["Machine"]
 
-_SLOWEST = 1e-3
+_Count = Annotated[int, Field(ge=0)]
+_Rate = Annotated[float, Field(ge=0.001)]
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(Settings):
     """An engine with its cache.
 
     Attributes:
@@ -35,34 +37,25 @@ class Machine:
         ConfigurationError: names the field, the value and what is right.
     """
 
-    device_blocks: int
-    host_blocks: int = 0
-    external_blocks: int = 0
+    device_blocks: Annotated[int, Field(ge=1)]
+    host_blocks: _Count = 0
+    external_blocks: _Count = 0
     tokens_per_block: int = 32
-    prefill_tokens_per_s: float = math.inf
-    decode_tokens_per_s: float = math.inf
-    max_batch_size: int | None = None
-    max_waiting: int = 10_000
+    prefill_tokens_per_s: _Rate = math.inf
+    decode_tokens_per_s: _Rate = math.inf
+    max_batch_size: Annotated[int, Field(ge=1)] | None = None
+    max_waiting: _Count = 10_000
     offload_min_priority: int = DEFAULT_RETENTION_PRIORITY
-    state_blocks: int = 0
+    state_blocks: _Count = 0
     state_interval: int = 1024
 
-    def __post_init__(self) -> None:
-        least = {"device_blocks": 1, "host_blocks": 0, "external_blocks": 0, "max_waiting": 0}
-        if self.max_batch_size is not None:
-            least["max_batch_size"] = 1
-        for name, limit in least.items():
-            if getattr(self, name) < limit:
-                raise ConfigurationError(f"{name}: {getattr(self, name)} must be at least {limit}")
+    @model_validator(mode="after")
+    def _has_room_for_states(self) -> Self:
         if self.state_blocks and self.external_blocks:
-            raise ConfigurationError("external_blocks: a store of states is not simulated; give 0")
+            raise ValueError("external_blocks: a store of states is not simulated; give 0")
         if self.state_blocks * 3 > self.device_blocks:
-            raise ConfigurationError(
+            raise ValueError(
                 f"device_blocks: {self.device_blocks} must hold at least three states of "
                 f"{self.state_blocks} blocks"
             )
-        for name in ("prefill_tokens_per_s", "decode_tokens_per_s"):
-            if not getattr(self, name) >= _SLOWEST:
-                raise ConfigurationError(
-                    f"{name}: {getattr(self, name)} must be at least {_SLOWEST:g}"
-                )
+        return self

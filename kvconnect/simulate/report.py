@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvconnect.backends.url import format_size
-from kvconnect.simulate.first_token import ExternalHit, LoadRates
-from kvconnect.simulate.first_token_table import FirstTokens, first_token_rows
+from kvconnect.simulate.first_token import ExternalHit, FirstTokens, LoadRates, first_token_rows
 from kvconnect.simulate.machine import Machine
 from kvconnect.simulate.tally import Counts, Tally
 
@@ -104,7 +103,7 @@ class Report:
                     "label": run.label,
                     "machine": {
                         name: None if value == math.inf else value
-                        for name, value in asdict(run.machine).items()
+                        for name, value in run.machine.model_dump().items()
                     },
                     "total": _counts(total),
                     "moved_bytes": self._moved_bytes(run, total),

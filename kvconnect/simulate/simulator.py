@@ -20,7 +20,7 @@ from kvconnect.simulate.first_token import ExternalHit
 from kvconnect.simulate.machine import Machine
 from kvconnect.simulate.retention_policy import RetentionPolicy
 from kvconnect.simulate.tally import Counts, Tally
-from kvconnect.simulate.trace_request import TraceRequest
+from kvconnect.simulate.trace_reader import TraceRequest
 from kvconnect.tokens import TokenArray
 
 __all__ = ["Simulator"]

@@ -29,9 +29,8 @@ from kvconnect.integrations.transformers.prompt_cache import _store_config
 from kvconnect.integrations.vllm_tier.settings import KvConnectTierSettings
 from kvconnect.prometheus import serve
 from kvconnect.sampling_params import SamplingParams
-from kvconnect.server.page.settings import PageSettings
 from kvconnect.server.route.settings import RouteSettings
-from kvconnect.server.settings import ServerSettings
+from kvconnect.server.settings import PageSettings, ServerSettings
 from kvconnect.simulate.first_token import LoadRates
 from kvconnect.simulate.machine import Machine
 from kvconnect.simulate.workload import Workload

@@ -10,7 +10,7 @@ import pytest
 
 from kvconnect import LLM, KvCacheConfig, KvCacheRetentionConfig, TokenRangeRetentionConfig
 from kvconnect.cli.commands import generate, serve
-from kvconnect.cli.options.events_options import events_of
+from kvconnect.cli.options.engine_options import events_of
 from kvconnect.config import DEFAULT_SCHEDULING
 from kvconnect.engine import llm as module
 from kvconnect.engine.sampling.drafts import NgramSpeculation

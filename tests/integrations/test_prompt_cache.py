@@ -25,8 +25,8 @@ from kvconnect.errors import ConfigurationError, UnsupportedModel, UsageError
 from kvconnect.integrations.transformers import PromptCache, StoredCache
 from kvconnect.integrations.transformers.cached_row import CachedRow
 from kvconnect.integrations.transformers.ended_caches import EndedCaches
-from kvconnect.integrations.transformers.rows import PromptRow
 from kvconnect.keys import BlockKey, Namespace, chain_key, salt_of, salt_tag
+from kvconnect.request import LlmRequest
 from kvconnect.testing.faults.faulty_backend import BACKEND_FAULTS, BackendFault, FaultyBackend
 from kvconnect.tokens import TokenArray
 from kvconnect.trace import metrics
@@ -714,13 +714,9 @@ def test_min_load_tokens_leaves_short_prefixes_alone(llama64, store):
 
 def test_a_block_that_was_rejected_is_saved_again_by_its_new_name():
     tokens = np.arange(48, dtype=np.int32)
-    row = CachedRow(
-        PromptRow(tokens[:40], 0),
-        BlockKey(bytes(32)),
-        tokens_per_block=T,
-        namespace=Namespace(),
-        num_groups=1,
-    )
+    root = BlockKey(bytes(32))
+    request = LlmRequest(0, tokens[:40], chain_root=root, tokens_per_block=T, namespace=Namespace())
+    row = CachedRow(request, 0, num_groups=1)
     row.append(tokens[40:])
     row.note_hit(Hit())
     first = row.order([range(3)], 3).blocks

@@ -44,6 +44,8 @@ def stood_in(request) -> Iterator[Interface]:
 def imported_anew(module: str, name: str, monkeypatch) -> type:
     """The class, from modules that see the stand-ins."""
     package = ".".join(module.split(".")[:3])
+    parent, _, child = package.rpartition(".")
+    monkeypatch.setattr(import_module(parent), child, import_module(package))
     for loaded in [one for one in sys.modules if f"{one}.".startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, loaded)
     found = getattr(import_module(module), name)

@@ -22,10 +22,9 @@ from kvconnect.connector.io.strided import HostCopier
 from kvconnect.errors import ConfigurationError
 from kvconnect.integrations.vllm_tier import identity
 from kvconnect.integrations.vllm_tier import pause as pauses
-from kvconnect.integrations.vllm_tier.finder import Finder
 from kvconnect.integrations.vllm_tier.identity import ChunkNames, chunk_layout
 from kvconnect.integrations.vllm_tier.loads import ChunkLoads
-from kvconnect.integrations.vllm_tier.lookups import Known, Lookups, ScanEnd
+from kvconnect.integrations.vllm_tier.lookups import Finder, Known, Lookups, ScanEnd
 from kvconnect.integrations.vllm_tier.pause import StepPause
 from kvconnect.integrations.vllm_tier.requests import Parents
 from kvconnect.integrations.vllm_tier.saves import ChunkSave, Saves

@@ -17,7 +17,7 @@ from kvconnect.backends.guard.encryption import Cipher
 from kvconnect.backends.url import without_codec
 from kvconnect.keys import Namespace
 from kvconnect.operations.choice import _Finder
-from kvconnect.operations.wanted import Wanted, WantedPrompt, tenant
+from kvconnect.operations.which import Wanted, WantedPrompt, tenant
 
 PROMPT = list(range(100, 122))
 

@@ -13,8 +13,8 @@ from own_process import own_process
 from kvconnect.engine.request.logprobs import Logprob, LogprobTable, TopTokens
 from kvconnect.engine.request.output import StreamChunk
 from kvconnect.server.openai.answer import AnswerForm, made_late
-from kvconnect.server.openai.chat_answer import ChatAnswer
-from kvconnect.server.openai.completion_answer import CompletionAnswer
+from kvconnect.server.openai.chat import ChatAnswer
+from kvconnect.server.openai.completion import CompletionAnswer
 
 FORM = AnswerForm("m")
 

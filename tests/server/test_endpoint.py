@@ -11,7 +11,7 @@ import pytest
 
 from kvconnect.server.admission import Admission
 from kvconnect.server.cache_files import _Export, _ExportEndpoint
-from kvconnect.server.endpoint import GenerationEndpoint
+from kvconnect.server.endpoint import GenerationEndpoint, Service
 from kvconnect.server.settings import ServerSettings
 
 SCOPE = {
@@ -62,9 +62,8 @@ def test_a_client_that_leaves_keeps_its_place_until_its_prompt_is_let_go():
 
     with ThreadPoolExecutor(1) as thread:
         threads = SimpleNamespace(parsing=thread, tokenizing=thread)
-        endpoint = GenerationEndpoint(
-            kind, llm, ServerSettings(model_names=("tiny",)), admission, threads
-        )
+        settings = ServerSettings(model_names=("tiny",))
+        endpoint = GenerationEndpoint(kind, Service(llm, settings, admission, threads))
         assert asyncio.run(run()) == (0, 2)
     assert admission.idle
     assert submitted == [llm], "the second one was not begun any more"
@@ -106,7 +105,7 @@ def test_a_client_that_leaves_before_its_export_is_sent_frees_the_thread_of_the_
                 leaving.set()
                 return answer
 
-        endpoint = Leaving(_Export, None, settings, admission, threads)
+        endpoint = Leaving(_Export, Service(None, settings, admission, threads))
         await endpoint({**SCOPE, "asgi": {"spec_version": "2.3"}}, receive, send)
         left.set()
 

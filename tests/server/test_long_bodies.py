@@ -15,6 +15,7 @@ from starlette.requests import Request
 from kvconnect.errors import ConfigurationError
 from kvconnect.server.admission import Admission
 from kvconnect.server.app import make_app
+from kvconnect.server.endpoint import Service
 from kvconnect.server.errors import RequestRefused
 from kvconnect.server.http.body import parse_json, read_json
 from kvconnect.server.route.routed import RoutedRequest
@@ -95,7 +96,7 @@ async def test_metrics_are_told_while_texts_become_tokens():
     engine = Slow()
     settings = ServerSettings(model_names=("slow",))
     with ServerThreads() as threads:
-        app = make_app(engine, settings, Admission(100, 1 << 20), threads)
+        app = make_app(Service(engine, settings, Admission(100, 1 << 20), threads))
         transport = httpx2.ASGITransport(app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
             texts = [

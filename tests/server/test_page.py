@@ -24,8 +24,8 @@ from kvconnect.server.http.gate import Gate
 from kvconnect.server.page import cache_page, history, store_reader
 from kvconnect.server.page.cache_page import CachePage, check_host
 from kvconnect.server.page.history import History
-from kvconnect.server.page.settings import PageSettings
 from kvconnect.server.page.store_reader import ModelTexts, StoreReader
+from kvconnect.server.settings import PageSettings
 
 ADMIN = {"Authorization": "Bearer of-the-admin"}
 CLIENT = {"Authorization": "Bearer of-clients"}

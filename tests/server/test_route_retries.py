@@ -22,11 +22,10 @@ from starlette.responses import JSONResponse, StreamingResponse
 from kvconnect.server.admission import Admission
 from kvconnect.server.http.disconnect import while_connected
 from kvconnect.server.route import client as route_client
-from kvconnect.server.route.app import make_app
 from kvconnect.server.route.client import InstanceClient
 from kvconnect.server.route.fleet import Fleet
 from kvconnect.server.route.followed_events import FollowedEvents
-from kvconnect.server.route.run import ask_all
+from kvconnect.server.route.run import ask_all, make_app
 from kvconnect.server.route.settings import RouteSettings
 from kvconnect.server.trust import ROUTER_SECRET_HEADER
 

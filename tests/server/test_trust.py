@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from kvconnect.cli.main import main
 from kvconnect.errors import ConfigurationError
 from kvconnect.server.errors import RequestRefused
-from kvconnect.server.openai.completion_request import CompletionRequest
+from kvconnect.server.openai.completion import CompletionRequest
 from kvconnect.server.openai.kv_transfer import KvTransferParams
 from kvconnect.server.settings import ServerSettings
 from kvconnect.server.trust import ROUTER_SECRET_HEADER, check_transfer

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvconnect.cli.main import main
-from kvconnect.simulate.trace_request import TraceRequest
+from kvconnect.simulate.trace_reader import TraceRequest
 
 
 @pytest.fixture

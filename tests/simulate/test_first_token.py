@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.overlap import Decision
-from kvconnect.simulate.first_token import ExternalHit, LoadRates
-from kvconnect.simulate.first_token_table import FirstTokens, first_token_rows
+from kvconnect.simulate.first_token import ExternalHit, FirstTokens, LoadRates, first_token_rows
 from kvconnect.simulate.machine import Machine
 from kvconnect.simulate.simulator import Simulator
 from kvconnect.simulate.tier_size import TierSize

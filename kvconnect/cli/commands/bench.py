@@ -13,7 +13,7 @@ from kvconnect.bench.checkout import from_checkout, has_checkout
 from kvconnect.cli.command import Subparsers, add_json, add_number, require_at_least_one, tell
 from kvconnect.errors import ConfigurationError
 
-__all__ = ["add_model_options", "add_options", "add_run"]
+__all__ = ["add_model_options", "add_options", "add_run", "run"]
 
 _OF_A_CHECKOUT = (
     *("engine", "serve", "transfer", "engines", "identity", "blocks", "dead"),
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             name, help="(needs a checkout of kvconnect)", prefix_chars="\0", add_help=False
         )
         missing.add_argument("ignored", nargs="*")
-        missing.set_defaults(run=partial(_refuse, name))
+        missing.set_defaults(bench=partial(_refuse, name))
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_run(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None]) -> None:
     """Adds ``--json``, and makes the command call `run` with the arguments."""
     add_json(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(bench=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Runs the chosen benchmark."""
+    arguments.bench(arguments)
 
 
 def _refuse(name: str, arguments: argparse.Namespace) -> None:

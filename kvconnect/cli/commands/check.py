@@ -17,7 +17,7 @@ from kvconnect.operations.progress import Progress
 if TYPE_CHECKING:
     from kvconnect.testing.subject import Subject
 
-__all__ = ["add_options"]
+__all__ = ["add_options", "run"]
 
 _DESCRIPTION = """\
 Run the conformance kit against a store: the contract of its four methods, integrity, crashes, full
@@ -41,7 +41,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``check``."""
     parser.description = _DESCRIPTION
     parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("url", metavar="URL", help="of an empty store, as disk:///var/cache/kv")
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="a group or one check"
@@ -66,7 +65,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="RANKS",
     )
     parser.add_argument("--force", action="store_true", help="also if the store is not empty")
-    parser.set_defaults(run=run)
 
 
 def _minutes(text: str) -> float:

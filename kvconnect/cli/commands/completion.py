@@ -38,7 +38,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         'eval "$(kvconnect completion zsh)". Files are completed where nothing else is known.'
     )
     parser.add_argument("shell", choices=("bash", "zsh"), help="the shell")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

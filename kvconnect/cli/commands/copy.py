@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from kvconnect.backend import StoredEntry
+from kvconnect.backend import StoredBlock, StoredEntry
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size
-from kvconnect.cli.command import add_json
+from kvconnect.cli.command import add_json, add_url, tell
 from kvconnect.cli.options.selection import Selection
-from kvconnect.cli.visit import add_url
-from kvconnect.errors import BadFrame, ConfigurationError, RetryLater
+from kvconnect.errors import BadFrame, ConfigurationError
 from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
+from kvconnect.operations.saving import save_all
 from kvconnect.operations.visit import listed, visiting
 
 if TYPE_CHECKING:
@@ -44,7 +42,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_url(parser, "target")
     Selection.add_options(parser)
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 @dataclass(slots=True)
@@ -191,32 +188,20 @@ async def _write(target: GuardedBackend, batch: Sequence[ReadFrame], done: _Copi
     done.bad += sum(bool(one.problem) for one in batch)
     done.gone += sum(one.gone for one in batch)
     blocks = [one.entry.block(one.data) for one in batch if not one.problem and not one.gone]
-    limit = target.capabilities.max_value_bytes
-    if limit is not None and (long := max((b.data.numel() for b in blocks), default=0)) > limit:
-        raise ConfigurationError(
-            f"TARGET: takes values of up to {limit} bytes, and a block has {long}; give another"
-        )
-    while blocks:
-        saving = asyncio.ensure_future(target.save(blocks))
-        try:
-            # The save continues after Ctrl-C: closing the target would wait for it anyway.
-            await asyncio.wait({saving})
-        finally:
-            stored = await saving
-            done.copied += stored
-            done.bytes += sum(block.data.numel() for block in blocks[:stored])
-        if not stored:
-            raise RetryLater("TARGET takes no more blocks; give it more room, and repeat this")
-        blocks = blocks[stored:]
+
+    def count(saved: Sequence[StoredBlock]) -> None:
+        done.copied += len(saved)
+        done.bytes += sum(block.data.numel() for block in saved)
+
+    await save_all(target, blocks, count, "TARGET")
 
 
 async def _warn_if_too_small(target: GuardedBackend, nbytes: int) -> None:
     capacity = (await target.stats()).get("capacity")
     if capacity and capacity < nbytes:
-        print(
-            f"kvconnect: SOURCE holds {format_size(nbytes)}, TARGET has room for "
-            f"{format_size(int(capacity))}: it will drop what was copied first",
-            file=sys.stderr,
+        tell(
+            f"SOURCE holds {format_size(nbytes)}, TARGET has room for "
+            f"{format_size(int(capacity))}: it will drop what was copied first"
         )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from kvconnect.cli.command import NothingMatched, add_json
-from kvconnect.cli.wanted import add_wanted, report, store_and_wanted
+from kvconnect.cli.command import NothingMatched, add_json, tell_unknown
+from kvconnect.cli.wanted import add_wanted, reported, store_and_wanted
 from kvconnect.operations.result import Result
 
 __all__ = ["add_options", "run"]
@@ -31,14 +30,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "command deletes the rest."
     )
     parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_wanted(parser)
     parser.add_argument(
         "--continued", action="store_true", help="also all blocks that continue the prompts or keys"
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -49,21 +46,13 @@ def run(arguments: argparse.Namespace) -> None:
         NothingMatched: the store has none of the blocks.
     """
     store, which = store_and_wanted(arguments)
+    dry_run = arguments.dry_run
+    what = "would drop" if dry_run else "dropped"
     done = Result()
     try:
-        store.drop(continued=arguments.continued, dry_run=arguments.dry_run, into=done, **which)
+        with reported(arguments, done, what, dry_run=dry_run):
+            store.drop(continued=arguments.continued, dry_run=dry_run, into=done, **which)
     finally:
-        _report(arguments, done)
+        tell_unknown(done.unknown)
     if not done.blocks:
         raise NothingMatched("no block matched")
-
-
-def _report(arguments: argparse.Namespace, done: Result) -> None:
-    what = "would drop" if arguments.dry_run else "dropped"
-    report(arguments, done, what, dry_run=arguments.dry_run)
-    if done.unknown:
-        print(
-            f"kvconnect: of {done.unknown} blocks that stay it is not known whose they are: older "
-            "versions did not note it, and SGLang and vLLM's tier do not tell it",
-            file=sys.stderr,
-        )

@@ -6,9 +6,8 @@ import argparse
 import json
 from dataclasses import asdict
 
-from kvconnect.cli.command import NothingMatched, add_json
+from kvconnect.cli.command import NothingMatched, add_json, add_url
 from kvconnect.cli.prompts import add_prompt_options, read_prompts
-from kvconnect.cli.visit import add_url
 from kvconnect.cli.wanted import add_model_revision, tokens_of
 from kvconnect.explain.outcome import Outcome
 from kvconnect.keys import check_salt
@@ -34,7 +33,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "sizes its tokens are stored. The store is only read."
     )
     parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_url(parser)
     parser.add_argument(
         "model",
@@ -54,7 +52,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of the engine that will ask (default: any)",
     )
     add_json(parser, "print one JSON object per prompt")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvconnect.address import is_http_url
 from kvconnect.cli.command import NothingMatched, add_json
 from kvconnect.cli.options.http_options import ADMIN_KEY
-from kvconnect.cli.wanted import add_wanted, report, store_and_wanted, wanted_of_server
+from kvconnect.cli.wanted import add_wanted, reported, store_and_wanted, wanted_of_server
 from kvconnect.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "that anybody else made",
     )
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -51,18 +50,8 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from kvconnect.operations.export import Exported
 
-    done = Exported()
-    try:
+    with reported(arguments, Exported(), "exported") as done:
         (_by_server if is_http_url(arguments.url) else _export)(arguments, done)
-    finally:
-        report(
-            arguments,
-            done,
-            "exported",
-            f"{done.resumed} were there from before" * bool(done.resumed),
-            f"{done.bad} are bad" * bool(done.bad),
-            f"{done.gone} were dropped meanwhile" * bool(done.gone),
-        )
     if not done.blocks:
         raise NothingMatched("no block matched")
 

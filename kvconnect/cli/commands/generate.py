@@ -7,11 +7,12 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, TextIO
 
+from kvconnect.backends.url import parse_duration
 from kvconnect.cli.command import Options, add_json, add_number, add_old_name, picked
 from kvconnect.cli.options.engine_options import (
     add_cache_options,
@@ -19,15 +20,18 @@ from kvconnect.cli.options.engine_options import (
     add_model,
     open_llm,
 )
-from kvconnect.cli.options.retention import parse_retention
 from kvconnect.cli.prompts import GivenPrompt, add_prompt_options, read_prompts
-from kvconnect.config import KvCacheRetentionConfig
+from kvconnect.config import KvCacheRetentionConfig, TokenRangeRetentionConfig
+from kvconnect.errors import ConfigurationError
+from kvconnect.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvconnect.engine.llm import LLM
     from kvconnect.engine.request.output import CompletionOutput, RequestOutput
 
-__all__ = ["add_options", "run", "shown_on"]
+__all__ = ["add_options", "parse_retention", "run", "shown_on"]
+
+_FORM = "write START:END=PRIORITY[:DURATION] or decode=PRIORITY[:DURATION], as in 0:1024=90:30s"
 
 logger = logging.getLogger("kvconnect")
 
@@ -47,10 +51,6 @@ _JSON_FIELDS = (
     "drafted_tokens",
     "accepted_tokens",
 )
-_SAMPLING = (
-    *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "seed", "logprobs"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "ignore_eos"),
-)
 # All of C0 and C1 except tabs and line ends. A lone carriage return would overwrite its line.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 
@@ -67,7 +67,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_sharing(add_cache_options(parser))
     _add_sampling(parser)
     _add_metrics(add_engine_options(parser))
-    parser.set_defaults(run=run)
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +139,12 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: a bad option, an unreadable prompt file, an unusable model or store.
     """
-    prompts = list(read_prompts(arguments, picked(arguments, *_SAMPLING)))
+    prompts = list(
+        read_prompts(
+            arguments,
+            picked(arguments, *(SamplingParams.model_fields.keys() & vars(arguments).keys())),
+        )
+    )
     retention = parse_retention(arguments.retention)
     with _metrics(arguments), open_llm(arguments) as llm:
         for prompt, output in _answers(llm, prompts, retention):
@@ -222,3 +226,51 @@ def shown_on(stream: TextIO, text: str) -> str:
     if not stream.isatty():
         return text
     return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def parse_retention(texts: Iterable[str]) -> KvCacheRetentionConfig | None:
+    """Returns the retention of all options `texts` together; ``None`` without any.
+
+    ``START:END`` are prompt tokens; without END, all from START on. ``decode`` stands for generated
+    tokens. A duration is 500ms, 30s, 10m, …; without one it is unlimited.
+
+    Raises:
+        ConfigurationError: names the text and what is right.
+    """
+    ranges: list[TokenRangeRetentionConfig] = []
+    decode: KvCacheRetentionConfig | None = None
+    for text in texts:
+        where, _, policy = text.partition("=")
+        priority, _, duration = policy.partition(":")
+        field = f"--retention {text}"
+        duration_ms = 1000 * parse_duration(duration, field=field) if duration else None
+        if where == "decode":
+            decode = KvCacheRetentionConfig(
+                decode_retention_priority=_number(priority, text), decode_duration_ms=duration_ms
+            )
+            continue
+        start, colon, end = where.partition(":")
+        if not colon:
+            raise ConfigurationError(f"{field}: {_FORM}")
+        ranges.append(
+            TokenRangeRetentionConfig(
+                token_start=_number(start, text),
+                token_end=_number(end, text) if end else None,
+                priority=_number(priority, text),
+                duration_ms=duration_ms,
+            )
+        )
+    if not ranges:
+        return decode
+    decode = decode or KvCacheRetentionConfig()
+    return KvCacheRetentionConfig(
+        token_range_retention_configs=tuple(ranges),
+        decode_retention_priority=decode.decode_retention_priority,
+        decode_duration_ms=decode.decode_duration_ms,
+    )
+
+
+def _number(digits: str, text: str) -> int:
+    if not digits.isdecimal():
+        raise ConfigurationError(f"--retention {text}: {_FORM}")
+    return int(digits)

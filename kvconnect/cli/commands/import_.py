@@ -7,10 +7,9 @@ import os
 from pathlib import Path
 
 from kvconnect.address import is_http_url
-from kvconnect.cli.command import add_json
+from kvconnect.cli.command import add_json, add_url
 from kvconnect.cli.options.http_options import ADMIN_KEY
-from kvconnect.cli.visit import add_url
-from kvconnect.cli.wanted import add_model_revision, report
+from kvconnect.cli.wanted import add_model_revision, reported
 from kvconnect.errors import ConfigurationError
 from kvconnect.operations.prompt_store import PromptStore
 from kvconnect.operations.saving import Saved
@@ -41,7 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_revision(parser)
     parser.add_argument("--key-file", metavar="F", help="the key file that it was made with")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -51,12 +49,8 @@ def run(arguments: argparse.Namespace) -> None:
         BadFrame: the file is damaged, cut short, changed, or made with another key.
         ConfigurationError: the file cannot be opened, or is of another model.
     """
-    done = Saved()
-    try:
+    with reported(arguments, Saved(), "imported") as done:
         (_by_server if is_http_url(arguments.url) else _import)(arguments, done)
-    finally:
-        expired = f"; {done.expired} had expired" if done.expired else ""
-        report(arguments, done, "imported", f"{done.present} were there already{expired}")
 
 
 def _import(arguments: argparse.Namespace, done: Saved) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import format_size
-from kvconnect.cli.command import add_json, add_number, require_at_least_one
+from kvconnect.cli.command import add_json, add_number, add_url, require_at_least_one
 from kvconnect.cli.options.selection import Selection
-from kvconnect.cli.visit import add_url
 from kvconnect.keys import KEY_NBYTES, salt_of
 from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
@@ -53,7 +52,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--limit", "only the first so many")
     add_json(parser, "block")
     Selection.add_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

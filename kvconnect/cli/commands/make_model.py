@@ -43,7 +43,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, meaning in _SIZES.items():
         flags = [f"--{name.replace('_', '-')}"] + (["--layers"] if name == "num_layers" else [])
         sizes.add_argument(*flags, dest=name, type=int, metavar="N", help=meaning)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

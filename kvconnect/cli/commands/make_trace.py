@@ -45,7 +45,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_old_name(parser, "--max-tokens", "--session-tokens")
     add_number(parser, "--hash-tokens", "tokens that a hash id stands for", default=512)
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

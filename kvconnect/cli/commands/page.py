@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl
+from kvconnect.cli.command import add_tenants, add_url
 from kvconnect.cli.options.http_options import (
-    add_admin_key,
     add_http_options,
-    admin_key,
+    add_key,
     http_fields,
-    missing_extra,
+    key_of,
 )
-from kvconnect.cli.visit import add_tenants, add_url
 from kvconnect.cli.wanted import add_model_revision
 from kvconnect.errors import ConfigurationError
 from kvconnect.operations.overview import store_overview
@@ -38,7 +38,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "server's hits, too."
     )
     parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_url(parser)
     parser.add_argument(
         "model",
@@ -50,9 +49,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_revision(parser)
     group = parser.add_argument_group("page")
     add_http_options(group)
-    add_admin_key(group, "what a reader of tokens, keys and digests of salts must enter")
+    add_key(group, "admin", "what a reader of tokens, keys and digests of salts must enter")
     add_tenants(group, "the holder of that key")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -64,22 +62,19 @@ def run(arguments: argparse.Namespace) -> None:
     """
     title = str(StoreUrl.parse(arguments.url))
     names = {} if arguments.tenants is None else read_names(arguments.tenants)
-    try:
-        from kvconnect.server.http.listener import Listener
-        from kvconnect.server.page.run import serve_page
-        from kvconnect.server.page.settings import PageSettings
-        from kvconnect.server.page.store_reader import ModelTexts, StoreReader
-    except ModuleNotFoundError as error:
-        raise missing_extra("page", error) from error
+    from kvconnect.server.http.listener import Listener
+    from kvconnect.server.page.cache_page import serve_page
+    from kvconnect.server.page.store_reader import ModelTexts, StoreReader
+    from kvconnect.server.settings import PageSettings
+
     run_to_end(store_overview(arguments.url))  # reports a wrong or dead store at once
     texts = None
     if arguments.model is not None:
         texts = ModelTexts.of(arguments.model, arguments.model_revision)
     elif arguments.model_revision is not None:
         raise ConfigurationError("--model-revision: needs MODEL")
-    settings = PageSettings(**http_fields(arguments), admin_key=admin_key(arguments))
-    listener = Listener.bind(settings)
-    try:
+    settings = PageSettings(**http_fields(arguments), admin_key=key_of(arguments, "admin"))
+    with closing(Listener.bind(settings)) as listener:
         serve_page(
             title,
             StoreReader(arguments.url, names, texts),
@@ -87,5 +82,3 @@ def run(arguments: argparse.Namespace) -> None:
             listener,
             ready=lambda: print(f"kvconnect: {title} on {listener.url}/page", flush=True),
         )
-    finally:
-        listener.close()

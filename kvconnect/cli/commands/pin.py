@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvconnect.cli.command import NothingMatched, add_duration, add_json
-from kvconnect.cli.wanted import add_wanted, report, store_and_wanted
+from kvconnect.cli.wanted import add_wanted, reported, store_and_wanted
 from kvconnect.errors import RetryLater
 
 __all__ = ["add_options", "run"]
@@ -23,7 +23,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_wanted(parser)
     add_duration(parser, "--for", "so long from now: 12h, 7d, …; default: until they are unpinned")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -37,12 +36,8 @@ def run(arguments: argparse.Namespace) -> None:
     from kvconnect.operations.pin import Pinned
 
     store, which = store_and_wanted(arguments)
-    done = Pinned()
-    try:
+    with reported(arguments, Pinned(), "pinned") as done:
         store.pin(for_s=arguments.for_s, into=done, **which)
-    finally:
-        refused = f"{done.refused} have no room in the share of pinned blocks (pin_fraction)"
-        report(arguments, done, "pinned", refused * bool(done.refused))
     if done.refused:
         raise RetryLater(f"{done.refused} blocks are not pinned")
     if not done.blocks:

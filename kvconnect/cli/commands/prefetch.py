@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvconnect.cli.command import NothingMatched, add_json
-from kvconnect.cli.wanted import add_wanted, report, store_and_wanted
+from kvconnect.cli.wanted import add_wanted, reported, store_and_wanted
 
 __all__ = ["add_options", "run"]
 
@@ -20,7 +20,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_wanted(parser)
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -34,11 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     from kvconnect.operations.saving import Saved
 
     store, which = store_and_wanted(arguments)
-    done = Saved()
-    try:
+    with reported(arguments, Saved(), "copied") as done:
         store.prefetch(into=done, **which)
-    finally:
-        bad = f"{done.bad} are bad" * bool(done.bad)
-        report(arguments, done, "copied", f"{done.present} were there already", bad)
     if not done.blocks + done.present:
         raise NothingMatched("no block matched")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,9 +12,8 @@ from dataclasses import asdict, dataclass, field
 from kvconnect.backend import Access, Backend, StoredEntry
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import format_size, parse_size
-from kvconnect.cli.command import add_json
+from kvconnect.cli.command import add_json, add_url, tell, tell_unknown
 from kvconnect.cli.options.selection import Selection
-from kvconnect.cli.visit import add_url
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import BlockKey
 from kvconnect.operations.listing import each_block
@@ -42,7 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 @dataclass(slots=True)
@@ -201,13 +198,5 @@ def _report(arguments: argparse.Namespace, pruned: _Pruned) -> None:
         flush=True,
     )
     if pruned.pinned_blocks:
-        print(
-            f"kvconnect: {pruned.pinned_blocks} pinned blocks stay; 'drop' deletes them, too",
-            file=sys.stderr,
-        )
-    if pruned.unknown:
-        print(
-            f"kvconnect: of {pruned.unknown} blocks that stay it is not known whose they are: "
-            "older versions did not note it, and SGLang and vLLM's tier do not tell it",
-            file=sys.stderr,
-        )
+        tell(f"{pruned.pinned_blocks} pinned blocks stay; 'drop' deletes them, too")
+    tell_unknown(pruned.unknown)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 
 from kvconnect.cli.command import add_duration, add_number, picked
@@ -13,10 +13,9 @@ from kvconnect.cli.options.http_options import (
     ROUTER_SECRET,
     add_http_options,
     http_fields,
-    missing_extra,
     tell_url,
+    traces_of,
 )
-from kvconnect.cli.options.traces_options import traces_of
 
 __all__ = ["add_options", "run"]
 
@@ -68,7 +67,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group, "--max-requests", "that are under way; more are answered with 429", default=1024
     )
     add_http_options(parser.add_argument_group("router"))
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -77,12 +75,10 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: a bad option, URL, host or port.
     """
-    try:
-        from kvconnect.server.http.listener import Listener
-        from kvconnect.server.route.run import route
-        from kvconnect.server.route.settings import RouteSettings
-    except ModuleNotFoundError as error:
-        raise missing_extra("route", error) from error
+    from kvconnect.server.http.listener import Listener
+    from kvconnect.server.route.run import route
+    from kvconnect.server.route.settings import RouteSettings
+
     settings = RouteSettings(
         **http_fields(arguments),
         **picked(arguments, "prefill", "decode", "stream_layers", "max_requests"),
@@ -91,11 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
         instance_api_key=os.environ.get(_INSTANCE_API_KEY),
         router_secret=os.environ.get(ROUTER_SECRET),
     )
-    listener = Listener.bind(settings)
-    try:
-        with traces_of(arguments) as traces:
-            routed = nullcontext if traces is None else traces.routed
-            ready = partial(tell_url, "router", listener)
-            route(settings, listener, ready=ready, routed=routed)
-    finally:
-        listener.close()
+    with closing(Listener.bind(settings)) as listener, traces_of(arguments) as traces:
+        routed = nullcontext if traces is None else traces.routed
+        ready = partial(tell_url, "router", listener)
+        route(settings, listener, ready=ready, routed=routed)

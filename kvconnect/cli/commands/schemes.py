@@ -31,7 +31,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "what must be installed for those that cannot be used yet."
     )
     add_json(parser, "scheme")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import closing
 from functools import partial
 
 from pydantic import SecretStr
 
 from kvconnect.address import host_and_port, is_loopback
 from kvconnect.backends.url import parse_size
-from kvconnect.cli.command import add_number, picked
+from kvconnect.cli.command import add_number, add_tenants, picked
 from kvconnect.cli.options.config_file import add_config
 from kvconnect.cli.options.engine_options import (
     add_cache_options,
     add_engine_options,
+    add_events_options,
     add_model,
     connector_of,
+    events_of,
     open_llm,
 )
-from kvconnect.cli.options.events_options import add_events_options, events_of
 from kvconnect.cli.options.http_options import (
     METRICS_KEY,
     ROUTER_SECRET,
-    add_admin_key,
     add_http_options,
-    admin_key,
+    add_key,
     http_fields,
-    missing_extra,
+    key_of,
     tell_url,
+    traces_of,
 )
-from kvconnect.cli.options.traces_options import traces_of
-from kvconnect.cli.visit import add_tenants
 from kvconnect.config import TransferConfig
 from kvconnect.errors import ConfigurationError
 from kvconnect.operations.tenants import read_names
@@ -59,7 +59,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     # Chats without max_tokens would run one at a time, because each may need the model's full
     # length.
     add_engine_options(parser, scheduling="max_utilization")
-    parser.set_defaults(run=run)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -76,8 +75,9 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a Jinja template for chats, in the place of the model's own",
     )
-    add_admin_key(
+    add_key(
         group,
+        "admin",
         "what /v1/cache/ (warm, drop, pin, export, …; texts of the page) needs in the place "
         "of the API key",
     )
@@ -166,13 +166,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.tenants is not None and not arguments.page:
         raise ConfigurationError("--tenants: needs --page")
     tenants = {} if arguments.tenants is None else read_names(arguments.tenants)
-    try:
-        from kvconnect.server.http.listener import Listener
-        from kvconnect.server.run import serve
-        from kvconnect.server.settings import ServerSettings
-        from kvconnect.server.template import read_template, use_template
-    except ModuleNotFoundError as error:
-        raise missing_extra("serve", error) from error
+    from kvconnect.server.http.listener import Listener
+    from kvconnect.server.run import read_template, serve, use_template
+    from kvconnect.server.settings import ServerSettings
+
     settings = ServerSettings(
         **http_fields(arguments),
         model_names=tuple(arguments.served_model_name or [arguments.model]),
@@ -180,8 +177,8 @@ def run(arguments: argparse.Namespace) -> None:
         max_completions=arguments.max_batch_size + arguments.max_queue,
         role=arguments.role,
         router_secret=os.environ.get(ROUTER_SECRET),
-        admin_key=admin_key(arguments),
-        metrics_key=_secret(arguments.metrics_key, METRICS_KEY),
+        admin_key=key_of(arguments, "admin"),
+        metrics_key=key_of(arguments, "metrics"),
         max_import_bytes=parse_size(arguments.max_import, field="--max-import"),
         page=arguments.page,
         peers=tuple(arguments.peer),
@@ -189,22 +186,15 @@ def run(arguments: argparse.Namespace) -> None:
     transfer = _transfer_of(arguments)
     template = None if arguments.chat_template is None else read_template(arguments.chat_template)
     # First, so that a port in use is reported before the model is loaded.
-    listener = Listener.bind(settings)
-    try:
-        with (
-            traces_of(arguments, model=settings.model_names[0]),
-            open_llm(arguments, transfer=transfer, events=events_of(arguments)) as llm,
-        ):
-            if template is not None:
-                use_template(llm, template)
-            ready = partial(tell_url, settings.model_names[0], listener)
-            serve(llm, settings, listener, ready=ready, tenants=tenants)
-    finally:
-        listener.close()
-
-
-def _secret(given: str | None, name: str) -> str | None:
-    return os.environ.get(name) if given is None else given
+    with (
+        closing(Listener.bind(settings)) as listener,
+        traces_of(arguments, model=settings.model_names[0]),
+        open_llm(arguments, transfer=transfer, events=events_of(arguments)) as llm,
+    ):
+        if template is not None:
+            use_template(llm, template)
+        ready = partial(tell_url, settings.model_names[0], listener)
+        serve(llm, settings, listener, ready=ready, tenants=tenants)
 
 
 def _transfer_of(arguments: argparse.Namespace) -> TransferConfig | None:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvconnect.cli.command import add_json, add_number, add_old_name, require_at_least_one
 from kvconnect.cli.interrupt import note_interrupt
-from kvconnect.cli.machines import parse_machines
-from kvconnect.cli.store_rates import add_store_rates, parse_store_rates
+from kvconnect.cli.machines import add_store_rates, parse_machines, parse_store_rates
 from kvconnect.errors import ConfigurationError
 from kvconnect.operations.progress import Progress
 
@@ -48,14 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``simulate``."""
     parser.description = _DESCRIPTION
     parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("trace", metavar="TRACE", help="JSON lines; .gz is unpacked; - is stdin")
     _add_tiers(parser)
     _add_serving(parser)
     add_store_rates(parser)
     add_json(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
-    parser.set_defaults(run=run)
 
 
 def _add_tiers(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from kvconnect.backend import StoredEntry
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size, parse_size
-from kvconnect.cli.command import add_json
-from kvconnect.cli.visit import add_tenants, add_url
+from kvconnect.cli.command import add_json, add_tenants, add_url
 from kvconnect.errors import ConfigurationError
 from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
@@ -41,7 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_tenants(parser, "--by tenant")
     parser.add_argument("--quick", action="store_true", help="do not list the blocks")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

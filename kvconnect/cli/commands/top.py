@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import time
 from contextlib import AbstractContextManager
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl
 from kvconnect.cli.command import add_duration, add_json
-from kvconnect.cli.options.http_options import API_KEY, add_api_key
+from kvconnect.cli.options.http_options import add_key, key_of
 from kvconnect.errors import BackendUnavailable, ConfigurationError, MissingExtra, RetryLater
 from kvconnect.operations.overview import store_overview
 from kvconnect.prometheus.overview import Overview
@@ -42,7 +41,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "server's /metrics, also those of vLLM and others with kvconnect's adapter. Ctrl-C ends it."
     )
     parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "url",
         nargs="?",
@@ -56,11 +54,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show the numbers once, as where the output is no terminal",
     )
-    add_api_key(
-        parser, "what the server's /metrics needs: its API key, or its metrics key if it has one"
+    add_key(
+        parser,
+        "api",
+        "what the server's /metrics needs: its API key, or its metrics key if it has one",
     )
     add_json(parser, "look")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -74,7 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"'{arguments.url}' is no URL; of a server give http://{arguments.url}"
         )
-    key = os.environ.get(API_KEY) if arguments.api_key is None else arguments.api_key
+    key = key_of(arguments, "api")
     if arguments.json:
         _print_json(arguments, key)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvconnect.cli.command import NothingMatched, add_json
-from kvconnect.cli.wanted import add_wanted, report, store_and_wanted
+from kvconnect.cli.wanted import add_wanted, reported, store_and_wanted
 
 __all__ = ["add_options", "run"]
 
@@ -18,7 +18,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_wanted(parser)
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -31,10 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
     from kvconnect.operations.pin import Pinned
 
     store, which = store_and_wanted(arguments)
-    done = Pinned()
-    try:
+    with reported(arguments, Pinned(), "unpinned") as done:
         store.unpin(into=done, **which)
-    finally:
-        report(arguments, done, "unpinned")
     if not done.blocks:
         raise NothingMatched("no pinned block matched")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from kvconnect.backends.main_loop import run_to_end
 from kvconnect.backends.url import StoreUrl, format_size
-from kvconnect.cli.command import add_json
-from kvconnect.cli.visit import add_url
+from kvconnect.cli.command import add_json, add_url, tell
 from kvconnect.errors import BadFrame
 from kvconnect.operations.listing import each_block
 from kvconnect.operations.progress import Progress
@@ -36,7 +34,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_url(parser)
     parser.add_argument("--delete", action="store_true", help="delete what is bad")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 @dataclass(slots=True)
@@ -74,7 +71,7 @@ async def _verify(arguments: argparse.Namespace, findings: _Findings) -> None:
         findings.opened = True
         for name in parts(store):
             if name not in chosen:
-                print(f"kvconnect: {name} cannot list its blocks: left out", file=sys.stderr)
+                tell(f"{name} cannot list its blocks: left out")
         for name, part in chosen.items():
             total = int((await part.stats()).get("blocks", 0))
             async with Progress(f"verify {name}", total, "blocks") as progress:
@@ -114,5 +111,4 @@ def _report(arguments: argparse.Namespace, findings: _Findings) -> None:
     size = format_size(findings.bytes)
     rest = "" if findings.complete else "; interrupted: the rest was not read"
     counted = f"{findings.sound} blocks, {size}, are sound; {findings.bad} are bad{gone}{rest}"
-    print(f"{findings.url}: {counted}")
-    sys.stdout.flush()
+    print(f"{findings.url}: {counted}", flush=True)

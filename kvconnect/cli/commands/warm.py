@@ -15,7 +15,7 @@ from kvconnect.cli.options.engine_options import (
 )
 from kvconnect.cli.options.http_options import ADMIN_KEY
 from kvconnect.cli.prompts import add_prompt_options
-from kvconnect.cli.wanted import given_prompts, report, wanted_of_server
+from kvconnect.cli.wanted import given_prompts, reported, wanted_of_server
 from kvconnect.errors import ConfigurationError, RetryLater
 from kvconnect.operations.prompt_store import PromptStore
 from kvconnect.operations.saving import Saved
@@ -38,7 +38,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "them that are to load the blocks."
     )
     parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("url", nargs="?", metavar="URL", help="of a store; not with --server")
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="its directory or name; not with --server"
@@ -55,7 +54,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     add_cache_options(parser, store=False)
     add_engine_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -68,11 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
     """
     if (arguments.server is None) == (arguments.url is None):
         raise ConfigurationError("warm: give URL and MODEL, or --server")
-    done = Saved()
-    try:
+    with reported(arguments, Saved(), "saved") as done:
         (_by_model if arguments.server is None else _by_server)(arguments, done)
-    finally:
-        report(arguments, done, "saved", f"{done.present} were there already")
     if not done.complete:
         raise RetryLater("some blocks were not saved; the store is full, or fails")
 

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 __all__ = [
     "add_cache_options",
     "add_engine_options",
+    "add_events_options",
     "add_lookup_timeout",
     "add_model",
     "check_model",
     "connector_of",
+    "events_of",
     "open_llm",
 ]
 
@@ -244,3 +246,46 @@ def _speculation(arguments: argparse.Namespace) -> NgramSpeculation | None:
             raise ConfigurationError(f"--num-draft-tokens {count}: needs --speculative ngram")
         return None
     return NgramSpeculation() if count is None else NgramSpeculation(num_draft_tokens=count)
+
+
+def add_events_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of events."""
+    group = parser.add_argument_group(
+        "events",
+        "Stored and removed blocks are published over ZeroMQ in vLLM's format, for routers. "
+        "Messages hold the token ids of prompts, and whoever connects reads them.",
+    )
+    group.add_argument(
+        "--events",
+        metavar="URL",
+        help="listen here for subscribers, for example tcp://127.0.0.1:5557 or tcp://*:5557 "
+        "(default: nothing is published)",
+    )
+    group.add_argument(
+        "--events-replay",
+        metavar="URL",
+        help="for requests of missed batches (default: the port after that of --events)",
+    )
+    group.add_argument("--events-topic", metavar="TEXT", help="of the messages (default: empty)")
+    add_number(group, "--events-buffer", "newest batches that are kept for replay (default: 10000)")
+
+
+def events_of(arguments: argparse.Namespace) -> EventsConfig | None:
+    """Returns the settings of the events' publisher; ``None``: events are not published.
+
+    Raises:
+        ConfigurationError: an option is wrong, or needs ``--events``.
+    """
+    more = {
+        "replay_endpoint": arguments.events_replay,
+        "topic": arguments.events_topic,
+        "buffer_steps": arguments.events_buffer,
+    }
+    given = {name: value for name, value in more.items() if value is not None}
+    if arguments.events is None:
+        if given:
+            raise ConfigurationError(
+                "--events-replay, --events-topic, --events-buffer: need --events"
+            )
+        return None
+    return EventsConfig(endpoint=arguments.events, **given)

@@ -157,7 +157,7 @@ class RequestMaker:
         Raises:
             ConfigurationError: there are no tokens, or the salt is none.
         """
-        namespace, root = self._root(cache_salt, adapter)
+        namespace, root = self.root(cache_salt, adapter)
         size = self.llm_args.tokens_per_block
         request = LlmRequest(
             self._next_id,
@@ -176,7 +176,9 @@ class RequestMaker:
         self._name = name
         self._known.clear()
 
-    def _root(self, cache_salt: str | None, adapter: str | None) -> tuple[Namespace, BlockKey]:
+    def root(
+        self, cache_salt: str | None = None, adapter: str | None = None
+    ) -> tuple[Namespace, BlockKey]:
         """Returns a namespace and the key before its first block; cached if there is no salt."""
         if cache_salt is None and (known := self._known.get(adapter)) is not None:
             return known

@@ -22,7 +22,7 @@ from kvconnect.integrations.core.arguments import make_arguments
 from kvconnect.integrations.core.load_choice import LoadChoice, PlannedLoad
 from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.core.models import digest_of_model
-from kvconnect.integrations.core.requests import extra_key_of
+from kvconnect.integrations.core.requests import RequestMaker, extra_key_of
 from kvconnect.integrations.sglang.host_pool import HostPool
 from kvconnect.integrations.sglang.host_states import HostStates, has_slots, is_last_state
 from kvconnect.integrations.sglang.page_stats import PageStats
@@ -31,8 +31,7 @@ from kvconnect.integrations.sglang.server import Server
 from kvconnect.integrations.sglang.settings import ENGINE, rank_of, storage_settings
 from kvconnect.integrations.sglang.steps import steps
 from kvconnect.integrations.sglang.weights import WeightGuard
-from kvconnect.keys import BlockKey, Namespace, root_key
-from kvconnect.shards import whole_layouts
+from kvconnect.keys import BlockKey
 from kvconnect.trace import count, warn_once
 
 __all__ = ["KvConnectStorage"]
@@ -128,10 +127,7 @@ class KvConnectStorage(_Base):
         variant = {"kv_dtype": kv_dtype, **self._server.variant(self._directory, kv_dtype)}
         if states is not None:
             variant["states"] = self._server.state_kernels()
-        namespace = Namespace(extra_key=extra_key_of(self._settings, variant))
-        self._root = root_key(
-            args.model_digest, whole_layouts(layouts, self._rank, heads), namespace
-        )
+        namespace, self._root = RequestMaker(args, extra_key_of(self._settings, variant)).root()
         self._namespace = namespace.encode()
         planes = () if states is None else states.planes
         self._access = StoreAccess(args, [self._pool.planes, *planes])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -88,7 +87,8 @@ class WeightGuard:
         model = getattr(self._server.runner, "model", None)
         if not isinstance(model, torch.nn.Module) or any(map(self._server.is_set, _MOVING)):
             return None
-        with _device_of(model):
+        first = next(model.parameters(), torch.empty(0))
+        with torch.cuda.device(first.get_device()):  # -1 in host memory: no device
             if self._watch is None:
                 # From the first call on: by then the server has finished its start. Buffers are
                 # left out, since SGLang lengthens tables of positions while it runs.
@@ -113,10 +113,3 @@ def _refuse_unseen(server: Server, *, is_hooked: bool) -> None:
             "model_revision: is missing, and the model of this server cannot be watched: name "
             "weights that stay as long as the server runs"
         )
-
-
-def _device_of(model: torch.nn.Module) -> Any:
-    """Returns the context in which memory of the model's device is read."""
-    first = next(model.parameters(), None)
-    is_cuda = first is not None and first.device.type == "cuda"
-    return torch.cuda.device(first.device) if first is not None and is_cuda else nullcontext()

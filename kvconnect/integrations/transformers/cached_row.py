@@ -8,9 +8,7 @@ from kvconnect.backend import DEFAULT_RETENTION_PRIORITY
 from kvconnect.connector.io.lookup import Hit, Query
 from kvconnect.connector.io.orders import SaveOrder
 from kvconnect.connector.pair.save_plan import SavePlan
-from kvconnect.integrations.transformers.rows import PromptRow
 from kvconnect.integrations.transformers.snapshots import last_end
-from kvconnect.keys import BlockKey, Namespace
 from kvconnect.request import LlmRequest
 from kvconnect.shards import StoredHeads
 from kvconnect.tokens import TokenArray
@@ -22,10 +20,8 @@ class CachedRow:
     """A sequence that grows. Not thread-safe.
 
     Args:
-        prompt: with its padding.
-        root: the key before the first block.
-        tokens_per_block: the tokens per block of all pool groups.
-        namespace: the namespace of `root`.
+        request: the prompt, with its keys.
+        offset: tokens of padding before it.
         num_groups: pool groups of keys and values.
         num_states: pool groups of states behind these.
 
@@ -37,27 +33,18 @@ class CachedRow:
 
     def __init__(
         self,
-        prompt: PromptRow,
-        root: BlockKey,
+        request: LlmRequest,
+        offset: int,
         *,
-        tokens_per_block: int,
-        namespace: Namespace,
         num_groups: int,
         num_states: int = 0,
     ) -> None:
-        request = LlmRequest(
-            0,
-            prompt.tokens,
-            chain_root=root,
-            tokens_per_block=tokens_per_block,
-            namespace=namespace,
-        )
-        self.offset = prompt.offset
+        self.offset = offset
         self.tokens = request.tokens
         self.open = True
         self._chain = request.key_chain
         # For windows, too, all tokens are present; for states those with a snapshot.
-        windows = *[None] * num_groups, *[tokens_per_block] * num_states
+        windows = *[None] * num_groups, *[self._chain.tokens_per_block] * num_states
         self._plan = SavePlan(request, windows=windows)
 
     def query(

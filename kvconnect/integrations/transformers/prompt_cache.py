@@ -24,6 +24,7 @@ from kvconnect.engine.at_exit import close_at_exit
 from kvconnect.engine.attachment import Connector, config_of
 from kvconnect.errors import ConfigurationError, UsageError
 from kvconnect.integrations.core.load_choice import LoadChoice
+from kvconnect.integrations.core.requests import RequestMaker
 from kvconnect.integrations.transformers.cache_effects import refuse_effects_of_cache
 from kvconnect.integrations.transformers.cached_row import CachedRow
 from kvconnect.integrations.transformers.ended_caches import EndedCaches
@@ -39,7 +40,7 @@ from kvconnect.integrations.transformers.saving import SavingTo
 from kvconnect.integrations.transformers.states import empty_cache
 from kvconnect.integrations.transformers.stored_cache import StoredCache
 from kvconnect.integrations.transformers.structure import Change
-from kvconnect.keys import BlockKey, Namespace, check_salt, root_key
+from kvconnect.keys import check_salt
 from kvconnect.text import shown
 from kvconnect.trace import count, metrics, warn_once
 
@@ -132,10 +133,10 @@ class PromptCache:
         self._guard = guard
         self._config = config
         self._geometry = geometry
-        self._digest = digest
         args = LlmArgs(
             str(model.name_or_path), cache_config, config, geometry.layouts, model_digest=digest
         )
+        self._maker = RequestMaker(args, None)
         self._store = StoreAccess(args, geometry.device)
         limit = geometry.limit
         self._saving = SavingTo(
@@ -191,7 +192,6 @@ class PromptCache:
         if self._closed:
             raise UsageError("PromptCache: was closed; make another one")
         check_salt(cache_salt)
-        namespace = Namespace(cache_salt=cache_salt)
         prompts, doubt = prompt_rows(inputs, self._pad_token_ids())
         doubt = doubt or self._too_long(prompts) or self._padded(prompts)
         doubt = self._check(prompts) or doubt
@@ -199,8 +199,15 @@ class PromptCache:
             layers = empty_cache(self._model.config).layers
             return StoredCache(None, layers=layers, not_cached=note_doubt(*doubt))
         layouts = self._geometry.layouts
-        root = root_key(self._digest, layouts, namespace)
-        rows = self._rows(prompts, root, namespace)
+        rows = [
+            CachedRow(
+                self._maker.make(prompt.tokens, cache_salt=cache_salt),
+                prompt.offset,
+                num_groups=len(self._geometry.attention),
+                num_states=len(self._geometry.states),
+            )
+            for prompt in prompts
+        ]
         restored = restore(
             self._store,
             layouts,
@@ -217,21 +224,6 @@ class PromptCache:
             self._live.add(cache)
         compute_until(self._model, cache, inputs, cache.snapshots.ends)
         return cache
-
-    def _rows(
-        self, prompts: Sequence[PromptRow], root: BlockKey, namespace: Namespace
-    ) -> list[CachedRow]:
-        return [
-            CachedRow(
-                prompt,
-                root,
-                tokens_per_block=self._geometry.layouts[0].tokens_per_block,
-                namespace=namespace,
-                num_groups=len(self._geometry.attention),
-                num_states=len(self._geometry.states),
-            )
-            for prompt in prompts
-        ]
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Checks the model, saves all computed tokens, and blocks until they are stored.

@@ -116,6 +116,17 @@ class KvCacheConnectorConfig(EngineKvCacheConnectorConfig):
         super().__init__(**{**preset, **values})
 
 
+_WITHOUT_EFFECT = {
+    *("backend", "attn_backend", "cuda_graph_config", "disable_overlap_scheduler"),
+    *("enable_iter_perf_stats", "fail_fast_on_attention_window_too_large"),
+    *("garbage_collection_gen0_threshold", "gpus_per_node", "load_format", "max_input_len"),
+    *("max_seq_len", "moe_config", "num_postprocess_workers", "orchestrator_type"),
+    *("print_iter_log", "sampler_type", "skip_tokenizer_init", "stream_interval"),
+    *("tokenizer_mode", "torch_compile_config", "use_torch_sampler"),
+}
+"""The arguments that say how TensorRT-LLM runs a model."""
+
+
 _Made = TypeVar("_Made")
 
 
@@ -139,7 +150,7 @@ class LlmOptions(Settings):
         enable_attention_dp: False: no rank has requests of its own.
         quant_config, lora_config, speculative_config, guided_decoding_backend, revision,
             trust_remote_code: they would change answers, and kvconnect's engine does not have them.
-        backend and those after it: how TensorRT-LLM runs a model; without effect here.
+    Those of `_WITHOUT_EFFECT` are accepted, and dropped.
     """
 
     kv_cache_config: Annotated[EngineKvCacheConfig | None, _from_dict(KvCacheConfig)] = None
@@ -164,24 +175,6 @@ class LlmOptions(Settings):
     revision: None = None
     tokenizer_revision: None = None
     trust_remote_code: Literal[False] = False
-    backend: Any = None
-    attn_backend: Any = None
-    cuda_graph_config: Any = None
-    disable_overlap_scheduler: Any = None
-    enable_iter_perf_stats: Any = None
-    fail_fast_on_attention_window_too_large: Any = None
-    garbage_collection_gen0_threshold: Any = None
-    gpus_per_node: Any = None
-    load_format: Any = None
-    max_input_len: Any = None
-    max_seq_len: Any = None
-    moe_config: Any = None
-    num_postprocess_workers: Any = None
-    orchestrator_type: Any = None
-    print_iter_log: Any = None
-    sampler_type: Any = None
-    skip_tokenizer_init: Any = None
-    stream_interval: Any = None
-    tokenizer_mode: Any = None
-    torch_compile_config: Any = None
-    use_torch_sampler: Any = None
+
+    def __init__(self, /, **values: Any) -> None:
+        super().__init__(**{name: values[name] for name in values if name not in _WITHOUT_EFFECT})

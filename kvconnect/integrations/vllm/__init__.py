@@ -11,8 +11,8 @@ half. `messages` has the messages between the halves. `naming` gives requests th
 hashes the inputs beside tokens. `weights` and `weight_calls` detect that the model's weights were
 replaced. `identity` finds the settings of the engine that shape KV, and refuses those that cannot
 be distinguished. `configured` checks settings early, and records when loading may have begun.
-`callers` finds objects that a connector is not given. `layouts`, `caches` and `cpu_kernels`
-describe the engine's memory; `stats` counts.
+`callers` finds objects that a connector is not given. `layouts` and `caches` describe the engine's
+memory; `stats` counts.
 """
 
 from __future__ import annotations

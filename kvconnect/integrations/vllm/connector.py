@@ -22,10 +22,9 @@ from kvconnect.integrations.core.load_choice import LoadChoice
 from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.core.requests import extra_key_of
 from kvconnect.integrations.core.settings import EngineSettings
-from kvconnect.integrations.vllm.caches import group_planes
+from kvconnect.integrations.vllm.caches import base_is_apart, cpu_packing, group_planes
 from kvconnect.integrations.vllm.callers import executor_of_caller, model_of_caller
 from kvconnect.integrations.vllm.configured import lookup_times, settings_of
-from kvconnect.integrations.vllm.cpu_kernels import base_is_apart, cpu_packing
 from kvconnect.integrations.vllm.drafts import draft_variant
 from kvconnect.integrations.vllm.exports import KvConnectPromMetrics, KvConnectStats
 from kvconnect.integrations.vllm.identity import (

@@ -31,7 +31,7 @@ class Roles:
         saves, loads: a ``kv_consumer`` does not save, a ``kv_producer`` does not load.
         tells: true if results report in ``kv_transfer_params`` how many tokens of the prompt are
             saved.
-        base_is_apart: see `cpu_kernels.base_is_apart`; if not, requests without an adapter are not
+        base_is_apart: see `caches.base_is_apart`; if not, requests without an adapter are not
             cached.
         features_are_own: outputs of encoders come from this process; if not, pictures are not
             cached.

@@ -24,7 +24,6 @@ from kvconnect.errors import BackendUnavailable, ConfigurationError
 from kvconnect.integrations.core.metrics_port import tell_metrics
 from kvconnect.integrations.vllm.callers import executor_of_caller, scheduler_of_caller
 from kvconnect.integrations.vllm.identity import vllm_version
-from kvconnect.integrations.vllm_tier.finder import Finder
 from kvconnect.integrations.vllm_tier.identity import (
     HASH_NBYTES,
     ChunkNames,
@@ -32,7 +31,7 @@ from kvconnect.integrations.vllm_tier.identity import (
     chunks_digest,
 )
 from kvconnect.integrations.vllm_tier.loads import ChunkLoads
-from kvconnect.integrations.vllm_tier.lookups import Answers, Known, Lookups, ScanEnd
+from kvconnect.integrations.vllm_tier.lookups import Answers, Finder, Known, Lookups, ScanEnd
 from kvconnect.integrations.vllm_tier.pause import StepPause
 from kvconnect.integrations.vllm_tier.requests import NamedTokens, Parents
 from kvconnect.integrations.vllm_tier.saves import Saves

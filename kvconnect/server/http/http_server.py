@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from kvconnect.server.admission import Admission
 from kvconnect.server.http.connection import Connection
+from kvconnect.server.http.listener import Listener
 from kvconnect.server.settings import HttpSettings
 
 __all__ = ["HttpServer"]
@@ -87,6 +88,15 @@ class HttpServer(uvicorn.Server):
         self._ready = ready
         self._signals = 0
         self._give_up_at = float("inf")
+
+    def answer(self, listener: Listener) -> None:
+        """Answers clients of `listener` until a signal, in the main thread; blocks.
+
+        Raises:
+            ConfigurationError: another process took the port meanwhile.
+        """
+        listener.listen()
+        self.run(sockets=list(listener.sockets))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accepts connections."""

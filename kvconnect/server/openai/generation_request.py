@@ -25,10 +25,6 @@ _MAX_STOPS = 64
 _MAX_STOP_TOKENS = 1024
 _MAX_ID = 256
 
-_SAMPLING = (
-    *("n", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids"),
-)
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -123,8 +119,8 @@ class GenerationRequest(ModelRequest):
 
     @property
     def completions(self) -> int:
-        """The number of completions."""
-        raise NotImplementedError
+        """The number of completions: `n` for each prompt."""
+        return 1 if self.n is None else max(1, self.n)
 
     def max_logprobs(self, longest: int) -> int:
         """Returns the most log probabilities that the answer may hold.
@@ -214,7 +210,8 @@ class GenerationRequest(ModelRequest):
 
     def sampling(self, **more: object) -> SamplingParams:
         """Returns its sampling parameters; values in `more`, unless ``None``, override fields."""
-        given = {name: getattr(self, name) for name in _SAMPLING} | {
+        names = SamplingParams.model_fields.keys() & type(self).model_fields.keys()
+        given = {name: getattr(self, name) for name in names} | {
             "max_tokens": self.length,
             "logprobs": self.top_of_answer,
             "prompt_logprobs": self.top_of_prompt,

@@ -5,6 +5,6 @@ the store. It changes nothing. Texts, keys and the digests of salts are only und
 admin key.
 
 Imports operations, and the settings, errors and HTTP of the server. Begin with `cache_page`, which
-has the paths and the headers of the file; `store_reader` reads the store, `history` keeps the last
-hour, `run` serves the page of a store alone.
+has the paths and the headers of the file, and serves the page of a store alone; `store_reader`
+reads the store, `history` keeps the last hour.
 """

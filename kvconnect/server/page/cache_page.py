@@ -1,4 +1,4 @@
-"""The paths of the page, and what they answer."""
+"""The paths of the page, what they answer, and the server of the page of a store alone."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from typing import Self
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Route, Router
 
 from kvconnect.errors import ConfigurationError
 from kvconnect.operations.listed_store import ListedStore
 from kvconnect.operations.prefix_tree import TreeRow
 from kvconnect.operations.tenants import NO_SALT, TenantUse, tenant_of
 from kvconnect.prometheus.overview import Overview
+from kvconnect.server.admission import Admission
 from kvconnect.server.errors import RequestRefused
-from kvconnect.server.http.gate import ADMIN_PATHS, PAGE
+from kvconnect.server.http.gate import ADMIN_PATHS, PAGE, Gate
+from kvconnect.server.http.http_server import HttpServer
+from kvconnect.server.http.listener import Listener
 from kvconnect.server.page.history import History
 from kvconnect.server.page.store_reader import StoreReader
-from kvconnect.server.settings import HttpSettings
+from kvconnect.server.settings import HttpSettings, PageSettings
 
-__all__ = ["CachePage"]
+__all__ = ["CachePage", "serve_page"]
 
 _ROWS = 50
 """The branches of one answer at most."""
@@ -265,3 +268,25 @@ def _read() -> tuple[str, str]:
 
 def _hash(content: str) -> str:
     return base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+
+
+def serve_page(
+    title: str,
+    reader: StoreReader,
+    settings: PageSettings,
+    listener: Listener,
+    ready: Callable[[], None],
+) -> None:
+    """Answers until SIGTERM or Ctrl-C, in the main thread; blocks.
+
+    `listener` is closed when this returns, and so is `reader`. `ready` is called once browsers may
+    connect.
+
+    Raises:
+        ConfigurationError: the port was taken meanwhile.
+    """
+    with CachePage(title, settings, reader, of_server=False) as page:
+        router = Router(page.routes(), redirect_slashes=False)
+        app = Gate(router, settings, settings.admin_key, has_prompts=False)
+        admission = Admission(1, settings.max_bodies_bytes)
+        HttpServer(app, settings, admission, ready).answer(listener)

@@ -2,8 +2,8 @@
 
 May import those parts of the server that know no engine: `gate`, `body`, `admission`, `errors`,
 `settings`, `http_server`, and the parameters between servers (`openai.kv_transfer`). Begin with
-`app`, then follow a request: `endpoint` → `routed` (its parts) and `prompt` (its beginning) →
-`handover` (prefill, decode, and retries) → `fleet` (the choice of a server) → `instance` (the state
-of one) → `client` (HTTP and its deadlines) → `opened` (the answer). `run` is the life of the
-process, and checks all servers.
+`run` (the life of the process, its paths, and the check of all servers), then follow a request:
+`endpoint` → `routed` (its parts) and `prompt` (its beginning) → `handover` (prefill, decode, and
+retries) → `fleet` (the choice of a server) → `instance` (the state of one) → `client` (HTTP and its
+deadlines) → `opened` (the answer).
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
@@ -15,9 +14,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from kvconnect.server.admission import Admission
-from kvconnect.server.errors import RequestRefused, ShuttingDown, answer_of
+from kvconnect.server.errors import RequestRefused, ShuttingDown
 from kvconnect.server.http.body import read_json
 from kvconnect.server.http.disconnect import while_connected
+from kvconnect.server.http.event_stream import error_events
 from kvconnect.server.route.client import InstanceClient, ServerAnswered
 from kvconnect.server.route.fleet import Fleet
 from kvconnect.server.route.handover import Answering, Handover
@@ -116,11 +116,11 @@ class RouteEndpoint:
                     # disconnected client.
                     await asyncio.sleep(0)
         except InstanceFailed as failed:
-            last = _error_events(RequestRefused(503, f"the answer broke off: {failed}"))
+            last = error_events(RequestRefused(503, f"the answer broke off: {failed}"))
         except asyncio.CancelledError:
             if not running.aborted:
                 raise
-            last = _error_events(ShuttingDown())
+            last = error_events(ShuttingDown())
         await _send(send, last, more=False)
 
 
@@ -153,8 +153,3 @@ async def _start(opened: Opened, send: Send) -> None:
 
 async def _send(send: Send, piece: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": piece, "more_body": more})
-
-
-def _error_events(error: RequestRefused) -> bytes:
-    """Returns the last events of a stream that failed after its status was sent."""
-    return b"data: " + json.dumps(answer_of(error).body).encode() + b"\n\ndata: [DONE]\n\n"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from kvconnect.server.settings import HttpSettings, Seconds, check_header
+from kvconnect.server.settings import HttpSettings, Seconds, Secret
 
 __all__ = ["RouteSettings"]
 
@@ -35,8 +35,8 @@ class RouteSettings(HttpSettings):
 
     prefill: tuple[str, ...] = ()
     decode: Annotated[tuple[str, ...], Field(min_length=1)]
-    instance_api_key: Annotated[str | None, Field(repr=False)] = None
-    router_secret: Annotated[str | None, Field(repr=False)] = None
+    instance_api_key: Secret = None
+    router_secret: Secret = None
     stream_layers: bool = True
     max_requests: Annotated[int, Field(ge=1)] = 1024
     prefill_timeout_s: Seconds = 60.0
@@ -62,9 +62,3 @@ class RouteSettings(HttpSettings):
         if len(set(plain)) < len(plain):
             raise ValueError("a server is named twice; give each once")
         return plain
-
-    @model_validator(mode="after")
-    def _secrets_fit_headers(self) -> Self:
-        check_header("instance_api_key", self.instance_api_key)
-        check_header("router_secret", self.router_secret)
-        return self

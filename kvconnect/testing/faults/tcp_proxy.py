@@ -14,15 +14,19 @@ It runs on a thread of its own, so that a client may use it from any event loop 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import struct
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Self, TypeVar
 
-from kvconnect.testing.faults.tcp_connection import ProxiedConnection, TcpRoute
 from kvconnect.testing.faults.tcp_fault import TcpFault
 
 __all__ = ["TcpProxy"]
+
+_CHUNK = 65536
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER on, 0 seconds: close() sends RST
 
 T = TypeVar("T")
 
@@ -35,37 +39,31 @@ class TcpProxy:
 
     Attributes:
         host, port: the proxy's address, which never changes.
+        fault: the present fault; set it with `set`.
+        accepted: the number of connections so far.
     """
 
     host = "127.0.0.1"
 
     def __init__(self, host: str, port: int) -> None:
-        self._route = TcpRoute((host, port))
-        self._accepted = 0
-        self._connections: set[ProxiedConnection] = set()
+        self.fault = TcpFault()
+        self.accepted = 0
+        self._server = (host, port)
+        self._changed = asyncio.Event()
+        self._connections: set[_Connection] = set()
         self._fillers: list[socket.socket] = []
         self._listener = _listen((self.host, 0))
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kvconnect-tcp-proxy", daemon=True)
         self._thread.start()
-        self._call(self._start())
+        self._loop.call_soon_threadsafe(self._start_accepting)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def fault(self) -> TcpFault:
-        """The present fault."""
-        return self._route.fault
-
-    @property
-    def accepted(self) -> int:
-        """The number of connections so far."""
-        return self._accepted
 
     @property
     def open_connections(self) -> int:
@@ -87,7 +85,7 @@ class TcpProxy:
 
     def redirect(self, host: str, port: int) -> None:
         """Sends new connections to another server."""
-        self._route.server = (host, port)
+        self._server = (host, port)
 
     def reset_all(self) -> None:
         """Resets every open connection."""
@@ -109,9 +107,6 @@ class TcpProxy:
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
-    async def _start(self) -> None:
-        self._start_accepting()
-
     async def _stop(self) -> None:
         self._stop_accepting()
         self._listener.close()
@@ -119,7 +114,7 @@ class TcpProxy:
         await self._reset_all()
 
     async def _set(self, fault: TcpFault) -> None:
-        before, self._route.fault = self._route.fault, fault
+        before, self.fault = self.fault, fault
         self._stop_accepting()
         self._drop_fillers()
         self._listener.close()
@@ -133,7 +128,8 @@ class TcpProxy:
                 self._start_accepting()
         for connection in self._connections:
             connection.start_counting()
-        self._route.wake()
+        self._changed.set()  # ends every pause
+        self._changed = asyncio.Event()
 
     def _start_accepting(self) -> None:
         # Not a task, because cancelling it while a client connects would lose the client's socket.
@@ -165,10 +161,26 @@ class TcpProxy:
         except OSError:  # the client closed before it was accepted
             return
         client.settimeout(0)
-        self._accepted += 1
-        connection = ProxiedConnection(self._route, client)
+        self.accepted += 1
+        connection = _Connection(self, client)
         self._connections.add(connection)
         connection.start(self._connections.discard)
+
+    async def pause(self, seconds: float | None) -> None:
+        """Sleeps until `seconds` are over or the fault changes. On the proxy's loop."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
+
+    async def dial(self) -> socket.socket:
+        """Returns a connection to the server. On the proxy's loop."""
+        upstream = socket.socket()
+        upstream.settimeout(0)
+        try:
+            await self._loop.sock_connect(upstream, self._server)
+        except BaseException:
+            upstream.close()
+            raise
+        return upstream
 
 
 def _listen(address: tuple[str, int], *, backlog: int = 128) -> socket.socket:
@@ -182,3 +194,124 @@ def _listen(address: tuple[str, int], *, backlog: int = 128) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+class _Connection:
+    """A client and its own connection to the server. All methods run on the proxy's loop.
+
+    Args:
+        proxy: dials the server, and has the fault.
+        client: a connected client, closed when either side closes.
+    """
+
+    def __init__(self, proxy: TcpProxy, client: socket.socket) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._upstream: socket.socket | None = None
+        self._answered = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, on_end: Callable[[Self], None]) -> None:
+        """Starts to forward bytes both ways; calls `on_end` once both sides are closed."""
+        self._task = asyncio.create_task(self._serve())
+        self._task.add_done_callback(lambda _: on_end(self))
+
+    def start_counting(self) -> None:
+        """Restarts the count of answered bytes for faults."""
+        self._answered = 0
+
+    async def reset(self) -> None:
+        """Resets the connection on both sides."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _serve(self) -> None:
+        try:
+            while self._proxy.fault.stopped:
+                await self._proxy.pause(None)
+            self._upstream = await self._proxy.dial()
+            for end in (self._client, self._upstream):  # here, where an error closes both
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            requests = asyncio.create_task(self._pump(self._client, self._upstream, answers=False))
+            answers = asyncio.create_task(self._pump(self._upstream, self._client, answers=True))
+            try:
+                await asyncio.gather(requests, answers)
+            finally:
+                requests.cancel()
+                answers.cancel()
+                await asyncio.wait([requests, answers])
+        except OSError:
+            pass  # one side closed, so the other is reset
+        finally:
+            for side in (self._client, self._upstream):
+                if side is not None:
+                    with contextlib.suppress(OSError):
+                        side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                    side.close()
+
+    async def _pump(self, source: socket.socket, sink: socket.socket, *, answers: bool) -> None:
+        # Bytes are received at once and delivered after the delay, so that a delay does not lower
+        # the speed.
+        queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(maxsize=256)
+        delivering = asyncio.create_task(self._deliver(queue, sink, answers=answers))
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                data = await loop.sock_recv(source, _CHUNK)
+                delay = self._proxy.fault.delay_s if answers else 0.0
+                put = asyncio.create_task(queue.put((loop.time() + delay, data)))
+                await asyncio.wait([put, delivering], return_when=asyncio.FIRST_COMPLETED)
+                if delivering.done():
+                    put.cancel()
+                if delivering.done() or not data:
+                    await delivering
+                    return
+        finally:
+            delivering.cancel()
+            await asyncio.wait([delivering])
+
+    async def _deliver(
+        self, queue: asyncio.Queue[tuple[float, bytes]], sink: socket.socket, *, answers: bool
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due, data = await queue.get()
+            while self._proxy.fault.stopped:
+                await self._proxy.pause(None)
+            while due > loop.time() and self._proxy.fault.delay_s:
+                await self._proxy.pause(due - loop.time())
+            if not data:
+                with contextlib.suppress(OSError):  # the other side may have closed meanwhile
+                    sink.shutdown(socket.SHUT_WR)
+                return
+            if answers:
+                await self._answer(sink, data)
+            else:
+                await loop.sock_sendall(sink, data)
+
+    async def _answer(self, sink: socket.socket, data: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        fault = self._proxy.fault
+        if fault.rewrite is not None:
+            at, self._answered = self._answered, self._answered + len(data)
+            await loop.sock_sendall(sink, fault.rewrite(at, data))
+            return
+        while data:
+            fault, size = self._proxy.fault, len(data)
+            if fault.stopped:
+                await self._proxy.pause(None)
+                continue
+            if fault.reset_after is not None:
+                size = min(size, fault.reset_after - self._answered)
+                if size <= 0:
+                    raise ConnectionResetError
+            if fault.bytes_per_s is not None:
+                size = min(size, max(1, int(fault.bytes_per_s / 20)))
+            await loop.sock_sendall(sink, data[:size])
+            data = data[size:]
+            self._answered += size
+            if fault.reset_after is not None and self._answered >= fault.reset_after:
+                raise ConnectionResetError
+            if fault.bytes_per_s is not None:
+                await self._proxy.pause(size / fault.bytes_per_s)

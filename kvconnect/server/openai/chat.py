@@ -1,10 +1,10 @@
-"""The request of ``POST /v1/chat/completions``."""
+"""The request of ``POST /v1/chat/completions``, and its answer."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, StrictBool, model_validator
@@ -12,12 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from kvconnect.engine.llm import LLM
 from kvconnect.engine.request.handle import RequestHandle
+from kvconnect.engine.request.logprobs import Logprob, TokenLogprobs
+from kvconnect.engine.request.output import CompletionOutput, StreamChunk
 from kvconnect.sampling_params import Integer
-from kvconnect.server.openai.chat_answer import ChatAnswer
+from kvconnect.server.openai.answer import Answer, AnswerForm, Prompted, token_text, told_logprob
 from kvconnect.server.openai.generation_request import GenerationRequest
 from kvconnect.server.openai.model_request import ModelRequest
 
-__all__ = ["ChatRequest", "TemplateRequest"]
+__all__ = ["ChatAnswer", "ChatRequest", "TemplateRequest"]
 
 
 class TemplateRequest(ModelRequest):
@@ -78,11 +80,6 @@ class ChatRequest(TemplateRequest, GenerationRequest):
             raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
         return self
 
-    @property
-    def completions(self) -> int:
-        """The number of completions: `n` for the conversation."""
-        return 1 if self.n is None else max(1, self.n)
-
     def submit(self, llm: LLM, headers: Mapping[str, str]) -> list[RequestHandle]:
         """Starts it."""
         prompt = self.formatted(llm, self.messages)
@@ -110,3 +107,72 @@ class ChatRequest(TemplateRequest, GenerationRequest):
 def _reserved() -> frozenset[str]:
     """Returns the arguments of transformers' own: some make it write files or fill memory."""
     return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+class ChatAnswer(Answer):
+    """The chat completion objects of OpenAI.
+
+    Args:
+        form: the form of the answer.
+        top_logprobs: the number of likeliest tokens beside each token.
+    """
+
+    prefix: ClassVar[str] = "chatcmpl"
+    kind: ClassVar[str] = "chat.completion"
+    chunk_kind: ClassVar[str] = "chat.completion.chunk"
+
+    def __init__(self, form: AnswerForm, top_logprobs: int) -> None:
+        super().__init__(form)
+        self._top_logprobs = top_logprobs
+
+    def _beginning(self) -> Iterable[dict[str, Any]]:
+        """Yields chunks that name the role, one for each choice."""
+        for index in range(self._form.completions):
+            delta = {"role": "assistant", "content": ""}
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            made = self._chunk([choice])
+            if index == 0 and self._form.token_ids and self._prompts:
+                made["prompt_token_ids"] = list(self._prompts[0].prompt_token_ids)
+            yield made
+
+    def _of_prompt(self, prompt: Prompted) -> dict[str, Any]:
+        return self._prompt_fields(prompt)
+
+    def _choice(self, index: int, output: CompletionOutput, prompt: Prompted) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": output.text},
+            "logprobs": self._logprobs(output.token_ids, output.logprobs),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        } | self._ids(output.token_ids)
+
+    def _part(self, index: int, chunk: StreamChunk, prompt: Prompted | None) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": {"content": chunk.text},
+            "logprobs": self._logprobs(chunk.token_ids, chunk.logprobs),
+            "finish_reason": chunk.finish_reason,
+        } | self._ids(chunk.token_ids)
+
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None
+    ) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
+        made = partial(self._token, token_ids, logprobs)
+        return {"content": [partial(made, index) for index in range(len(token_ids))]}
+
+    def _token(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], index: int
+    ) -> dict[str, Any]:
+        token, found = token_ids[index], logprobs[index]
+        # The chosen token comes first, whatever its rank.
+        by_rank = sorted(found.items(), key=lambda item: item[1].rank)
+        top = [_entry(one, each) for one, each in by_rank[: self._top_logprobs]]
+        return _entry(token, found[token]) | {"top_logprobs": top}
+
+
+def _entry(token: int, logprob: Logprob) -> dict[str, Any]:
+    text = token_text(token, logprob)
+    return {"token": text, "logprob": told_logprob(logprob), "bytes": list(text.encode())}
