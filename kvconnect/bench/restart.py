@@ -65,7 +65,7 @@ def restart(model: Path, scratch: Path, *, num_tokens: int, repeats: int) -> lis
     config = KvCacheConnectorConfig(url=f"disk://{store}?capacity=16GiB", lookup_timeout_ms=1000)
     with LLM(model, kv_cache=cache, connector=config) as llm:
         cold = _first_token(llm, prompt)
-        again = [_first_token(llm, prompt, computed=1) for _ in range(repeats)]
+        again = [_first_token(llm, prompt, at_most=1) for _ in range(repeats)]
         block = llm.layout.block_nbytes
     nbytes = -(-num_tokens // cache.tokens_per_block) * block
     data = max(store.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
@@ -74,7 +74,8 @@ def restart(model: Path, scratch: Path, *, num_tokens: int, repeats: int) -> lis
         reads.append(cold_read_seconds(data, min(nbytes, data.stat().st_size)))
         copies.append(first_pass_seconds(nbytes))
         with LLM(model, kv_cache=cache, connector=config) as llm:
-            restored.append(_first_token(llm, prompt, computed=1))
+            # Of a slow disk's blocks the first ones may be computed beside the load.
+            restored.append(_first_token(llm, prompt, at_most=num_tokens // 2))
     read, copy, seconds = map(statistics.median, (reads, copies, restored))
     suffix = statistics.median(again)
     floor = read + copy + suffix
@@ -105,15 +106,15 @@ def idle_overhead(model: Path, *, steps: int) -> list[Figure]:
     ]
 
 
-def _first_token(llm: LLM, prompt: TokenArray, *, computed: int | None = None) -> float:
+def _first_token(llm: LLM, prompt: TokenArray, *, at_most: int | None = None) -> float:
     """Returns the seconds to the first token.
 
     Raises:
-        RuntimeError: not `computed` prompt tokens were computed, or no token was generated.
+        RuntimeError: more than `at_most` prompt tokens were computed, or no token was generated.
     """
     output = llm.generate([prompt], _ONE)[0]
-    if computed is not None and output.computed_tokens != computed:
-        raise RuntimeError(f"{output.computed_tokens} prompt tokens were computed, not {computed}")
+    if at_most is not None and output.computed_tokens > at_most:
+        raise RuntimeError(f"{output.computed_tokens} prompt tokens were computed, not {at_most}")
     if output.ttft_ms is None:
         raise RuntimeError("no token was generated")
     return output.ttft_ms / 1e3

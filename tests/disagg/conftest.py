@@ -40,9 +40,11 @@ def start_one(llama: Path, transport: str) -> Iterator[Callable[..., EngineProce
     """Starts engines in processes of their own; kills them at the end."""
     started: list[EngineProcess] = []
 
-    def start_it(role: str, **more: Any) -> EngineProcess:
+    def start_it(role: str, model: Path = llama, **more: Any) -> EngineProcess:
         more["transfer"] = {"transport": transport} | more.get("transfer", {})
-        started.append(EngineProcess(llama, role, **more))
+        if "tensor_parallel_size" in more:
+            more["device"] = "cpu"
+        started.append(EngineProcess(model, role, **more))
         return started[-1]
 
     yield start_it

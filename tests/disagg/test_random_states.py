@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import address_of, hands_out, held_by, leaks_nothing, open_engine, until
+from engines import PREFILL, address_of, hands_out, held_by, leaks_nothing, open_engine, until
 from families import write_tiny
+from free_ports import free_ports
 from observed import preempt, tokens
 from parrot import EAGER, Parrot, draft_with
 
@@ -97,3 +98,70 @@ def test_answers_are_those_of_one_engine(family, seed, open_one, tmp_path):
     until(lambda: held_by(prefill).keys() | held_by(decode).keys() <= {"users of links"})
     for llm in engines:
         llm._engine._kv.blocks.check_invariants()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "bamba"])
+@pytest.mark.parametrize(("ours", "theirs"), [(2, 2), (1, 2), (2, 1)])
+def test_ranks_hand_out_states_until_they_are_killed(ours, theirs, family, start_one, tmp_path):
+    """Each engine is in processes of its own, one for each rank."""
+    rng = np.random.default_rng([ours, theirs])
+    model = write_tiny(tmp_path / "model", family)
+    listen = f"127.0.0.1:{free_ports(theirs)}"
+    prefill = start_one(
+        "prefill",
+        model,
+        tensor_parallel_size=theirs,
+        max_num_tokens=24,
+        transfer={"listen": listen},
+    )
+    decode = start_one("decode", model, tensor_parallel_size=ours, max_num_tokens=24)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    known: list[list[int]] = [[]]
+    fetched = 0
+
+    def carried(number: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        here, there = hands_out(prefill.address, number)
+        return here, there | {"tp_size": theirs}
+
+    with open_engine(model, None) as fresh:
+        for turn in range(6):
+            stems = [known[rng.integers(len(known))] for _ in range(3)]
+            prompts = [
+                [*stem[: rng.integers(len(stem) + 1)], *rng.integers(3, 9, rng.integers(1, 40))]
+                for stem in stems
+            ]
+            prompts = [list(map(int, one[-90:])) for one in prompts]
+            expected = tokens(fresh.generate(prompts, params))
+            for number, prompt in enumerate(prompts):
+                here, there = carried(f"{turn}-{number}")
+                if turn % 2:  # read while it is computed
+                    decode.call("submit", prompt, params, there)
+                    prefill.call("submit", prompt, PREFILL, here)
+                else:
+                    prefill.call("submit", prompt, PREFILL, {"do": "prefill"})
+                    _, _, there = prefill.call("result")
+                    decode.call("submit", prompt, params, there)
+            for answer in expected:
+                found, reused, _ = decode.call("result")
+                assert found == answer
+                fetched += reused
+                if turn % 2:
+                    prefill.call("result")
+            known += [[*one, *more] for one, more in zip(prompts, expected, strict=True)]
+        last = list(map(int, rng.integers(9, 12, 100)))  # no prefix of it is known
+        (answer,) = tokens(fresh.generate([last], params))
+    assert fetched > 0
+    for process in (prefill, decode):
+        until(lambda one=process: one.call("held").keys() <= {"users of links"})
+
+    here, there = carried("killed")
+    prefill.call("stop_at", 3)  # within the second chunk
+    decode.call("submit", last, params, there)
+    prefill.call("submit", last, PREFILL, here)
+    assert prefill.call("wait_stopped")
+    prefill.kill()
+    assert decode.call("result")[:2] == (answer, 0)
+    until(lambda: decode.call("held").keys() <= {"users of links"})
+    decode.end()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import pytest
 import torch
 from engines import (
     PREFILL,
-    EngineProcess,
     T,
     address_of,
     hands_out,
@@ -69,21 +68,6 @@ def generated(tiny) -> Callable[[list[int], str], list[int]]:
         return out[0, len(prompt) :].tolist()
 
     return answer
-
-
-@pytest.fixture
-def start_two(tiny, transport) -> Iterator[Callable[..., EngineProcess]]:
-    """Starts engines on Qwen3-Next in processes of their own; kills them at the end."""
-    started: list[EngineProcess] = []
-
-    def start_it(role: str, **more: Any) -> EngineProcess:
-        more["transfer"] = {"transport": transport} | more.get("transfer", {})
-        started.append(EngineProcess(tiny("qwen3_next"), role, **more))
-        return started[-1]
-
-    yield start_it
-    for process in started:
-        process.kill()
 
 
 def answered(decode: LLM, prompt: list[int], carried: Any) -> tuple[list[int], int]:
@@ -230,9 +214,9 @@ def test_engines_with_blocks_of_other_sizes_share_no_states(tiny, open_one, gene
 # ---------------------------------------------------------------- processes
 
 
-def test_the_prefill_is_killed(start_two, tiny, open_one, generated):
+def test_the_prefill_is_killed(start_one, tiny, open_one, generated):
     decode = open_one("decode", tiny("qwen3_next"))
-    process = start_two("prefill", max_num_tokens=48)
+    process = start_one("prefill", tiny("qwen3_next"), max_num_tokens=48)
     prompt = prompt_of(50)
     process.call("submit", prompt, PREFILL, {"do": "prefill"})
     _, _, carried = process.call("result")
@@ -253,15 +237,15 @@ def test_the_prefill_is_killed(start_two, tiny, open_one, generated):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ours", "theirs"), [(2, 2), (1, 2), (2, 1)])
-def test_ranks_read_the_states_of_the_first_rank(ours, theirs, start_two, generated):
-    prefill = start_two(
+def test_ranks_read_the_states_of_the_first_rank(ours, theirs, tiny, start_one, generated):
+    prefill = start_one(
         "prefill",
+        tiny("qwen3_next"),
         tensor_parallel_size=theirs,
-        device="cpu",
         max_num_tokens=24,
         transfer={"listen": f"127.0.0.1:{free_ports(theirs)}"},
     )
-    decode = start_two("decode", tensor_parallel_size=ours, device="cpu")
+    decode = start_one("decode", tiny("qwen3_next"), tensor_parallel_size=ours)
     for length in LENGTHS:
         prompt = prompt_of(length)
         prefill.call("submit", prompt, PREFILL, {"do": "prefill"})

@@ -6,17 +6,21 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from families import write_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvconnect.engine.checkpoint.random_model import make_model
+from kvconnect.engine.model import mixer_division
 from kvconnect.engine.model import model as model_module
 from kvconnect.engine.model.model import Model, check_sharing
 from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.sharding import Division
+from kvconnect.engine.model.state_memory import StateMemory
 from kvconnect.errors import UnsupportedModel
 
 LESS_OFTEN = ["qwen2", "qwen3", "mistral", "phi", "gemma", "olmo"]
@@ -42,6 +46,9 @@ RECURRENT = [
         )
     ),
 ]
+
+WHOLE = {"bamba", "granitemoehybrid", "jamba", "minimax", "nemotron_h"}
+"""Norms over all heads, and Mamba 1, whose time steps are sums over all channels."""
 
 
 class Rank:
@@ -124,13 +131,110 @@ def check_equal(directory: Path, size: int, *, within: float = 1e-12) -> list[Mo
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_every_rank_computes_recurrent_layers_whole(family, tiny):
-    """The states of all ranks are those of one; attention, MLPs and experts are divided."""
+def test_ranks_divide_recurrent_layers_where_the_mixer_allows_it(family, tiny):
+    """The states are those of one rank; each rank has its heads or channels of them."""
     models = check_equal(tiny(family), 2, within=1e-5)  # some round states to float32
     sizes = [sum(one.numel() for one in model._model.parameters()) for model in models]
     assert (
         sizes[0] == sizes[1] < AutoModelForCausalLM.from_pretrained(tiny(family)).num_parameters()
     )
+    assert halved(models) == (family not in WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "size", "divided"),
+    [
+        ("nemotron_h", {"n_groups": 2}, 2, True),
+        ("falcon_h1", {"mamba_rms_norm": True}, 2, False),
+        ("falcon_h1", {"mamba_proj_bias": True, "projectors_bias": True}, 2, True),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in [
+                ("nemotron_h", {"n_groups": 2}, 4, False),
+                ("nemotron_h", {"n_groups": 4}, 4, True),
+                ("bamba", {"mamba_n_groups": 2}, 2, True),
+                ("granitemoehybrid", {"mamba_n_groups": 2}, 2, True),
+                ("falcon_h1", {"mamba_rms_norm": True, "mamba_n_groups": 2}, 2, True),
+                ("falcon_h1", {"mamba_n_groups": 2}, 4, True),
+                ("qwen3_next", {"linear_num_key_heads": 4}, 2, True),
+            ]
+        ),
+    ],
+)
+def test_a_norm_over_heads_of_several_ranks_keeps_a_mixer_whole(
+    family, fields, size, divided, tmp_path
+):
+    models = check_equal(write_tiny(tmp_path, family, **fields), size, within=1e-5)
+    assert halved(models) == divided
+
+
+def halved(models: Sequence[Model]) -> bool:
+    """Returns whether each rank has equal parts of all recurrent states; otherwise it has all."""
+    states = models[0].states
+    if models[0].divided_states is None:
+        assert all(one.divided_states is None for one in models)
+        return False
+    for model in models:
+        memory = StateMemory.of(model, 3, None)
+        for one in states:
+            shape = memory.slots[one.key].shape[1:]
+            assert shape[1:] == one.shape[1:]
+            if one.key.kind == "recurrent":
+                assert shape[0] * len(models) == one.shape[0]
+            else:
+                assert shape[0] < one.shape[0]
+    return True
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_snapshot_has_the_states_of_all_ranks(size, tiny):
+    """With four ranks each of the two key heads is on two of them."""
+    models, ranks = parts(tiny("qwen3_next"), size)
+    for one in models[0].states:
+        rows = [model.divided_states.rows[one.key] for model in models]
+        owned = torch.cat([found.rows[found.own] for found in rows])
+        assert owned.sort().values.tolist() == list(range(one.shape[0]))
+        if one.key.kind == "conv":
+            assert sum(len(found.rows) for found in rows) == (128 if size == 2 else 192)
+
+    whole = {one.key: torch.randn(one.shape).to(one.dtype) for one in models[0].states}
+    other = next(iter(whole))
+    for model in models:
+        del model.divided_states.rows[other]  # as of a mixer that every rank computes whole
+    found = [{key: torch.full_like(one, 7) for key, one in whole.items()} for _ in ranks]
+
+    def gather(rank: int) -> None:
+        divided = models[rank].divided_states
+        divided.gather(divided.part(whole), found[rank])
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(gather, range(size)))
+    for states in found:
+        assert all(torch.equal(states[key], one) for key, one in whole.items())
+
+
+@pytest.mark.parametrize("wrong", ["heads", "elements", "states", "outputs"])
+def test_a_mixer_whose_parts_compute_something_else_stays_whole(wrong, tiny, monkeypatch):
+    needed, rows, cut = mixer_division._needed, mixer_division._Trial.rows, mixer_division._cut
+
+    def reversed_elements(gradient: Tensor) -> Any:
+        found = needed(gradient)
+        return found and found._replace(indices=found.indices.flip(0))
+
+    def cut_twice_as_large(mixer: Any, last: str, *args: Any) -> bool:
+        done = cut(mixer, last, *args)
+        mixer.get_submodule(last).weight.data *= 2
+        return done
+
+    if wrong == "heads":  # counted by attributes of other names
+        monkeypatch.setattr(mixer_division, "_COUNTS", {})
+    elif wrong == "elements":
+        monkeypatch.setattr(mixer_division, "_needed", reversed_elements)
+    elif wrong == "outputs":
+        monkeypatch.setattr(mixer_division, "_cut", cut_twice_as_large)
+    else:
+        monkeypatch.setattr(mixer_division._Trial, "rows", lambda *args: rows(*args).flip(0))
+    assert not halved(check_equal(tiny("qwen3_next"), 2))
 
 
 def test_a_plan_that_divides_a_recurrent_layer_is_refused():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ from kvconnect.engine.model.mixers import (
 from kvconnect.engine.model.states import StateKey, StateKind, StateShape, StateSlots
 from kvconnect.errors import UnsupportedModel
 
-__all__ = ["PROBED_TOKENS", "MixerProbe", "split_mixers"]
+__all__ = ["PROBED_TOKENS", "MixerProbe", "ProbedCall", "run_in_parts", "split_mixers"]
 
 PROBED_TOKENS = 5
 """The tokens that a model is probed with."""
@@ -34,12 +34,20 @@ _STEPS = range(1, PROBED_TOKENS + 1)
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
-    """A running call of a module."""
+class ProbedCall:
+    """A call of a module.
+
+    Attributes:
+        module: the module.
+        args: its arguments.
+        named: its keyword arguments.
+        keys: the states that it has written.
+    """
 
     module: nn.Module
-    args: tuple[Any, ...]
+    args: Sequence[Any]
     named: dict[str, Any]
+    keys: list[StateKey] = field(default_factory=list)
 
 
 class MixerProbe(ModelCache):
@@ -54,9 +62,9 @@ class MixerProbe(ModelCache):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[_Call] = []
+        self.calls: list[ProbedCall] = []
         self.shapes: dict[StateKey, StateShape] = {}
-        self._running: list[_Call] = []
+        self._running: list[ProbedCall] = []
         self._asking: list[nn.Module] = []  # for a state before the first token
 
     def check_asking(self) -> None:
@@ -78,7 +86,7 @@ class MixerProbe(ModelCache):
         """Follows which module of `model` runs."""
 
         def enter(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            self._running.append(_Call(module, args, named))
+            self._running.append(ProbedCall(module, args, named))
 
         def leave(*_: Any) -> None:
             self._running.pop()
@@ -177,6 +185,7 @@ class MixerProbe(ModelCache):
                 f"{type(self._running[-1].module).__name__} keeps the {kind} state {state_idx} of "
                 f"layer {layer_idx} twice in one pass"
             )
+        self._running[-1].keys.append(key)
         self.shapes[key] = StateShape(key, tuple(state.shape[1:]), state.dtype)
 
 
@@ -235,9 +244,9 @@ class _Check:
         probe: knows its states.
     """
 
-    def __init__(self, call: _Call, probe: MixerProbe) -> None:
+    def __init__(self, call: ProbedCall, probe: MixerProbe) -> None:
         self._mixer = copy.deepcopy(call.module).double()
-        self._args, self._named = _doubled(call.args), _doubled(call.named)
+        self._call = call
         self._states = [
             replace(one, dtype=torch.float64) if one.dtype.is_floating_point else one
             for one in probe.shapes.values()
@@ -256,25 +265,48 @@ class _Check:
         return self._distance(self._outputs(ends)) <= 1e-7 * min(effects)  # sums of squares
 
     def _outputs(self, ends: Sequence[int], without: StateKind | None = None) -> Tensor:
-        """Returns the outputs of each token; states of the kind `without` are always zero."""
-        device = next(self._mixer.parameters()).device
-        slots = StateSlots(self._states, 1, device)
-        outputs = []
-        for start, end in pairwise((0, *ends)):
-            for one in self._states:
-                if one.key.kind == without:
-                    slots[one.key].zero_()
-            index = torch.zeros(1, dtype=torch.int64, device=device)
-            part = Part(slice(start, end), [0], start > 0, index)
-            with torch.inference_mode():
-                found = called(self._mixer, self._args, self._named, SequenceStates(slots, part))
-            results = found if isinstance(found, tuple) else (found,)
-            rows = [one[0].flatten(1) for one in results if is_rows(one, part)]
-            outputs.append(torch.cat(rows, dim=1))
-        return torch.cat(outputs)
+        with torch.inference_mode():
+            return run_in_parts(self._mixer, self._call, self._states, ends, without=without)[0]
 
     def _distance(self, outputs: Tensor) -> float:
         return float((self._whole - outputs).square().sum())
+
+
+def run_in_parts(
+    mixer: nn.Module,
+    call: ProbedCall,
+    shapes: Sequence[StateShape],
+    ends: Sequence[int],
+    *,
+    without: StateKind | None = None,
+) -> tuple[Tensor, StateSlots]:
+    """Computes the probed tokens, in float64.
+
+    Args:
+        mixer: a mixer in float64.
+        call: the call in the probe, whose arguments are used.
+        shapes: the shapes of the mixer's states.
+        ends: the ends of the parts that are computed one after the other.
+        without: the kind of states that are always zero.
+
+    Returns:
+        The outputs, ``[tokens, values]``, and the states after them, in one slot.
+    """
+    args, named = _doubled(call.args), _doubled(call.named)
+    device = next(mixer.parameters()).device
+    slots = StateSlots(shapes, 1, device)
+    outputs = []
+    for start, end in pairwise((0, *ends)):
+        for one in shapes:
+            if one.key.kind == without:
+                slots[one.key].zero_()
+        index = torch.zeros(1, dtype=torch.int64, device=device)
+        part = Part(slice(start, end), [0], start > 0, index)
+        found = called(mixer, args, named, SequenceStates(slots, part))
+        results = found if isinstance(found, tuple) else (found,)
+        rows = [one[0].flatten(1) for one in results if is_rows(one, part)]
+        outputs.append(torch.cat(rows, dim=1))
+    return torch.cat(outputs), slots
 
 
 def _doubled(value: Any) -> Any:
@@ -282,4 +314,6 @@ def _doubled(value: Any) -> Any:
         return {name: _doubled(one) for name, one in value.items()}
     if isinstance(value, (tuple, list)):
         return type(value)(_doubled(one) for one in value)
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    if isinstance(value, Tensor):
+        return value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
+    return value

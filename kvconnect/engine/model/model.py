@@ -26,6 +26,7 @@ from kvconnect.engine.model.declared import checked_windows
 from kvconnect.engine.model.forward_step import ForwardStep
 from kvconnect.engine.model.latents import keep_latents
 from kvconnect.engine.model.lean_layers import make_lean
+from kvconnect.engine.model.mixer_division import MixerDivision
 from kvconnect.engine.model.mixer_probe import PROBED_TOKENS, MixerProbe, split_mixers
 from kvconnect.engine.model.mixers import ModelCache
 from kvconnect.engine.model.own_attention import (
@@ -74,6 +75,7 @@ class Model:
         position_limit: the longest sequence; ``None``: none is known.
         eos_token_ids: tokens that end a generation.
         states: the states that recurrent layers keep for each sequence; empty: there are none.
+        divided_states: the part of `states` that this rank has; ``None``: all.
         stepped: true if some of these layers cannot continue from a state with several tokens, so
             that chunks after a sequence's first one are computed token by token.
 
@@ -114,7 +116,9 @@ class Model:
         divided.check_whole(call.module for call in mixers.calls)
         self.layers = probe.layers
         self.states = tuple(mixers.shapes.values())
+        division = None if ranks is None else MixerDivision(mixers, ranks)
         self.stepped = split_mixers(mixers)
+        self.divided_states = None if division is None else division.apply()
         self.whole_layers = [
             replace(layer, num_kv_heads=divided.heads.get(number, layer.num_kv_heads))
             if not layer.is_latent

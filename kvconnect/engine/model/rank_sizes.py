@@ -81,7 +81,7 @@ def tp_plan(model: Any) -> Mapping[str, str]:
     """Returns the style of each divided module and parameter of `model`, by name.
 
     Layer numbers are ``*``. The plan is that of transformers, if there is one. Empty: there is no
-    plan. Recurrent mixers are in no plan: every rank computes them whole.
+    plan. Recurrent mixers are in no plan: `MixerDivision` divides them.
     """
     config = model.config.get_text_config()
     if config.base_model_tp_plan is not None:

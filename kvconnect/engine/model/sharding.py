@@ -28,7 +28,7 @@ from kvconnect.engine.model.rank_sizes import (
 )
 from kvconnect.errors import UnsupportedModel
 
-__all__ = ["ModelRanks", "shard"]
+__all__ = ["ModelRanks", "shard", "sum_outputs"]
 
 _NUMBER = re.compile(r"\.(\d+)\.")
 
@@ -76,7 +76,7 @@ class Division:
     parts: Mapping[str, object] = field(default_factory=dict)
 
     def check_whole(self, mixers: Iterable[nn.Module]) -> None:
-        """Checks that every rank computes `mixers` whole, and so has all of their states.
+        """Checks that the plan divides no part of `mixers`, which `MixerDivision` divides.
 
         Raises:
             UnsupportedModel: a part of a mixer is divided.
@@ -86,7 +86,7 @@ class Division:
             if id(part) in inside:
                 raise UnsupportedModel(
                     f"tensor_parallel_size: the plan divides {name}, a part of a recurrent layer, "
-                    "whose states every rank keeps whole; use 1"
+                    "which the plan has to leave whole; use 1"
                 )
 
 
@@ -131,7 +131,7 @@ def _shard_module(name: str, modules: Mapping[str, Any], style: str, ranks: Mode
         cut = _Cut(ranks.rank, ranks.size)
         module.weight.data = cut.of(module.weight.data, 1)
         module.in_features = module.weight.shape[1]
-        module.forward = _Rowwise(module, ranks)
+        sum_outputs(module, ranks)
         return 0
     parent, _, last = name.rpartition(".")
     cut, whole = _Cut(ranks.rank, ranks.size), 0
@@ -143,6 +143,11 @@ def _shard_module(name: str, modules: Mapping[str, Any], style: str, ranks: Mode
         module.bias.data = cut.of(module.bias.data, 0)
     module.out_features = module.weight.shape[0]
     return whole
+
+
+def sum_outputs(module: Any, ranks: ModelRanks) -> None:
+    """Makes a linear layer, whose inputs are divided, return the sum of all ranks' outputs."""
+    module.forward = _Rowwise(module, ranks)
 
 
 def _shard_parameter(name: str, modules: Mapping[str, Any], style: str, ranks: ModelRanks) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
+from kvconnect.engine.model.divided_states import DividedStates
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.pool_groups import state_layers
 from kvconnect.engine.model.states import StateKey, StateSlots
@@ -46,20 +47,27 @@ class StateWork:
 class StateMemory:
     """The states of running sequences, and the blocks of their snapshots.
 
-    With several ranks each has all states of all recurrent layers, because every rank computes the
-    mixers whole.
+    With several ranks each has its part of the states of running sequences, as far as ranks divide
+    the mixers, and whole snapshots. So a snapshot serves engines of any number of ranks.
 
     Args:
         slots: the slots of the running sequences.
         blocks: the memory of all snapshots by state, ``[blocks, *shape]``; empty without them.
+        divided: the states that ranks divide; ``None``: there are none.
 
     Attributes:
         slots: the slots of the running sequences.
     """
 
-    def __init__(self, slots: StateSlots, blocks: Mapping[StateKey, Tensor]) -> None:
+    def __init__(
+        self,
+        slots: StateSlots,
+        blocks: Mapping[StateKey, Tensor],
+        divided: DividedStates | None = None,
+    ) -> None:
         self.slots = slots
         self._blocks = blocks
+        self._divided = divided
 
     @classmethod
     def of(
@@ -83,16 +91,28 @@ class StateMemory:
             numbers = state_layers(model)
             keys = [one.key for one in model.states]
             blocks = {key: states_of(numbers[key.layer_idx])[key.name] for key in keys}
-        return cls(StateSlots(model.states, num_slots, model.device), blocks)
+        divided = model.divided_states
+        shapes = model.states if divided is None else [divided.shape(one) for one in model.states]
+        return cls(StateSlots(shapes, num_slots, model.device), blocks, divided)
 
     def restore(self, one: StateRestore) -> None:
         """Copies a snapshot to the slot of its request."""
-        self.slots.restore(one.request_id, one.num_tokens, self._snapshot(one.block))
+        snapshot = self._snapshot(one.block)
+        if self._divided is not None:
+            snapshot = self._divided.part(snapshot)
+        self.slots.restore(one.request_id, one.num_tokens, snapshot)
 
     def take(self, snapshots: Sequence[Snapshot]) -> None:
-        """Copies the slots of requests to the blocks of `snapshots`."""
+        """Copies the slots of requests to the blocks of `snapshots`.
+
+        Collective where ranks divide states: every rank takes the same snapshots.
+        """
         for request_id, block in snapshots:
-            self.slots.copy_to(request_id, self._snapshot(block))
+            if self._divided is None:
+                self.slots.copy_to(request_id, self._snapshot(block))
+            else:
+                parts = {key: one[0] for key, one in self.slots.copies([request_id]).items()}
+                self._divided.gather(parts, self._snapshot(block))
 
     def _snapshot(self, block: int) -> dict[StateKey, Tensor]:
         return {key: states[block] for key, states in self._blocks.items()}
