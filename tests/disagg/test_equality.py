@@ -18,6 +18,7 @@ from engines import (
     result_of,
     until,
 )
+from families import write_tiny
 
 from kvconnect.trace import metrics
 
@@ -54,6 +55,17 @@ def test_the_answer_is_that_of_one_engine(arch, model_of, open_one, answer_of, c
         assert list(output.output_token_ids) == answer_of(prompt, arch)
         assert (output.reused_store_tokens, output.computed_tokens) == (len(prompt) - 1, 1)
     assert counted["transfer.fetched"] == 2 * len(LENGTHS)
+    leaks_nothing(prefill, decode)
+
+
+def test_keys_of_an_index_travel_with_the_latents(open_one, tmp_path):
+    model = write_tiny(tmp_path, "deepseek_v32", index_topk=8)
+    prefill, decode = open_one("prefill", model, max_num_tokens=48), open_one("decode", model)
+    for length in LENGTHS[1:]:
+        prompt = prompt_of(length)
+        (whole,) = prefill.generate([prompt], ANSWER)
+        answer = list(whole.output_token_ids)
+        assert hand_over(prefill, decode, prompt) == (answer, length - 1)
     leaks_nothing(prefill, decode)
 
 

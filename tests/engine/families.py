@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -20,7 +21,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-__all__ = ["VOCAB_SIZE", "model_types", "tiny_config", "write_tiny"]
+__all__ = ["VOCAB_SIZE", "FirstOfEquals", "model_types", "tiny_config", "write_tiny"]
 
 VOCAB_SIZE = 320
 
@@ -68,7 +69,7 @@ _SIZES: Mapping[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    "index_n_heads": 8,
     "index_topk": 16,
     # other kinds of heads
     "global_head_dim": 16,
@@ -145,13 +146,22 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "n_shared_experts": 1,
     },
+    "dots3_note_text": {
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 48,
+        "swa_head_dim": 32,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 16,
+    },
     "llama4_text": {"attention_chunk_size": 24},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 24},
     "qwen4_exp_text": {
         "ngram_vocab_size_base": 64,
         "make_ngram_vocab_size_divisible_by": 8,
         "split_ngram_parts": 4,
-        "indexer_n_heads": 2,
+        "indexer_n_heads": 8,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 16,
@@ -234,3 +244,17 @@ def write_tiny(directory: Path, model_type: str, **more: Any) -> Path:
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     model.save_pretrained(directory)
     return directory
+
+
+class FirstOfEquals(TorchFunctionMode):
+    """Of equal values `topk` takes the first ones. Its kernels take any."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in {torch.topk, torch.Tensor.topk}:
+            return self._topk(*args, **kwargs or {})
+        return func(*args, **kwargs or {})
+
+    @staticmethod
+    def _topk(values, k, dim=-1, **_):
+        ordered = values.sort(dim=dim, descending=True, stable=True)
+        return torch.return_types.topk([one.narrow(dim, 0, k) for one in ordered])

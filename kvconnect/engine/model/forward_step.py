@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from kvconnect.engine.model.drafted import DraftedStates
 from kvconnect.engine.model.group_step import GroupStep, RequestSlice
+from kvconnect.engine.model.index_parts import IndexPart, index_parts
 from kvconnect.engine.model.pages import LayerPages
 from kvconnect.engine.model.scores import AttentionInput
+from kvconnect.engine.model.seam import IndexCall
 from kvconnect.engine.model.sequence_step import SequenceStep
 from kvconnect.engine.model.states import StateSlots
 from kvconnect.errors import UsageError
@@ -103,7 +106,9 @@ class ForwardStep:
         self._hooks = hooks
         self._device = device
         self._layers_done = 0
-        slices = _slices(plan)
+        self._indexes_done = 0
+        self._slices = slices = _slices(plan)
+        self._index_parts: dict[tuple[int, int], list[IndexPart]] = {}
         positions = np.concatenate([np.arange(part.start, part.end) for part in slices])
         self.input_ids = self._tensor(np.concatenate([one.tokens for one in plan]))[None]
         self.position_ids = self._tensor(positions)[None]
@@ -127,9 +132,7 @@ class ForwardStep:
         Raises:
             UsageError: layers came out of order, or a page in the window is not held.
         """
-        if self.states is not None:
-            layer_idx = self._layers_done
-        layer, group = self._begin(layer_idx)
+        layer, group = self._begin(None if self.states is not None else layer_idx)
         pages = layer.pages
         # Attention uses the values that a later request would read, also for tokens that are not
         # read back.
@@ -144,11 +147,42 @@ class ForwardStep:
             softcap=given.softcap,
             sinks=given.sinks,
             latents=given.latents,
+            chosen=given.chosen,
         )
         out = group.attend(given, pages)
-        self._hooks.save_kv_layer(layer_idx)
-        self._layers_done += 1
+        self._end()
         return out[None]
+
+    def choose(self, call: IndexCall) -> Tensor:
+        """Writes the index keys of one layer, and chooses the tokens that it attends to.
+
+        Args:
+            call: the call of the layer's indexer, which comes before its attention.
+
+        Returns:
+            ``[tokens, most]``; see `AttentionInput.chosen`.
+
+        Raises:
+            UsageError: a page of a sequence is not held.
+        """
+        layer, group = self._begin(None)
+        group.blank(layer.pages)
+        key = layer.group, call.num_heads
+        if (parts := self._index_parts.get(key)) is None:
+            size = layer.pages.keys.shape[1]
+            parts = self._index_parts[key] = index_parts(
+                self._slices, call, layer.group, size, device=self._device
+            )
+        found = [
+            call.chosen(part.rows, part.seen, partial(part.append, layer.pages)) for part in parts
+        ]
+        most = max(one.shape[1] for one in found)
+        chosen = found[0].new_full((call.num_tokens, most), -1)
+        for part, one in zip(parts, found, strict=True):
+            chosen[part.rows.flatten(), : one.shape[1]] = one
+        self._end()
+        self._indexes_done += 1
+        return chosen
 
     def append(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Writes one layer's keys and values of the only sequence; see `own_attention`.
@@ -167,8 +201,7 @@ class ForwardStep:
         layer, group = self._begin(layer_idx)
         group.write(layer.pages, key[0].transpose(0, 1), value[0].transpose(0, 1))
         keys, values = group.gather(layer.pages)
-        self._hooks.save_kv_layer(layer_idx)
-        self._layers_done += 1
+        self._end()
         return keys[None], values[None]
 
     def apart(self) -> list[ForwardStep]:
@@ -200,13 +233,22 @@ class ForwardStep:
         if self.states is not None:
             self.states.end()
 
-    def _begin(self, layer_idx: int) -> tuple[CachedLayer, GroupStep]:
-        """Checks that the layer is due, and waits until its loaded KV may be read."""
-        if layer_idx != self._layers_done:
-            raise UsageError(f"layer {layer_idx} ran when layer {self._layers_done} was due")
-        self._hooks.wait_for_layer_load(layer_idx)
-        layer = self._layers[layer_idx]
+    def _begin(self, layer_idx: int | None) -> tuple[CachedLayer, GroupStep]:
+        """Waits until the next layer's loaded KV may be read.
+
+        Args:
+            layer_idx: the number of the attention layer, which is checked; ``None``: not known.
+        """
+        due = self._layers_done - self._indexes_done
+        if layer_idx is not None and layer_idx != due:
+            raise UsageError(f"layer {layer_idx} ran when layer {due} was due")
+        self._hooks.wait_for_layer_load(self._layers_done)
+        layer = self._layers[self._layers_done]
         return layer, self._groups[layer.group]
+
+    def _end(self) -> None:
+        self._hooks.save_kv_layer(self._layers_done)
+        self._layers_done += 1
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)

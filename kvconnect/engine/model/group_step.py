@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from kvconnect.engine.model.attention import (
     DecodeGroup,
     held_blocks,
 )
+from kvconnect.engine.model.chosen_tokens import ChosenTokens
 from kvconnect.engine.model.pages import LayerPages, PageNumbers, SlotNumbers
 from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.sequence_step import SequenceStep
@@ -50,6 +52,17 @@ class RequestSlice:
     def count(self) -> int:
         """The number of its tokens."""
         return self.end - self.start
+
+    def divided(self, most: int) -> Iterator[RequestSlice]:
+        """Yields parts of at most so many tokens, in order."""
+        for offset in range(0, self.count, most):
+            yield RequestSlice(
+                self.sequence,
+                self.start + offset,
+                min(self.start + offset + most, self.end),
+                self.first_row + offset,
+                self.first_key + offset,
+            )
 
 
 class GroupStep:
@@ -88,6 +101,10 @@ class GroupStep:
     def write(self, pages: LayerPages, key: Tensor, value: Tensor) -> None:
         """Writes each token's key and value (``[tokens, kv_heads, dim]``) at its slot."""
         pages.write(self._slots, key, value)
+        self.blank(pages)
+
+    def blank(self, pages: LayerPages) -> None:
+        """Zeroes the slots behind the tokens in blocks that are written for the first time."""
         if self._blank is not None:
             pages.blank(*self._blank)
 
@@ -103,6 +120,8 @@ class GroupStep:
     def attend(self, given: AttentionInput, pages: LayerPages) -> Tensor:
         """Attends over the cached tokens; see `ForwardStep.attend`."""
         _, heads, tokens, _ = given.query.shape
+        if (chosen := given.chosen) is not None and chosen.shape[1] < self._longest:
+            return self._chosen_tokens.attended(chosen, given, pages)
         parts = self._parts
         if tokens < given.key.shape[2]:
             if self._last_parts is None:
@@ -115,6 +134,16 @@ class GroupStep:
         for part in parts:
             part.attend(given, pages, out)
         return out
+
+    @property
+    def _longest(self) -> int:
+        return max(part.end for part in self._slices)
+
+    @cached_property
+    def _chosen_tokens(self) -> ChosenTokens:
+        starts = [part.start for part in self._slices]
+        ends = [part.end for part in self._slices]
+        return ChosenTokens.of(starts, ends, self._held, self._size, self._device)
 
     def _parts_of(self, slices: Sequence[RequestSlice]) -> list[Chunk | DecodeGroup]:
         chunks = [

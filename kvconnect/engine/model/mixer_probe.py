@@ -257,10 +257,11 @@ class _Check:
         """Returns whether tokens up to each of `ends`, one part after the other, give the same.
 
         Some mixers take no states for several tokens. Recurrences that compute in float32 deviate
-        by up to a ten thousandth of the effect of each kind of states. Three times as much is
-        another computation.
+        by up to a ten thousandth of the effect of each kind of their states. Three times as much
+        is another computation.
         """
-        kinds = {one.key.kind for one in self._states}
+        written = self._call.keys or [one.key for one in self._states]
+        kinds = {key.kind for key in written}
         effects = [self._distance(self._outputs(ends, without=one)) for one in kinds]
         return self._distance(self._outputs(ends)) <= 1e-7 * min(effects)  # sums of squares
 

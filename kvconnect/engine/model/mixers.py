@@ -8,6 +8,7 @@ others of one length: single tokens, and tokens with as many drafts.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -68,11 +69,17 @@ class Part:
     index: Tensor
 
 
+@dataclass(slots=True)
+class _NoPositions:
+    indexer_position_ids: Tensor | None = None
+
+
 class ModelCache:
     """The cache that a model with recurrent layers is called with.
 
     Attributes:
         layer_idx: the model's number of the attention layer that runs now; -1: none ran yet.
+        layers: the positions of tokens before, where indexers look for them: there are none.
         is_sliding: the attribute of transformers' caches; masks are not made from it.
     """
 
@@ -80,6 +87,7 @@ class ModelCache:
 
     def __init__(self) -> None:
         self.layer_idx = -1
+        self.layers: defaultdict[int, _NoPositions] = defaultdict(_NoPositions)
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any

@@ -24,6 +24,7 @@ from transformers import (
 from kvconnect.config import torch_dtype
 from kvconnect.engine.model.declared import checked_windows
 from kvconnect.engine.model.forward_step import ForwardStep
+from kvconnect.engine.model.indexers import INDEXED, pack_indexers
 from kvconnect.engine.model.latents import keep_latents
 from kvconnect.engine.model.lean_layers import make_lean
 from kvconnect.engine.model.mixer_division import MixerDivision
@@ -37,7 +38,7 @@ from kvconnect.engine.model.own_attention import (
 )
 from kvconnect.engine.model.positions import position_limit
 from kvconnect.engine.model.rank_sizes import check_size, tp_plan
-from kvconnect.engine.model.seam import ATTENTION, AttentionProbe, KvStep, running
+from kvconnect.engine.model.seam import ATTENTION, AttentionProbe, IndexedStep, running
 from kvconnect.engine.model.sharding import Division, ModelRanks, shard
 from kvconnect.engine.model.unmapping import unmap
 from kvconnect.errors import ConfigurationError, UnsupportedModel
@@ -49,8 +50,9 @@ _STATELESS_LAYERS = {"moe", "mlp"}
 _SERVED_LAYERS = {"full_attention", "sliding_attention"} | _RECURRENT_LAYERS | _STATELESS_LAYERS
 _UNSERVED_LAYERS = {
     "indexed_attention": "an index chooses the tokens that are attended to",
-    "compressed_sparse_attention": "keys are made of several tokens, and an index chooses them",
-    "heavily_compressed_attention": "keys are made of several tokens",
+    "compressed_sparse_attention": "a key is made of several tokens and of those before them",
+    "heavily_compressed_attention": "a key is made of tokens of several blocks, which are stored "
+    "before it is known",
     "chunked_attention": "a token sees its own chunk only",
 }
 """The reason why layers of a type are not served."""
@@ -108,6 +110,7 @@ class Model:
         self.position_limit = limit = position_limit(config)
         self.eos_token_ids = _eos_token_ids(self._model)
         self._cache_name = _cache_name(self._model)
+        self._masks = pack_indexers(self._model)
         probe, mixers = self._probe()
         if not self._owns_attention:
             checked_windows(self._model, longest=None if limit is None else limit.num_tokens)
@@ -146,7 +149,7 @@ class Model:
 
     def _computed(
         self,
-        kv: KvStep,
+        kv: IndexedStep,
         input_ids: Tensor,
         position_ids: Tensor,
         states: ModelCache | None,
@@ -179,6 +182,8 @@ class Model:
         """Calls the model, with positions if it has an argument for them."""
         if self._takes_positions:
             more["position_ids"] = position_ids
+        if self._masks:
+            more["attention_mask"] = self._masks
         with torch.inference_mode():
             output = self._model(input_ids=input_ids, logits_to_keep=wanted, **more)
         logits: Tensor = output.logits
@@ -219,6 +224,8 @@ class Model:
         name = type(self._model).__name__
         kinds = getattr(self.config, "layer_types", None) or []
         expected = getattr(self.config, "num_hidden_layers", None)
+        pairs = zip(probe.numbers, probe.layers, strict=True)
+        attending = [(number, layer) for number, layer in pairs if not layer.is_index]
         seen = {*probe.numbers, *(key.layer_idx for key in mixers.shapes)}
         seen |= {index for index, kind in enumerate(kinds) if kind in _STATELESS_LAYERS}
         if mixers.shapes or (expected is not None and _is_recurrent(self._model)):
@@ -227,12 +234,12 @@ class Model:
                     f"layers {', '.join(map(str, hidden))} of {name} neither use transformers' "
                     "attention interface nor keep their states in its cache"
                 )
-        elif not probe.layers or (expected is not None and len(probe.layers) != expected):
+        elif not attending or (expected is not None and len(attending) != expected):
             raise UnsupportedModel(
-                f"{len(probe.layers)} of {expected} layers of {name} use "
+                f"{len(attending)} of {expected} layers of {name} use "
                 "transformers' attention interface; all must"
             )
-        for number, layer in zip(probe.numbers, probe.layers, strict=True):
+        for number, layer in attending:
             kind = kinds[number] if number < len(kinds) else None
             windowed = kind in {"sliding_attention", "hybrid_sliding"}
             if kind is not None and windowed != (layer.window is not None):
@@ -264,6 +271,8 @@ def _refuse(config: PreTrainedConfig) -> None:
     if not served and not getattr(model_class, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{model_class.__name__} has no attention interface")
     unknown = set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS
+    if config.model_type in INDEXED:
+        unknown -= {"indexed_attention"}
     if unknown:
         reasons = sorted({_UNSERVED_LAYERS[one] for one in unknown if one in _UNSERVED_LAYERS})
         why = f": {'; '.join(reasons)}" if reasons else ""
@@ -349,7 +358,12 @@ def check_sharing(directory: Path, size: int) -> None:
 
 def _num_heads(model: Any) -> int:
     """Returns the query heads of a layer; 0: no layer attends."""
-    return int(getattr(model.config.get_text_config(), "num_attention_heads", 0))
+    try:
+        return int(getattr(model.config.get_text_config(), "num_attention_heads", 0))
+    except RuntimeError as error:  # the configuration has a number for each layer
+        raise UnsupportedModel(
+            "tensor_parallel_size: layers may differ in their number of attention heads; use 1"
+        ) from error
 
 
 def _device(name: str) -> torch.device:

@@ -164,6 +164,15 @@ class LayerPages:
             keys = self._key_memory.gather(numbers.pages)
             memory = self._value_memory
             values = keys if memory is None else memory.gather(numbers.pages)
+        return self._converted(keys, values)
+
+    def at(self, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns copies of single tokens: ``[…, heads, dim]`` for indices of any shape ``[…]``."""
+        keys = self._key_memory.at(blocks, offsets)
+        memory = self._value_memory
+        return self._converted(keys, keys if memory is None else memory.at(blocks, offsets))
+
+    def _converted(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if self._stored == self._dtype:
             return keys, values
         converted = keys.to(self._dtype)
@@ -200,6 +209,13 @@ class _Memory:
         rows = states.view(self.view.dtype).reshape(len(states), -1)
         matrix.index_copy_(0, numbers.rows(self.view.shape[1], step), rows)
         return True
+
+    def at(self, blocks: Tensor, offsets: Tensor) -> Tensor:
+        if self._tokens is None:
+            return self.view[blocks, offsets].view(self._dtype)
+        matrix, step = self._tokens
+        picked = torch.index_select(matrix, 0, (blocks * step + offsets).flatten())
+        return picked.view(*blocks.shape, *self.view.shape[2:]).view(self._dtype)
 
     def gather(self, pages: Tensor) -> Tensor:
         view = self.view

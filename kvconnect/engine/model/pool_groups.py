@@ -71,8 +71,14 @@ class CacheGeometry:
             states: true if the cache manager keeps snapshots of recurrent states.
 
         Raises:
-            UnsupportedModel: there is one pool, and layers differ in what they store.
+            UnsupportedModel: there is one pool, and layers differ in what they store; or layers
+                that choose tokens by an index are to have windows.
         """
+        if config.max_attention_window and any(layer.is_index for layer in model.layers):
+            raise UnsupportedModel(
+                "max_attention_window: this model's layers choose the tokens that they attend to "
+                "among all tokens of a sequence; leave it out"
+            )
         limit = model.position_limit
         longest = None if limit is None else limit.num_tokens
         windows = effective_windows(model.layers, config.max_attention_window, longest)

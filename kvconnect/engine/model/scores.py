@@ -44,6 +44,8 @@ class AttentionInput:
         sinks: ``[heads]``, a score of each head that takes part in the softmax without a value.
         latents: the latents' module of a layer whose `key` holds latents and whose `value` is
             empty.
+        chosen: ``[tokens, most]``, the positions that each token attends to, as far as they are
+            not behind it; -1: none. ``None``: each token attends to all up to itself.
     """
 
     query: Tensor
@@ -54,6 +56,7 @@ class AttentionInput:
     softcap: float | None = None
     sinks: Tensor | None = None
     latents: Latents | None = None
+    chosen: Tensor | None = None
 
     @property
     def value_dim(self) -> int:
