@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -9,11 +11,12 @@ from kvconnect.cache.block_manager import BlockManager
 from kvconnect.cache.memory.sizing import pool_sizes
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import ConfigurationError, OutOfBlocks
-from kvconnect.layout import KvCacheLayout
+from kvconnect.layout import KvCacheLayout, StateTensor
 
 T = 4
 FULL = KvCacheLayout(1, 1, 1, 1, T, torch.float32)
 WINDOW = KvCacheLayout(3, 1, 1, 1, T, torch.float32, 8)
+STATES = KvCacheLayout.of_states([StateTensor(1, "conv", (5,), torch.float32)], T)
 SIZES = (None, 8)
 
 
@@ -104,6 +107,27 @@ def test_explicit_numbers_of_blocks_are_not_changed():
     manager = BlockManager(config, [FULL, WINDOW], num_blocks={None: 4, 8: 40})
     assert not manager.can_add(range(5 * T), first_chunk=4)
     assert not manager.ensure_free([5, 0])
+
+
+@pytest.mark.parametrize("ratio", [None, (0.9, 0.1)])
+@pytest.mark.parametrize("layouts", [[FULL], [FULL, WINDOW], [FULL, STATES]])
+def test_too_small_a_host_tier_is_told_the_least_size_with_a_block(layouts, ratio):
+    def sized(nbytes):
+        return pool_sizes(
+            KvCacheConfig(
+                tokens_per_block=T,
+                host_cache_size=nbytes,
+                pool_ratio=ratio if len(layouts) == 2 else None,
+            ),
+            layouts,
+        ).num_host_blocks
+
+    with pytest.raises(ConfigurationError, match=r"host_cache_size: 1 leaves") as refused:
+        sized(1)
+    [least] = map(int, re.findall(r"at least (\d+) bytes", str(refused.value)))
+    assert max(sized(least)) == 1
+    with pytest.raises(ConfigurationError, match=f"at least {least} bytes"):
+        sized(least - 1)
 
 
 def test_no_room_for_a_block_of_every_pool_names_the_limit():

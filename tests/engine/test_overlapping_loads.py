@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from beside import (
     worker,
 )
 from late_store import LateStore
-from observed import check_idle, tokens
+from observed import check_idle
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.backends.guard.breaker import Breaker
@@ -99,6 +100,23 @@ def open_late(open_llm, llama, store) -> Callable[..., LLM]:
         return llm
 
     return open_one
+
+
+def release_after_loads(llm: LLM, store: LateStore) -> None:
+    """Answers all held calls after the first token of a request, whose load has ended."""
+    engine = llm._engine
+    step = engine.step
+
+    def step_and_release() -> bool:
+        worked = step()
+        running = engine._scheduler.running
+        if store.held and any(one.num_tokens > one.prompt_len for one in running):
+            until(lambda: not loads(llm)._running)
+            store.release()
+            until(lambda: not loads(llm)._reads)
+        return worked
+
+    engine.step = step_and_release
 
 
 # ---------------------------------------------------------------------- where they meet
@@ -375,6 +393,54 @@ def test_a_missing_block_that_is_computed_meanwhile_is_saved_anew(
     check_nothing_is_left(llm, store)
 
 
+@pytest.mark.parametrize(("how", "number"), [("lost", 0), ("lost", 3), ("broken", 3)])
+def test_a_missing_block_that_is_noticed_after_the_load_is_saved_anew(
+    how, number, store, open_late, beside, arrivals, reference, llama
+):
+    """The answer for it comes once all tokens before what has come are computed."""
+    store.frozen = False
+    key = store.keys_of(PROMPT)[number]
+    frame = store.frames[key].clone()
+    setattr(store, how, {key})
+    store.held = {key}
+    llm = open_late()
+    beside.decide = arrivals.after(llm, 12 - number)
+    release_after_loads(llm, store)
+    output = llm.generate(PROMPT, GREEDY)[0]
+    check(output, *reference(llama, [PROMPT], 12), reused=len(PROMPT) - 1 - (number + 1) * T)
+    assert not store.held
+    check_nothing_is_left(llm, store)
+    until(lambda: torch.equal(store.frames.get(key, frame[:0]), frame))
+
+
+@pytest.mark.parametrize("noticed", ["before", "after"])
+def test_a_missing_block_of_a_load_that_is_overtaken_is_saved_anew(
+    noticed, store, open_late, beside, reference, llama
+):
+    """Nothing of the load comes, since its first block hangs."""
+    store.frozen = False
+    keys = store.keys_of(PROMPT)
+    frame = store.frames[keys[9]].clone()
+    store.lost, store.held = {keys[9]}, {keys[12], keys[9]}
+    llm = open_late()
+
+    def decide(request: LlmRequest, budget: int) -> int:
+        load = loads(llm)._overlapping[request.request_id]
+        until(lambda: load.next > 3)
+        if noticed == "before":
+            store.release({keys[9]})
+            until(lambda: load.stop < len(load.order.blocks))
+        return min(request.load_end + 1 - request.num_computed_tokens, budget)
+
+    beside.decide = decide
+    release_after_loads(llm, store)
+    output = llm.generate(PROMPT, GREEDY)[0]
+    check(output, *reference(llama, [PROMPT], 12), reused=0)
+    assert not store.held
+    check_nothing_is_left(llm, store)
+    until(lambda: torch.equal(store.frames.get(keys[9], frame[:0]), frame))
+
+
 @pytest.mark.parametrize("how", ["lost", "broken", "failing"])
 def test_a_missing_block_is_found_while_it_computes(
     how, saved, store, open_late, beside, reference, llama
@@ -533,38 +599,86 @@ def test_switched_off(open_llm, llama, store, beside, reference):
 # ---------------------------------------------------------------------- two ranks
 
 
-def test_ranks_go_on_from_what_the_slowest_has(model_of, reference, beside, tmp_path, monkeypatch):
-    """See `uneven_ranks`."""
-    url = f"disk://{tmp_path}/store?capacity=64MiB"
-    how = {
-        "tensor_parallel_size": 2,
-        "kv_cache": KvCacheConfig(tokens_per_block=T, max_tokens=60 * T),
-        "dtype": "float64",
-        "device": "cpu",
-        "max_num_tokens": 3 * T,
-    }
-    model = model_of("llama")
-    asked = [PROMPT, words(9 * T + 2, 5)]
-    with LLM(model, connector=KvCacheConnectorConfig(url=url), **how) as llm:
-        assert tokens(llm.generate(asked, GREEDY)) == reference(model, asked, 12)
-    monkeypatch.setenv("UNEVEN_STORE", url)
-    uneven = KvCacheConnectorConfig(
+RANKS = {
+    "tensor_parallel_size": 2,
+    "kv_cache": KvCacheConfig(tokens_per_block=T, max_tokens=60 * T),
+    "dtype": "float64",
+    "device": "cpu",
+    "max_num_tokens": 3 * T,
+}
+UNEVEN = [PROMPT, words(9 * T + 2, 5)]
+STOPPED = [words(12 * T + 5, seed) for seed in (7, 8, 9)]
+
+
+@pytest.fixture(scope="module")
+def saved_by_ranks(model_of, reference, tmp_path_factory) -> tuple[str, float]:
+    """The URL of a store that has these prompts, and the seconds that one takes without it."""
+    url = f"disk://{tmp_path_factory.mktemp('ranks')}/store?capacity=64MiB"
+    asked, seconds = [*UNEVEN, *STOPPED], []
+    with LLM(model_of("llama"), connector=KvCacheConnectorConfig(url=url), **RANKS) as llm:
+        for prompt, expected in zip(asked, reference(model_of("llama"), asked, 12), strict=True):
+            began = time.monotonic()
+            check(llm.generate(prompt, GREEDY)[0], expected, reused=0)
+            seconds.append(time.monotonic() - began)
+    return url, max(seconds)
+
+
+def uneven_ranks(worker_class: str) -> KvCacheConnectorConfig:
+    return KvCacheConnectorConfig(
         lookup_timeout_ms=60_000,
+        load_timeout_s=600,
         overlap_loads=True,
         connector_module="uneven_ranks",
         connector_scheduler_class="Scheduler",
-        connector_worker_class="Worker",
+        connector_worker_class=worker_class,
     )
-    with LLM(model, connector=uneven, **how) as llm:
+
+
+def test_ranks_go_on_from_what_the_slowest_has(
+    saved_by_ranks, model_of, reference, beside, monkeypatch
+):
+    """See `uneven_ranks`."""
+    monkeypatch.setenv("UNEVEN_STORE", saved_by_ranks[0])
+    expected = reference(model_of("llama"), UNEVEN, 12)
+    with LLM(model_of("llama"), connector=uneven_ranks("Worker"), **RANKS) as llm:
         beside.decide = lambda request, budget: min(T, whole_blocks(request, budget))
-        first, second = (llm.generate(prompt, GREEDY)[0] for prompt in asked)
-        check(first, reference(model, asked, 12)[0])
+        first, second = (llm.generate(prompt, GREEDY)[0] for prompt in UNEVEN)
+        check(first, expected[0])
         # The second rank got its blocks while the first six were computed, or seven; on a busy
         # machine the engine hears of them before.
         assert 4 * T <= first.reused_store_tokens < 11 * T
-        check(second, reference(model, asked, 12)[1])
+        check(second, expected[1])
         assert second.reused_store_tokens < 9 * T + 1  # one block of the second rank did not come
         assert beside.asked > 0
+        until(llm.reset_prefix_cache)
+        check_idle(llm)
+
+
+def test_a_store_that_stops_on_one_rank_costs_no_more_than_computing(
+    saved_by_ranks, model_of, reference, monkeypatch
+):
+    """See `uneven_ranks`: of the first prompt five blocks come on one rank, all on the other."""
+    url, computed_s = saved_by_ranks
+    monkeypatch.setenv("UNEVEN_STORE", url)
+    expected = reference(model_of("llama"), STOPPED, 12)
+
+    def decide(request: LlmRequest, budget: int) -> int:
+        if request.loaded_from > 8 * T:
+            llm._thread._inbox.ring()
+            return 0
+        return whole_blocks(request, budget)
+
+    with LLM(model_of("llama"), connector=uneven_ranks("StoppingWorker"), **RANKS) as llm:
+        with monkeypatch.context() as patch:
+            Beside(patch).decide = decide
+            output = llm.generate(STOPPED[0], GREEDY)[0]
+            check(output, expected[0], reused=len(STOPPED[0]) - 1 - 8 * T)
+        for number in (1, 2):
+            began = time.monotonic()
+            output = llm.generate(STOPPED[number], GREEDY)[0]
+            assert time.monotonic() - began < 2 * computed_s + 1
+            check(output, expected[number], reused=0)
+        assert worker(llm)._num_loads == 3
         until(llm.reset_prefix_cache)
         check_idle(llm)
 

@@ -70,3 +70,39 @@ class Worker(OffloadWorker):
         if self.num_loads == 2 and self._num_reads == 4:
             return Fetched(0, "planted")
         return await self._fetch(blocks, slots)
+
+
+STOPS = [(1, 5), (1, 0), (0, 0)]
+"""Of each load: the rank on which it stops, after how many blocks."""
+
+
+class StoppingWorker(OffloadWorker):
+    """Reads block by block. A load stops on one rank, see `STOPS`; on the other it is quick."""
+
+    def __init__(self, llm_args: LlmArgs) -> None:
+        super().__init__(with_store(llm_args))
+        self._num_loads = 0
+
+    def register_planes(self, pools: Sequence[Any]) -> None:
+        super().register_planes(pools)
+        self._access.call_blocks = 1
+        self._fetch, self._access.fetch = self._access.fetch, self._until_it_stops
+
+    def start_load_kv(self, stream: Any) -> None:
+        if self._metadata is not None and self._metadata.loads:
+            self._rank, self._left = STOPS[self._num_loads]
+            self._num_loads += 1
+            self._over = asyncio.Event()
+        super().start_load_kv(stream)
+
+    def get_finished(self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]):
+        saved, loaded = super().get_finished(finished_gen_req_ids, started_loading_req_ids)
+        if loaded:
+            self._store.io.call_soon(self._over.set)  # no read is left behind
+        return saved, loaded
+
+    async def _until_it_stops(self, blocks: Sequence[Any], slots: Sequence[Any]) -> Fetched:
+        self._left -= 1
+        if self._llm_args.rank == self._rank and self._left < 0:
+            await self._over.wait()
+        return await self._fetch(blocks, slots)

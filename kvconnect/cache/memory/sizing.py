@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -252,9 +253,13 @@ def _host_blocks(
         return (0,) * len(layouts)
     counts = _shared_out(config, layouts, config.host_cache_size)
     if max(counts) < 1:
+        most = len(layouts) * max(layout.block_nbytes for layout in layouts)
+        least = bisect_left(
+            range(most), 1, key=lambda size: max(_shared_out(config, layouts, size))
+        )
         raise ConfigurationError(
-            f"host_cache_size: {config.host_cache_size} leaves no room for one block of "
-            f"{min(layout.block_nbytes for layout in layouts)} bytes; raise it, or give 0"
+            f"host_cache_size: {config.host_cache_size} leaves no room for one block; give at "
+            f"least {least} bytes, or 0"
         )
     return counts
 

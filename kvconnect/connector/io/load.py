@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -177,6 +178,7 @@ class Loads:
         self.tokens_per_block = access.store.llm_args.tokens_per_block
         self._running: set[Load] = set()
         self._overlapping: dict[int, Load] = {}  # beside computing, until reported
+        self._lost: deque[tuple[int, int]] = deque()
         self._calls = _Calls()
         self._reads: set[asyncio.Task[None]] = set()
         self._probing: asyncio.Task[None] | None = None
@@ -233,6 +235,10 @@ class Loads:
             came_to[request_id] = load.order.loaded_from(num_blocks, self.tokens_per_block)
         return came_to
 
+    def take_lost(self) -> list[tuple[int, int]]:
+        """Returns requests, with the first block to save anew, whose loads found blocks gone."""
+        return [self._lost.popleft() for _ in range(len(self._lost))]
+
     def cancel(self, request_id: int | None = None) -> None:
         """Cancels the load of `request_id`, or every load; each ends soon. On any thread."""
         self._access.store.io.call_soon(lambda: self._cancel(request_id))
@@ -241,7 +247,7 @@ class Loads:
         for load in list(self._running):
             if request_id in (None, load.order.request_id):
                 load.cancelled = True
-                load.close("cancelled")
+                load.close("")
 
     def _slots_freed(self) -> None:
         if self._running:
@@ -259,11 +265,8 @@ class Loads:
         finally:
             self._running.discard(load)
         num_blocks = load.num_valid_blocks()
-        missing = max(0, load.wanted - num_blocks)
-        count("connector.load.blocks", blocks=num_blocks, missing=missing)
-        # A lost block that was computed meanwhile counts, too: it is to be saved anew.
-        lost = load.stop < len(order.blocks)
-        if (num_blocks < load.wanted or lost) and not load.cancelled:
+        count("connector.load.blocks", blocks=num_blocks, missing=max(0, load.wanted - num_blocks))
+        if (num_blocks < load.wanted or load.stop < len(order.blocks)) and not load.cancelled:
             valid = order.start
             if not order.overlaps:
                 valid = order.num_valid(num_blocks, self.tokens_per_block)
@@ -271,7 +274,14 @@ class Loads:
                 order.request_id, Direction.LOAD, valid, load.reason, loss=load.loss
             )
         load.ended = True
+        self._note_lost(load)
         done(load)
+
+    def _note_lost(self, load: Load) -> None:
+        # A lost block is saved anew, also if it was computed meanwhile, or its load was cancelled.
+        lost = load.order.overlaps and load.loss in (Outcome.EVICTED, Outcome.DAMAGED)
+        if lost and load.ended and not load.failure:
+            self._lost.append((load.order.request_id, load.order.start // self.tokens_per_block))
 
     async def _fetch(self, load: Load, deadline: float) -> None:
         """Runs the load until every block is in the pool, or no more blocks can be."""
@@ -302,8 +312,7 @@ class Loads:
             self._probing = asyncio.get_running_loop().create_task(self._probe())
 
     async def _probe(self) -> None:
-        # The breaker counts the outcome.
-        with suppress(RetryLater):
+        with suppress(RetryLater):  # the breaker counts the outcome
             await self._access.store.backend.probe(_PROBE_S)
         await asyncio.sleep(_STALL_S)
 
@@ -341,10 +350,7 @@ class Loads:
         """Reads one piece from the store into `slots`, then copies it to the pool."""
         order = load.order
         blocks = order.blocks[first : first + len(slots)]
-        slots = [
-            self._access.slot_for(slot, block.group)
-            for slot, block in zip(slots, blocks, strict=True)
-        ]
+        slots = list(map(self._access.slot_for, slots, (block.group for block in blocks)))
         step = -1 if order.overlaps else 1  # stores read the blocks of a prompt in order
         fetched = Fetched(0)
         started = asyncio.get_running_loop().time()
@@ -360,6 +366,7 @@ class Loads:
             if filled < len(slots):
                 filled = 0 if order.overlaps else filled
                 load.fail(first + filled, fetched.reason, fetched.loss)
+                self._note_lost(load)
             if filled and not load.closed:
                 arrived = slots[:filled]
                 await self._access.store.copying.run(lambda: self._copy_now(load, first, arrived))

@@ -61,7 +61,8 @@ class WorkerMeta:
     """The message of a worker to the scheduler in a step.
 
     Attributes:
-        missing: by request, the number of the first block that was dropped or could not be stored.
+        missing: by request, the number of the first block that was dropped, could not be stored or
+            may be lost: it is to be saved at the request's end.
         backlogged: true if ended requests wait for staging memory.
         dropped: the requests in `missing` whose block was dropped for lack of staging memory.
     """

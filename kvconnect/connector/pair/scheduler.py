@@ -332,7 +332,7 @@ class OffloadScheduler(StoreHooks, KvCacheConnectorScheduler):
         )
 
     def update_from_workers(self, metas: Sequence[object]) -> None:
-        """Postpones a request's saves to its end if a rank could not store one of its blocks."""
+        """Postpones a request's saves to its end if the store lacks one of its blocks."""
         self._backlogged = False
         for meta in metas:
             if not isinstance(meta, WorkerMeta):

@@ -313,7 +313,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         return self._load_times
 
     def build_worker_meta(self) -> WorkerMeta | None:
-        """Returns the blocks that were not stored, and whether ended requests wait for room."""
+        """Returns the blocks that the store lacks, and whether ended requests wait for room."""
         if not (self._missing or self._leaving):
             return None
         missing, self._missing = self._missing, {}
@@ -324,7 +324,7 @@ class OffloadWorker(KvCacheConnectorWorker):
         """Stages the remaining blocks of ended requests while there is staging memory."""
         if self._open_store is None:
             return
-        for request_id, block in self._queue.take_lost():
+        for request_id, block in (*self._queue.take_lost(), *self._loads.take_lost()):
             self._note_missing(request_id, block)
         if not self._leaving:
             return
