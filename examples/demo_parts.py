@@ -5,14 +5,19 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 from kvconnect.engine.checkpoint.random_model import make_model
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEMO = REPOSITORY / ".demo"
+
+Url: TypeAlias = Callable[[], str]
+"""Waits until a server listens, and returns its base URL."""
 
 
 def demo_model() -> Path:
@@ -28,18 +33,24 @@ def demo_model() -> Path:
 
 
 @contextmanager
-def process(*arguments: str, crash: bool = False) -> Iterator[str]:
-    """Runs the command ``kvconnect``, and yields its base URL; exits if the command fails.
+def process(*arguments: str, crash: bool = False) -> Iterator[Url]:
+    """Runs the command ``kvconnect``, and yields a function that waits for its base URL.
 
-    Leaving the context ends the process by SIGTERM, or with `crash` by SIGKILL.
+    Exits if the command fails. Leaving the context ends the process by SIGTERM, or with `crash` by
+    SIGKILL.
     """
     command = [sys.executable, "-P", "-m", "kvconnect", *arguments, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-        try:
+
+        @cache
+        def url() -> str:
             printed = running.stdout.readline() if running.stdout is not None else ""
             if not printed:
                 sys.exit(f"FAILED: kvconnect {arguments[0]} did not start")
-            yield printed.split()[-1]
+            return printed.split()[-1]
+
+        try:
+            yield url
             if not crash:
                 running.send_signal(signal.SIGTERM)
                 if running.wait(60) != 0:

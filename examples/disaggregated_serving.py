@@ -75,10 +75,12 @@ def main() -> None:
     missing = differing = 0
     with ExitStack() as stack:
         print("Starting a prefill server, a decode server and two routers ...", flush=True)
-        prefill = stack.enter_context(process(*serve, "--role", "prefill"))
-        decode = stack.enter_context(process(*serve, "--role", "decode"))
+        roles = ("prefill", "decode")
+        servers = [stack.enter_context(process(*serve, "--role", role)) for role in roles]
+        prefill, decode = (url() for url in servers)  # they start at the same time
         route = ("route", "--prefill", prefill, "--decode", decode)
-        routers = {way: stack.enter_context(process(*route, *WAYS[way])) for way in WAYS}
+        started = {way: stack.enter_context(process(*route, *WAYS[way])) for way in WAYS}
+        routers = {way: url() for way, url in started.items()}
         for way, router in routers.items():
             ask(router, f"{way}: first request", 1)  # the router learns the prefill's address
         print(" streaming   tokens  transferred    first token  equal")

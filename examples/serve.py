@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from demo_parts import DEMO, REPOSITORY, demo_model, process
+from demo_parts import DEMO, REPOSITORY, Url, demo_model, process
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
@@ -34,7 +34,7 @@ class Turn:
     ttft_ms: float
 
 
-def server(model: Path, store: str) -> AbstractContextManager[str]:
+def server(model: Path, store: str) -> AbstractContextManager[Url]:
     """Runs a server until the context ends, then kills it; yields the base URL for clients."""
     # Without the overlap the beginning of a prompt is loaded, too, so that it counts.
     options = ("--served-model-name", "demo", "--no-overlap-loads", "--lookup-timeout-ms", "1000")
@@ -82,7 +82,7 @@ def chat(model: Path, store: str, subject: str, turns: int) -> list[list[Turn]]:
     taken: list[list[Turn]] = []
     for name, half in (("first", questions[: turns // 2]), ("second", questions[turns // 2 :])):
         print(f"The {name} server ...", flush=True)
-        with server(model, store) as base_url, OpenAI(base_url=base_url, api_key="none") as client:
+        with server(model, store) as url, OpenAI(base_url=url(), api_key="none") as client:
             taken.append([])
             for question in half:
                 messages.append({"role": "user", "content": question})
@@ -90,7 +90,7 @@ def chat(model: Path, store: str, subject: str, turns: int) -> list[list[Turn]]:
                 counts = f"{turn.prompt_tokens:>6,} prompt tokens, {turn.cached_tokens:>6,} of them"
                 times = f"first token after {turn.ttft_ms:,.0f} ms"
                 print(f"  {question:24} {counts} cached; {times}", flush=True)
-            wait_until_saved(base_url, taken[-1][-1].prompt_tokens if name == "first" else 0)
+            wait_until_saved(url(), taken[-1][-1].prompt_tokens if name == "first" else 0)
     return taken
 
 

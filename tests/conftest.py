@@ -131,3 +131,19 @@ def with_template(tmp_path_factory: pytest.TempPathFactory) -> WithTemplate:
 def llama(model_of: ModelOf) -> Path:
     """A small random Llama."""
     return model_of("llama")
+
+
+@pytest.fixture
+def kvconnect(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[object, str, str]]:
+    """Runs a command line; returns exit code, standard output and standard error."""
+    from kvconnect.cli.main import main  # torch: seconds
+
+    def run(*arguments: object) -> tuple[object, str, str]:
+        code: object
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as error:
+            code = error.code
+        return code, *capsys.readouterr()
+
+    return run

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
-import signal
-import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import torch
-from frozen import freeze
+from commanded import Commanded
 
 from kvconnect.backend import Backend, Capabilities, StoredBlock
 from kvconnect.backends import open_backend
@@ -22,8 +18,6 @@ from kvconnect.keys import BlockKey
 from kvconnect.testing import BlockMaker
 from kvconnect.transfer.control.keyed import GrantKeys
 from kvconnect.transfer.control.messages import Hello
-
-_CONTEXT = multiprocessing.get_context("forkserver")
 
 Value = tuple[bytes, bytes]
 
@@ -109,78 +103,25 @@ def _block(key: bytes, value: bytes) -> StoredBlock:
     return StoredBlock(BlockKey(key), data)
 
 
-async def _serve(commands: Connection, url: str) -> None:
+async def _opened(url: str) -> _Instance:
     store = open_backend(url).inner
     await store.open([BlockMaker.layout])
-    instance = _Instance(store)
-    commands.send(None)
-    while True:
-        method, arguments = await asyncio.to_thread(commands.recv)
-        if method == "close":
-            await store.close()
-            commands.send(None)
-            return
-        commands.send(await getattr(instance, method)(*arguments))
+    return _Instance(store)
 
 
-def _main(commands: Connection, url: str) -> None:
-    try:
-        asyncio.run(_serve(commands, url))
-    except EOFError:
-        os._exit(0)
-    except Exception as error:  # noqa: BLE001 - the test raises it
-        commands.send(error)
-        os._exit(1)
-
-
-class NixlPeer:
+class NixlPeer(Commanded):
     """Starts an instance; `ask` calls a method of it there."""
 
     def __init__(self, url: str) -> None:
-        self._lock = threading.Lock()
-        self._commands, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_main, args=(theirs, url), daemon=True)
-        self.process.start()
-        theirs.close()
-        try:
-            self._answer()
-            self.address: str = self.ask("address")
-        except BaseException:
-            self.end()
-            raise
+        super().__init__(_opened, url)
+        self.address: str = self.ask("address")
 
     @property
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
 
-    def ask(self, method: str, *arguments: Any) -> Any:
-        with self._lock:
-            self._commands.send((method, arguments))
-            return self._answer()
-
     def save(self, blocks: Sequence[StoredBlock]) -> int:
         return self.ask("save", [(one.key, one.data.numpy().tobytes()) for one in blocks])
-
-    def _answer(self) -> Any:
-        if not self._commands.poll(60):
-            raise TimeoutError("the instance said nothing for 60 s")
-        answer = self._commands.recv()
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    def freeze(self) -> None:
-        freeze(self.process.pid)
-
-    def wake(self) -> None:
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    def end(self) -> None:
-        """Kills it, frozen or not."""
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join(60)
-        self._commands.close()
 
 
 class Across(Backend):

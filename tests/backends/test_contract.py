@@ -5,16 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 
-from kvconnect import frame
-from kvconnect.backend import StoredBlock
-from kvconnect.backends import open_backend
 from kvconnect.backends.guard.codecs import Codecs
 from kvconnect.backends.guard.frames import Framing
 from kvconnect.errors import BackendUnavailable
-from kvconnect.frame import frame_nbytes
-from kvconnect.layout import KvCacheLayout
 
 MIB = 1 << 20
 
@@ -32,30 +26,6 @@ async def test_first_blocks_are_the_children_of_nothing(make_bare, kit):
     async with kit.opened(make_bare()) as store:
         await store.save([kit.block(root, tokens=[1, 2]), kit.block(full, root, tokens=[3, 4])])
         assert [child.key for child in await store.children(None)] == [root]
-
-
-@pytest.mark.parametrize("nbytes", [300 << 10, 2 << 20, 9 << 20])
-async def test_blocks_of_any_size_are_stored_sealed_and_loaded_checked(make_bare, kit, nbytes):
-    layout = KvCacheLayout(1, 1, nbytes // 4, nbytes // 4, 2, torch.uint8)
-    keys = kit.keys("sized", nbytes, count=3)
-    frames = kit.buffers(3, frame_nbytes(layout.block_nbytes))
-    for key, data in zip(keys, frames, strict=True):
-        frame.payload(data, layout.block_nbytes).copy_(kit.content(key, layout.block_nbytes))
-    store = open_backend(make_bare())
-    await store.open([layout])
-    blocks = [StoredBlock(key, data) for key, data in zip(keys, frames, strict=True)]
-    assert await store.save(blocks) == 3
-    bare = kit.buffers(3, frames[0].numel())
-    assert await store.inner.load(keys, bare) == 3
-    checked = kit.buffers(3, frames[0].numel())
-    assert await store.load(keys, checked) == 3
-    for key, *copies in zip(keys, bare, checked, strict=True):
-        for data in copies:
-            assert frame.check(data, key, {layout.fingerprint()})
-            payload = frame.payload(data, layout.block_nbytes)
-            assert torch.equal(payload, kit.content(key, layout.block_nbytes))
-            assert kit.margins_whole(data)
-    await store.close()
 
 
 async def test_threads_that_run_out_after_the_first_call_harm_nothing(make_bare, kit, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.errors import ConfigurationError
-from kvconnect.testing.faults.clock import ShiftedClock
 
 # The disk store keeps up to an eighth of a small capacity for its index.
 SLOTS = 64
@@ -83,18 +82,6 @@ async def test_chain_longer_than_the_store_keeps_its_beginning(small, kit):
     assert await small.lookup(keys) == saved
 
 
-async def test_never_more_than_the_capacity(small, kit):
-    for turn in range(20):
-        sizes = (4096, kit.frame_nbytes, 40960, 5000)
-        keys = kit.keys("sizes", turn, count=8)
-        await small.save(
-            [kit.block(k, nbytes=sizes[(turn // 5 + n) % 4]) for n, k in enumerate(keys)]
-        )
-        stats = await small.stats()
-        assert stats.get("file_bytes", stats["bytes"]) <= SLOTS * kit.frame_nbytes
-        assert stats["blocks"] > 0
-
-
 async def test_capacity_of_one_block_holds_one(make_bare, kit):
     async with kit.opened(make_bare(capacity=kit.frame_nbytes)) as store:
         for number in range(3):
@@ -111,25 +98,3 @@ async def test_capacity_below_one_block_is_refused(make_bare, kit):
     ):
         await store.open([kit.layout])
     await store.close()
-
-
-async def test_what_is_used_after_the_clock_went_back_is_newer_than_all_before(make_bare, kit):
-    """A full store else keeps nothing new for as long as the clock went back: 8 of 320 blocks."""
-    capacity = SLOTS * kit.frame_nbytes
-    with ShiftedClock() as clock:
-        async with kit.opened(make_bare(capacity=capacity)) as store:
-            await press(store, kit, 2 * SLOTS)
-        clock.forward(-3600)
-        async with kit.opened(make_bare(capacity=capacity)) as store:
-            await nothing_old_is_kept(store, kit)
-
-
-async def nothing_old_is_kept(store, kit):
-    new = kit.keys("after the clock went back", count=32)
-    for start in range(0, 32, 8):
-        assert await store.save(kit.chain(new[start : start + 8])) == 8
-    assert await kit.stored(store, new) == [True] * 32
-    for turn in range(6):  # and use counts
-        assert await store.save(kit.chain(kit.keys("turn", turn, count=8))) == 8
-        assert await store.lookup(new[:8]) == 8
-    assert await kit.stored(store, new[:8]) == [True] * 8

@@ -162,18 +162,6 @@ def test_impossible_count_is_a_failure_of_the_store(answer):
         counted(answer, 1, "store", "load")
 
 
-@pytest.mark.parametrize("answer", [-1, 2, None])
-async def test_a_load_that_answers_an_impossible_count_fails(
-    store, inner, kit, answer, monkeypatch
-):
-    async def impossible(keys, into):
-        return answer
-
-    monkeypatch.setattr(inner, "load", impossible)
-    with pytest.raises(BackendUnavailable, match="load of 1 blocks answered"):
-        await store.load([kit.key(1)], kit.buffers(1))
-
-
 async def test_check_that_is_switched_off_is_logged(kit, inner, caplog):
     with caplog.at_level(logging.WARNING, "kvconnect"):
         guarded = GuardedBackend(inner, verify_frames=False)
@@ -193,19 +181,6 @@ async def test_buffer_of_the_wrong_length_and_unknown_group_are_named(store, kit
 
 
 # ---------------------------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize("error", [ValueError("odd"), ConnectionResetError(), KeyError("x")])
-async def test_whatever_a_backend_raises_is_unavailable_from_it(kit, error):
-    async def fail(name):
-        raise error
-
-    async with kit.opened(GuardedBackend(Recording(fail))) as store:
-        before = counter("store.load.errors")
-        with pytest.raises(BackendUnavailable, match="Recording: load failed") as raised:
-            await store.load([kit.key(1)], kit.buffers(1))
-        assert raised.value.__cause__ is error
-        assert counter("store.load.errors") == before + 1
 
 
 async def test_a_backend_that_cancels_itself_is_unavailable(kit):

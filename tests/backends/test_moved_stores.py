@@ -30,7 +30,13 @@ def endpoint(s3_credentials: None):
         yield one
 
 
-@pytest.fixture(params=["disk", "redis", "s3", "tiered"])
+# What verbs do is the same whatever is below them; of `tiered` both tiers are asked.
+@pytest.fixture(
+    params=[
+        "tiered",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("disk", "redis", "s3")),
+    ]
+)
 def make_url(request, tmp_path):
     """Names a store of one kind."""
     if request.param == "s3":

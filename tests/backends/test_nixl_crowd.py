@@ -62,7 +62,6 @@ def url_of(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "again", "secret"),
     [
-        ("channels", False, False),
         ("channels", True, False),
         ("data", False, False),
         pytest.param("data", True, False, marks=pytest.mark.slow),

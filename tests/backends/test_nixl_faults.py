@@ -105,13 +105,6 @@ async def test_a_peer_that_is_killed_is_a_miss_and_another_in_its_place_is_used(
     assert await near.lookup(keys) == 2  # what the other had is gone with it
 
 
-async def test_a_peer_that_is_killed_while_it_is_read_is_a_miss(kit, far, near, monkeypatch):
-    keys = kit.keys("killed in a read", count=4)
-    far[0].save(kit.chain(keys))
-    before_reading(monkeypatch, near, far[0].end)
-    assert await misses(kit, near, keys) < LONG_S
-
-
 async def test_a_peer_that_is_frozen_costs_its_timeout_once(kit, far, near):
     keys = kit.keys("frozen", count=4)
     far[0].save(kit.chain(keys))
@@ -203,17 +196,6 @@ async def test_what_was_read_after_the_lease_ended_does_not_count(kit, far, near
 
     monkeypatch.setattr(fetcher, "_read_all", reads)
     await misses(kit, near, keys)
-
-
-@pytest.mark.parametrize("lease", ["500ms"])
-async def test_a_reader_that_goes_away_without_a_word_holds_nothing_for_long(kit, far, near):
-    keys = kit.keys("gone", count=4)
-    far[0].save(kit.chain(keys))
-    node = near._parts.node
-    node.client.claim_keys(far[0].address, "never released", keys)
-    await eventually(lambda: _leases(far[0], 1))
-    await near.close()
-    await eventually(lambda: _leases(far[0], 0))
 
 
 async def _leases(peer, number) -> bool:

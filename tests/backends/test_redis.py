@@ -96,29 +96,6 @@ async def test_buffers_longer_than_a_value_are_filled_and_shorter_ones_left_alon
     assert kit.untouched(long[nbytes:])
 
 
-async def test_blocks_of_one_and_of_many_values_mix_in_a_batch(store, kit):
-    sizes = [100, SPLIT, 0, 5 * MIB, 4096, SPLIT]
-    keys = kit.keys("mixed", count=len(sizes))
-    blocks = [kit.block(key, nbytes=n) for key, n in zip(keys, sizes, strict=True)]
-    assert await store.save(blocks) == len(sizes)
-    assert await load(store, kit, keys, sizes) == len(sizes)
-
-
-@pytest.mark.parametrize("nbytes", [100, SPLIT])
-async def test_blocks_are_gone_after_their_time(make_store, kit, redis_server, prefix, nbytes):
-    store = await make_store(ttl="300ms")
-    key = kit.key("ttl", nbytes)
-    await store.save([kit.block(key, nbytes=nbytes, tokens=[1])])
-    assert await store.lookup([key]) == 1
-    ttls = {name: redis_server.admin.pttl(name) for name in redis_server.names(prefix)}
-    assert all(0 < ttl <= 60_300 for ttl in ttls.values())
-    redis_server.admin.pexpire(f"{prefix}b:{key.hex()}", 1)
-    await asyncio.sleep(0.005)
-    assert await store.lookup([key]) == 0
-    assert await store.children(None) == []
-    assert not await load(store, kit, [key], nbytes)
-
-
 @pytest.mark.parametrize("nbytes", [100, SPLIT])
 @pytest.mark.parametrize(
     ("stores", "own", "kept"), [(None, 60, 60), ("1h", 60, 60), ("1m", 90, 60)]

@@ -54,33 +54,6 @@ async def test_frozen_server_is_given_up_and_works_when_it_thaws(make_redis, kit
     assert await answered(lambda: store.lookup(keys)) == 3
 
 
-async def test_cancelled_load_ends_only_when_nothing_touches_its_buffers(kit, relay, make_redis):
-    store = await make_redis(relay, timeout="20s")
-    key = kit.key("cancelled")
-    await store.save([kit.block(key, nbytes=2 * MIB)])
-    arriving, go_on = asyncio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
-
-    def hold(data, passed):
-        if passed > 200_000:
-            loop.call_soon_threadsafe(arriving.set)
-            go_on.wait(60)
-        return data
-
-    relay.change = hold
-    buffer = kit.buffer(2 * MIB)
-    loading = asyncio.ensure_future(store.load([key], [buffer]))
-    await arriving.wait()
-    loading.cancel()
-    await asyncio.wait({loading})
-    assert loading.cancelled()
-    buffer.fill_(7)
-    go_on.set()
-    relay.change = lambda data, _: data
-    assert await load(store, kit, [key], 2 * MIB) == 1
-    assert bool((buffer == 7).all())
-
-
 async def test_closing_ends_calls_in_flight_and_every_thread(kit, own_redis, make_redis):
     store = await make_redis(own_redis, timeout="120s")
     keys = kit.keys("closing", count=8)

@@ -486,22 +486,6 @@ async def test_close_ends_calls_in_flight_and_leaves_nothing_open(make_s3, kit, 
         await asyncio.sleep(0.02)
 
 
-async def test_cancelled_load_ends_only_when_nothing_writes_to_its_buffers(store, kit, s3_server):
-    key = kit.key("cancelled")
-    await store.save([kit.block(key)])
-    s3_server.fault = frozen = Frozen("GET")
-    into = kit.buffers(1)
-    call = asyncio.ensure_future(store.load([key], into))
-    await frozen.wait_for(1)
-    call.cancel()
-    await asyncio.sleep(0.05)
-    assert not call.done()
-    frozen.thaw.set()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert store._parts.lanes["transfers"].running == 0
-
-
 async def test_block_that_another_process_saved_again_is_not_read_by_its_old_record(make_s3, kit):
     key = kit.key("again")
     async with kit.opened(make_s3(lookup_ttl_s=60.0)) as reader, kit.opened(make_s3()) as writer:

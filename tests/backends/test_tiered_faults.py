@@ -14,7 +14,6 @@ from tier_store import DictTier, until
 
 from kvconnect import frame
 from kvconnect.backends import open_backend
-from kvconnect.backends.guard import pieces
 from kvconnect.backends.guard.store import GuardedBackend
 from kvconnect.backends.tiered import tier as tiered_tier
 from kvconnect.backends.tiered.settings import TieredSettings
@@ -408,23 +407,6 @@ async def test_bad_frame_is_deleted_where_it_was_and_loaded_from_the_next_tier(k
         assert all(kit.holds(b, key) for b, key in zip(into, keys, strict=True))
         assert one.keys() == set(keys) - {keys[2]}
         assert two.keys() == set(keys)
-
-
-async def test_bad_frame_among_more_than_one_read_is_replaced(kit, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_NBYTES", 2 * kit.frame_nbytes)
-    one, two = DictTier(), DictTier()
-    keys = kit.keys("pieces", count=9)
-    for tier in (one, two):
-        tier.put(*(sealed(kit, key) for key in keys))
-    for bad in (1, 4, 8):
-        one.blocks[keys[bad]].data[700] ^= 1
-    async with tiered(
-        one, two, layouts=[kit.layout], verify_frames=True, promote=False, patience_s=60.0
-    ) as store:
-        into = kit.buffers(9)
-        assert await store.load(keys, into) == 9
-        assert all(kit.holds(b, key) for b, key in zip(into, keys, strict=True))
-    assert torch.equal(two.blocks[keys[4]].data, sealed(kit, keys[4]).data)
 
 
 async def test_encoded_frames_pass_and_one_that_is_bad_in_a_tier_comes_from_the_next(kit, tmp_path):

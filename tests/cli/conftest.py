@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from transformers.utils import logging
 
-from kvconnect.cli.main import main
 from kvconnect.engine.checkpoint.random_model import make_model
 
 
@@ -32,16 +31,14 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def kvconnect(capsys):
-    """Runs a command line; returns exit code, standard output and standard error."""
+def answer(kvconnect, model: Path):
+    """Runs ``generate --json`` with more arguments and returns the objects it prints."""
 
-    def run(*arguments: object) -> tuple[int, str, str]:
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as error:
-            code = error.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+    def run(*arguments: object) -> list[dict]:
+        common = ("--json", "--dtype", "float64", "--max-tokens", 6, "--ignore-eos")
+        code, out, err = kvconnect("generate", model, *common, *arguments)
+        assert code == 0, err
+        return [json.loads(line) for line in out.splitlines()]
 
     return run
 

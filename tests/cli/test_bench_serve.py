@@ -62,7 +62,7 @@ class Paced(BaseHTTPRequestHandler):
 def paced() -> Iterator[ThreadingHTTPServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Paced) as server:
         server.asked, server.looked_at, server.refuses, server.counts = [], [], False, True
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
         server.shutdown()

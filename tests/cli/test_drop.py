@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from stored_blocks import block, chain, entries, fill, prompt_chain
 
+from kvconnect.backends import open_backend
 from kvconnect.backends.disk.store import DiskBackend
 from kvconnect.keys import Namespace
 
@@ -52,6 +54,23 @@ def left_in(directory, blocks):
         for one in blocks
         if bytes(one.data[:256].numpy()) in content or one.tokens.tobytes() in content
     }
+
+
+def test_drop_overwrites_what_is_no_longer_listed(kvconnect, url, directory):
+    """As blocks that a full store let go of: their slots keep their bytes."""
+    mine = tenant(MINE)
+    fill(url, [*mine, *tenant(YOURS, start=5000)])
+    store = open_backend(url, raw=True)
+
+    async def delete_all_but_one() -> None:
+        await store.open([])
+        await store.delete([one.key for one in mine[1:]])
+        await store.close()
+
+    asyncio.run(delete_all_but_one())
+    assert left_in(directory, mine[1:])
+    assert kvconnect("drop", url, "--salt", "mine")[0] == 0
+    assert not left_in(directory, mine)
 
 
 def test_drop_of_a_salt_leaves_no_byte_of_the_tenant_in_any_file(kvconnect, url, directory):

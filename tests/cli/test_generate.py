@@ -34,19 +34,6 @@ TEXT = "the quick brown fox jumps over the lazy dog; " * 4
 PATIENT = ("--lookup-timeout", "60s", "--no-overlap-loads")
 
 
-@pytest.fixture
-def answer(kvconnect, model: Path):
-    """Runs ``generate --json`` with more arguments and returns the objects it prints."""
-
-    def run(*arguments: object) -> list[dict]:
-        common = ("--json", "--dtype", "float64", "--max-tokens", 6, "--ignore-eos")
-        code, out, err = kvconnect("generate", model, *common, *arguments)
-        assert code == 0, err
-        return [json.loads(line) for line in out.splitlines()]
-
-    return run
-
-
 def test_json_has_one_object_per_prompt_with_the_promised_fields(answer):
     objects = answer("--prompt", TEXT, "short")
     assert [list(each) for each in objects] == [FIELDS, FIELDS]

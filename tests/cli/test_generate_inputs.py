@@ -17,22 +17,9 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def chatty(model: Path, with_template) -> Path:
+def model(model: Path, with_template) -> Path:
     """The same model with a chat template."""
     return with_template(model, TEMPLATE)
-
-
-@pytest.fixture
-def answer(kvconnect, chatty):
-    """Runs ``generate --json`` with more arguments and returns the objects it prints."""
-
-    def run(*arguments: object) -> list[dict]:
-        common = ("--json", "--dtype", "float64", "--max-tokens", 6, "--ignore-eos")
-        code, out, err = kvconnect("generate", chatty, *common, *arguments)
-        assert code == 0, err
-        return [json.loads(line) for line in out.splitlines()]
-
-    return run
 
 
 @pytest.fixture
@@ -87,7 +74,7 @@ def test_chat_puts_prompts_into_the_template(answer, jsonl):
         assert one["prompt_tokens"] == plain["prompt_tokens"]
 
 
-def test_several_answers_and_log_probabilities(answer, kvconnect, chatty):
+def test_several_answers_and_log_probabilities(answer, kvconnect, model):
     sampled = ("--prompt", "Hello", "--n", 3, "--temperature", 1, "--seed", 5, "--logprobs", 2)
     (found,) = answer(*sampled)
     assert [one["index"] for one in found["outputs"]] == [0, 1, 2]
@@ -103,7 +90,7 @@ def test_several_answers_and_log_probabilities(answer, kvconnect, chatty):
     )
     assert first["cumulative_logprob"] == pytest.approx(total)
     code, out, err = kvconnect(
-        *("generate", chatty, "--dtype", "float64", "--max-tokens", 6, "--ignore-eos"), *sampled
+        *("generate", model, "--dtype", "float64", "--max-tokens", 6, "--ignore-eos"), *sampled
     )
     assert code == 0
     assert out == "".join(one["text"] + "\n" for one in found["outputs"])
@@ -124,36 +111,36 @@ def test_several_answers_and_log_probabilities(answer, kvconnect, chatty):
         ('{"messages": "Hello"}', "messages"),
     ],
 )
-def test_a_mistake_names_the_line(kvconnect, chatty, tmp_path, line, complaint):
+def test_a_mistake_names_the_line(kvconnect, model, tmp_path, line, complaint):
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'"fine"\n{line}\n', encoding="utf-8")
-    code, out, err = kvconnect("generate", chatty, "--jsonl", file)
+    code, out, err = kvconnect("generate", model, "--jsonl", file)
     assert (code, out) == (2, "")
     (message,) = err.splitlines()
     assert complaint in message
 
 
-def test_mistakes_about_chats(kvconnect, model, chatty, jsonl, tmp_path):
+def test_mistakes_about_chats(kvconnect, model, jsonl, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.jinja"))
     code, _, err = kvconnect("generate", bare, "--chat", "--prompt", "x")
     assert code == 2
     assert "the model has no chat template" in err
-    code, _, err = kvconnect("generate", chatty, "--chat", "--jsonl", jsonl([1, 2]))
+    code, _, err = kvconnect("generate", model, "--chat", "--jsonl", jsonl([1, 2]))
     assert code == 2
     assert "--chat: token ids are no message" in err
-    code, _, err = kvconnect("generate", chatty, "--prompt", "x", "--n", 2)
+    code, _, err = kvconnect("generate", model, "--prompt", "x", "--n", 2)
     assert code == 2
     assert "n=2 needs a temperature above 0" in err
 
 
-def test_a_model_by_its_name(kvconnect, chatty, tmp_path, monkeypatch):
+def test_a_model_by_its_name(kvconnect, model, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     snapshot = tmp_path / "models--org--name" / "snapshots" / "c0ffee"
     snapshot.parent.mkdir(parents=True)
-    snapshot.symlink_to(chatty)
+    snapshot.symlink_to(model)
     (tmp_path / "models--org--name" / "refs").mkdir()
     (tmp_path / "models--org--name" / "refs" / "main").write_text("c0ffee")
     code, out, err = kvconnect("generate", "org/name", "--prompt", "x", "--max-tokens", 3)

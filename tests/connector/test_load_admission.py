@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +14,7 @@ import recording
 from bench_engine import BenchEngine, PlainKv, llm_args, reference
 from bench_engine import T as BENCH_T
 from recording import Script, never
+from waiting import until
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
 from kvconnect.connector.runtime.admission import LoadAdmission
@@ -146,13 +145,6 @@ def open_llm(
 
 def offer_to_long_ones(request: LlmRequest, position: int) -> tuple[int, bool]:
     return (request.num_tokens - 1 - position, True) if request.prompt_len >= LONG else (0, False)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.002)
 
 
 def loading(script: Script) -> list[int]:

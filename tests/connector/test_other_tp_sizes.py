@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stores import DictStore
-from tp_ranks import DIGEST, LATENT, UNEQUAL, T, layout, on_store, until
+from tp_ranks import DIGEST, LATENT, UNEQUAL, T, layout, on_store
+from waiting import until
 
 from kvconnect import frame
 from kvconnect.backend import Capabilities

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from free_ports import free_ports
-from tp_ranks import LATENT, UNEQUAL, Ranks, T, layout, until
+from tp_ranks import LATENT, UNEQUAL, Ranks, T, layout
+from waiting import until
 
 from kvconnect.config import KvCacheConnectorConfig
 from kvconnect.errors import ConfigurationError

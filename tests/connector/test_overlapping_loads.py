@@ -136,24 +136,21 @@ def test_one_that_does_not_overlap_is_asked_and_told_as_before(script: Script, r
 
 
 @pytest.mark.parametrize(
-    "answer", [None, [1], {1: "8"}, {"1": 8}, {1: 8.0}, {True: 8}, {1: True}, ((1, 8),)]
+    ("progress", "told"),
+    [
+        *((None, ""), ([1], ""), ({1: "8"}, ""), ({"1": 8}, ""), ({1: 8.0}, "")),
+        *(({True: 8}, ""), ({1: True}, ""), (((1, 8),), "")),
+        *((at, f" reported {at} .* from 0 to {END}") for at in (-1, END + 1, 10**9)),
+        ({10**9: T}, " .* has no load beside its computing"),
+    ],
 )
-def test_progress_that_is_no_mapping_of_positions_names_the_class(
-    script: Script, answer: object
+def test_progress_that_cannot_be_names_the_class(
+    script: Script, progress: object, told: str
 ) -> None:
-    script.progress = answer
-    with engine() as bench:
-        bench.submit(PROMPT)
-        with pytest.raises(ConnectorContractError, match=r"RecordingWorker\.get_load_progress"):
-            bench.step()
-
-
-@pytest.mark.parametrize("position", [-1, END + 1, 10**9])
-def test_progress_outside_of_the_load_names_the_class(script: Script, position: int) -> None:
     with engine() as bench:
         request = bench.submit(PROMPT)
-        script.progress = {request.request_id: position}
-        error = rf"RecordingWorker\.get_load_progress reported {position} .* from 0 to {END}"
+        script.progress = {request.request_id: progress} if type(progress) is int else progress
+        error = rf"RecordingWorker\.get_load_progress{told}"
         with pytest.raises(ConnectorContractError, match=error):
             bench.step()
 
@@ -177,15 +174,6 @@ def test_progress_that_grows_names_the_class(script: Script) -> None:
         script.progress = {request.request_id: 3 * T + 1}
         with pytest.raises(ConnectorContractError, match=f"has reached {3 * T}"):
             bench.idle_step()
-
-
-def test_progress_of_an_unknown_request_names_the_class(script: Script) -> None:
-    with engine() as bench:
-        request = bench.submit(PROMPT)
-        script.progress = {request.request_id + 1: T}
-        error = r"RecordingWorker\.get_load_progress .* has no load beside its computing"
-        with pytest.raises(ConnectorContractError, match=error):
-            bench.step()
 
 
 def test_progress_of_a_load_that_does_not_overlap_names_the_class(script: Script) -> None:

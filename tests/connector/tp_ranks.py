@@ -10,7 +10,7 @@ import itertools
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -34,13 +34,6 @@ DIGEST = b"d" * 32
 T = 4
 NUM_BLOCKS = 12
 STREAM = CpuStream()
-
-
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.001)
 
 
 def layout(heads: int, **fields: Any) -> KvCacheLayout:

@@ -6,14 +6,14 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from networks import Host, end_with_parent
+from waiting import until
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.connector.disagg.node import TransferNode
@@ -41,14 +41,6 @@ def open_engine(model: Path, role: str | None, **more: Any) -> LLM:
     if role is not None:
         config = KvCacheConnectorConfig(transfer={"role": role} | transfer, **connector)
     return LLM(model, kv_cache=cache, connector=config, dtype="float64", **more)
-
-
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait for `condition`; fail after `seconds`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.002)
 
 
 def hands_out(address: str, transfer_id: str) -> tuple[dict[str, Any], dict[str, Any]]:

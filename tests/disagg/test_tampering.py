@@ -65,7 +65,7 @@ class Between:
 @pytest.fixture(params=[None, "correct horse battery staple"], ids=["no secret", "secret"])
 def pair(request, llama, start_one, open_one):
     """A prefill engine in another process, a decode engine here, and what is between them."""
-    shared = {"secret": request.param, "lease_s": 2.0, "claim_timeout_s": 3.0}
+    shared = {"secret": request.param, "lease_s": 2.0, "claim_timeout_s": 1.5}
     prefill = start_one("prefill", transfer=shared | {"advertise": f"{BETWEEN}:0"})
     decode = open_one("decode", transfer=shared)
     between = Between(prefill.port)

@@ -21,22 +21,11 @@ PLAN = DeadPlan(
     parameters="timeout=2s",
     stored=25,
 )
-SHORT = {("redis", Death.FROZEN)}
 
 
-@pytest.mark.parametrize(
-    ("name", "death"),
-    [
-        pytest.param(
-            name,
-            death,
-            id=f"{name}-{death.value}",
-            marks=() if (name, death) in SHORT else pytest.mark.slow,
-        )
-        for name in SERVERS
-        for death in Death
-    ],
-)
+@pytest.mark.slow  # A short form is in test_dead_store.py.
+@pytest.mark.parametrize("death", list(Death), ids=lambda death: death.value)
+@pytest.mark.parametrize("name", list(SERVERS))
 def test_a_dead_server_costs_one_request_its_budget_and_is_used_again(
     model: Path, tmp_path: Path, name: str, death: Death
 ) -> None:

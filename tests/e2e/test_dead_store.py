@@ -98,7 +98,7 @@ def seconds(llm: LLM, numbers: Sequence[int], answers: list[list[int]]) -> float
 
 @pytest.mark.parametrize(
     "mode",
-    # A server that is frozen: test_dead_servers.py.
+    # Real servers: test_dead_servers.py.
     ["refused", *(pytest.param(one, marks=pytest.mark.slow) for one in ("black-holed", "frozen"))],
 )
 def test_a_dead_store_costs_one_request_its_budget_and_is_used_again(

@@ -26,7 +26,7 @@ def forked(example, tmp_path: Path, monkeypatch):
         named = ("--store", store, "--served-model-name", "demo", "--tokens-per-block", "32")
         arguments = (*named, "--lookup-timeout-ms", "60000", "--no-overlap-loads")
         with running(model, tmp_path / f"output{next(numbers)}", *arguments) as one:
-            yield f"{one.url}/v1"
+            yield lambda: f"{one.url}/v1"
 
     monkeypatch.setattr(example, "server", server)
 

@@ -56,7 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     with Collector() as one:
-        thread = threading.Thread(target=one.serve_forever)
+        thread = threading.Thread(target=one.serve_forever, args=(0.01,))
         thread.start()
         yield one
         one.shutdown()

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvconnect.cli.main import main
 from kvconnect.simulate.trace_reader import TraceRequest
 
 
@@ -35,18 +34,3 @@ def write_trace(tmp_path: Path):
         return str(path)
 
     return write
-
-
-@pytest.fixture
-def kvconnect(capsys):
-    """Runs a command line; returns exit code, standard output and standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as error:
-            code = error.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -13,16 +12,28 @@ from kvconnect.backends import open_backend
 from kvconnect.testing import Address, BackendConformance
 
 
+@pytest.fixture(scope="module")
+def one_server(tmp_path_factory):
+    server = RedisServer(tmp_path_factory.mktemp("redis"), "--save", "3600 1").start()
+    yield server
+    server.stop()
+
+
 class TestRedis(BackendConformance):
     ttl_s = 1.0
+    deadline_s = 0.4
     ends_cancelled = True
 
     @pytest.fixture(autouse=True)
-    def server(self, tmp_path: Path):
-        self._server = RedisServer(tmp_path / "redis", "--save", "3600 1").start()
-        self.address = Address("127.0.0.1", self._server.port)
+    def server(self, one_server):
+        one_server.admin.flushall()
+        self._server = one_server
+        self._restarted = False
+        self.address = Address("127.0.0.1", one_server.port)
         yield
-        self._server.stop()
+        if self._restarted:  # on the thread of the check, with which the process ends
+            one_server.stop()
+            one_server.start()
 
     def make_backend(self):
         return self.make_via(self.address)
@@ -37,6 +48,7 @@ class TestRedis(BackendConformance):
         await asyncio.sleep(seconds)  # the server keeps it
 
     async def restart_server(self, *, empty):
+        self._restarted = True
         if not empty:
             self._server.admin.save()
         else:

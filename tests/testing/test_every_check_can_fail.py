@@ -186,7 +186,7 @@ def test_wrong_backend_is_found(name, tmp_path, monkeypatch):
     subject.directory = None if subject.directory is None else tmp_path / "store"
     if isinstance(subject, wrong.FileSubject):
         subject.directory = tmp_path / "store"
-    subject.patience_s = 1.0
+    subject.patience_s = 0.3
     subject.long = name.startswith("model.")  # chance must not decide whether this test passes
     check = CHECKS[name.strip()]
     if name == "faults.hangs":

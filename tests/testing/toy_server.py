@@ -183,4 +183,4 @@ class ConnectsLater(ToyBackend):
 class ClosesSlowly(ToyBackend):
     async def close(self):
         await super().close()
-        time.sleep(5.0)  # noqa: ASYNC251 - this is what is wrong with it
+        time.sleep(1.5)  # noqa: ASYNC251 - this is what is wrong with it

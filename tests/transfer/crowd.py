@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from multiprocessing.connection import Connection
-from typing import Any, Self
+from typing import Self
+
+from commanded import Commanded
 
 from kvconnect.errors import BadMessage, PeerRefused, PeerUnreachable
 from kvconnect.transfer.control import handshake
@@ -23,7 +22,6 @@ from kvconnect.transfer.local import decode
 from kvconnect.transfer.tcp.address import TcpLocal
 from kvconnect.transfer.tcp.handshake import greet
 
-_CONTEXT = multiprocessing.get_context("forkserver")
 _WORKERS = 4
 _PING_S = 0.5
 
@@ -112,24 +110,25 @@ def _work(numbers: range, open_one: Callable[[int], _Silent], opened: list[int],
             time.sleep(0.02)
 
 
-def _main(commands: Connection, kind: str, again: bool, size: int, port: int, hello: Hello) -> None:
-    # Another name each time: else the later one takes the earlier one's place, and no one else's.
-    ids, opened = count(), [0] * _WORKERS
+class _Crowd:
+    """What runs in the process."""
 
-    def open_one(_number: int) -> _Silent:
-        return _KINDS[kind](port, next(ids), hello)
+    def __init__(self, kind: str, again: bool, size: int, port: int, hello: Hello) -> None:
+        # Another name each time: else the later one takes the earlier one's place, and no other's.
+        ids, self._opened = count(), [0] * _WORKERS
 
-    for worker in range(_WORKERS):
-        numbers = range(worker, size, _WORKERS)
-        threading.Thread(target=_work, args=(numbers, open_one, opened, again), daemon=True).start()
-    with suppress(EOFError):
-        while True:
-            commands.recv()
-            commands.send(sum(opened))
-    os._exit(0)
+        def open_one(_number: int) -> _Silent:
+            return _KINDS[kind](port, next(ids), hello)
+
+        for worker in range(_WORKERS):
+            work = (range(worker, size, _WORKERS), open_one, self._opened, again)
+            threading.Thread(target=_work, args=work, daemon=True).start()
+
+    def opened(self) -> int:
+        return sum(self._opened)
 
 
-class Crowd:
+class Crowd(Commanded):
     """Starts `size` hostile peers; those that are cut off come back at once.
 
     Args:
@@ -141,22 +140,14 @@ class Crowd:
     """
 
     def __init__(self, kind: str, port: int, hello: Hello, size: int, *, again: bool) -> None:
-        self._commands, theirs = _CONTEXT.Pipe()
-        arguments: tuple[Any, ...] = (theirs, kind, again, size, port, hello)
-        self._process = _CONTEXT.Process(target=_main, args=arguments, daemon=True)
-        self._process.start()
-        theirs.close()
+        super().__init__(_Crowd, kind, again, size, port, hello)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.join(20)
-        self._commands.close()
+        self.end()
 
     def opened(self) -> int:
         """How often one of them got as far as it wants to."""
-        self._commands.send(None)
-        assert self._commands.poll(60), "the crowd said nothing for 60 s"
-        return int(self._commands.recv())
+        return self.ask("opened")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import torch
-from frozen import freeze
+from commanded import Commanded
 
 from kvconnect.transfer.nixl import NixlTransport
 from kvconnect.transfer.secret import SharedSecret
@@ -18,8 +15,6 @@ from kvconnect.transfer.tcp import TcpTransport
 from kvconnect.transfer.transport import Reads, Transport
 
 MiB = 1 << 20
-
-_CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def pattern(seed: int, nbytes: int) -> np.ndarray:
@@ -78,23 +73,7 @@ class _Peer:
         self.transport.close()
 
 
-def _main(
-    commands: Connection, kind: str, settings: dict[str, Any], seeds: list[tuple[int, int]]
-) -> None:
-    try:
-        peer = _Peer(kind, settings, seeds)
-        commands.send(None)
-        while True:
-            method, arguments = commands.recv()
-            commands.send(getattr(peer, method)(*arguments))
-    except EOFError:
-        os._exit(0)
-    except Exception as error:  # noqa: BLE001 - the test raises it
-        commands.send(error)
-        os._exit(1)
-
-
-class PeerProcess:
+class PeerProcess(Commanded):
     """Starts a peer; `ask` calls a method of it there."""
 
     def __init__(
@@ -104,42 +83,6 @@ class PeerProcess:
         seeds: list[tuple[int, int]] | None = None,
         **settings: Any,
     ) -> None:
+        super().__init__(_Peer, kind, settings, seeds if seeds is not None else [(1, MiB)])
         self.kind = kind
-        self._commands, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(
-            target=_main,
-            args=(theirs, kind, settings, seeds if seeds is not None else [(1, MiB)]),
-            daemon=True,
-        )
-        self.process.start()
-        theirs.close()
-        self._answer()
         self.local: bytes = self.ask("local")
-
-    def ask(self, method: str, *arguments: Any) -> Any:
-        self._commands.send((method, arguments))
-        return self._answer()
-
-    def _answer(self) -> Any:
-        if not self._commands.poll(60):
-            raise TimeoutError("the peer process said nothing for 60 s")
-        answer = self._commands.recv()
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
-
-    def end(self) -> None:
-        """Kills it, frozen or not."""
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join(60)
-        self._commands.close()
-
-    def freeze(self) -> None:
-        freeze(self.process.pid)
-
-    def wake(self) -> None:
-        self.signal(signal.SIGCONT)

@@ -51,8 +51,7 @@ def outcome(pull):
         assert time.monotonic() - started < 30
 
 
-@pytest.mark.parametrize("nbytes", [PIECE, NBYTES])
-@pytest.mark.parametrize("known", ["connected", "read"])
+@pytest.mark.parametrize(("known", "nbytes"), [("connected", NBYTES), ("read", PIECE)])
 def test_a_peer_that_froze_before_the_second_agent_read_from_it(pair, second_reads, known, nbytes):
     if known == "read":
         pair.read_a_little()

@@ -102,7 +102,8 @@ def _check_key(settings: HttpSettings, addresses: list[str]) -> None:
 
 
 def _bound(family: socket.AddressFamily, address: _Address) -> socket.socket:
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    # `asyncio` switches Nagle's algorithm off for sockets that name their protocol.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:

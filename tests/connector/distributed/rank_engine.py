@@ -11,10 +11,8 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import folder_connector
 import numpy as np
 import recording
 import torch
@@ -233,11 +231,6 @@ def drain(host: Host) -> None:
     host.bench.drain()
 
 
-def flush(host: Host) -> None:
-    """Until what is staged is written or lost."""
-    assert host.worker._queue.flush(60)
-
-
 def break_store(host: Host) -> None:
     """From now on every load of this rank's store fails."""
 
@@ -257,23 +250,6 @@ def diverge(host: Host) -> None:
     host.bench.driver.number += 1
 
 
-def calls(host: Host, *names: str) -> list[tuple[Any, ...]]:
-    """What the recording connector of this rank was called with."""
-    assert host.script is not None
-    return [call for call in host.script.calls if not names or call[0] in names]
-
-
-def script(host: Host, answers: dict[str, Any]) -> None:
-    """What the recording connector answers: ``match``, and what ends from now on."""
-    assert host.script is not None
-    if "match" in answers:
-        host.script.match = lambda *_: answers["match"]
-    if "keep" in answers:
-        host.script.keep = lambda _: answers["keep"]
-    if "finished" in answers:
-        host.script.finished = lambda *_: answers["finished"]
-
-
 def blocks_held(host: Host) -> int:
     kv = host.leader.kv
     return len(kv.pool) - kv.get_num_free_blocks()
@@ -283,14 +259,3 @@ def work_for_ever(host: Host, prompts: list[list[int]]) -> None:
     """Answer `prompts` and save what is computed, again and again, until something is raised."""
     for prompt in itertools.cycle(prompts):
         answer(host, prompt, 2)
-
-
-def attach_folder(host: Host, ranks: Sequence[Part], folder: Path) -> None:
-    """An engine with the connector of `folder_connector`."""
-    folder_connector.folder = folder
-    config = KvCacheConnectorConfig(
-        connector_module="folder_connector",
-        connector_scheduler_class="FolderScheduler",
-        connector_worker_class="FolderWorker",
-    )
-    attach(host, ranks, config)

@@ -1,4 +1,4 @@
-"""The built-in pair, and a user's, on ranks that are processes with one store for all of them."""
+"""The built-in pair on ranks that are processes, with one store for all of them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,3 @@ def test_every_rank_finds_its_part_after_a_restart(tmp_path: Path, size: int, st
         warm = job(rank.answer, PROMPT, 3)[0]
     assert cold == (expected(PROMPT, 3, ranks), 0)
     assert warm == (expected(PROMPT, 3, ranks), 4 * rank.T)
-
-
-@pytest.mark.parametrize(("size", "stages"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
-def test_a_connector_of_a_user_runs_on_all_ranks(tmp_path: Path, size: int, stages: int) -> None:
-    ranks = parts(size, stages=stages)
-    with Job(size, tmp_path) as job:
-        job(rank.attach_folder, ranks, tmp_path)
-        assert job(rank.answer, PROMPT, 3)[0] == (expected(PROMPT, 3, ranks), 0)
-        job(rank.detach)
-        job(rank.attach_folder, ranks, tmp_path)
-        assert job(rank.answer, PROMPT, 3)[0] == (expected(PROMPT, 3, ranks), 4 * rank.T)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import queue
 import secrets
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+from waiting import until
 
 from kvconnect.errors import PeerRefused
 from kvconnect.transfer.control.description import Compat
@@ -63,13 +63,6 @@ class Side:
         event = self.next(timeout_s)
         assert isinstance(event, Disconnected), event
         return event.reason
-
-
-def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.005)
 
 
 def opened(peer: Peer) -> bool:

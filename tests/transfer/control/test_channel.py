@@ -51,12 +51,12 @@ class Process:
     """``control_process.py``, running."""
 
     def __init__(self, port: int = 0, timing: str = "quick") -> None:
-        path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+        folders = (HERE, HERE.parents[1] / "processes", os.environ.get("PYTHONPATH", ""))
         self.child = subprocess.Popen(
             [sys.executable, HERE / "control_process.py", str(port), timing],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
             cwd=HERE.parents[2],
         )
         line = self.child.stdout.readline()

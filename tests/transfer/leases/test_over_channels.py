@@ -1,25 +1,18 @@
-"""Leases over real channels, with the other side in a process of its own that dies or freezes."""
+"""Leases over real channels; sides that die or freeze are in ``tests/disagg/test_processes.py``."""
 
 from __future__ import annotations
 
-import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
-import time
 import weakref
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from endpoints import Side, opened, until
 
 from kvconnect.errors import DuplicateRequest
-from kvconnect.trace import metrics
 from kvconnect.transfer.claims import LeaseClient
 from kvconnect.transfer.control.listener import Listener
 from kvconnect.transfer.control.messages import (
@@ -37,34 +30,9 @@ from kvconnect.transfer.leases.held import Outcome
 from kvconnect.transfer.leases.server import LeaseServer
 from kvconnect.transfer.leases.timer import Timer, lease_clock
 
-HERE = Path(__file__).parent
 LEASE_S = 2.0
 """Of tests in which a lease is renewed or ends."""
 short = pytest.mark.parametrize("lease_s", [LEASE_S])
-
-
-@pytest.fixture
-def start():
-    """Starts ``lease_process.py``; all are killed at the end."""
-    children = []
-
-    def run(*arguments: object) -> subprocess.Popen[str]:
-        folders = [str(HERE), str(HERE.parent / "control"), os.environ.get("PYTHONPATH", "")]
-        child = subprocess.Popen(
-            [sys.executable, HERE / "lease_process.py", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
-            cwd=HERE.parents[2],
-        )
-        children.append(child)
-        return child
-
-    yield run
-    for child in children:
-        child.kill()
-        child.wait()
-        child.stdout.close()
 
 
 @pytest.fixture
@@ -166,70 +134,6 @@ def test_what_was_lost_with_a_connection_is_told_again(p, d):
     server.advance(key, Watermark(tokens=64, layers=2), ((2,),))
     until(lambda: claimed.mark == Watermark(tokens=64, layers=2))
     assert claimed.blocks == ((1, 2),)
-
-
-@short
-def test_d_is_killed_and_p_unpins_within_a_lease(p, start):
-    server, port, unpinned = p
-    child = start("d", port, "a", "b")
-    until(lambda: len(server._waiting) == 2)
-    for name in "ab":
-        server.offer(name, tokens=64, nbytes=100)
-    assert child.stdout.readline() == "open\n"
-    assert child.stdout.readline() == "open\n"
-    first = server.table.next_end()
-    until(lambda: server.table.next_end() > first)  # it renews
-    assert unpinned.empty()
-    child.kill()
-    killed_at = time.monotonic()
-    assert {unpinned.get(timeout=60).why for _ in "ab"} == {"expired"}
-    assert time.monotonic() - killed_at < 30
-    assert server.table.total_nbytes == 0
-
-
-def test_p_is_killed_after_all_reads_and_the_own_lease_decides(start, d):
-    client, connect = d
-    child = start("p", 0, 30, "a", "b")
-    connect(int(child.stdout.readline()))
-    first, second = (client.claim("P", name) for name in "ab")
-    until(lambda: first.lease.may_read() and second.lease.may_read())
-    child.kill()
-    child.wait()
-    assert client.release(first) is Outcome.VALID
-    assert client.abort(second) is Outcome.INVALID
-
-
-def test_p_starts_anew_at_the_same_address_and_knows_nothing_of_before(start, d):
-    client, connect = d
-    child = start("p", 0, 30, "a")
-    port = int(child.stdout.readline())
-    connect(port)
-    claimed = client.claim("P", "a")
-    until(claimed.lease.may_read)
-    child.kill()
-    child.wait()
-    start("p", port, 30, "a")
-    until(lambda: claimed.lease.outcome is Outcome.INVALID)
-    assert "knows no such lease" in claimed.lease.lost
-    again = client.claim("P", "a")
-    until(again.lease.may_read)
-    assert again.lease.epoch != claimed.lease.epoch
-
-
-def test_p_is_frozen_and_late_reads_are_discarded_when_it_wakes(start, d):
-    client, connect = d
-    child = start("p", 0, LEASE_S, "a")
-    connect(int(child.stdout.readline()))
-    claimed = client.claim("P", "a")
-    until(claimed.lease.may_read)
-    child.send_signal(signal.SIGSTOP)
-    until(lambda: lease_clock() > claimed.lease.end + 0.1)  # P's end is a bit later than D's
-    late = metrics.snapshot().get("transfer.late_reads", 0)
-    assert client.release(claimed) is Outcome.OPEN
-    child.send_signal(signal.SIGCONT)
-    assert child.stdout.readline() == "expired a\n"
-    until(lambda: claimed.lease.outcome is Outcome.INVALID)
-    assert metrics.snapshot()["transfer.late_reads"] == late + 1
 
 
 # ------------------------------------------------------------------------------ single parts
@@ -415,6 +319,41 @@ def test_a_timer_goes_on_after_an_error(caplog, monkeypatch):
     assert "a bug" in caplog.text
     done = len(calls)
     until(lambda: len(calls) == done)
+
+
+@pytest.mark.parametrize("asks", ["renew", "release"])
+@pytest.mark.parametrize(
+    ("restarts", "why"), [(False, "has expired"), (True, "knows no such lease")]
+)
+def test_what_the_peer_no_longer_holds_is_invalid(restarts, why, asks):
+    """It was frozen until the lease had ended, or starts anew."""
+    clock, said, answers = Clock(), [], []
+    client = LeaseClient(clock=clock)
+    client.connected("P", lambda message: said.append(message) or True)
+
+    def answered_by(server):
+        for message in said:
+            server.handle(message, "D", answers.append)
+        for message in answers:
+            client.handle(message, "P")
+        said.clear()
+        answers.clear()
+
+    servers = [LeaseServer(len, max_lease_total=10, lease_s=9, clock=clock) for _ in "12"]
+    for server in servers:
+        server.offer("r", tokens=1, nbytes=1)
+    claimed = client.claim("P", "r")
+    answered_by(servers[0])
+    assert claimed.lease.may_read()
+    if asks == "renew":
+        clock.now += 4
+        client.renew()
+    clock.now += 10
+    if asks == "release":
+        assert client.release(claimed) is Outcome.OPEN
+    answered_by(servers[restarts])
+    assert claimed.lease.outcome is Outcome.INVALID
+    assert why in claimed.lease.lost
 
 
 def test_renewals_of_one_peer_go_in_one_message():
