@@ -7,7 +7,8 @@ out shows in the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
 )
+from transformers.models.inkling2.modeling_inkling2 import Inkling2TopKRouter
 
-__all__ = ["VOCAB_SIZE", "FirstOfEquals", "model_types", "tiny_config", "write_tiny"]
+__all__ = ["VOCAB_SIZE", "FirstOfEquals", "computed_in", "model_types", "tiny_config", "write_tiny"]
 
 VOCAB_SIZE = 320
 
@@ -38,6 +40,7 @@ _SIZES: Mapping[str, Any] = {
     "head_dim": 16,
     "intermediate_size": 64,
     "max_position_embeddings": 512,
+    "max_target_positions": 512,
     "sliding_window": 24,
     "initializer_range": 0.25,
     "init_std": 0.25,
@@ -173,10 +176,13 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
         "axial_pos_embds_dim": [32, 32],
     },
     "xlnet": {"d_head": 16},
+    "xlstm": {"hidden_size": 128, "chunk_size": 16},
     # Recurrent layers between the others. transformers' Zamba2 and Nemotron-H apply the least time
     # step to the tokens of a prompt, and not to generated ones: it is too small to matter here.
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "inkling_text": {"num_hidden_layers": 2, "layer_types": ["hybrid_sliding", "hybrid"]},
+    "inkling2_text": {"num_hidden_layers": 2, "layer_types": ["hybrid_sliding", "hybrid"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {
@@ -201,6 +207,29 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
+
+
+@contextmanager
+def computed_in(dtype: torch.dtype, family: str) -> Iterator[None]:
+    """Makes transformers compute a family in `dtype`, float64, if it does not by itself.
+
+    XGLM computes in it if that is torch's default; the router of Inkling 2 takes float32 only.
+    """
+    before = torch.get_default_dtype()
+    route = Inkling2TopKRouter.forward
+
+    def in_float32(self: Inkling2TopKRouter, hidden_states: torch.Tensor) -> Any:
+        self.weight.data = self.weight.data.float()
+        return route(self, hidden_states)
+
+    try:
+        if family == "xglm":
+            torch.set_default_dtype(dtype)
+        Inkling2TopKRouter.forward = in_float32
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        Inkling2TopKRouter.forward = route
 
 
 def model_types() -> list[str]:

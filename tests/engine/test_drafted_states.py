@@ -23,6 +23,7 @@ LESS_OFTEN = [
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba"),
     *("kimi_linear", "lfm2_moe", "lfm3", "mamba2", "nemotron_h", "olmo_hybrid"),
     *("qwen3_5_moe_text", "qwen3_5_text", "zamba", "zamba2", "zaya"),
+    *("inkling_text", "recurrent_gemma", "rwkv", "xlstm"),
 ]
 ALL = [*FAMILIES, *(pytest.param(one, marks=pytest.mark.slow) for one in LESS_OFTEN)]
 
@@ -156,6 +157,12 @@ def test_with_a_store_and_a_restart(tiny, open_llm, answers, several, reference,
     assert [one.reused_store_tokens for one in outputs] == ends
 
 
+def begun(plan, slots) -> DraftedStates:
+    """The states of a step, as `ForwardStep` begins it."""
+    slots.proceed(plan)
+    return DraftedStates(plan, slots, torch.device("cpu"))
+
+
 # ---------------------------------------------------------------- memory
 
 
@@ -169,7 +176,7 @@ def test_nothing_is_kept_of_requests_that_ended_or_were_aborted(
 
     def counted(self, request_ids):
         sizes.append(len(request_ids))
-        assert self.accept is None  # what was kept of the step before is freed
+        assert not self.accepting  # what was kept of the step before is freed
         return copies(self, request_ids)
 
     monkeypatch.setattr(StateSlots, "copies", counted)
@@ -186,17 +193,17 @@ def test_nothing_is_kept_of_requests_that_ended_or_were_aborted(
     llm.close()
     llm._engine.step()  # as its thread does after the last one
     assert len(slots) == 0
-    assert slots.accept is None
+    assert not slots.accepting
 
 
 def test_what_is_kept_goes_with_the_last_request():
     slots = StateSlots([], 2, torch.device("cpu"))
     for plan in ([step_of(7, 0, 0, count=4)], [step_of(7, 4, 3)]):
-        DraftedStates(plan, slots, torch.device("cpu")).end()
+        begun(plan, slots).end()
     slots.keep({7, 8})
-    assert slots.accept is not None
+    assert slots.accepting
     slots.keep(())
-    assert slots.accept is None
+    assert not slots.accepting
 
 
 # ---------------------------------------------------------------- mixers
@@ -244,7 +251,7 @@ def test_states_continue_behind_the_accepted_drafts(single):
             step_of(one, done[one], drafts[one] if turn else 0, count=1 if turn else 3 + one)
             for one in random.permutation(4).tolist()
         ]
-        states = DraftedStates(plan, slots, torch.device("cpu"))
+        states = begun(plan, slots)
         hidden = torch.randn(1, sum(len(one.tokens) for one in plan), 2)
         with torch.inference_mode():
             found = mixer(hidden, states)
@@ -274,7 +281,7 @@ def test_sequences_with_as_many_drafts_are_computed_together():
     calls = []
     for plan in plans:
         mixer.calls.clear()
-        states = DraftedStates(plan, slots, torch.device("cpu"))
+        states = begun(plan, slots)
         with torch.inference_mode():
             mixer(torch.randn(1, sum(len(one.tokens) for one in plan), 2), states)
         states.end()
@@ -287,11 +294,11 @@ def test_a_request_that_began_anew_is_not_moved():
     key = StateKey(0, "recurrent", 0)
     slots = StateSlots([StateShape(key, (2,), torch.float32)], 1, torch.device("cpu"))
     for plan in ([step_of(7, 0, 0, count=4)], [step_of(7, 4, 3)]):
-        DraftedStates(plan, slots, torch.device("cpu")).end()
+        begun(plan, slots).end()
     slots.restore(7, 6, {key: torch.full((2,), 5.0)})
-    DraftedStates([step_of(7, 6, 0)], slots, torch.device("cpu")).end()
+    begun([step_of(7, 6, 0)], slots).end()
     assert slots.holds(7, 7)
     assert slots[key].tolist() == [[5.0, 5.0]]
-    DraftedStates([step_of(7, 7, 3)], slots, torch.device("cpu")).end()
-    DraftedStates([step_of(7, 0, 0, count=2)], slots, torch.device("cpu")).end()
+    begun([step_of(7, 7, 3)], slots).end()
+    begun([step_of(7, 0, 0, count=2)], slots).end()
     assert slots.holds(7, 2)

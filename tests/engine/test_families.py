@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from families import model_types, write_tiny
+import torch
+from families import computed_in, model_types, write_tiny
 from observed import tokens
 
 from kvconnect import LLM, SamplingParams
@@ -40,10 +41,11 @@ def test_the_page_names_every_family():
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SERVED)
 def test_equal(family, tiny, open_llm, reference, prompts):
-    llm = open_llm(tiny(family), max_num_tokens=24)
-    for _ in range(2):
-        outputs = llm.generate(prompts[:3], SamplingParams(max_tokens=12))
-        assert tokens(outputs) == reference(tiny(family), prompts[:3], 12)
+    with computed_in(torch.float64, family):
+        llm = open_llm(tiny(family), max_num_tokens=24)
+        for _ in range(2):
+            outputs = llm.generate(prompts[:3], SamplingParams(max_tokens=12))
+            assert tokens(outputs) == reference(tiny(family), prompts[:3], 12)
 
 
 @pytest.mark.slow

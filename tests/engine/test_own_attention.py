@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import computed_in
 from observed import check_idle, preempt, tokens
 from parrot import EAGER, Parrot, draft_with
 
 from kvconnect import LLM, KvCacheConfig, SamplingParams
 from kvconnect.engine.model.group_step import GroupStep
-from kvconnect.engine.model.own_attention import stored_layers
+from kvconnect.engine.model.own_attention import OWN_ATTENTION, PADDED, probed
 from kvconnect.errors import ConfigurationError, UnsupportedModel
 
 GREEDY = SamplingParams(max_tokens=12)
 # Scores by the model's own code; chunks that a token does not see beyond, as masks.
 FAMILIES = ["falcon", "llama4_text"]
 LESS_OFTEN = ["bloom", "codegen", "diffllama", "doge", "gpt_neo", "gptj", "hrm_text", "mbart"]
+TOGETHER = sorted(OWN_ATTENTION - {*FAMILIES, "inkling_text", "inkling2_text"})
+ALL_TOGETHER = [*FAMILIES, *(pytest.param(one, marks=pytest.mark.slow) for one in TOGETHER)]
+PADDED_LESS_OFTEN = [
+    pytest.param(one, marks=pytest.mark.slow) for one in sorted(PADDED - {"bloom", "falcon"})
+]
 ALL = [*FAMILIES, *(pytest.param(one, marks=pytest.mark.slow) for one in LESS_OFTEN)]
 
 
@@ -60,7 +66,7 @@ def test_other_keys_change_the_answers(tiny, open_llm, reference, prompts, monke
 
     def last_are_first(self, pages):
         keys, values = gather(self, pages)
-        return keys.flip(1), values
+        return keys.flip(2), values
 
     monkeypatch.setattr(GroupStep, "gather", last_are_first)
     llm = open_llm(tiny("falcon"))
@@ -73,17 +79,65 @@ def test_a_connector_hears_of_each_layer_once_a_step(tiny, open_llm, prompts):
     connector, computed = llm._engine._connector, []
     connector.wait_for_layer_load = lambda layer: heard.append(("load", layer))
     connector.save_kv_layer = lambda layer: heard.append(("save", layer))
-    alone = llm._engine._model._computed_alone
+    apart = llm._engine._model._computed_apart
 
-    def counted(step):
+    def counted(step, count):
         computed.append(len(heard))
-        return alone(step)
+        return apart(step, count)
 
-    llm._engine._model._computed_alone = counted
+    llm._engine._model._computed_apart = counted
     llm.generate(prompts[:3], SamplingParams(max_tokens=1))
     layers = range(4)
     assert heard == [("load", one) for one in layers] + [("save", one) for one in layers]
     assert computed == [0, 4, 4]  # three sequences in one step
+
+
+def watch_parts(llm) -> list[int]:
+    """The number of sequences in each call of the model, from now on."""
+    apart, sizes = llm._engine._model._computed_apart, []
+
+    def counted(step, count):
+        sizes.append(count)
+        return apart(step, count)
+
+    llm._engine._model._computed_apart = counted
+    return sizes
+
+
+@pytest.mark.parametrize("family", ALL_TOGETHER)
+def test_single_tokens_at_one_position_are_computed_together(
+    family, tiny, open_llm, reference, prompts
+):
+    several = [prompts[4][start : start + 20] for start in (0, 7, 30, 55)]
+    several.insert(1, prompts[0])
+    with computed_in(torch.float64, family):
+        llm = open_llm(tiny(family))
+        sizes = watch_parts(llm)
+        outputs = llm.generate(several, SamplingParams(max_tokens=12, ignore_eos=True))
+        assert sizes == [1] * 5 + [4, 1] * 11
+        assert [one[: one.index(2) + 1] if 2 in one else one for one in tokens(outputs)] == (
+            reference(tiny(family), several, 12)
+        )
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon", *PADDED_LESS_OFTEN])
+def test_single_tokens_of_several_lengths_are_computed_together(
+    family, tiny, open_llm, reference, prompts
+):
+    with computed_in(torch.float64, family):
+        llm = open_llm(tiny(family))
+        sizes = watch_parts(llm)
+        several = [prompts[4][:35], prompts[0][:47], prompts[1], prompts[3], prompts[0][3:40]]
+        params = SamplingParams(max_tokens=12, logprobs=0, ignore_eos=True)
+        outputs = llm.generate(several, params)
+        assert sizes == [1] * 5 + [4, 1] * 11
+        alone = [out for one in several for out in llm.generate([one], params)]
+    for one, other in zip(outputs, alone, strict=True):
+        assert one.output_token_ids == other.output_token_ids
+        for found, same in zip(one.logprobs, other.logprobs, strict=True):
+            assert [x.logprob for x in found.values()] == pytest.approx(
+                [x.logprob for x in same.values()], abs=1e-4
+            )
 
 
 def test_an_attention_that_is_not_given_the_step_finds_it(tiny, open_llm, reference, prompts):
@@ -124,14 +178,15 @@ def test_layers_that_store_no_keys_or_others_again_are_refused():
     state = torch.zeros(1, 2, 1, 4)
 
     def storing(*order):
-        def call(*, past_key_values):
+        def call(tokens, cache):
             for layer in order:
-                past_key_values.update(state, state, layer)
+                cache.update(state, state, layer)
+            return tokens[..., None]
 
         return call
 
-    found = stored_layers(storing(0, 1, 2), 3, "Model")
+    found = probed(storing(0, 1, 2), 3, "Model").stored.layers
     assert [(one.num_kv_heads, one.key_dim) for one in found] == [(2, 4)] * 3
     for wrong in ((0, 1), (0, 1, 1), (1, 0, 2), ()):
         with pytest.raises(UnsupportedModel, match="Model stores the keys of its 3 layers"):
-            stored_layers(storing(*wrong), 3, "Model")
+            probed(storing(*wrong), 3, "Model")

@@ -28,6 +28,7 @@ LESS_OFTEN = [
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba"),
     *("kimi_linear", "lfm2_moe", "lfm3", "mamba2", "nemotron_h", "olmo_hybrid"),
     *("qwen3_5_moe_text", "qwen3_5_text", "zamba", "zamba2", "zaya"),
+    *("inkling_text", "recurrent_gemma", "rwkv", "xlstm"),
 ]
 ALL = [*FAMILIES, *(pytest.param(one, marks=pytest.mark.slow) for one in LESS_OFTEN)]
 

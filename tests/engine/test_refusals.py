@@ -30,7 +30,8 @@ SIZES = {
 @pytest.mark.parametrize(
     ("model_type", "settings", "message"),
     [
-        ("big_bird", {"is_decoder": True}, "BigBirdForCausalLM has no attention interface"),
+        ("cpmant", {}, "CpmAntForCausalLM is not served: tokens of a prompt attend to later ones"),
+        ("mpt", {"d_model": 32, "n_heads": 2}, "MptForCausalLM is not served: its biases are made"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional|mask of its own"),
         ("t5", {}, "model_type: 't5' is no causal LM"),
     ],

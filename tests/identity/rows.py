@@ -93,7 +93,7 @@ ROWS = (
     # Models that a cache changes.
     Row("bidirectional", "attention that also looks ahead"),
     Row("encoder-as-decoder", "an encoder's family as a decoder, BERT's"),
-    Row("window-not-passed", "a window that attention is never told of: Moshi, PhiMoE"),
+    Row("window-not-passed", "a window that attention is never told of: Moshi"),
     Row("alibi-by-length", "positions that depend on the length of the cache: MPT"),
     Row("dynamic-rope", "dynamic RoPE at and beyond the original length"),
     # What comes with a request.

@@ -248,7 +248,6 @@ REFUSED = cells(
             "bidirectional attention",
         ),
         "window-not-passed": ("moshi", HEADS | {"sliding_window": 8}, "its configuration 8"),
-        "window-not-passed: mask": ("phimoe", EXPERTS | {"sliding_window": 8}, "its mask 8"),
         "window-not-passed: llama": ("llama", {"sliding_window": 8}, "its configuration 8"),
         "window-not-passed: chunks": ("llama", {"attention_chunk_size": 8}, "chunked attention"),
         "window-not-passed: sinks": (
@@ -260,7 +259,7 @@ REFUSED = cells(
         "alibi-by-length": (
             "mpt",
             {"d_model": 32, "n_heads": 2, "n_layers": 2},
-            "no attention interface",
+            "biases are made for the length of the cache",
         ),
     },
 )
@@ -291,6 +290,14 @@ def test_models_that_a_cache_changes_are_refused(model_type, settings, message, 
 def test_windows_that_all_agree_on_are_served(model_type, settings, windows):
     made = family(model_type, **settings)
     assert checked_windows(made, longest=128) == windows
+
+
+def test_a_window_that_only_the_mask_has_counts_for_those_who_use_the_mask():
+    """Attention by masks, as `generate()` has it by default; flash attention uses none."""
+    made = family("phimoe", **EXPERTS | {"sliding_window": 8})
+    assert checked_windows(made, longest=128, by_mask=True) == (8, 8)
+    with pytest.raises(UnsupportedModel, match="tells its attention none, its mask 8"):
+        checked_windows(made, longest=128)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

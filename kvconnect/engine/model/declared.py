@@ -21,15 +21,21 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvconnect.errors import UnsupportedModel
 
-__all__ = ["checked_windows", "declared_windows"]
+__all__ = ["UNSERVED", "checked_windows", "declared_windows"]
 
 _PROBE = "kvconnect_probe"
 _HORIZON = 1 << 20  # tokens; masks are not tested on pairs that are farther apart
 _AHEAD = 16
 
-_FAMILIES = {
+UNSERVED = {
+    "cpmant": "tokens of a prompt attend to later ones, so that keys depend on the whole prompt",
     "mpt": "its biases are made for the length of the cache, not for positions",
+    "prophetnet": "what it computes of a token depends on the number of tokens in the same call",
+    "reformer": "its cache has hidden states and the buckets of random hashes, no keys and values",
+    "xlm": "tokens attend to later ones, and to a mask token that `generate()` always appends",
+    "xlnet": "each step computes two tokens again, and its cache has hidden states instead of keys",
 }
+"""The reason why a family is not served."""
 _NAMES = re.compile(r"window|attention_chunk|(^|_)sinks?(_|$)")
 _HARMLESS = re.compile(r"pattern|layers|indexes|expert|^use_|init")
 
@@ -93,7 +99,7 @@ AttentionMaskInterface.register(_PROBE, _mask)
 
 
 def checked_windows(
-    model: PreTrainedModel, *, longest: int | None
+    model: PreTrainedModel, *, longest: int | None, by_mask: bool = False
 ) -> tuple[int | None, ...] | None:
     """Returns how far each attention layer of `model` looks back; ``None``: to the first token.
 
@@ -103,6 +109,8 @@ def checked_windows(
     Args:
         model: loaded, with any attention implementation.
         longest: tokens of the longest sequence. A window that holds it all is none.
+        by_mask: true to accept a window that only the mask and the configuration have. Attention
+            that is computed with masks, as by default, has it; flash attention does not.
 
     Returns:
         The windows; ``None`` if the model has no attention interface, so that they are not known.
@@ -112,7 +120,7 @@ def checked_windows(
             looks ahead; or a window, chunk or sink of the configuration reaches no attention.
     """
     config = model.config.get_text_config(decoder=True)
-    if reason := _FAMILIES.get(str(config.model_type)):
+    if reason := UNSERVED.get(str(config.model_type)):
         raise UnsupportedModel(f"{type(model).__name__} is not served: {reason}")
     recurrent = getattr(model, "_is_stateful", False)
     if not recurrent and not getattr(model, "_supports_attention_backend", False):
@@ -126,6 +134,8 @@ def checked_windows(
         told = {"what it tells its attention": window}
         if layer.masked is not None:
             told["its mask"] = _window_of(layer.masked, longest)
+            if by_mask and window is None:
+                window = told["what it tells its attention"] = told["its mask"]
         if index < len(declared):
             told["its configuration"] = declared[index]
         if len(set(told.values())) > 1:

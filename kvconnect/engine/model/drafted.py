@@ -51,11 +51,10 @@ class _Drafted:
 class DraftedStates(PackedStates):
     """The cache that a model is called with; sequences may have drafts.
 
-    At most one copy of the states of each sequence with drafts is kept, until the next step begins.
+    At most one copy of the states of each sequence with drafts is kept, until `StateSlots.proceed`.
 
     Args:
-        plan: the sequences of the packed row. One that had drafts in the step before continues
-            behind the accepted ones.
+        plan: the sequences of the packed row.
         slots: the slots of the states.
         device: the device of the model.
 
@@ -66,9 +65,6 @@ class DraftedStates(PackedStates):
     def __init__(
         self, plan: Sequence[SequenceStep], slots: StateSlots, device: torch.device
     ) -> None:
-        if slots.accept is not None:
-            slots.accept(plan)
-            slots.accept = None  # frees the states before the last step
         super().__init__(plan, slots, device)
         self._kept = None
         drafted = [
@@ -76,7 +72,7 @@ class DraftedStates(PackedStates):
         ]
         if drafted:
             self._kept = _Kept(drafted, slots, device)
-            slots.accept = self._kept.accept
+            slots.accepting.append(self._kept.accept)
 
     def run(
         self, mixer: Forward, args: Sequence[Any], named: Mapping[str, Any], *, stepped: bool

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
@@ -77,11 +77,11 @@ class ForwardStep:
         layers: the attention layers of the model.
         hooks: called for every layer.
         device: the device of the model.
-        slots: the slots of recurrent states; ``None``: the model has none.
+        slots: the slots of recurrent states; ``None``: the model has none. Sequences that had
+            drafts in the step before continue behind the accepted ones.
 
     Attributes:
         start: the position of the first sequence's first token.
-        states: the cache that the model is called with; ``None``: it has no recurrent layers.
         input_ids, position_ids: ``[1, tokens]`` int64.
         last_tokens: ``[rows]`` int64, the rows whose logits are computed: the last ``num_wanted``
             of each sequence of `plan`.
@@ -99,8 +99,10 @@ class ForwardStep:
         device: torch.device,
         slots: StateSlots | None = None,
     ) -> None:
-        self.states = None if slots is None else DraftedStates(plan, slots, device)
+        if slots is not None:
+            slots.proceed(plan)
         self._plan = plan
+        self._slots = slots
         self.start = plan[0].start
         self._layers = layers
         self._hooks = hooks
@@ -116,6 +118,13 @@ class ForwardStep:
         size = layers[0].pages.keys.shape[1] if layers else 0
         groups = range(len(plan[0].tables) if layers else 0)
         self._groups = [GroupStep(slices, group, size, device) for group in groups]
+
+    @cached_property
+    def states(self) -> DraftedStates | None:
+        """The cache that the model is called with; ``None``: it has no recurrent layers."""
+        if self._slots is None:
+            return None
+        return DraftedStates(self._plan, self._slots, self._device)
 
     def attend(self, layer_idx: int, given: AttentionInput) -> Tensor:
         """Writes one layer's keys and values, and attends over all that is cached.
@@ -185,40 +194,54 @@ class ForwardStep:
         return chosen
 
     def append(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes one layer's keys and values of the only sequence; see `own_attention`.
+        """Writes one layer's keys and values of a step of `apart`; see `own_attention`.
 
         Args:
             layer_idx: layers come in ascending order.
-            key: the keys of the tokens of this step, ``[1, kv_heads, tokens, dim]``.
+            key: the keys of the tokens of this step, ``[sequences, kv_heads, tokens, dim]``.
             value: their values, alike.
 
         Returns:
-            Copies of all keys and values of the sequence, ``[1, kv_heads, n, dim]`` each.
+            Copies of all keys and values, ``[sequences, kv_heads, n, dim]`` each; shorter sequences
+            are behind padding.
 
         Raises:
             UsageError: layers came out of order, or a page of the sequence is not held.
         """
         layer, group = self._begin(layer_idx)
-        group.write(layer.pages, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        group.write(layer.pages, *(both.transpose(1, 2).flatten(0, 1) for both in (key, value)))
         keys, values = group.gather(layer.pages)
         self._end()
-        return keys[None], values[None]
+        return keys, values
 
-    def apart(self) -> list[ForwardStep]:
-        """Returns a step for each sequence. They are computed one after the other, in this order.
+    def apart(self, *, padded: bool) -> Iterator[tuple[list[int], ForwardStep]]:
+        """Yields parts of the step, one after the other: the numbers of sequences, and their step.
 
-        Loads of a layer are waited for in the first one, and its KV is announced in the last one.
+        Single tokens at one position are a part, if there are no recurrent states. Every other
+        sequence is one of its own. Loads of a layer are waited for in the first part, and its KV is
+        announced in the last one.
+
+        Args:
+            padded: true to put single tokens together whose sequences are up to twice as long as
+                others.
         """
-        last = len(self._plan) - 1
-        return [
+        members: dict[tuple[int, int], list[int]] = {}
+        for number, one in enumerate(self._plan):
+            single = len(one.tokens) == 1 and self._slots is None
+            alike = one.end.bit_length() if padded else one.end
+            members.setdefault((alike, -1) if single else (0, number), []).append(number)
+        # None begins when others have ended, and would free what they keep for their drafts.
+        steps = [
             ForwardStep(
-                [one],
+                [self._plan[number] for number in numbers],
                 self._layers,
-                _SomeHooks(self._hooks, waits=number == 0, saves=number == last),
+                _SomeHooks(self._hooks, waits=index == 0, saves=index == len(members) - 1),
                 device=self._device,
+                slots=self._slots,
             )
-            for number, one in enumerate(self._plan)
+            for index, numbers in enumerate(members.values())
         ]
+        yield from zip(members.values(), steps, strict=True)
 
     def check_complete(self) -> None:
         """Checks that every layer used `attend` exactly once; recurrent states count from then on.

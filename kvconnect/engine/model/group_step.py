@@ -97,6 +97,7 @@ class GroupStep:
         self._parts = self._parts_of(slices)
         self._last_parts: list[Chunk | DecodeGroup] | None = None
         self._pages: PageNumbers | None = None
+        self._shifted: Tensor | None = None  # the rows that `gather` takes of its pages
 
     def write(self, pages: LayerPages, key: Tensor, value: Tensor) -> None:
         """Writes each token's key and value (``[tokens, kv_heads, dim]``) at its slot."""
@@ -109,13 +110,29 @@ class GroupStep:
             pages.blank(*self._blank)
 
     def gather(self, pages: LayerPages) -> tuple[Tensor, Tensor]:
-        """Returns copies of all keys and values of the only sequence, ``[kv_heads, n, dim]``."""
-        ((part, table),) = zip(self._slices, self._held, strict=True)
+        """Returns copies of all keys and values, those of shorter sequences behind padding.
+
+        Returns:
+            ``[sequences, kv_heads, longest, dim]`` each. Padding is finite.
+        """
+        ends = np.array([part.end for part in self._slices])
+        longest = int(ends.max())
         if self._pages is None:
-            blocks = held_blocks(table, 0, -(-part.end // self._size))
-            self._pages = PageNumbers(self._tensor(blocks))
-        keys, values = pages.gather(self._pages)
-        return keys[: part.end].transpose(0, 1), values[: part.end].transpose(0, 1)
+            count = -(-longest // self._size)
+            self._pages = PageNumbers(self._tensor(_padded(self._held, ends, count, self._size)))
+            if np.ptp(ends):
+                first = np.arange(len(ends))[:, None] * count * self._size
+                place = np.maximum(0, np.arange(longest) - (longest - ends[:, None]))
+                self._shifted = self._tensor((first + place).reshape(-1))
+        found = pages.gather(self._pages)
+        if self._shifted is not None:
+            found = found[0].index_select(0, self._shifted), found[1].index_select(0, self._shifted)
+        keys, values = (
+            both.view(len(ends), -1, *both.shape[1:])[:, :longest].transpose(1, 2) for both in found
+        )
+        if len(ends) > 1:  # some models view sequences and heads as one dimension
+            return keys.contiguous(), values.contiguous()
+        return keys, values
 
     def attend(self, given: AttentionInput, pages: LayerPages) -> Tensor:
         """Attends over the cached tokens; see `ForwardStep.attend`."""
@@ -215,6 +232,18 @@ class GroupStep:
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self._device)
+
+
+def _padded(
+    tables: Sequence[BlockTable], ends: npt.NDArray[np.int64], count: int, size: int
+) -> npt.NDArray[np.int64]:
+    """Returns `count` blocks of each table: those of its tokens, and the first one as padding."""
+    blocks = np.empty((len(ends), count), np.int64)
+    for row, table, end in zip(blocks, tables, ends.tolist(), strict=True):
+        held = -(-end // size)
+        row[:held] = held_blocks(table, 0, held)
+        row[held:] = row[0]
+    return blocks.reshape(-1)
 
 
 def _wanted(slices: Sequence[RequestSlice]) -> list[RequestSlice]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from kvconnect.engine.model.mixers import (
     Forward,
     ModelCache,
-    PackedStates,
     Part,
     SequenceStates,
     called,
@@ -229,8 +228,8 @@ def split_mixers(probe: MixerProbe) -> bool:
 def _split(mixer: Forward, *, stepped: bool) -> Forward:
     def split(*args: Any, **named: Any) -> Any:
         for one in (*args, *named.values()):
-            if isinstance(one, PackedStates):
-                return one.run(mixer, args, named, stepped=stepped)
+            if isinstance(one, ModelCache) and one.states is not None:
+                return one.states.run(mixer, args, named, stepped=stepped)
         return mixer(*args, **named)
 
     return split

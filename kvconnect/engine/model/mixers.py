@@ -81,9 +81,11 @@ class ModelCache:
         layer_idx: the model's number of the attention layer that runs now; -1: none ran yet.
         layers: the positions of tokens before, where indexers look for them: there are none.
         is_sliding: the attribute of transformers' caches; masks are not made from it.
+        states: routes mixers to the states of each sequence; ``None``: each computes one sequence.
     """
 
     is_sliding: tuple[bool, ...] = ()
+    states: PackedStates | None = None
 
     def __init__(self) -> None:
         self.layer_idx = -1
@@ -118,6 +120,7 @@ class PackedStates(ModelCache):
         self, plan: Sequence[SequenceStep], slots: StateSlots, device: torch.device
     ) -> None:
         super().__init__()
+        self.states = self
         self._plan = plan
         self._slots = slots
         self._num_tokens = sum(len(one.tokens) for one in plan)
@@ -154,6 +157,8 @@ class PackedStates(ModelCache):
             states = SequenceStates(self._slots, part)
             result = called(mixer, args, named, states)
             states.store()
+            if isinstance(result, tuple):  # some return their cache
+                result = tuple(self if one is states else one for one in result)
             if len(calls) == 1 and isinstance(part.rows, slice):
                 return result
             whole = self._placed(whole, result, part)
@@ -170,6 +175,8 @@ class PackedStates(ModelCache):
             return tuple(
                 self._placed(one, new, part) for one, new in zip(before, result, strict=True)
             )
+        if result is self:
+            return self
         if not is_rows(result, part):
             return None  # weights of attention, which no model needs
         if whole is None:

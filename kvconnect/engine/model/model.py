@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
-from kvconnect.config import torch_dtype
-from kvconnect.engine.model.declared import checked_windows
+from kvconnect.engine.model.adapted import ADAPTED, adapt
+from kvconnect.engine.model.declared import UNSERVED, checked_windows
 from kvconnect.engine.model.forward_step import ForwardStep
 from kvconnect.engine.model.indexers import INDEXED, pack_indexers
 from kvconnect.engine.model.latents import keep_latents
@@ -32,13 +29,22 @@ from kvconnect.engine.model.mixer_probe import PROBED_TOKENS, MixerProbe, split_
 from kvconnect.engine.model.mixers import ModelCache
 from kvconnect.engine.model.own_attention import (
     OWN_ATTENTION,
+    PADDED,
+    PagedCache,
+    ProbedCache,
     num_layers,
-    paged_cache,
-    stored_layers,
+    probed,
 )
 from kvconnect.engine.model.positions import position_limit
+from kvconnect.engine.model.pretrained import load, load_config
 from kvconnect.engine.model.rank_sizes import check_size, tp_plan
-from kvconnect.engine.model.seam import ATTENTION, AttentionProbe, IndexedStep, running
+from kvconnect.engine.model.seam import (
+    ATTENTION,
+    AttentionProbe,
+    IndexedStep,
+    LayerShape,
+    running,
+)
 from kvconnect.engine.model.sharding import Division, ModelRanks, shard
 from kvconnect.engine.model.unmapping import unmap
 from kvconnect.errors import ConfigurationError, UnsupportedModel
@@ -94,16 +100,17 @@ class Model:
         device: str = "auto",
         ranks: ModelRanks | None = None,
     ) -> None:
-        config = _load_config(directory)
+        config = load_config(directory)
         _refuse(config)
         self.device = _device(device)
         self._owns_attention = config.model_type in OWN_ATTENTION
-        self._model = _load(directory, config, dtype)
+        self._model = load(directory, config, dtype)
         divided = Division()
         if ranks is not None:
             plan, num_heads = tp_plan(self._model), _num_heads(self._model)
             divided = shard(self._model, plan, ranks, num_heads=num_heads)
         self._model.to(self.device).eval()
+        adapt(self._model)
         self.config = config
         self.dtype: torch.dtype = self._model.dtype
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
@@ -112,12 +119,16 @@ class Model:
         self._cache_name = _cache_name(self._model)
         self._masks = pack_indexers(self._model)
         probe, mixers = self._probe()
-        if not self._owns_attention:
-            checked_windows(self._model, longest=None if limit is None else limit.num_tokens)
+        longest = None if limit is None else limit.num_tokens
+        windows = (
+            None
+            if self._owns_attention
+            else checked_windows(self._model, longest=longest, by_mask=True)
+        )
         if keep_latents(self._model):
             probe, mixers = self._probe()
         divided.check_whole(call.module for call in mixers.calls)
-        self.layers = probe.layers
+        self.layers = _windowed(probe.layers, windows or ())
         self.states = tuple(mixers.shapes.values())
         division = None if ranks is None else MixerDivision(mixers, ranks)
         self.stepped = split_mixers(mixers)
@@ -126,7 +137,7 @@ class Model:
             replace(layer, num_kv_heads=divided.heads.get(number, layer.num_kv_heads))
             if not layer.is_latent
             else layer  # whole on every rank
-            for number, layer in zip(probe.numbers, probe.layers, strict=True)
+            for number, layer in zip(probe.numbers, self.layers, strict=True)
         ]
         self._leads = ranks is None or ranks.rank == 0
         if self.device.type == "cpu" and ranks is None and not self.states:
@@ -141,7 +152,11 @@ class Model:
             that follow none, ``[0, vocab]``.
         """
         if self._owns_attention:
-            return torch.cat([self._computed_alone(one) for one in step.apart()])
+            rows: dict[int, Tensor] = {}
+            padded = self.config.model_type in PADDED
+            for numbers, part in step.apart(padded=padded):
+                rows.update(zip(numbers, self._computed_apart(part, len(numbers)), strict=True))
+            return torch.cat([rows[number] for number in range(len(rows))])
         wanted = step.last_tokens if self._leads else step.last_tokens[:0]
         logits = self._computed(step, step.input_ids, step.position_ids, step.states, wanted)
         step.check_complete()
@@ -163,49 +178,52 @@ class Model:
         finally:
             running.reset(before)
 
-    def _computed_alone(self, step: ForwardStep) -> Tensor:
-        """Returns the logits of a step of one sequence, ``[rows, vocab]``; see `own_attention`."""
-        cache = paged_cache(step, len(self.layers), step.start)
+    def _computed_apart(self, step: ForwardStep, count: int) -> Tensor:
+        """Returns the logits of a part of a step, ``[count, rows, vocab]``; see `own_attention`."""
+        positions = step.position_ids.view(count, -1)
+        longest = int(positions[:, 0].max()) if count > 1 else step.start
+        more: dict[str, Any] = {}
+        if count > 1 and (positions != longest).any():
+            places = torch.arange(longest + 1, device=self.device)
+            more["attention_mask"] = (places >= longest - positions).long()
         logits = self._called(
-            step.input_ids,
-            step.position_ids,
-            step.last_tokens,
+            step.input_ids.view(count, -1),
+            positions,
+            step.last_tokens if count == 1 else step.last_tokens[:1],
             use_cache=True,
-            past_key_values=cache,
+            past_key_values=PagedCache(step, len(self.layers), longest, step.states),
+            **more,
         )
         step.check_complete()
-        return logits[0]
+        return logits
 
     def _called(
         self, input_ids: Tensor, position_ids: Tensor, wanted: Tensor, **more: Any
     ) -> Tensor:
         """Calls the model, with positions if it has an argument for them."""
-        if self._takes_positions:
+        if self._takes("position_ids"):
             more["position_ids"] = position_ids
         if self._masks:
             more["attention_mask"] = self._masks
+        chooses = self._takes("logits_to_keep")
+        if chooses:
+            more["logits_to_keep"] = wanted
         with torch.inference_mode():
-            output = self._model(input_ids=input_ids, logits_to_keep=wanted, **more)
-        logits: Tensor = output.logits
-        return logits
+            logits: Tensor = self._model(input_ids=input_ids, **more).logits
+            return logits if chooses else logits[:, wanted]
 
-    @property
-    def _takes_positions(self) -> bool:
-        return "position_ids" in inspect.signature(self._model.forward).parameters
+    def _takes(self, argument: str) -> bool:
+        return argument in inspect.signature(self._model.forward).parameters
 
     def _probe(self) -> tuple[AttentionProbe, MixerProbe]:
         name = type(self._model).__name__
         mixers = MixerProbe()
         recurrent = _is_recurrent(self._model)
         probe = AttentionProbe(mixers if recurrent else None)
-        if "logits_to_keep" not in inspect.signature(self._model.forward).parameters:
-            raise UnsupportedModel(f"{name} takes no position_ids or no logits_to_keep")
         tokens = torch.arange(PROBED_TOKENS if recurrent else 1, device=self.device)[None]
         if self._owns_attention:
-            call = partial(self._called, tokens, tokens, tokens[0, :1], use_cache=True)
-            probe.layers = stored_layers(call, num_layers(self.config), name)
-            probe.numbers = list(range(len(probe.layers)))
-            return probe, mixers
+            own = self._probe_own(name)
+            return own.stored, own
         states = mixers if recurrent else None
         try:
             with mixers.watching(self._model) if recurrent else nullcontext():
@@ -214,10 +232,31 @@ class Model:
             if "'kv'" not in str(error):
                 raise
             raise UnsupportedModel(f"{name} does not hand kv= down to its attention") from error
-        if probe.layers and not self._takes_positions:
-            raise UnsupportedModel(f"{name} takes no position_ids or no logits_to_keep")
+        if probe.layers and not self._takes("position_ids"):
+            raise UnsupportedModel(f"{name} takes no position_ids")
         self._check_layers(probe, mixers)
         return probe, mixers
+
+    def _probe_own(self, name: str) -> ProbedCache:
+        """Probes a model that computes attention itself."""
+
+        def call(input_ids: Tensor, cache: ProbedCache) -> Tensor:
+            tokens = torch.arange(input_ids.shape[1], device=self.device)
+            with cache.watching(self._model):
+                return self._called(
+                    input_ids.to(self.device),
+                    tokens[None],
+                    tokens,
+                    use_cache=True,
+                    past_key_values=cache,
+                )
+
+        try:
+            return probed(call, num_layers(self.config), name)
+        except RuntimeError as error:
+            if self.dtype != torch.float64:
+                raise
+            raise UnsupportedModel(f"{name} cannot compute in {self.dtype}: {error}") from error
 
     def _check_layers(self, probe: AttentionProbe, mixers: MixerProbe) -> None:
         """Refuses a model with a layer that neither attends nor keeps a state where we see it."""
@@ -248,14 +287,6 @@ class Model:
                 )
 
 
-def _load_config(directory: Path) -> PreTrainedConfig:
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"model: '{directory}' cannot be loaded: {error}") from error
-    return config
-
-
 def _refuse(config: PreTrainedConfig) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(f"model_type: '{config.model_type}' is no causal LM")
@@ -264,10 +295,12 @@ def _refuse(config: PreTrainedConfig) -> None:
         model_class = model_class[0]
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel("encoder-decoder models are not served")
+    if reason := UNSERVED.get(config.model_type):
+        raise UnsupportedModel(f"{model_class.__name__} is not served: {reason}")
     recurrent = getattr(model_class, "_is_stateful", False)  # its layers are probed instead
     if config.model_type in OWN_ATTENTION:
         return
-    served = recurrent or config.model_type in _UNDECLARED
+    served = recurrent or config.model_type in _UNDECLARED or config.model_type in ADAPTED
     if not served and not getattr(model_class, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{model_class.__name__} has no attention interface")
     unknown = set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS
@@ -281,6 +314,21 @@ def _refuse(config: PreTrainedConfig) -> None:
         raise UnsupportedModel("chunked attention (attention_chunk_size) is not served")
 
 
+def _windowed(layers: list[LayerShape], windows: Sequence[int | None]) -> list[LayerShape]:
+    """Returns `layers` with the `windows` that only their masks have; see `checked_windows`.
+
+    Layers that share a module count once among the `windows`, and have none.
+    """
+    if not any(windows):
+        return layers
+    windowed = list(layers)
+    attending = [number for number, one in enumerate(layers) if not one.is_index]
+    for number, window in zip(attending, windows, strict=True):
+        if layers[number].window is None:
+            windowed[number] = replace(layers[number], window=window)
+    return windowed
+
+
 def _is_recurrent(model: Any) -> bool:
     kinds = set(getattr(model.config, "layer_types", None) or ())
     return bool(getattr(model, "_is_stateful", False) or kinds & _RECURRENT_LAYERS)
@@ -289,50 +337,7 @@ def _is_recurrent(model: Any) -> bool:
 def _cache_name(model: Any) -> str:
     """Returns the argument of `model` that is its cache."""
     names = inspect.signature(model.forward).parameters
-    return "cache_params" if "cache_params" in names else "past_key_values"
-
-
-def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:  # a PreTrainedModel
-    wanted = dtype if dtype == "auto" else torch_dtype(dtype)
-    # Grouped matrix products of experts do not exist in float64.
-    resolved = getattr(config, "dtype", None) if dtype == "auto" else wanted
-    experts = {"experts_implementation": "eager"} if resolved == torch.float64 else {}
-    try:
-        with _no_thread_of_progress_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                directory,
-                config=config,
-                dtype=wanted,
-                attn_implementation=None if config.model_type in OWN_ATTENTION else ATTENTION,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                **experts,
-            )
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"model: '{directory}' cannot be loaded: {error}") from error
-    model, info = loaded
-    # Missing weights are random and differ between processes, which no digest shows.
-    if missing := sorted(info["missing_keys"]):
-        raise ConfigurationError(
-            f"model: '{directory}' has no weights of {', '.join(missing[:3])}"
-            f"{', ...' if len(missing) > 3 else ''}: it is incomplete, or of another architecture"
-        )
-    return model
-
-
-@contextmanager
-def _no_thread_of_progress_bars() -> Iterator[None]:
-    """Keeps tqdm from starting its thread, which redraws bars that stand still.
-
-    The thread ends with the interpreter wherever it is. If it holds tqdm's lock then, the end of
-    the process waits for that lock for ever.
-    """
-    before, tqdm.monitor_interval = tqdm.monitor_interval, 0
-    try:
-        yield
-    finally:
-        tqdm.monitor_interval = before
+    return next((one for one in ("cache_params", "state") if one in names), "past_key_values")
 
 
 def check_sharing(directory: Path, size: int) -> None:
@@ -342,7 +347,7 @@ def check_sharing(directory: Path, size: int) -> None:
         ConfigurationError: the directory is wrong.
         UnsupportedModel: the ranks cannot share it; names the sizes that work.
     """
-    config = _load_config(directory)
+    config = load_config(directory)
     _refuse(config)
     if config.model_type in OWN_ATTENTION:
         raise UnsupportedModel(

@@ -31,12 +31,23 @@ def position_limit(config: PreTrainedConfig) -> PositionLimit | None:
     """Returns the limit of a sequence's length; ``None``: no limit is known.
 
     Raises:
-        UnsupportedModel: its RoPE changes with the length of a sequence, at an unknown length.
+        UnsupportedModel: its RoPE changes with the length of a sequence, at an unknown length; or
+            its positions depend on the tokens of a chunk.
     """
-    limits = []
+    if getattr(config, "use_learned_position_embeddings", True) is False:
+        raise UnsupportedModel(
+            "use_learned_position_embeddings=False is not served: positions leave out padding, but "
+            "not that of earlier chunks"
+        )
     longest = getattr(config, "max_position_embeddings", None)
-    if longest:
-        limits.append(PositionLimit(longest, "the model's max_position_embeddings"))
+    limits = [
+        PositionLimit(known, f"the model's {name}")
+        for name in ("max_position_embeddings", "max_target_positions")
+        if (known := getattr(config, name, None))
+    ]
+    if config.model_type == "big_bird" and config.attention_type == "block_sparse":
+        kept = (5 + 2 * config.num_random_blocks) * config.block_size
+        limits.append(PositionLimit(kept, "the model's full attention, beyond which it is sparse"))
     if kept := getattr(config, "keep_window_size", None):
         reason = "the model's keep_window_size, beyond which tokens with equal values are ambiguous"
         limits.append(PositionLimit(kept, reason))

@@ -70,11 +70,9 @@ class StateSlots:
         device: the device of the model.
 
     Attributes:
-        accept: computes the states of sequences whose last drafts were rejected, for the tokens
-            that are computed next; ``None``: no sequence had drafts. `drafted` sets it.
+        accepting: functions that compute the states of sequences whose drafts in the last step were
+            rejected, for the tokens that are computed next. `drafted` adds them.
     """
-
-    accept: Callable[[Sequence[SequenceStep]], None] | None = None
 
     def __init__(self, shapes: Sequence[StateShape], num_slots: int, device: torch.device) -> None:
         self._states = {
@@ -83,6 +81,7 @@ class StateSlots:
         }
         self._held: list[_Held | None] = [None] * num_slots
         self._slots: dict[int, int] = {}
+        self.accepting: list[Callable[[Sequence[SequenceStep]], None]] = []
 
     def __len__(self) -> int:
         """Returns how many slots are in use."""
@@ -97,7 +96,7 @@ class StateSlots:
         for request_id in self._slots.keys() - request_ids:
             self._held[self._slots.pop(request_id)] = None
         if not self._slots:
-            self.accept = None  # holds memory
+            self.accepting.clear()  # holds memory
 
     def holds(self, request_id: int, num_tokens: int) -> bool:
         """Returns whether a slot holds the states after `num_tokens` of a request."""
@@ -126,6 +125,16 @@ class StateSlots:
         """Returns copies of the states of running requests, ``[requests, *shape]``."""
         slots = [self._slots[one] for one in request_ids]
         return {key: states[slots] for key, states in self._states.items()}
+
+    def proceed(self, plan: Sequence[SequenceStep]) -> None:
+        """Goes back to the accepted drafts of the last step, where `plan` continues there.
+
+        The copies that were kept for that are freed. Called once, before the states of a step are
+        used.
+        """
+        for accept in self.accepting:
+            accept(plan)
+        self.accepting.clear()
 
     def begin(self, plan: Sequence[SequenceStep]) -> list[int]:
         """Returns the slot of each sequence of `plan`, whose tokens are computed next.
