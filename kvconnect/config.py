@@ -226,8 +226,7 @@ class KvCacheConnectorConfig(Settings):
         load_timeout_s: deadline of a load; after it the tokens are computed. A running load whose
             store freezes waits at most this long. The wait is shorter if the store fails sooner:
             Redis after its ``timeout`` (5 s), a lost server after some 15 s.
-        overlap_loads: compute the beginning of a prompt while its end is loaded. Models with
-            recurrent states wait for their loads in any case.
+        overlap_loads: compute the beginning of a prompt while its end is loaded.
         save_timeout_s: deadline of a save, and of draining at close.
         min_load_tokens: the fewest tokens that are loaded from the store; fewer are computed.
         save_on: save blocks when they are ``full``, or when their request ends (``finish``).

@@ -141,10 +141,14 @@ def _check_held(sequence: Sequence, pool: BlockPool, tree: RadixTree) -> None:
     missing = held.num_missing() if sequence.load_end and pool.window is not None else 0
     wanted = [*range(held.first, min(start, held.stop)), *range(start + missing, held.stop)]
     wanted = wanted if missing else list(range(held.first, held.stop))
+    if pool.is_state and sequence.load_end:
+        wanted = [number for number in (held.first, held.stop - 1) if number in numbers]
+        wanted = wanted[-len(numbers) :]  # one block twice
     _require(numbers == wanted, "a sequence holds first..stop, but for one gap before a load")
     _require(pool.window is not None or held.first == 0, "full attention gives nothing up")
-    one = not pool.is_state or held.stop - held.first <= 1
-    _require(one, "a sequence holds one state at most")
+    most = 2 if sequence.load_end else 1
+    few = not pool.is_state or len(numbers) <= most
+    _require(few, "a sequence holds one state at most, and one that a load fills")
     for segment in _referenced(held):
         ids = segment.pools[pool.group].ids
         own = held.ids[segment.start : segment.end]

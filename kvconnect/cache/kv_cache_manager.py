@@ -167,7 +167,12 @@ class KVCacheManager(BaseKVCacheManager):
     def fits_beside(self, request: LlmRequest, position: int, end: int) -> bool:
         """Returns whether `request` may compute beside a load; see `BaseKVCacheManager`."""
         where, chunk = (position, end), self._max_chunk
-        return all(fits_beside(request, layout, where, chunk) for layout in self.layouts)
+        fits = all(fits_beside(request, layout, where, chunk) for layout in self.layouts)
+        if not (fits and self.has_windows):
+            return fits
+        prompt = Prompt.of(request.tokens.view, request.namespace.id)
+        prompt = prompt.filled_by(ExternalMatch(position, end - position, overlaps=True), chunk)
+        return self.blocks.predict_match(prompt) is not None
 
     def needed_beside(self, request: LlmRequest) -> tuple[int, ...]:
         """Returns the blocks that computing beside a load needs; see `BaseKVCacheManager`."""
@@ -325,12 +330,7 @@ class KVCacheManager(BaseKVCacheManager):
             batch.deferred_requests.append(request)
             return False
         if external.num_tokens:
-            prompt = prompt.within(
-                max_matched=external.position,
-                first_chunk=chunk,
-                external_end=external.end,
-                beside=external.overlaps,
-            )
+            prompt = prompt.filled_by(external, chunk)
         onboarded = self._copier.onboarded_tokens
         try:
             allocation = self.blocks.admit(

@@ -167,7 +167,8 @@ class BaseKVCacheManager(BaseResourceManager):
 
     # For managers with ``overlaps_loads``. The defaults suit one that allocates all blocks of a
     # prompt at its admission. One with pools of windows allocates there what the load fills, and
-    # keeps the matched blocks from which computing begins.
+    # keeps the matched blocks from which computing begins. Of recurrent states the load fills the
+    # block at its end; computing ends a chunk there, unless it continues from the loaded states.
 
     def fits_beside(self, request: LlmRequest, position: int, end: int) -> bool:
         """Returns whether `request` may compute from `position` on beside a load up to `end`.
@@ -197,7 +198,8 @@ class BaseKVCacheManager(BaseResourceManager):
     #
     # 1. before the first chunk that begins after an admission, and if it loads, once the load has
     #    ended: `state_restore`. It copies the block that is returned to the running slot. If the
-    #    chunk begins at 0, it zeroes the slot instead.
+    #    chunk begins at 0, it zeroes the slot instead. If it may compute beside the load, it does
+    #    so in the step of its admission, too.
     # 2. when it plans a chunk: `next_state_end`. The chunk must not go beyond that position.
     # 3. for a chunk that ends there, before `update_resources`: `state_snapshot`. After the forward
     #    pass it copies the running slot to the block that is returned, if there is one. A call
@@ -233,7 +235,8 @@ class BaseKVCacheManager(BaseResourceManager):
 
         `computed` is where the next chunk begins. After an admission or a load the result is None
         only if that is 0. Later it is None unless the last snapshot was taken at `computed`.
-        Changes nothing. `request` holds the block until its next snapshot.
+        `request` holds the block until its next snapshot; or until this call, if it may compute
+        beside a load that ends behind `computed`.
         """
         return None
 
@@ -241,7 +244,8 @@ class BaseKVCacheManager(BaseResourceManager):
         """Allocates the block for the states of `request` at `position`, or returns None.
 
         None means that no snapshot is to be taken: no block is free, or `position` is not the end
-        of a block, or has one already. The `update_resources` after exactly `position` tokens
+        of a block, or has one already. At the end of a load it is the block that the load fills,
+        which no worker writes to any more. The `update_resources` after exactly `position` tokens
         publishes the block, which must be written before that. Releases the block of the snapshot
         before. May reclaim published blocks and order copies; never fails for want of blocks.
 

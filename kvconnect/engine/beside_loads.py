@@ -63,6 +63,10 @@ class BesideLoads:
         num_prompts: returns how many prompts are not computed yet, at least 1.
         reserve: allocates the blocks that a request needs to compute up to a token; returns False
             if there are not enough.
+        chunk_end: returns where a request's chunk from one token to another has to end, if a
+            snapshot of recurrent states is due before.
+        stepped: true if chunks after the first are computed token by token. Then a prompt is
+            computed up to its load in one chunk, or not at all.
     """
 
     def __init__(
@@ -70,10 +74,15 @@ class BesideLoads:
         max_num_tokens: int,
         num_prompts: Callable[[], int],
         reserve: Callable[[LlmRequest, int], bool] = lambda *_: True,
+        chunk_end: Callable[[LlmRequest, int, int], int] = lambda _request, _start, end: end,
+        *,
+        stepped: bool = False,
     ) -> None:
         self._max_num_tokens = max_num_tokens
         self._num_prompts = num_prompts
         self._reserve = reserve
+        self._chunk_end = chunk_end
+        self._stepped = stepped
         self._steps = StepPace()
         self._loads = LoadPace()
         self._peers = LoadPace()
@@ -84,9 +93,9 @@ class BesideLoads:
 
     def is_worth(self, request: LlmRequest, match: ExternalMatch) -> bool:
         """Returns whether to start the load of `match`: it may load a block before its turn."""
-        if not match.overlaps or match.follows:
+        if not match.overlaps or match.follows or (self._stepped and match.position):
             return True
-        prompt = _prompt(request, position=match.position, loaded_from=match.end, end=match.end)
+        prompt = self._prompt(request, match.position, loaded_from=match.end, end=match.end)
         rejected = self._loads.num_rejected
         self._exploring.discard(request)
         if should_start(
@@ -123,13 +132,15 @@ class BesideLoads:
             join_head(request)
             if request.request_id not in self._running:
                 self._begin(request)
-            elif (num_tokens := self.chunk(request, budget, alone=alone)) and self._reserve(
-                request, request.num_computed_tokens + num_tokens
-            ):
-                request.num_scheduled_tokens = num_tokens
+            elif num_tokens := self.chunk(request, budget, alone=alone):
+                start = request.num_computed_tokens
+                end = self._chunk_end(request, start, start + num_tokens)
+                if not self._reserve(request, end):
+                    continue
+                request.num_scheduled_tokens = end - start
                 batch.context_requests.append(request)
                 budget = 0  # a step of several would take longer than is predicted for each
-                if request.num_computed_tokens + num_tokens > request.load_end:
+                if end > request.load_end:
                     overtaken.append(request)
         return overtaken
 
@@ -157,12 +168,10 @@ class BesideLoads:
         """
         running = self._running[request.request_id]
         seconds = self._hear(request, running)
-        prompt = _prompt(
-            request,
-            position=request.num_computed_tokens,
-            loaded_from=request.joins_load_at,
-            end=request.load_end,
-        )
+        position, met = request.num_computed_tokens, request.joins_load_at
+        if self._stepped and (position or budget < met):
+            return 0
+        prompt = self._prompt(request, position, loaded_from=met, end=request.load_end)
         if request.load_follows and request.loaded_from == request.load_end:
             behind = next_chunk_behind(
                 prompt,
@@ -229,6 +238,8 @@ class BesideLoads:
             torch.cuda.current_stream(device).synchronize()
         tokens, context = 0, 0.0
         for one in plan:
+            if self._stepped and one.is_prompt and one.start:
+                return  # its tokens take longer than those of a first chunk
             tokens += len(one.tokens)
             context += len(one.tokens) * (one.start + one.end) / 2
         self._steps.record(tokens, context, time.perf_counter() - started)
@@ -248,6 +259,12 @@ class BesideLoads:
         if chunk.look_again_after is not None:
             self._look_after(chunk.look_again_after)
 
+    def _prompt(
+        self, request: LlmRequest, position: int, *, loaded_from: int, end: int
+    ) -> LoadingPrompt:
+        size = end if self._stepped else request.key_chain.tokens_per_block
+        return LoadingPrompt(position, loaded_from, end, request.num_tokens, size)
+
     def _look_after(self, seconds: float) -> None:
         again = time.monotonic() + seconds
         self._look_again = again if self._look_again is None else min(self._look_again, again)
@@ -256,13 +273,3 @@ class BesideLoads:
 def _ends_prompt(request: LlmRequest) -> bool:
     end = max(request.num_computed_tokens, request.num_external_tokens)
     return end + request.num_scheduled_tokens >= request.num_tokens
-
-
-def _prompt(request: LlmRequest, *, position: int, loaded_from: int, end: int) -> LoadingPrompt:
-    return LoadingPrompt(
-        position=position,
-        loaded_from=loaded_from,
-        match_end=end,
-        prompt_end=request.num_tokens,
-        tokens_per_block=request.key_chain.tokens_per_block,
-    )

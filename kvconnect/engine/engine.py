@@ -13,7 +13,7 @@ from kvconnect.connector.runtime.transfers import StepOutcome
 from kvconnect.engine.attachment import Attachment
 from kvconnect.engine.explainer import Explainer
 from kvconnect.engine.live_requests import LiveRequests
-from kvconnect.engine.loaded_tokens import join_load, note_computed, note_loaded
+from kvconnect.engine.loaded_tokens import join_load, joined_loads, note_computed, note_loaded
 from kvconnect.engine.model.forward_step import CachedLayer, ForwardStep
 from kvconnect.engine.model.model import Model
 from kvconnect.engine.model.sequence_step import (
@@ -121,6 +121,8 @@ class Engine:
         runs = self._sample(plan, batch, logits)
         self._scheduler.beside_loads.note_step(plan, started, self._model.device)
         self._kv.update_resources(batch)
+        for request in joined_loads(batch):
+            self._kv.update_resources(ScheduledBatch([request]))
         for run in runs:
             self._emit(run)
         for live in prefilled:
@@ -222,8 +224,7 @@ class Engine:
         """Prepares the recurrent states before `plan`; returns the work of other ranks, if any."""
         if self._states is None:
             return None
-        requests = [self._live[one.request_id].request for one in plan]
-        return self._states.begin(plan, requests, self._scheduler.running)
+        return self._states.begin(plan, self._scheduler.running, self._scheduler.loading.values())
 
     def _forward(self, plan: tuple[SequenceStep, ...]) -> Tensor | None:
         """Returns logits after each sequence's last ``num_wanted`` tokens, ``[rows, vocab]``."""
@@ -347,13 +348,12 @@ class Engine:
         """Resumes loaded requests, queues those without blocks again, and releases saved ones."""
         for request_id, valid in outcome.loaded.items():
             if request := self._scheduler.loading.get(request_id):
-                loaded_from = outcome.loaded_from.get(request_id)
-                request.loaded_from = loaded_from or 0
+                request.loaded_from = outcome.loaded_from.get(request_id, 0)
                 self._scheduler.resume(request)
-                if loaded_from is None:
-                    note_loaded(request, valid)
-                else:
+                if request_id in outcome.loaded_from:
                     join_load(request)
+                else:
+                    note_loaded(request, valid)
                 # Others wait for them. A loaded state is released at the next snapshot.
                 self._kv.update_resources(ScheduledBatch([request]))
         for request_id in outcome.saved:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvconnect.request import LlmRequest, RequestState
+from kvconnect.request import LlmRequest, RequestState, ScheduledBatch
 
-__all__ = ["join_head", "join_load", "note_computed", "note_loaded"]
+__all__ = ["join_head", "join_load", "joined_loads", "note_computed", "note_loaded"]
 
 
 def note_loaded(request: LlmRequest, valid: int) -> None:
@@ -33,11 +33,21 @@ def join_load(request: LlmRequest) -> None:
         note_loaded(request, request.load_end)
 
 
+def joined_loads(batch: ScheduledBatch) -> list[LlmRequest]:
+    """Returns the requests of `batch` that compute after their load ended, after `join_load`.
+
+    The caller has published their computed tokens: a snapshot of states may be at the end of these.
+    """
+    ended = [one for one in batch.context_requests if one.state is RequestState.CONTEXT]
+    ended = [one for one in ended if one.load_end]
+    for request in ended:
+        join_load(request)
+    return ended
+
+
 def note_computed(request: LlmRequest, end: int) -> None:
-    """Notes that `request` is computed up to `end`, and adds what its load brought behind that."""
+    """Notes that `request` is computed up to `end`, where its load may write no more."""
     request.num_computed_tokens, request.num_external_tokens = end, 0
     if request.load_end:
         size = request.key_chain.tokens_per_block
         request.load_floor = -(-end // size) * size
-    if request.state is RequestState.CONTEXT:
-        join_load(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal, TypeAlias, get_args
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
@@ -40,8 +41,8 @@ class Scheduler:
     nevertheless. A prompt that does not fit beside the running ones waits, and no other overtakes
     it.
 
-    A request whose load overlaps with computing gets the tokens of the budget that no other request
-    uses. Chunks end where a snapshot of recurrent states is due; see `snapshot_end` for `stepped`.
+    A request whose load overlaps with computing gets the tokens of the budget that no other uses.
+    Chunks end where a snapshot of recurrent states is due; see `snapshot_end` for `stepped`.
 
     With `share_prefixes` prompts that begin alike compute their common part once: the first ends a
     chunk there, and the others wait for it.
@@ -87,10 +88,12 @@ class Scheduler:
         self._max_batch_size = min(max_batch_size, max_num_tokens)
         self._share_prefixes = share_prefixes and divide_prompts
         self._divide_prompts = divide_prompts
-        self._stepped = stepped
+        self._ends = partial(snapshot_end, kv, stepped=stepped)
         self._guaranteed = policy == "guaranteed_no_evict"
         self._drafter = None if speculation is None else NgramDrafter(speculation)
-        self.beside_loads = BesideLoads(max_num_tokens, self._num_prompts, self._reserve_beside)
+        self.beside_loads = BesideLoads(
+            max_num_tokens, self._num_prompts, self._reserve_beside, self._ends, stepped=stepped
+        )
         self.waiting: deque[LlmRequest] = deque()
         self.running: list[LlmRequest] = []
         self.loading: dict[int, LlmRequest] = {}
@@ -301,9 +304,8 @@ class Scheduler:
                 continue
             if held and (request.num_tokens > tokens or not have_room(self._kv, [*held, request])):
                 break
-            if len(batch.deferred_requests) >= self._max_batch_size:
-                break
-            if not self._goes_into(tokens, request.num_tokens):
+            is_full = len(batch.deferred_requests) >= self._max_batch_size
+            if is_full or not self._goes_into(tokens, request.num_tokens):
                 break
             self.waiting.popleft()
             if prefixes.hold_back(request):
@@ -386,15 +388,13 @@ class Scheduler:
         for request in batch.generation_requests:
             request.num_scheduled_tokens = 1 + len(request.draft_tokens)
             budget -= request.num_scheduled_tokens
-        behind = len(batch.context_requests)
-        for request in batch.context_requests:
-            behind -= 1
+        for number, request in enumerate(batch.context_requests, 1):
+            behind = len(batch.context_requests) - number
             start = first_scheduled_token(request)
-            end = prefixes.end(request, start)
+            end = min(prefixes.end(request, start), start + budget - behind)
             if request.load_end:
                 end = min(end, request.joins_load_at)  # then those up to `load_end` are there
-            end = min(end, start + budget - behind)
-            if self._divide_prompts:
-                end = snapshot_end(self._kv, request, start, end, stepped=self._stepped)
+            if self._divide_prompts or request.load_end:
+                end = self._ends(request, start, end)
             request.num_scheduled_tokens = end - start
             budget -= request.num_scheduled_tokens

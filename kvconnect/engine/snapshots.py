@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvconnect.cache.resource_manager import BaseKVCacheManager
 from kvconnect.engine.model.sequence_step import SequenceStep
@@ -23,13 +23,13 @@ def snapshot_end(
         start: the first token of the chunk.
         end: the position after the last token that the budget allows.
         stepped: true if chunks after the first are computed token by token. Then the first chunk
-            ends with the last snapshot due in it, instead of the first.
+            ends with the last snapshot due in it, instead of the first; or where a load ends.
     """
     due = kv.next_state_end(request, start)
     if due is None or due >= end:
         return end
     if stepped and start == 0:
-        last = min(end, request.num_tokens - 1)
+        last = min(end, request.load_end or request.num_tokens - 1)
         while (later := kv.next_state_end(request, due)) is not None and later <= last:
             due = later
     return due
@@ -66,32 +66,35 @@ class StateSnapshots:
     def begin(
         self,
         plan: Sequence[SequenceStep],
-        requests: Sequence[LlmRequest],
-        running: Sequence[LlmRequest],
+        running: Collection[LlmRequest],
+        loading: Collection[LlmRequest],
     ) -> StateWork:
         """Fills the slots with the states before the tokens of `plan`.
 
-        Allocates the blocks of the snapshots that are due after these tokens, so that a connector
-        can order their saves in this step.
+        Requests that may compute beside their load have these in their slots from their admission
+        on. Allocates the blocks of the snapshots that are due after these tokens, so that a
+        connector can order their saves in this step.
 
         Args:
             plan: the tokens that are computed next.
-            requests: the requests of `plan`, in its order.
-            running: all running requests; the slots of others are freed.
+            running: all running requests.
+            loading: all loading ones. The slots of other requests are freed.
 
         Returns:
             The work that other ranks have beside the copies that `restored` received.
         """
-        ids = tuple(one.request_id for one in running)
+        requests = {one.request_id: one for one in (*running, *loading)}
+        ids = tuple(requests)
         self.slots.keep(ids)
-        for one, request in zip(plan, requests, strict=True):
-            if not one.start or self.slots.holds(one.request_id, one.start):
-                continue
-            if (block := self._kv.state_restore(request, one.start)) is not None:
-                self._restore(StateRestore(one.request_id, one.start, block))
+        for request in loading:
+            if request.load_end:
+                self._restore(request, request.num_computed_tokens)
+        for one in plan:
+            self._restore(requests[one.request_id], one.start)
         # All states were copied from their blocks, which these calls may reclaim.
         due = []
-        for one, request in zip(plan, requests, strict=True):
+        for one in plan:
+            request = requests[one.request_id]
             if self._kv.next_state_end(request, one.end - 1) != one.end:
                 continue
             if (block := self._kv.state_snapshot(request, one.end)) is not None:
@@ -103,7 +106,12 @@ class StateSnapshots:
         """Takes the snapshots that are due after the tokens of the last plan."""
         self._memory.take(self._snapshots)
 
-    def _restore(self, one: StateRestore) -> None:
-        self._memory.restore(one)
-        if self._restored is not None:
-            self._restored(one)
+    def _restore(self, request: LlmRequest, start: int) -> None:
+        """Copies the states before token `start` to the slot of `request` if it has others."""
+        if not start or self.slots.holds(request.request_id, start):
+            return
+        if (block := self._kv.state_restore(request, start)) is not None:
+            one = StateRestore(request.request_id, start, block)
+            self._memory.restore(one)
+            if self._restored is not None:
+                self._restored(one)

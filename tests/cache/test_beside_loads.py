@@ -1,4 +1,7 @@
-"""Sequences that compute the beginning of a prompt while a store fills its end, in window pools."""
+"""Sequences that compute the beginning of a prompt while a store fills its end.
+
+Their pools have windows, or recurrent states.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,23 @@ from kvconnect.cache.pool.matching import first_in_window
 from kvconnect.config import KvCacheConfig
 from kvconnect.errors import OutOfBlocks
 from kvconnect.keys import BlockKey
-from kvconnect.layout import KvCacheLayout
+from kvconnect.layout import KvCacheLayout, StateTensor
 from kvconnect.request import ExternalMatch, LlmRequest, SamplingParams, ScheduledBatch
 
 T = 2
 LAYOUT = KvCacheLayout(1, 1, 1, 1, T, torch.float32)
+STATES = KvCacheLayout.of_states([StateTensor(1, "recurrent", (2,), torch.float32)], T)
 WINDOWS = [[None, 7], [9], [None, 11, 4], [6, 3], [None, 1]]
+BESIDE_STATES = [[None], [None, 9], [6]]
 
 
 class Sequence:
-    """A live sequence, and how far it is computed and loaded."""
+    """A live sequence, how far it is computed and loaded, and where its running state is."""
 
     def __init__(self, tokens: list[int], matched: int, load_end: int) -> None:
         self.tokens, self.computed, self.load_end = tokens, matched, load_end
         self.loaded_from = load_end
+        self.state = 0
         self.pins: list[object] = []
 
 
@@ -38,12 +44,20 @@ class Book:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        windows = self.random.choice(WINDOWS)
+        self.states = self.random.random() < 0.5
+        windows = self.random.choice(BESIDE_STATES if self.states else WINDOWS)
+        layouts = [replace(LAYOUT, window=window) for window in windows]
+        if self.states:
+            windows, layouts = [*windows, T], [*layouts, STATES]
         num_blocks = {window: self.random.choice([9, 14, 30]) for window in windows}
         if self.random.random() < 0.3:
             num_blocks = dict.fromkeys(windows, 60)
-        config = KvCacheConfig(tokens_per_block=T, enable_partial_reuse=False)
-        self.manager = BlockManager(config, LAYOUT, num_blocks=num_blocks)
+        config = KvCacheConfig(
+            tokens_per_block=T,
+            enable_partial_reuse=False,
+            state_interval=self.random.choice([2, 4, 8]),
+        )
+        self.manager = BlockManager(config, layouts, num_blocks=num_blocks)
         self.windows = [pool.window for pool in self.manager._pools]
         self.content: dict[tuple[int, int], tuple[int, ...]] = {}
         self.live: dict[int, Sequence] = {}
@@ -64,6 +78,7 @@ class Book:
         name = next(self.numbers)
         matched = self.manager.match(tokens)
         end = self.random.randint(0, len(tokens) - 1)
+        end -= end % T if self.states else 0
         beside = end > matched and self.random.random() < 0.7
         more = {"external_end": end, "beside": True, "max_matched": matched} if beside else {}
         try:
@@ -71,6 +86,8 @@ class Book:
         except OutOfBlocks:
             return
         self.live[name] = Sequence(tokens, found.matched_tokens, end if beside else 0)
+        if beside:
+            self.restore(name)
         self.check_window(name, found.matched_tokens)
 
     def compute(self, name: int) -> None:
@@ -79,20 +96,38 @@ class Book:
         end = min(one.computed + self.random.randint(1, 4), len(one.tokens))
         if one.load_end:
             end = min(-(-end // T) * T, max(one.loaded_from, one.computed), len(one.tokens))
+        due = self.manager.next_state_end(name, one.computed)
+        end = end if due is None else min(end, due)
         try:
             self.manager.reserve(name, end)
         except OutOfBlocks:
             return
         self.check_window(name, one.computed)
+        self.restore(name)
+        takes = self.states and end > one.computed
+        if takes and (end == one.load_end or self.random.random() < 0.9):
+            block = self.manager.state_snapshot(name, end)
+            if block is not None:
+                self.content[len(self.windows) - 1, block] = tuple(one.tokens[:end])
         self.fill(name, range(one.computed // T, -(-end // T)), end)
-        one.computed = end
+        one.computed = one.state = end
         if one.load_end and end >= one.loaded_from:
+            self.manager.commit(name, end)
             one.computed, one.load_end = max(end, one.load_end), 0
             self.check_window(name, one.computed)
         if self.random.random() < 0.1:
             self.end(name)
         else:
             self.manager.commit(name, one.computed)
+
+    def restore(self, name: int) -> None:
+        """Computing begins with the state after the computed tokens."""
+        one = self.live[name]
+        if self.states and one.state != one.computed:
+            block = self.manager.state_restore(name, one.computed)
+            assert block is not None
+            assert self.content[len(self.windows) - 1, block] == tuple(one.tokens[: one.computed])
+            one.state = one.computed
 
     def load(self, name: int) -> None:
         """Fills the blocks from a token on, unless they are computed."""
@@ -108,7 +143,8 @@ class Book:
 
     def fill(self, name: int, blocks: range, end: int, at: int | None = None) -> None:
         tokens = self.live[name].tokens
-        for group, window in enumerate(self.windows):
+        windows = self.windows[: -1 if self.states and at is None else None]
+        for group, window in enumerate(windows):
             first = 0 if at is None else first_in_window(window, at) // T
             ids = self.manager.group_block_ids(name, group)
             for number in blocks:
@@ -135,7 +171,7 @@ class Book:
     def check_window(self, name: int, position: int) -> None:
         """Every block that computing from `position` on reads has the tokens of this sequence."""
         tokens = self.live[name].tokens
-        for group, window in enumerate(self.windows):
+        for group, window in enumerate(self.windows[: -1 if self.states else None]):
             ids = self.manager.group_block_ids(name, group)
             for number in range(first_in_window(window, position) // T, -(-position // T)):
                 wanted = tuple(tokens[: min((number + 1) * T, position)])
@@ -258,3 +294,50 @@ def test_two_windows_may_be_more_than_a_request_needs() -> None:
     assert not manager.fits_beside(request, 40, 90)
     assert windowed(30, 40).fits_beside(request, 40, 90)
     assert windowed(2, 4).fits_beside(request, 40, 90)
+
+
+# ---------------------------------------------------------------------- states
+
+
+def stateful(num_states: int) -> KVCacheManager:
+    config = KvCacheConfig(tokens_per_block=T, max_tokens=200, state_interval=4)
+    manager = KVCacheManager(config, [LAYOUT, STATES], num_blocks={None: 100, T: num_states})
+    manager.expect_chunks(6)
+    first = loading(manager, 0, 11, 10)  # leaves a snapshot at 10
+    first.num_computed_tokens, first.load_end = 10, 0
+    manager.free_resources(first)
+    return manager
+
+
+def test_the_snapshot_that_computing_begins_with_is_held_until_it_is_copied() -> None:
+    manager = stateful(5)
+    request = loading(manager, 1, 41, 38)
+    assert manager.blocks.num_allocated_blocks(window=T) == 2
+    assert manager.state_restore(request, 10) is not None
+    assert manager.blocks.num_allocated_blocks(window=T) == 1
+    assert manager.state_restore(request, 10) is None
+    assert manager.needed_blocks(request)[1] == 0
+    assert manager.needed_beside(request) == (0, 1)
+    assert manager.reserve_beside(request, 12)
+    assert (manager.needed_beside(request), manager.needed_blocks(request)[1]) == ((0, 0), 1)
+    taken = [manager.state_snapshot(request, 12), manager.state_snapshot(request, 12)]
+    assert taken[0] == taken[1]
+    assert manager.blocks.num_allocated_blocks(window=T) == 2
+    assert manager.needed_blocks(request)[1] == 0
+    ids = manager.get_group_cache_indices([request], 1)[request.request_id]
+    assert [number for number, block in enumerate(ids) if block >= 0] == [5, 18]
+    assert manager.next_state_end(request, 36) == 38
+    assert manager.state_snapshot(request, 38) == ids[18]
+    manager.blocks.check_invariants()
+    manager.free_resources(request)
+    assert manager.blocks.num_allocated_blocks(window=T) == 0
+
+
+def test_without_room_for_both_snapshots_a_request_waits_for_its_load() -> None:
+    for num_states in (1, 2):
+        manager = stateful(num_states)
+        request = LlmRequest(
+            1, np.arange(41, dtype=np.int32), chain_root=BlockKey(bytes(32)), tokens_per_block=T
+        )
+        assert manager.fits_beside(request, 0, 38)
+        assert manager.fits_beside(request, 10, 38) == (num_states == 2)

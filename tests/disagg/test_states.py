@@ -29,6 +29,7 @@ from kvconnect import LLM, SamplingParams
 from kvconnect.connector.data import KvCachePool
 from kvconnect.connector.disagg.pools import end_of_transfer, peer_layouts, peer_pools
 from kvconnect.connector.disagg.publisher import Publisher
+from kvconnect.engine.beside_loads import BesideLoads
 from kvconnect.layout import KvCacheLayout, StateTensor
 
 ANSWER = SamplingParams(max_tokens=10)
@@ -136,6 +137,7 @@ def test_a_prefill_that_generates_keeps_the_states_up_to_the_next_block(
 def test_a_store_beside_the_transfer_has_the_states_too(tiny, open_one, generated, tmp_path):
     model = tiny("qwen3_next")
     store = {"url": f"disk://{tmp_path}/kv?capacity=64MiB", "lookup_timeout_ms": 60_000}
+    store["overlap_loads"] = False
     prefill = open_one("prefill", model, connector=store)
     decode = open_one("decode", model, connector=store)
     fetched, stored = prompt_of(100), prompt_of(70)
@@ -148,6 +150,26 @@ def test_a_store_beside_the_transfer_has_the_states_too(tiny, open_one, generate
     decode.close()
     again = open_one("both", model, connector=store)
     assert answered(again, fetched, None) == (generated(fetched), 96)
+
+
+def test_states_that_were_loaded_beside_computing_are_published(
+    tiny, open_one, generated, tmp_path, monkeypatch
+):
+    model, prompt = tiny("qwen3_next"), prompt_of(100)
+    store = {"url": f"disk://{tmp_path}/kv?capacity=64MiB", "lookup_timeout_ms": 60_000}
+    prefill = open_one("prefill", model, connector=store)
+    decode = open_one("decode", model)
+    prefill.generate([prompt], PREFILL)
+    until(prefill.reset_prefix_cache)
+    assert prefill._engine._connector._worker._saves.flush(60)
+    monkeypatch.setattr(BesideLoads, "is_worth", lambda *_: True)
+    monkeypatch.setattr(
+        BesideLoads, "chunk", lambda _, request, *__, **___: 0 if request.num_computed_tokens else T
+    )
+    (first,) = prefill.generate([prompt], PREFILL, kv_transfer_params={"do": "prefill"})
+    assert first.reused_store_tokens in {80, 96}
+    assert answered(decode, prompt, first.kv_transfer_params) == (generated(prompt), 96)
+    leaks_nothing(prefill, decode)
 
 
 def test_the_states_that_a_peer_may_read_are_held(tiny, open_one):

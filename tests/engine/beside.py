@@ -13,6 +13,7 @@ from late_store import LateStore
 from observed import check_idle
 
 from kvconnect import LLM, KvCacheConnectorConfig, RequestOutput, SamplingParams
+from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.connector.io.load import Load, Loads
 from kvconnect.engine.beside_loads import BesideLoads
 from kvconnect.engine.sampling.drafts import NgramSpeculation
@@ -169,6 +170,17 @@ def send_back_once(llm: LLM, when: Callable[[LlmRequest], bool]) -> list[LlmRequ
 
     engine.step = step_and_send_back
     return sent
+
+
+def crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on there is no room to begin computing beside a load."""
+    monkeypatch.setattr(
+        KVCacheManager,
+        "needed_beside",
+        lambda self, request: (
+            (0 if self.blocks.has_begun(request.request_id) else 10**6,) * len(self.layouts)
+        ),
+    )
 
 
 STORMY = {

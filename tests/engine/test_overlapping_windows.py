@@ -20,6 +20,7 @@ from beside import (
     check,
     check_nothing_is_left,
     connector,
+    crowd,
     loads,
     nothing,
     send_back_once,
@@ -34,7 +35,6 @@ from observed import check_idle, tokens
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.backends.guard.breaker import Breaker
-from kvconnect.cache.kv_cache_manager import KVCacheManager
 from kvconnect.connector.io.lookup import blocks_needed
 from kvconnect.engine.sampling.drafts import NgramSpeculation
 from kvconnect.frame import HEADER_NBYTES
@@ -359,17 +359,6 @@ def test_preempted(computed, state, store, open_late, beside, reference, model):
 # ---------------------------------------------------------------------- memory
 
 
-def crowd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on there is no room to begin computing beside a load."""
-    monkeypatch.setattr(
-        KVCacheManager,
-        "needed_beside",
-        lambda self, request: (
-            (0 if self.blocks.has_begun(request.request_id) else 10**6,) * len(self.layouts)
-        ),
-    )
-
-
 @pytest.mark.parametrize("scheduling", ["guaranteed_no_evict", "max_utilization"])
 def test_without_room_it_waits_for_its_load(
     scheduling, store, open_late, beside, arrivals, reference, model, monkeypatch
@@ -457,23 +446,6 @@ def test_one_that_begins_alike(waits, store, open_late, beside, reference, model
     check(output, *reference(model, [other], 12))
     assert output.reused_device_tokens == (12 * T if waits else 3 * T)
     check_nothing_is_left(llm, store)
-
-
-# ---------------------------------------------------------------------- what does not overlap
-
-
-def test_states_wait_for_their_load(tiny, open_llm, beside, reference):
-    store = LateStore()
-    model = tiny("lfm2")
-    cache = KvCacheConfig(tokens_per_block=16, max_tokens=1024, state_interval=32)
-    llm = open_llm(model, kv_cache=cache, connector=connector(store), max_num_tokens=48)
-    for _ in range(2):
-        output = llm.generate(PROMPT, GREEDY)[0]
-        check(output, *reference(model, [PROMPT], 12))
-        worker(llm)._queue.flush(60)
-        until(llm.reset_prefix_cache)
-    assert output.reused_store_tokens > 0
-    assert beside.asked == 0
 
 
 # ---------------------------------------------------------------------- two ranks

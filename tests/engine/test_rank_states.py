@@ -37,6 +37,7 @@ def open_ranks(tmp_path: Path) -> Iterator[Callable[..., LLM]]:
             lookup_timeout_ms=60_000,
             load_timeout_s=60,
             staging_bytes=8 << 20,
+            overlap_loads=False,
         )
         settings = {"dtype": "float64", "device": "cpu", "max_num_tokens": 25, "connector": store}
         opened.append(

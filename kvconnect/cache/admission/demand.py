@@ -28,12 +28,12 @@ def fits_beside(
     """Returns whether `request` can compute in the pool of `layout` beside a load.
 
     Its admission may take no more blocks than the request needs without a load. In a window pool it
-    takes those that both `positions` need: where computing begins, and the load's end. There is no
-    way to compute states beside a load.
+    takes those that both `positions` need: where computing begins, and the load's end. The states
+    where computing begins are copied in the same step, and their block is released.
     """
     window, size = layout.window, layout.tokens_per_block
     if window is None or layout.kind == "state":
-        return layout.kind != "state"
+        return True
     held = sum(-(-at // size) - first_in_window(window, at) // size for at in positions)
     return held <= peak_of(request, layout, chunk)
 

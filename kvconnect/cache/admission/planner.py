@@ -45,7 +45,7 @@ class AdmissionPlan(NamedTuple):
         begin: where computing begins: after the match, or after what a store will fill.
         reserved: the leading tokens that the sequence gets blocks for in every pool.
         load_end: the end of what a store will fill while the tokens before it are computed; 0:
-            there is no such load, or no pool has a window.
+            there is no such load, or all pools are of full attention.
         demands: the demand on each pool, by pool group.
         moves: the slabs that change pools first.
     """
@@ -119,7 +119,7 @@ class Planner:
             begin = max(begin, prompt.external_end)
         if self._any_window and prompt.first_chunk is not None:
             reserved = min(reserved, begin + prompt.first_chunk)
-        beside = prompt.beside and self._any_window and not self._has_states
+        beside = prompt.beside and (self._any_window or self._has_states)
         if beside:
             reserved = begin  # `reserve` is for the tokens that are computed beside the load
         if self._has_states and begin % self._tokens_per_block:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from kvconnect.cache.sequence.sequence import check_position
 from kvconnect.errors import ConfigurationError
 from kvconnect.keys import Namespace, NamespaceId
+from kvconnect.request import ExternalMatch
 from kvconnect.tokens import Tokens, as_token_array
 
 __all__ = ["Prompt", "namespace_of"]
@@ -87,6 +88,15 @@ class Prompt(NamedTuple):
             check_position("external_end", external_end, self.num_tokens)
         return Prompt(
             self.namespace, self.tokens, max_matched, first_chunk, external_end, beside=beside
+        )
+
+    def filled_by(self, match: ExternalMatch, first_chunk: int | None) -> Prompt:
+        """Returns the same prompt, of which a store fills the tokens of `match`."""
+        return self.within(
+            max_matched=match.position,
+            first_chunk=first_chunk,
+            external_end=match.end,
+            beside=match.overlaps,
         )
 
 

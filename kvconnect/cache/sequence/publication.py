@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from kvconnect.cache.pool.held_blocks import HeldBlocks, HeldPath
+from kvconnect.cache.pool.held_blocks import NOT_HELD, HeldBlocks, HeldPath
 from kvconnect.cache.sequence.sequence import Sequence
 from kvconnect.cache.tree.radix_tree import RadixTree
 from kvconnect.cache.tree.retention import RetentionRun
@@ -129,6 +129,8 @@ class Publication:
         blocks: set[int] = set()
         for held in self._held:
             blocks.update((held.first, held.stop))
+            if held.pool.is_state:  # beside a load, the states between these are not held
+                blocks.update((held.first + 1, held.stop - 1))
             if self._ends:
                 blocks.update(block for span in held.spans for block in span)
         for pin in sequence.pins:
@@ -148,6 +150,8 @@ class Publication:
 
     def _may_publish(self, held: HeldBlocks, start: int, stop: int) -> bool:
         if held.first > start or stop > held.stop or held in self._closed:
+            return False
+        if held.ids[start] == NOT_HELD:
             return False
         if self._ends:
             return not held.covers(start)
@@ -201,7 +205,8 @@ class Publication:
             return False
         for held in self._held:
             group = held.pool.group
-            if held.pool.is_state and held.stop <= start and not above.pools[group].is_resident:
+            no_more = held.first <= start and held.ids[start] == NOT_HELD
+            if held.pool.is_state and no_more and not above.pools[group].is_resident:
                 continue  # no snapshot here, and none there
             if held.segment is not above or not self._may_publish(held, start, stop):
                 return False

@@ -237,11 +237,11 @@ class SequenceTable:
         if not 0 < sequence.load_end <= num_valid:
             return
         size = self._tokens_per_block
-        windows = [held for held in sequence.held if held.pool.window is not None]
-        for held in windows:
+        for held in sequence.held:
             first = first_in_window(held.pool.window, sequence.load_end)
             self._release_before(sequence, held, first // size)
-        reserved = min(held.stop for held in windows) * size
+        stops = [held.stop for held in sequence.held if not held.pool.is_state]
+        reserved = min(stops, default=sequence.num_blocks) * size
         sequence.reserved = max(sequence.reserved, min(reserved, sequence.num_tokens))
         sequence.load_end = 0
 
@@ -255,8 +255,8 @@ class SequenceTable:
 
     def _drop_snapshot(self, sequence: Sequence) -> None:
         if self._state_group is not None:
-            held = sequence.held[self._state_group]
-            self._release_before(sequence, held, held.stop)
+            number = sequence.snapshot_end // self._tokens_per_block
+            self._release_before(sequence, sequence.held[self._state_group], number)
 
     def _release_before(self, sequence: Sequence, held: HeldBlocks, stop: int) -> None:
         if stop <= held.first:

@@ -109,8 +109,8 @@ class StepReporter:
 
     Pools of sliding windows get their blocks chunk by chunk, so their reported blocks may lag
     behind those of group 0. While a request computes beside its load, only their blocks up to the
-    end of the step are reported. A group of states is reported where a step ends with a block, up
-    to that end: each block is -1 but for the snapshot there, if one is taken.
+    end of the step are reported. A group of states is reported where a step ends with a block, or
+    else begins with one, up to there: each block is -1 but for the snapshot that the request holds.
 
     Args:
         kv: knows the blocks.
@@ -186,6 +186,8 @@ class StepReporter:
             return []
         if pool != self._states:
             return self._reserved(request, pool)[reported:]
+        if end % self._tokens_per_block:
+            end = request.num_computed_tokens  # where a load ended, perhaps
         number, rest = divmod(end, self._tokens_per_block)
         return [] if rest else self._ids(request, pool)[reported:number]
 
