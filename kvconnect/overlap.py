@@ -28,10 +28,13 @@ __all__ = [
     "should_start",
 ]
 
-_SILENT_S = 0.005
+_SILENT_S = 0.02
 """The silence of an unmeasured load after which an unmeasured model computes its first block."""
-_LOADED_SOON_S = 0.05
-"""The predicted rest of a load beside which an unmeasured model computes nothing."""
+_LOADED_SOON_S = 0.25
+"""The predicted rest of a load beside which an unmeasured model computes nothing.
+
+On a CPU a block of a small model takes a tenth of it, and slows the load down.
+"""
 _SOONEST_S = 0.001
 """The shortest time after which a silent load is checked again."""
 _WORTH = 0.12

@@ -74,7 +74,7 @@ def restart(model: Path, scratch: Path, *, num_tokens: int, repeats: int) -> lis
         reads.append(cold_read_seconds(data, min(nbytes, data.stat().st_size)))
         copies.append(first_pass_seconds(nbytes))
         with LLM(model, kv_cache=cache, connector=config) as llm:
-            # Of a slow disk's blocks the first ones may be computed beside the load.
+            # The first blocks of a slow disk may be computed beside the load.
             restored.append(_first_token(llm, prompt, at_most=num_tokens // 2))
     read, copy, seconds = map(statistics.median, (reads, copies, restored))
     suffix = statistics.median(again)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.engine.checkpoint.random_model import make_model
-from kvconnect.engine.model import model as loading
+from kvconnect.engine.model import pretrained as loading
 from kvconnect.errors import ConfigurationError, ModelChanged
 
 PROMPT = random.Random(5).choices(range(1, 250), k=100)
