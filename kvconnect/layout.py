@@ -102,6 +102,18 @@ class KvCacheLayout:
             states=tuple(states),
         )
 
+    @classmethod
+    def of_counts(cls, tokens_per_block: int, dtype: torch.dtype) -> KvCacheLayout:
+        """Returns the layout of a model without attention: its blocks only count tokens."""
+        return cls(
+            num_layers=1,
+            num_kv_heads=1,
+            key_dim=1,
+            value_dim=0,
+            tokens_per_block=tokens_per_block,
+            dtype=dtype,
+        )
+
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "key_dim"):
             if getattr(self, name) < 1:
@@ -154,6 +166,11 @@ class KvCacheLayout:
         Every rank holds them whole, whatever the tensor parallelism.
         """
         return self.kind == "latent"
+
+    @property
+    def only_counts(self) -> bool:
+        """Returns whether no content of a block is ever read, see `of_counts`."""
+        return not self.states and self == self.of_counts(self.tokens_per_block, self.dtype)
 
     @property
     def kv_factor(self) -> int:

@@ -39,14 +39,19 @@ class Settings(BaseModel):
     aliases: ClassVar[Mapping[str, str]] = {}
     texts: ClassVar[frozenset[str]] = frozenset()
     """The fields whose wrong values an error shows by type alone, unless they are text."""
+    dropped: ClassVar[frozenset[str]] = frozenset()
+    """Names that are accepted like fields, without effect."""
 
     def __init__(self, /, *args: Any, **values: Any) -> None:
         cls = type(self)
         if args or cls.aliases:
             values = _named(cls, args, values)
+        if cls.dropped:
+            values = {name: values[name] for name in values if name not in cls.dropped}
         for name in values.keys() - cls.model_fields.keys():
+            known = (*cls.model_fields, *cls.dropped)
             raise ConfigurationError(
-                f"{cls.__name__}: unknown field {shown(name)}; {nearest(name, cls.model_fields)}"
+                f"{cls.__name__}: unknown field {shown(name)}; {nearest(name, known)}"
             )
         try:
             super().__init__(**values)

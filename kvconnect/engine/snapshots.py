@@ -23,13 +23,16 @@ def snapshot_end(
         start: the first token of the chunk.
         end: the position after the last token that the budget allows.
         stepped: true if chunks after the first are computed token by token. Then the first chunk
-            ends with the last snapshot due in it, instead of the first; or where a load ends.
+            ends with the last snapshot due in it, instead of the first. Beside a load it ends where
+            the two meet, or where the load ends: no later chunk would reach that token.
     """
     due = kv.next_state_end(request, start)
     if due is None or due >= end:
         return end
+    if stepped and start == 0 and request.load_end:
+        return min(end, request.load_end)
     if stepped and start == 0:
-        last = min(end, request.load_end or request.num_tokens - 1)
+        last = min(end, request.num_tokens - 1)
         while (later := kv.next_state_end(request, due)) is not None and later <= last:
             due = later
     return due

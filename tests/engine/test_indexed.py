@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from families import FirstOfEquals, write_tiny
@@ -12,10 +13,13 @@ from parrot import EAGER, Parrot, draft_with
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
 from kvconnect.engine.model import chosen_tokens, index_parts, indexers
 from kvconnect.engine.model.model import check_sharing
+from kvconnect.engine.model.pages import LayerPages
 from kvconnect.engine.model.pool_groups import CacheGeometry, group_layouts
+from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.seam import LayerShape
 from kvconnect.errors import UnsupportedModel
 from kvconnect.keys import Namespace, root_key
+from kvconnect.layout import KvCacheLayout
 
 GREEDY = SamplingParams(max_tokens=12)
 # Latents; sinks, and layers that share an index; keys of several tokens, and recurrent layers.
@@ -104,6 +108,23 @@ def test_layers_that_embed_several_tokens(open_llm, reference, prompts, tmp_path
         outputs = again if reused == "reused_device_tokens" else first
         assert sum(getattr(one, reused) for one in outputs) > 150
         llm.close()
+
+
+def test_of_other_sequences_not_even_hidden_tokens_are_read():
+    """Some of the chosen ones lie behind the end of a short sequence; a mask hides no NaN."""
+    buffers = torch.randn(4, 2, 4, 1, 8, dtype=torch.float64)
+    buffers[0] = torch.nan
+    layout = KvCacheLayout(1, 1, 8, 8, tokens_per_block=4, dtype=torch.float64)
+    q = torch.randn(1, 2, 2, 8, dtype=torch.float64)
+    given = AttentionInput(q, q[:, :1], q[:, :1], scaling=None, window=None)
+    tables = [np.array([3]), np.array([1, 2])]
+    attended = chosen_tokens.ChosenTokens.of([2, 6], [3, 7], tables, 4, torch.device("cpu"))
+    chosen = torch.tensor([[0, 1, 2, 3, 5], [0, 1, 4, 6, -1]])
+    out = attended.attended(chosen, given, LayerPages(buffers, layout))
+    for row, (block, offset) in enumerate((([3] * 3, [0, 1, 2]), ([1, 1, 2, 2], [0, 1, 0, 2]))):
+        k, v = buffers[block, :, offset].unbind(1)
+        weights = (q[0, :, row] @ k[:, 0].T * 8**-0.5).softmax(-1)
+        torch.testing.assert_close(out[row], weights @ v[:, 0])
 
 
 # ---------------------------------------------------------------- equal scores

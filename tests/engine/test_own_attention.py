@@ -174,6 +174,20 @@ def test_ranks_do_not_divide_them(tiny):
         )
 
 
+@pytest.mark.parametrize("windows", [(32,), (512, 32)])
+def test_windows_of_the_cache_are_refused(windows, tiny):
+    """These models attend to all tokens, and the blocks outside of the window would be gone."""
+    cache = KvCacheConfig(max_tokens=256, max_attention_window=windows)
+    with pytest.raises(UnsupportedModel, match="max_attention_window: this model computes"):
+        LLM(tiny("gpt_neo"), kv_cache=cache)
+
+
+def test_windows_that_hold_all_positions_are_none(tiny, open_llm, reference, prompts):
+    cache = KvCacheConfig(tokens_per_block=16, max_tokens=256, max_attention_window=(512,))
+    llm = open_llm(tiny("gpt_neo"), kv_cache=cache)
+    assert tokens(llm.generate(prompts[:1], GREEDY)) == reference(tiny("gpt_neo"), prompts[:1], 12)
+
+
 def test_layers_that_store_no_keys_or_others_again_are_refused():
     state = torch.zeros(1, 2, 1, 4)
 

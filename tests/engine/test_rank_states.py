@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +15,13 @@ from observed import check_idle, preempt, tokens
 from parrot import EAGER, Parrot, draft_with
 
 from kvconnect import LLM, KvCacheConfig, KvCacheConnectorConfig, SamplingParams
+from kvconnect.engine.model import mixer_division
+from kvconnect.engine.model.divided_states import DividedStates
 from kvconnect.engine.model.state_memory import Snapshot, StateMemory, StateRestore
 from kvconnect.engine.model.states import StateKey, StateShape, StateSlots
 from kvconnect.engine.ranks.copies import make_copies
 from kvconnect.engine.ranks.messages import BlockCopy
-from kvconnect.errors import UsageError
+from kvconnect.errors import RankDivergence, RankLost, UsageError
 
 GREEDY = SamplingParams(max_tokens=12)
 LESS_OFTEN = ["lfm2", "minimax", "nemotron_h", "jamba", "kimi_linear", "olmo_hybrid"]
@@ -123,6 +127,32 @@ def test_ranks_go_back_from_rejected_drafts(tiny, open_ranks, reference, prompts
         assert tokens(llm.generate(prompts[:4], GREEDY)) == expected
     stats = llm.stats()
     assert stats.drafted_tokens - 1 > stats.accepted_tokens > 0
+
+
+def test_ranks_that_divide_other_layers_do_not_start(tiny, open_ranks, monkeypatch):
+    monkeypatch.setattr(mixer_division, "_tried", lambda *_: None)  # on the leader alone
+    with pytest.raises(RankDivergence, match="rank 1 divides other recurrent layers than the lead"):
+        open_ranks(tiny("qwen3_next"), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_while_a_snapshot_is_taken_ends_all(
+    how, tiny, open_ranks, prompts, monkeypatch
+):
+    llm = open_ranks(tiny("qwen3_next"), 2)
+    gather, lost = DividedStates.gather, []
+
+    def lose_first(self, *args) -> None:
+        if not lost:
+            os.kill(llm.process_ids[1], how)
+            lost.append(how)
+        gather(self, *args)
+
+    monkeypatch.setattr(DividedStates, "gather", lose_first)
+    handle = llm.submit(prompts[0], GREEDY)
+    with pytest.raises(RankLost, match="rank 1"):
+        handle.result(60)
 
 
 @pytest.mark.slow

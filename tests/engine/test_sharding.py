@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from kvconnect.engine.checkpoint.random_model import make_model
 from kvconnect.engine.model import mixer_division
 from kvconnect.engine.model import model as model_module
+from kvconnect.engine.model.mixer_probe import CHUNKS
 from kvconnect.engine.model.model import Model, check_sharing
 from kvconnect.engine.model.scores import AttentionInput
 from kvconnect.engine.model.sharding import Division
@@ -213,9 +214,15 @@ def test_a_snapshot_has_the_states_of_all_ranks(size, tiny):
         assert all(torch.equal(states[key], one) for key, one in whole.items())
 
 
-@pytest.mark.parametrize("wrong", ["heads", "elements", "states", "outputs"])
+@pytest.mark.parametrize("wrong", ["heads", "elements", "states", "outputs", "shapes", "chunks"])
 def test_a_mixer_whose_parts_compute_something_else_stays_whole(wrong, tiny, monkeypatch):
     needed, rows, cut = mixer_division._needed, mixer_division._Trial.rows, mixer_division._cut
+    run = mixer_division.run_in_parts
+
+    def refuse_chunks_of_a_part(mixer: Any, call: Any, shapes: Any, ends: Sequence[int]) -> Any:
+        if tuple(ends) == CHUNKS and mixer.num_v_heads < 4:
+            raise RuntimeError
+        return run(mixer, call, shapes, ends)
 
     def reversed_elements(gradient: Tensor) -> Any:
         found = needed(gradient)
@@ -232,9 +239,27 @@ def test_a_mixer_whose_parts_compute_something_else_stays_whole(wrong, tiny, mon
         monkeypatch.setattr(mixer_division, "_needed", reversed_elements)
     elif wrong == "outputs":
         monkeypatch.setattr(mixer_division, "_cut", cut_twice_as_large)
+    elif wrong == "shapes":  # which the mixer checks by itself
+        monkeypatch.setattr(mixer_division, "_cut", raises(ValueError))
+    elif wrong == "chunks":  # heads are counted elsewhere for several tokens behind a state
+        monkeypatch.setattr(mixer_division, "run_in_parts", refuse_chunks_of_a_part)
     else:
         monkeypatch.setattr(mixer_division._Trial, "rows", lambda *args: rows(*args).flip(0))
     assert not halved(check_equal(tiny("qwen3_next"), 2))
+
+
+def test_a_rank_without_memory_for_the_trial_does_not_load(tiny, monkeypatch):
+    """The other ranks may have divided the mixers."""
+    monkeypatch.setattr(mixer_division, "run_in_parts", raises(torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        parts(tiny("qwen3_next"), 2)
+
+
+def raises(error: type[Exception]) -> Callable[..., Any]:
+    def function(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return function
 
 
 def test_a_plan_that_divides_a_recurrent_layer_is_refused():

@@ -265,6 +265,7 @@ def test_settings_may_be_dicts_and_none_is_the_default():
     ("given", "complaint"),
     [
         ({"kv_cache_confg": None}, "did you mean 'kv_cache_config'"),
+        ({"load_fromat": "auto"}, "did you mean 'load_format'"),
         ({"tensor_parallel_size": 0}, r"tensor_parallel_size=0"),
         ({"pipeline_parallel_size": 2}, r"pipeline_parallel_size=2"),
         ({"speculative_config": object()}, "speculative_config"),

@@ -71,6 +71,8 @@ class StoreFinding:
         self._tokens_per_block = llm_args.tokens_per_block
         self._min_tokens = max(1, config.min_load_tokens)
         self._windows = tuple(layout.window for layout in llm_args.layouts)
+        has_states = any(layout.kind == "state" for layout in llm_args.layouts)
+        self._only_counts = [has_states and layout.only_counts for layout in llm_args.layouts]
         self._prompts: dict[int, _Prompt] = {}
         self.store = store = OffloadStore.acquire(llm_args)
         self.budget = LookupBudget(config.lookup_timeout_ms / 1000, store.backend, store.io.submit)
@@ -242,6 +244,8 @@ class StoreFinding:
         size = self._tokens_per_block
         keys = hit.all_keys
         for group, (window, ids) in enumerate(zip(self._windows, by_group(data), strict=True)):
+            if self._only_counts[group]:
+                continue  # the store must have these blocks, but no layer reads them
             needed = blocks_needed(window, end, size)
             for number in range(max(start // size, needed.start), needed.stop):
                 if number >= len(ids) or ids[number] < 0:

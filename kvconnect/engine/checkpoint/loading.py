@@ -31,6 +31,13 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     digest: bytes
 
+    @property
+    def divided(self) -> list[str]:
+        """The names of the recurrent states that ranks divide."""
+        found = self.model.divided_states
+        rows = () if found is None else found.rows
+        return [f"{key.name} of layer {key.layer_idx}" for key in rows]
+
 
 def load_model(
     directory: Path,

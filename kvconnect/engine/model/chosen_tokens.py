@@ -88,7 +88,9 @@ class ChosenTokens:
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Returns the chosen keys and values of each query, and the mask of those that it sees."""
         hidden = (chosen < 0) | (chosen > self.positions[rows])
-        places = chosen.clamp(min=0).to(torch.int64)
+        # Instead of a hidden token the first one of the sequence is read: numbers of another
+        # sequence might be none, which a mask does not hide.
+        places = chosen.masked_fill(hidden, 0).to(torch.int64)
         blocks = self.blocks[self.sequences[rows], places // self.tokens_per_block]
         k, v = pages.at(blocks, places % self.tokens_per_block)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from kvconnect.engine.model.divided_states import DividedStates, StateRows
-from kvconnect.engine.model.mixer_probe import PROBED_TOKENS, MixerProbe, ProbedCall, run_in_parts
+from kvconnect.engine.model.mixer_probe import (
+    CHUNKS,
+    PROBED_TOKENS,
+    STEPS,
+    MixerProbe,
+    ProbedCall,
+    run_in_parts,
+)
 from kvconnect.engine.model.mixers import ModelCache, mapped
 from kvconnect.engine.model.sharding import ModelRanks, sum_outputs
 from kvconnect.engine.model.states import StateKey, StateShape
@@ -35,6 +42,9 @@ _COUNTS: Mapping[str, tuple[str, ...]] = {
 
 _CLOSE = 1e-8
 """The largest difference of parts and whole, both as sums of squares, relative to the whole."""
+
+_UNFIT = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+"""The errors of a mixer whose kernel has no gradients, or whose heads are counted elsewhere."""
 
 
 class _Kept(NamedTuple):
@@ -123,9 +133,11 @@ def _tried(call: ProbedCall, shapes: Sequence[StateShape], size: int) -> _Trial 
         return None
     try:
         trial = _Trial(call, shapes, size)
-    except RuntimeError:  # a kernel has no gradients
+        return trial if trial.adds_up() else None
+    except torch.OutOfMemoryError:  # a RuntimeError, of this rank alone
+        raise
+    except _UNFIT:
         return None
-    return trial if trial.adds_up() else None
 
 
 class _Trial:
@@ -165,11 +177,12 @@ class _Trial:
     def adds_up(self) -> bool:
         """Returns whether the parts together compute what the whole mixer computes.
 
-        All tokens are computed at once, and then one by one from the states before them.
+        All tokens are computed at once, and then in two chunks and one by one, from the states
+        before them. A part whose heads are counted elsewhere may raise any error of `_UNFIT`.
         """
         if len(self.parts) < self._size:
             return False
-        ways = ((PROBED_TOKENS,), range(1, PROBED_TOKENS + 1))
+        ways = ((PROBED_TOKENS,), CHUNKS, STEPS)
         whole = [run_in_parts(self._mixer, self._call, self._shapes, ends) for ends in ways]
         totals = [torch.zeros_like(outputs) for outputs, _ in whole]
         for part in self.parts:
@@ -183,10 +196,7 @@ class _Trial:
                 replace(one, shape=(len(rows[one.key]), *one.shape[1:])) for one in self._shapes
             ]
             for ends, total, (_, states) in zip(ways, totals, whole, strict=True):
-                try:
-                    outputs, found = run_in_parts(mixer, self._call, shapes, ends)
-                except RuntimeError:  # a view of another shape: heads are counted elsewhere
-                    return False
+                outputs, found = run_in_parts(mixer, self._call, shapes, ends)
                 total.add_(outputs)
                 if not all(_close(found[key][0], states[key][0, one]) for key, one in rows.items()):
                     return False

@@ -23,13 +23,24 @@ from kvconnect.engine.model.mixers import (
 from kvconnect.engine.model.states import StateKey, StateKind, StateShape, StateSlots
 from kvconnect.errors import UnsupportedModel
 
-__all__ = ["PROBED_TOKENS", "MixerProbe", "ProbedCall", "run_in_parts", "split_mixers"]
+__all__ = [
+    "CHUNKS",
+    "PROBED_TOKENS",
+    "STEPS",
+    "MixerProbe",
+    "ProbedCall",
+    "run_in_parts",
+    "split_mixers",
+]
 
 PROBED_TOKENS = 5
 """The tokens that a model is probed with."""
 
-_CHUNKS = (2, PROBED_TOKENS)
-_STEPS = range(1, PROBED_TOKENS + 1)
+CHUNKS = (2, PROBED_TOKENS)
+"""The ends of two parts of them."""
+
+STEPS = range(1, PROBED_TOKENS + 1)
+"""The ends of single tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -213,12 +224,12 @@ def split_mixers(probe: MixerProbe) -> bool:
     for kind in {type(call.module) for call in probe.calls}:
         alike = [call for call in probe.calls if type(call.module) is kind]
         check = _Check(alike[0], probe)
-        if not check.continues(_STEPS):
+        if not check.continues(STEPS):
             raise UnsupportedModel(
                 f"{kind.__name__} computes something else from a token and its states than from "
                 "all tokens at once"
             )
-        stepped = not check.continues(_CHUNKS)
+        stepped = not check.continues(CHUNKS)
         for call in alike:
             call.module.forward = _split(call.module.forward, stepped=stepped)
         any_stepped |= stepped

@@ -82,6 +82,7 @@ class Model:
         vocab_size: token ids are below it.
         position_limit: the longest sequence; ``None``: none is known.
         eos_token_ids: tokens that end a generation.
+        owns_attention: true if the model computes attention itself; see `own_attention`.
         states: the states that recurrent layers keep for each sequence; empty: there are none.
         divided_states: the part of `states` that this rank has; ``None``: all.
         stepped: true if some of these layers cannot continue from a state with several tokens, so
@@ -103,7 +104,7 @@ class Model:
         config = load_config(directory)
         _refuse(config)
         self.device = _device(device)
-        self._owns_attention = config.model_type in OWN_ATTENTION
+        self.owns_attention = config.model_type in OWN_ATTENTION
         self._model = load(directory, config, dtype)
         divided = Division()
         if ranks is not None:
@@ -122,7 +123,7 @@ class Model:
         longest = None if limit is None else limit.num_tokens
         windows = (
             None
-            if self._owns_attention
+            if self.owns_attention
             else checked_windows(self._model, longest=longest, by_mask=True)
         )
         if keep_latents(self._model):
@@ -151,7 +152,7 @@ class Model:
             Logits after each sequence's last token and its drafts, ``[rows, vocab]``; on ranks
             that follow none, ``[0, vocab]``.
         """
-        if self._owns_attention:
+        if self.owns_attention:
             rows: dict[int, Tensor] = {}
             padded = self.config.model_type in PADDED
             for numbers, part in step.apart(padded=padded):
@@ -221,7 +222,7 @@ class Model:
         recurrent = _is_recurrent(self._model)
         probe = AttentionProbe(mixers if recurrent else None)
         tokens = torch.arange(PROBED_TOKENS if recurrent else 1, device=self.device)[None]
-        if self._owns_attention:
+        if self.owns_attention:
             own = self._probe_own(name)
             return own.stored, own
         states = mixers if recurrent else None

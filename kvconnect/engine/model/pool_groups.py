@@ -71,8 +71,9 @@ class CacheGeometry:
             states: true if the cache manager keeps snapshots of recurrent states.
 
         Raises:
-            UnsupportedModel: there is one pool, and layers differ in what they store; or layers
-                that choose tokens by an index are to have windows.
+            UnsupportedModel: there is one pool, and layers differ in what they store; or windows
+                are configured for layers that choose tokens by an index, or that compute attention
+                themselves.
         """
         if config.max_attention_window and any(layer.is_index for layer in model.layers):
             raise UnsupportedModel(
@@ -86,7 +87,7 @@ class CacheGeometry:
         size = config.tokens_per_block
         more = _state_layouts(model, size) if states else ()
         if not model.layers:
-            layouts = (_bare_layout(size, dtype), *more)
+            layouts = (KvCacheLayout.of_counts(size, dtype), *more)
             return cls(layouts, (), narrowed=False, num_kv_heads=(1,) * len(layouts))
         layouts = (
             group_layouts(model.layers, windows, tokens_per_block=size, dtype=dtype)
@@ -101,6 +102,11 @@ class CacheGeometry:
                     "numbers of KV heads; use 1"
                 )
         narrowed = windows != effective_windows(model.layers, None, longest)
+        if narrowed and model.owns_attention:
+            raise UnsupportedModel(
+                "max_attention_window: this model computes attention itself, over all tokens of a "
+                "sequence; leave it out"
+            )
         computes_in = None if dtype == model.dtype else model.dtype
         return cls((*layouts, *more), windows, narrowed, heads + (1,) * len(more), computes_in)
 
@@ -220,18 +226,6 @@ def _state_layouts(model: Model, tokens_per_block: int) -> tuple[KvCacheLayout, 
         for one in sorted(model.states, key=lambda one: one.key.layer_idx)
     ]
     return (KvCacheLayout.of_states(tensors, tokens_per_block),) if tensors else ()
-
-
-def _bare_layout(tokens_per_block: int, dtype: torch.dtype) -> KvCacheLayout:
-    """Returns the layout of a model without attention: its blocks only count tokens."""
-    return KvCacheLayout(
-        num_layers=1,
-        num_kv_heads=1,
-        key_dim=1,
-        value_dim=0,
-        tokens_per_block=tokens_per_block,
-        dtype=dtype,
-    )
 
 
 def single_layout(

@@ -74,7 +74,7 @@ def _load(settings: RankSettings, meeting: Meeting, group: RankGroup) -> LoadedM
         meeting.say_loaded(Loaded(error=(type(error).__name__, str(error))))
         raise
     free = free_nbytes(settings.kv_cache, loaded.model.device)
-    meeting.say_loaded(Loaded(loaded.digest.hex(), free))
+    meeting.say_loaded(Loaded(loaded.digest.hex(), free, loaded.divided))
     meeting.wait_to_go_on()
     return loaded
 

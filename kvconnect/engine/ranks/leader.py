@@ -31,7 +31,7 @@ from kvconnect.engine.ranks.messages import (
     StepWork,
 )
 from kvconnect.engine.ranks.settings import RankSettings, free_nbytes, limited
-from kvconnect.errors import ConfigurationError, KvConnectError, ModelChanged
+from kvconnect.errors import ConfigurationError, KvConnectError, ModelChanged, RankDivergence
 
 __all__ = ["Leader", "NoFollowers", "start_followers"]
 
@@ -100,17 +100,23 @@ class Leader:
         Raises:
             KvConnectError: the error of another rank.
             ModelChanged: another rank loaded other files.
+            RankDivergence: another rank divides other recurrent layers.
             RankLost: a rank did not connect; names it.
         """
         config, device = self._settings.kv_cache, loaded.model.device
         digest = loaded.digest.hex()
-        self._meeting.say_loaded(Loaded(digest, free_nbytes(config, device)))
+        self._meeting.say_loaded(Loaded(digest, free_nbytes(config, device), loaded.divided))
         said = self._meeting.wait_for_all(self._check)
         for rank, one in enumerate(said):
             if one.digest != digest:
                 raise ModelChanged(
                     f"model: rank {rank} loaded other files of {self._settings.directory} than the "
                     "leader: they changed meanwhile; try again"
+                )
+            if one.divided != said[0].divided:
+                raise RankDivergence(
+                    f"rank {rank} divides other recurrent layers than the leader: one of them had "
+                    "perhaps too little memory while it loaded the model; try again"
                 )
         self.process_ids = tuple(one.pid for one in said[1:])
         self._meeting.go_on()

@@ -41,12 +41,14 @@ class Loaded:
     Attributes:
         digest: the digest of the model, in hexadecimal.
         free_nbytes: bytes of its device that the cache may take; 0: no limit.
+        divided: the names of the recurrent states that it divides with the others.
         pid: the id of its process.
         error: class and text of the error, if loading failed.
     """
 
     digest: str = ""
     free_nbytes: int = 0
+    divided: Sequence[str] = ()
     error: Sequence[str] | None = None
     pid: int = field(default_factory=os.getpid)
 

@@ -116,17 +116,6 @@ class KvCacheConnectorConfig(EngineKvCacheConnectorConfig):
         super().__init__(**{**preset, **values})
 
 
-_WITHOUT_EFFECT = {
-    *("backend", "attn_backend", "cuda_graph_config", "disable_overlap_scheduler"),
-    *("enable_iter_perf_stats", "fail_fast_on_attention_window_too_large"),
-    *("garbage_collection_gen0_threshold", "gpus_per_node", "load_format", "max_input_len"),
-    *("max_seq_len", "moe_config", "num_postprocess_workers", "orchestrator_type"),
-    *("print_iter_log", "sampler_type", "skip_tokenizer_init", "stream_interval"),
-    *("tokenizer_mode", "torch_compile_config", "use_torch_sampler"),
-}
-"""The arguments that say how TensorRT-LLM runs a model."""
-
-
 _Made = TypeVar("_Made")
 
 
@@ -150,7 +139,7 @@ class LlmOptions(Settings):
         enable_attention_dp: False: no rank has requests of its own.
         quant_config, lora_config, speculative_config, guided_decoding_backend, revision,
             trust_remote_code: they would change answers, and kvconnect's engine does not have them.
-    Those of `_WITHOUT_EFFECT` are accepted, and dropped.
+        dropped: how TensorRT-LLM runs a model; accepted without effect.
     """
 
     kv_cache_config: Annotated[EngineKvCacheConfig | None, _from_dict(KvCacheConfig)] = None
@@ -175,6 +164,13 @@ class LlmOptions(Settings):
     revision: None = None
     tokenizer_revision: None = None
     trust_remote_code: Literal[False] = False
-
-    def __init__(self, /, **values: Any) -> None:
-        super().__init__(**{name: values[name] for name in values if name not in _WITHOUT_EFFECT})
+    dropped = frozenset(
+        {
+            *("backend", "attn_backend", "cuda_graph_config", "disable_overlap_scheduler"),
+            *("enable_iter_perf_stats", "fail_fast_on_attention_window_too_large"),
+            *("garbage_collection_gen0_threshold", "gpus_per_node", "load_format", "max_input_len"),
+            *("max_seq_len", "moe_config", "num_postprocess_workers", "orchestrator_type"),
+            *("print_iter_log", "sampler_type", "skip_tokenizer_init", "stream_interval"),
+            *("tokenizer_mode", "torch_compile_config", "use_torch_sampler"),
+        }
+    )
