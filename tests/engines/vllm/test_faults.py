@@ -61,14 +61,18 @@ def test_no_fault_changes_a_token(healthy, fault):
 
 def test_poison_would_be_noticed(healthy):
     """The check of the checks: KV that is not loaded changes what is answered."""
-    made, _ = healthy
+    made, store = healthy
     wanted = made.tokens(PROMPTS[:1])
     made.flush()
-    made.forget_device()
     made.inside(inside.lose_loads, True)
-    made.inside(inside.poison)
     try:
-        answers = made.tokens(PROMPTS[:1])
+        for _ in range(10):  # a lookup that takes too long on a busy machine is a miss
+            made.forget_device()
+            made.inside(inside.poison)
+            hits = sum(made.inside(inside.num_hits, store))
+            answers = made.tokens(PROMPTS[:1])
+            if sum(made.inside(inside.num_hits, store)) > hits and answers != wanted:
+                break
     finally:
         made.inside(inside.lose_loads, False)
         made.forget_device()
