@@ -28,13 +28,13 @@ __all__ = [
     "should_start",
 ]
 
-_SILENT_S = 0.02
-"""The silence of an unmeasured load after which an unmeasured model computes its first block."""
-_LOADED_SOON_S = 0.25
-"""The predicted rest of a load beside which an unmeasured model computes nothing.
+_SILENT_S = 0.04
+"""The silence at the start of an unmeasured load after which an unmeasured model computes a block.
 
-On a CPU a block of a small model takes a tenth of it, and slows the load down.
+On a CPU this block slows the load down, by more than it saves if the store is fast.
 """
+_LOADED_SOON_S = 0.25
+"""The predicted rest of a load beside which an unmeasured model computes nothing."""
 _SOONEST_S = 0.001
 """The shortest time after which a silent load is checked again."""
 _WORTH = 0.12
@@ -178,7 +178,8 @@ def next_chunk(
     rest_s = load.rest(left, seconds)
     limit = min(max_tokens, model.reach)
     if limit < first:
-        block_s = _LOADED_SOON_S if load.is_measured else _SILENT_S
+        alive = load.is_measured or load.amount > 0
+        block_s = _LOADED_SOON_S if alive else _SILENT_S
         if rest_s < block_s:
             return Chunk(0, max(_SOONEST_S, load.silence_for(block_s, left, seconds)))
         return Chunk(first)
